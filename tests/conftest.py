@@ -1,4 +1,4 @@
-"""Fixtures of all groups: the leak check, and the skips for machines that lack a device."""
+"""Fixtures of all groups: the leak check, and skips on machines that lack a device."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ import pytest
 
 from tests.support import leaks
 
-with contextlib.suppress(ImportError):  # groups with an environment of their own check no properties
+with contextlib.suppress(ImportError):  # Some environments lack hypothesis. They run no property tests.
     from hypothesis import HealthCheck, settings
 
-    # The same examples in every run, and all the time of a busy machine for each.
+    # The same examples in every run, without a deadline, which a busy machine would exceed.
     settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("tests")
 
-# Two ranks and a kernel share few cores: one thread each, here and in everything that is started from here.
+# Two ranks and a kernel share few cores, so each gets one thread, here and in all child processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# What outlives a process is neither looked for nor left in the user's own folder.
+# Keep state that outlives a process in a temporary folder: neither find nor leave any in the user's folder.
 _state = tempfile.TemporaryDirectory(prefix="state-")
 os.environ["XDG_STATE_HOME"] = _state.name
 os.environ.pop("XDG_RUNTIME_DIR", None)
-# Every kernel and rank imports the package: without its bytecode, each compiles it.
+# Every kernel and rank imports the package. Without its bytecode, each would compile it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
@@ -46,7 +46,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what runs nightly; skip, with the reason, what this machine cannot; have `leaks_ok` give reasons."""
+    """Deselect nightly tests, skip tests that this machine cannot run, and require reasons for `leaks_ok`."""
     if os.environ.get("TEST_NIGHTLY") != "yes":
         nightly = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=nightly)
@@ -62,13 +62,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Spare later garbage collections what torch and the tests have loaded: each would take half a second."""
+    """Exclude torch and the tests from later garbage collections, which would each take half a second."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how much of the time was processor time: what is left, tests waited for."""
+    """Print the share of processor time: the tests spent the rest of the time waiting."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     seconds = sum(usage.ru_utime + usage.ru_stime for usage in used)
     terminalreporter.write_line(f"= processor time of the tests and their processes: {seconds:.0f} s")
@@ -77,11 +77,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def _without_gpu(items: list[pytest.Item]) -> str | None:
     if not any(item.get_closest_marker("gpu") for item in items):
         return None
-    if os.environ.get("TEST_GPU") == "dry":  # on the CPU: tests/support/gpu.py
+    if os.environ.get("TEST_GPU") == "dry":  # On the CPU: see tests/support/gpu.py.
         return None
     import torch
 
-    # device_count asks NVML where it can: no CUDA context in the process that kernels are started from.
+    # device_count asks NVML if possible, which creates no CUDA context in the process that starts kernels.
     return None if torch.cuda.device_count() else "no CUDA device on this machine"
 
 

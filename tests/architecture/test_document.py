@@ -1,4 +1,4 @@
-"""docs/architecture.md says what the code does: its rooms exist, and so does every step of its walks."""
+"""docs/architecture.md matches the code: its packages and all steps of its walks exist."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_walk_names_its_steps(walk: str) -> None:
     assert len(re.findall(r"`[\w/]+\.py:\w+`", section)) >= len(numbered)
 
 
-def test_the_rooms_of_the_document_are_those_of_the_tree() -> None:
+def test_the_packages_of_the_document_match_the_tree() -> None:
     rooms, inside = (part.partition("\n\n")[0] for part in TEXT.partition("## Rooms")[2].split("|---|---|\n")[1:3])
     named = {name.strip("`/") for row in rooms.splitlines() for name in re.findall(r"`[\w/]+`", row.split("|")[1])}
     there = {path.stem for path in (ROOT / "notebook_accelerate").iterdir() if not path.name.startswith(("_", "py."))}

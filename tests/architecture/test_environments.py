@@ -1,4 +1,4 @@
-"""docs/environments.md: every "works" of its table has tests, and they exist."""
+"""docs/environments.md: every "works" in its table names existing tests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_each_status_is_explained() -> None:
     assert {status.removesuffix(" (kernel)") for status in STATUSES} <= set(explained)
 
 
-def test_a_test_stands_behind_everything_that_works() -> None:
+def test_everything_that_works_has_a_test() -> None:
     tested = {cell for cell, status in _cells().items() if status not in UNTESTED}
     assert tested == set(_named())
 
@@ -52,7 +52,7 @@ def test_the_named_tests_exist() -> None:
         assert name in names, test
 
 
-def test_the_versions_are_those_of_the_requirements() -> None:
+def test_the_versions_match_the_requirements() -> None:
     versions = {row[0]: row[1] for row in _rows("Versions")[1:]}
     for service in ("colab", "kaggle"):
         lines = "\n".join((ROOT / f"requirements/{name}.txt").read_text() for name in ("hosted", service))

@@ -20,7 +20,7 @@ def _imports(path: Path) -> Iterator[tuple[str, str]]:
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         lines = "".join(cell["source"]).splitlines() if cell["cell_type"] == "code" else []
         python = "\n".join("" if line.lstrip().startswith(("%", "!")) else line for line in lines)
-        if lines and lines[0].startswith("%%"):  # a magic, whose cell is Python after its first line
+        if lines and lines[0].startswith("%%"):  # A magic, whose cell is Python after its first line.
             python = "\n".join(lines[1:])
         for node in ast.walk(ast.parse(python)):
             if isinstance(node, ast.Import):

@@ -12,7 +12,7 @@ import pytest
 
 try:
     import tomllib
-except ModuleNotFoundError:  # Python 3.10
+except ModuleNotFoundError:  # Python 3.10.
     import tomli as tomllib  # type: ignore[no-redef]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,7 +54,7 @@ def _torch_free_modules() -> list[str]:
 @pytest.mark.parametrize(
     "package", [*TORCH_FREE_MODULES, *(f"notebook_accelerate.{name}" for name in TORCH_FREE_PACKAGES)]
 )
-def test_importing_a_torch_free_package_loads_no_torch(package: str) -> None:
+def test_importing_a_torch_free_package_does_not_load_torch(package: str) -> None:
     modules = [name for name in _torch_free_modules() if name == package or name.startswith(f"{package}.")]
     modules = [package] if package == "notebook_accelerate" else modules
     code = f"import sys, importlib\nfor name in {modules!r}:\n    importlib.import_module(name)\n"
@@ -63,14 +63,14 @@ def test_importing_a_torch_free_package_loads_no_torch(package: str) -> None:
 
 
 def test_importing_the_package_takes_milliseconds() -> None:
-    # Processor time: test machines are busy.
+    # Measure processor time, because test machines are busy.
     code = "import time; t = time.process_time(); import notebook_accelerate; print(time.process_time() - t)"
     seconds = [float(_python(code).stdout) for _ in range(5)]
     print(f"\nimport notebook_accelerate: median {1000 * statistics.median(seconds):.1f} ms (goal: 50 ms)")
-    assert statistics.median(seconds) < 0.15  # three times the goal: others use the caches, too
+    assert statistics.median(seconds) < 0.15  # Three times the goal, because other processes use the caches, too.
 
 
-def test_an_accelerator_loads_only_what_it_uses() -> None:
+def test_an_accelerator_loads_only_the_modules_it_uses() -> None:
     code = (
         "import sys; from notebook_accelerate import Accelerator; Accelerator(cpu=True); "
         "print(*sorted(name for name in sys.modules if name.startswith('notebook_accelerate.')))"
@@ -80,7 +80,7 @@ def test_an_accelerator_loads_only_what_it_uses() -> None:
     loaded = done.stdout.split()
     later = ("big_modeling.", "checkpointing.", "telemetry.debug_protocol", "strategies.fsdp", "tracking.")
     idle = [name for name in loaded if name.removeprefix("notebook_accelerate.").startswith(later)]
-    assert idle == [], "loaded before their first use"
+    assert idle == [], "modules were loaded before their first use"
 
 
 def test_an_accelerator_loads_no_distributed_tensors() -> None:
@@ -91,7 +91,7 @@ def test_an_accelerator_loads_no_distributed_tensors() -> None:
     )
     done = _python(code)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [], "each takes up to a second to import"
+    assert done.stdout.split() == [], "each of these takes up to a second to import"
 
 
 def test_imports_follow_the_layers() -> None:
@@ -114,7 +114,7 @@ def _contract(name: str) -> dict[str, list[str]]:
 @pytest.mark.parametrize(
     ("key", "packages"), [("source_modules", KERNEL_SIDE), ("forbidden_modules", WORKER_SIDE)], ids=["kernel", "worker"]
 )
-def test_the_packages_of_each_side_are_in_the_contract(key: str, packages: tuple[str, ...]) -> None:
+def test_packages_of_each_side_are_in_the_contract(key: str, packages: tuple[str, ...]) -> None:
     named = _contract("kernel-side")[key]
     missing = [f"notebook_accelerate.{package}" for package in packages if _exists(package)]
     assert sorted(set(missing) - set(named)) == [], f"add to {key} of the contract kernel-side in pyproject.toml"

@@ -13,7 +13,7 @@ import pytest
 
 try:
     import tomllib
-except ModuleNotFoundError:  # Python 3.10
+except ModuleNotFoundError:  # Python 3.10.
     import tomli as tomllib  # type: ignore[no-redef]
 
 import notebook_accelerate
@@ -74,9 +74,9 @@ def test_public_names_are_listed_and_have_a_home() -> None:
     assert all(home.startswith("notebook_accelerate.") for home in homes.values())
 
 
-def test_the_submodules_of_the_root_are_those_of_accelerate() -> None:
+def test_the_submodules_of_the_root_match_accelerate() -> None:
     table = json.loads((ROOT / "tests/parity/surface/api_surface.json").read_text())
-    modules = [*table["modules"], "widgets"]  # the panels are this project's own
+    modules = [*table["modules"], "widgets"]  # Only this project has panels.
     submodules = _lazy.exports("notebook_accelerate").submodules
     assert sorted(submodules) == sorted(name for name in modules if _is_module(name))
 
@@ -84,7 +84,8 @@ def test_the_submodules_of_the_root_are_those_of_accelerate() -> None:
 @pytest.mark.parametrize("name", ["big_modeling", "data_loader", "hooks", "state", "tracking", "utils", "widgets"])
 def test_a_star_import_of_a_public_package_brings_no_submodules(name: str) -> None:
     names: dict[str, object] = {}
-    exec(f"from notebook_accelerate.{name} import *", names)  # a statement for the level of a module only
+    # A statement that is allowed at the level of a module only.
+    exec(f"from notebook_accelerate.{name} import *", names)
     assert [each for each, value in names.items() if isinstance(value, ModuleType)] == []
 
 
@@ -111,7 +112,7 @@ def _is_module(name: str) -> bool:
     return (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()
 
 
-def test_every_make_command_of_the_documents_exists() -> None:
+def test_every_make_target_of_the_documents_exists() -> None:
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for name in ("README.md", "CONTRIBUTING.md", ".ci/run"):
         named = re.findall(r"(?<![\w-])make ([a-z][a-z-]*[a-z])(?=[`\s])", _commands((ROOT / name).read_text()))

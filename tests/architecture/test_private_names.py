@@ -1,4 +1,4 @@
-"""Private names of torch are used in one file; those of other libraries in the files that are listed here."""
+"""One file uses private names of torch. Private names of other libraries are limited to the files listed here."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _OF_OTHERS = {
     "big_modeling.module_tensors": {"_tie_weights"},
     "config.fsdp_plugin": {"_no_split_modules"},
     "inference": {"_no_split_modules"},
-    # Python's own unpickler, fsspec, numpy (what pickles of arrays name), rich, Lightning, IPython, Habana.
+    # Python's own unpickler, fsspec, numpy (names in pickles of arrays), rich, Lightning, IPython, Habana.
     "big_modeling.untrusted_files": {"_Unpickler"},
     "big_modeling.remote_paths": {"_strip_protocol"},
     "big_modeling.weight_files": {"_core", "_reconstruct"},
     "integrations.reporting": {"_LoggerConnector", "_tasks"},
     "telemetry.tracebacks": {"_filename_map"},
-    # cloudpickle: the tokens by which it finds the classes that it has pickled.
+    # cloudpickle: the tokens that identify the classes it has pickled.
     "telemetry.cells": {"_DYNAMIC_CLASS_TRACKER_BY_ID", "_get_or_create_tracker_id"},
     "utils.imports": {"_get_device_type"},
     "worker.plain_process": {"_IS_INTERACTIVE", "_console"},
@@ -37,14 +37,14 @@ _OF_OTHERS = {
     "hardware.device_table": {"_xla_runtime_is_initialized"},
     "launch.processes.fork_probe": {"_signal", "_xla_runtime_is_initialized"},
     "strategies.xla_strategy": {"_average_gradients"},
-    # DeepSpeed and Megatron-LM, of which one minor version at a time is allowed.
+    # DeepSpeed and Megatron-LM, whose supported versions are pinned to one minor version.
     "strategies.deepspeed.deepspeed_engine": {"_release_process_group_references"},
     "strategies.deepspeed.deepspeed_strategy": {"_global_grad_norm", "_zero3_consolidated_16bit_state_dict"},
     "strategies.deepspeed.ulysses": {
         "_SEQUENCE_DATA_PARALLEL_GROUP", "_SEQUENCE_PARALLEL_GROUP", "_all_to_all_groups", "_attn_implementation",
     },
     "strategies.megatron.megatron_checkpoint": {"_core", "_reconstruct", "_replace_state_dict_keys_with_sharded_keys"},
-    # Python's standard library: parsers that Accelerate's functions take, names of levels, an interpreter's exit.
+    # Python's standard library: parsers that Accelerate's functions accept, names of levels, an interpreter's exit.
     "commands.launch_settings": {"_ActionsContainer"},
     "commands.parsers": {"_MutuallyExclusiveGroup"},
     "config.plain_values": {"_typeshed"},
@@ -88,7 +88,7 @@ def test_no_other_file_uses_a_private_name_of_torch() -> None:
         for line, name in names
         if module != OF_TORCH and name not in allowed | OF_OTHERS.get(module, set())
     ]
-    assert strangers == [], "torch's belong in torch_internals.py, another library's in OF_OTHERS"
+    assert strangers == [], "names of torch belong in torch_internals.py, other libraries' names in OF_OTHERS"
 
 
 def test_no_other_file_imports_a_private_module_of_torch() -> None:
@@ -102,6 +102,6 @@ def test_no_other_file_imports_a_private_module_of_torch() -> None:
 
 
 @pytest.mark.parametrize("module", OF_OTHERS)
-def test_the_list_has_no_name_that_is_no_longer_used(module: str) -> None:
+def test_the_list_has_no_unused_name(module: str) -> None:
     assert module in MODULES
     assert OF_OTHERS[module] - {name for _, name in FOUND[module]} == set()

@@ -1,4 +1,4 @@
-"""`mypy --strict` of a user's files: real signatures for every public name, an error for each wrong use.
+"""`mypy --strict` of a user's files: real signatures for every public name, and an error for each wrong use.
 
 All files are checked in one run of mypy, strict as configured in pyproject.toml, so that it shares the cache of
 `make lint`: most of its time goes into torch.
@@ -160,7 +160,7 @@ notebook_accelerate.reexport  # E: attr-defined
 
 @pytest.fixture(scope="module")
 def messages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, list[str]]]:
-    """What mypy reports, by file and line."""
+    """Return the messages of mypy, by file and line."""
     folder = tmp_path_factory.mktemp("user")
     (folder / "right.py").write_text(RIGHT_USES)
     (folder / "wrong.py").write_text(WRONG_USES)
@@ -169,7 +169,7 @@ def messages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, li
     done = subprocess.run(
         [sys.executable, "-m", "mypy", *options, *(path.name for path in folder.iterdir())],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},  # installed, for mypy: a package with py.typed
+        env={**os.environ, "PYTHONPATH": str(ROOT)},  # Installed, for mypy: a package with py.typed.
         capture_output=True,
         text=True,
         check=False,
@@ -192,7 +192,7 @@ def _uses_of_every_name() -> list[str]:
     return lines
 
 
-def test_right_uses_have_no_errors(messages: dict[str, dict[int, list[str]]]) -> None:
+def test_correct_uses_have_no_errors(messages: dict[str, dict[int, list[str]]]) -> None:
     assert messages["right.py"] == {}
 
 

@@ -1,4 +1,4 @@
-"""What a release consists of agrees: version, changelog, extras, links, and what the workflows of GitHub run."""
+"""The parts of a release agree: version, changelog, extras, links, and the workflows of GitHub."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_links_of_the_readme_work_outside_the_repository() -> None:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_workflows_run_what_a_developer_runs(path: Path) -> None:
+def test_workflows_run_the_commands_of_developers(path: Path) -> None:
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     commands = "\n".join(step["run"] for step in _steps(path) if "run" in step)
     named = set(re.findall(r"\bmake ([a-z][a-z-]*)", commands))
@@ -63,7 +63,7 @@ def test_workflows_run_what_a_developer_runs(path: Path) -> None:
     assert named <= targets
 
 
-def test_workflows_try_the_declared_versions() -> None:
+def test_workflows_test_the_declared_versions() -> None:
     jobs = {path.stem: yaml.safe_load(path.read_text())["jobs"] for path in WORKFLOWS}
     assert set(jobs) == {"docs", "lint", "matrix", "test", "wheels"}
     assert jobs["matrix"]["cell"]["strategy"]["matrix"]["python"] == list(matrix.PYTHONS)

@@ -1,4 +1,4 @@
-"""Rules on the structure. `python -m tests.architecture.test_structure` prints figures of it, which have no limits."""
+"""Rules about the structure. `python -m tests.architecture.test_structure` prints figures, which have no limits."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ NO_CODE = {
 }
 PRIVATE_OF_OTHERS = frozenset(
     {
-        # Attributes that Accelerate's clients use, which its names keep private.
+        # Attributes that Accelerate's clients use, and that Accelerate names like private ones.
         "_models", "_optimizers", "_schedulers", "_dataloaders", "_shared_state", "_reset_state", "_custom_objects",
         "_is_accelerate_prepared", "_add_dataloader", "_remove_dataloader",
         "_load_model_state_pre_hook", "_save_model_state_pre_hook",
         # torch's tensors, modules and process groups.
         "_version", "_parameters", "_buffers", "_modules", "_world", "_mesh",
-        # Named tuples' own methods.
+        # Methods of named tuples.
         "_replace", "_asdict", "_fields", "_make",
     }
 )  # fmt: skip
 
 
 def modules() -> dict[str, Path]:
-    """Return the product's modules by dotted name."""
+    """Return the modules of the product by dotted name."""
     found = {}
     for folder, prefix in ((ROOT / PACKAGE, PACKAGE), (ROOT / "widgets", f"{PACKAGE}.widgets")):
         for path in sorted(folder.rglob("*.py")):
             if folder.name == PACKAGE and "widgets" in path.relative_to(folder).parts:
-                continue  # the link to the top-level folder
+                continue  # The link to the top-level folder.
             parts = path.relative_to(folder).with_suffix("").parts
             name = ".".join([prefix, *(part for part in parts if part != "__init__")])
             found[name] = path
@@ -53,7 +53,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 
 
 def imported(name: str) -> set[str]:
-    """Return the product's modules that a module imports: at the top, in functions, or for type checkers only."""
+    """Return the product's modules that a module imports, at the top, in functions, or for type checkers only."""
     found = set()
     for node in ast.walk(TREES[name]):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == PACKAGE:
@@ -94,7 +94,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def private_accesses() -> Iterator[str]:
-    """Yield the places that reach for a private attribute of an object that no class of their module defines."""
+    """Yield the uses of a private attribute of an object that no class in their module defines."""
     for name, tree in TREES.items():
         own = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_self(node.value)}
         own |= {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
@@ -143,7 +143,7 @@ DEFINED = {
 
 
 def any_parameters() -> Iterator[str]:
-    """Yield the parameters that are annotated `Any`."""
+    """Yield the parameters annotated with `Any`."""
     for name, tree in TREES.items():
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -154,7 +154,7 @@ def any_parameters() -> Iterator[str]:
 
 
 def repeated_names() -> dict[str, int]:
-    """Return the file names that several files have; the doors under Accelerate's paths have to."""
+    """Return file names that occur several times. The re-exports under Accelerate's paths need the same names."""
     names = [
         path.name
         for name, path in MODULES.items()
@@ -168,7 +168,7 @@ def lines_of_code() -> int:
 
 
 def code_lines(source: str) -> set[int]:
-    """Return the numbers of the lines that hold code or docstrings: no comments and no blank lines."""
+    """Return the numbers of the lines that contain code or docstrings, but not comments or blank lines."""
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in NO_CODE:
@@ -204,13 +204,13 @@ KNOWN_CIRCLES = [
     {"data_loader.prepared_loader", "data_loader.stateful_loaders"},
     {"strategies.megatron.megatron_engine", "strategies.megatron.megatron_generation"},
 ]
-"""Modules that import one another in functions, because of what they are. A new circle needs a reason of this kind."""
+"""Modules that must import one another in functions, with the reason. A new circle needs a reason of this kind."""
 KNOWN_ACCESSES = {"_clear", "_clipping_given", "_config", "_micro_batches_given", "_parent", "_unselect"}
 """Private attributes whose names a class of the product defines as well, but which belong to other libraries' objects,
 or to a sibling in the same package."""
 
 
-def test_no_modules_import_one_another_but_the_known_ones() -> None:
+def test_no_modules_import_one_another_except_the_known_ones() -> None:
     known = [{f"{PACKAGE}.{name}" for name in names} for names in KNOWN_CIRCLES]
     assert [found for found in circles(GRAPH) if not any(set(found) <= names for names in known)] == []
 
@@ -219,7 +219,7 @@ def test_no_module_reads_a_private_attribute_of_another() -> None:
     assert [place for place in private_accesses() if place.partition(" .")[2] not in KNOWN_ACCESSES] == []
 
 
-def test_no_accelerator_parameter_is_annotated_any() -> None:
+def test_no_accelerator_parameter_is_annotated_with_any() -> None:
     assert [place for place in any_parameters() if place.endswith("(accelerator)")] == []
 
 

@@ -1,4 +1,4 @@
-"""Real runs pass the functions that the walks of docs/architecture.md list, in this order."""
+"""Real runs call the functions that the walks of docs/architecture.md list, in the same order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import notebook_accelerate
-from notebook_accelerate.accelerator import Accelerator  # before a trace begins, which makes importing torch slow
+
+# Import it before tracing starts, which makes importing torch slow.
+from notebook_accelerate.accelerator import Accelerator
 from notebook_accelerate.errors import RunInterrupted, RunStoppedError
 from notebook_accelerate.widgets.render_schedule import ticker
 from notebook_accelerate.widgets.run_panel import RunPanel
@@ -35,21 +37,21 @@ def _calls() -> list[Call]:
     return _trace.own_calls()
 
 
-def test_a_launch(trace: Trace) -> None:
+def test_a_launch_follows_its_walk(trace: Trace) -> None:
     run = notebook_accelerate.notebook_launcher(_calls, num_processes=2, use_port=0, start_method="fork")
     missing = first_missing(steps_of("A launch"), trace.merged(*run.results))
-    assert missing is None, f"the launch did not come to {missing}"
+    assert missing is None, f"the launch did not reach {missing}"
 
 
 def _log(go: Path) -> list[Call]:
     accelerator = Accelerator(cpu=True)
     until(go.exists)
     accelerator.log({"loss": 0.5}, step=1)
-    time.sleep(0.5)  # the agent sends it
+    time.sleep(0.5)  # The agent sends it.
     return _trace.own_calls()
 
 
-def test_a_metric(trace: Trace, tmp_path: Path) -> None:
+def test_a_metric_follows_its_walk(trace: Trace, tmp_path: Path) -> None:
     go = tmp_path / "go"
     run = notebook_accelerate.notebook_launcher(
         _log, (go,), num_processes=2, use_port=0, start_method="fork", block=False
@@ -63,7 +65,7 @@ def test_a_metric(trace: Trace, tmp_path: Path) -> None:
     finally:
         panel.close()
     missing = first_missing(steps_of("A metric"), trace.merged(*run.results))
-    assert missing is None, f"the metric did not come to {missing}"
+    assert missing is None, f"the metric did not reach {missing}"
 
 
 def _run_until_stopped(folder: Path) -> None:
@@ -84,7 +86,7 @@ def _interrupt_the_cell() -> None:
     [(_stop_the_run, "stop", RunStoppedError), (_interrupt_the_cell, "on_signal", RunInterrupted)],
     ids=["run.stop", "interrupt"],
 )
-def test_a_stop(
+def test_a_stop_follows_its_walk(
     stop: Callable[[], None], begins_with: str, error: type[BaseException], trace: Trace, tmp_path: Path
 ) -> None:
     def stop_when_running() -> None:
@@ -93,7 +95,7 @@ def test_a_stop(
 
     thread = threading.Thread(target=stop_when_running)
     thread.start()
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # the process that runs the tests may ignore it
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # The process that runs the tests may ignore it.
     try:
         with pytest.raises(error):
             notebook_accelerate.notebook_launcher(
@@ -104,14 +106,14 @@ def test_a_stop(
         thread.join()
     steps = [step for step in steps_of("A stop") if step.number > 1 or step.function == begins_with]
     missing = first_missing(steps, trace.merged())
-    assert missing is None, f"the stop did not come to {missing}"
+    assert missing is None, f"the stop did not reach {missing}"
 
 
-def test_a_save(trace: Trace, tmp_path: Path) -> None:
+def test_a_save_follows_its_walk(trace: Trace, tmp_path: Path) -> None:
     accelerator = notebook_accelerate.Accelerator(cpu=True)
     accelerator.prepare(torch.nn.Linear(2, 2))
     (tmp_path / "note").write_text("the folder exists")
     accelerator.save_state(str(tmp_path), blocking=False)
     accelerator.end_training()
     missing = first_missing(steps_of("A save"), trace.merged())
-    assert missing is None, f"the save did not come to {missing}"
+    assert missing is None, f"the save did not reach {missing}"

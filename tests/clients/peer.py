@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(sys.prefix) / "peer"
 """Where the environment has the real Accelerate: outside of the path, so that nothing else imports it."""
 VERSIONS = ROOT / ".build" / "transformers"
-"""Where make puts other versions of transformers, each with what it needs."""
+"""The folder in which make installs other versions of transformers, each with its dependencies."""
 RANKS = 2
 SECONDS = 300
 """For one program; after that its ranks print their stacks and end."""
@@ -48,7 +48,7 @@ def start(folder: Path, names: Iterable[str], *path: Path | str) -> subprocess.P
     Args:
         folder: An empty folder.
         names: The programs, on two ranks; with "@1" after the name in one process.
-        path: The folders imported first: the real Accelerate or this package in its place, and a version of transformers.
+        path: The folders imported first: the real Accelerate or this package, and a version of transformers.
     """
     dropped = ("ACCELERATE_", "PYTEST_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
@@ -101,7 +101,7 @@ def run(name: str) -> list[Any]:
 
 
 def _start(name: str, rank: int, ranks: int, port: int) -> tuple[int, int]:
-    """Fork a rank. Return its process, and the end of the pipe on which its result arrives."""
+    """Fork a rank. Return its process, and the end of the pipe that delivers its result."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_the_estimate_of_a_configuration_equals_that_of_its_model() -> None:
+def test_a_configuration_and_its_model_have_the_same_estimate() -> None:
     from transformers import AutoModel, LlamaConfig
 
     config = LlamaConfig(

@@ -1,4 +1,4 @@
-"""Libraries imported in a rank detect neither a notebook nor an interactive interpreter. Their output is in the cell."""
+"""Libraries imported in a rank detect no notebook and no interactive interpreter. Their output is in the cell."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ rich.get_console(); list(tqdm.auto.tqdm(range(3)))
 
 @pytest.fixture(scope="module", params=["nothing imported", "everything imported"])
 def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
-    """Return a kernel that has, or has not, imported the libraries."""
+    """Return a kernel that may have imported the libraries."""
     with ready_kernel() as kernel:
         kernel.check(LOOK)
         if request.param == "everything imported":

@@ -135,7 +135,7 @@ def test_tensorboard_opens_the_folder(saved: Saved) -> None:
 
 
 @pytest.mark.skipif(perfetto.missing() is not None, reason=str(perfetto.missing()))
-def test_perfetto_opens_the_file_of_all_ranks_and_those_of_each(saved: Saved) -> None:
+def test_perfetto_opens_the_combined_file_and_each_single_one(saved: Saved) -> None:
     with perfetto.opened(saved.folder / "all_ranks" / "merged.json.gz") as page:
         assert page.errors() == []
         expected, arrows = perfetto.imported(saved.events("all_ranks/merged.json.gz"))

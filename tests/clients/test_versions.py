@@ -21,7 +21,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module", params=VERSIONS)
 def sides(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Any]]]:
-    """Return the results of all programs with one version of transformers, with the real Accelerate and this package."""
+    """Return the results of all programs with a version of transformers: with the real Accelerate, and this package."""
     version = peer.VERSIONS / request.param
     paths: dict[str, tuple[Path | str, ...]] = {"there": (version, peer.FOLDER), "here": (STARTUP_FOLDER, version)}
     folders = {name: tmp_path_factory.mktemp(name) for name in paths}

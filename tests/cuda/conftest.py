@@ -17,7 +17,7 @@ DRIVER_FILES = "from notebook_accelerate.hardware import device_counts; device_c
 
 
 class Machine:
-    """A machine on which Python runs with torch's build for CUDA.
+    """A machine that runs Python with torch's build for CUDA.
 
     Args:
         folder: Holds the libraries and their log.

@@ -23,7 +23,7 @@ from notebook_accelerate import Accelerator
 accelerator = Accelerator(cpu=True)
 for _ in accelerator.prepare(torch.utils.data.DataLoader(list(range(4)), batch_size=2)): pass
 """,
-    "what the server process imports": """
+    "the imports of the zygote": """
 import importlib
 from notebook_accelerate.launch.processes import zygote_server
 for name in (*zygote_server.PRELOADED, *zygote_server.PRELOADED_WHEN_IDLE): importlib.import_module(name)

@@ -1,4 +1,4 @@
-"""DeepSpeed's sequence parallelism (Ulysses): losses, gradients and checkpoints equal those of whole sequences."""
+"""DeepSpeed's sequence parallelism (Ulysses): losses, gradients and checkpoints equal a training on whole sequences."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_training_equals_that_of_whole_sequences(zero: dict[str, Any]) -> None:
+def test_training_equals_a_training_on_whole_sequences(zero: dict[str, Any]) -> None:
     found = run_ranks(split, zero, 24, timeout=SECONDS)
     expected = plain(24)
     assert_equal(found[0], expected)

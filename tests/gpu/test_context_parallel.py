@@ -83,7 +83,7 @@ def split(how: str, degrees: dict[str, Any]) -> list[float]:
 
 
 @pytest.mark.parametrize("how", ["allgather", "alltoall"])
-def test_losses_equal_those_of_whole_sequences(how: str) -> None:
+def test_losses_equal_a_training_on_whole_sequences(how: str) -> None:
     for losses in run_ranks(split, how, {"cp_size": 2}, env=gpu.rank_environment()):
         assert losses == pytest.approx(plain(), rel=1e-3)
 

@@ -70,7 +70,9 @@ def both(strategy: str) -> tuple[float, float]:
 @pytest.mark.parametrize("world", gpu.WORLDS)
 def test_a_step_costs_as_much_as_in_plain_torch(world: int, strategy: str, figure: gpu.Figure) -> None:
     own, plain = run_ranks(both, strategy, world_size=world, env=gpu.rank_environment(), timeout=480)[0]
-    figure(f"a step, {strategy}, {world} ranks, beside plain torch", f"{own / plain:.3f} × of {1000 * plain:.2f} ms")
+    figure(
+        f"a step, {strategy}, {world} ranks, relative to plain torch", f"{own / plain:.3f} × of {1000 * plain:.2f} ms"
+    )
     assert own < SLOW * plain
 
 
@@ -100,7 +102,7 @@ def test_an_offloaded_model_is_copied_while_it_computes(figure: gpu.Figure) -> N
     ((forward, copying, computing),) = run_ranks(offloaded, world_size=1, env=gpu.rank_environment(), timeout=480)
     limit = max(copying, computing)
     figure(
-        "a forward pass offloaded to main memory, beside the slower of copying and computing",
+        "a forward pass offloaded to main memory, relative to the slower of copying and computing",
         f"{forward / limit:.2f} ×",
     )
     if not gpu.DRY:
@@ -124,7 +126,7 @@ def peak() -> tuple[int, int]:
 def test_the_peak_of_memory_is_near_its_estimate(figure: gpu.Figure) -> None:
     ((measured, estimated),) = run_ranks(peak, world_size=1, env=gpu.rank_environment())
     figure(
-        "peak of a training's memory, beside its estimate",
+        "peak of a training's memory, relative to its estimate",
         f"{measured / estimated:.2f} × of {estimated / 2**20:.0f} MiB",
     )
     assert estimated > 0

@@ -14,7 +14,7 @@ from tests.support import gpu
 
 pytestmark = [pytest.mark.gpu, gpu.only_cuda]
 
-# cuDeviceGetCount returns CUDA_ERROR_NOT_INITIALIZED (3) in a process that has not called cuInit.
+# cuDeviceGetCount returns CUDA_ERROR_NOT_INITIALIZED (3) until the process calls cuInit.
 _REPORT = """
 import ctypes, json, sys
 from notebook_accelerate.hardware import detect, nvml

@@ -36,7 +36,7 @@ def network() -> nn.Sequential:
 
 @pytest.mark.parametrize("place", MAPS)
 @pytest.mark.parametrize(("how", "tolerance"), [(EIGHT, 0.02), (NF4, 0.15)], ids=["8", "nf4"])
-def test_outputs_are_near_those_of_the_full_model(tmp_path: Path, how: Any, tolerance: float, place: str) -> None:
+def test_outputs_are_near_the_full_model(tmp_path: Path, how: Any, tolerance: float, place: str) -> None:
     whole, x = network().eval(), torch.randn(8, 256)
     plain = whole(x).detach()
     save_file(whole.state_dict(), tmp_path / "model.safetensors")

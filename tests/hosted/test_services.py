@@ -58,7 +58,7 @@ def launch(function=train, *args, **options):
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
-    """Return a kernel with the service's variables."""
+    """Return a kernel with the variables of the service."""
     with Kernel(env=VARIABLES) as kernel:
         kernel.check(TRAIN)
         yield kernel
@@ -69,15 +69,15 @@ def _pins() -> dict[str, str]:
     return dict(line.split("==") for line in lines if "==" in line)
 
 
-def test_the_versions_are_the_services(kernel: Kernel) -> None:
+def test_the_versions_match_the_service(kernel: Kernel) -> None:
     assert sys.version_info[:2] == PYTHON
     wrong = {name: version(name) for name, pin in _pins().items() if version(name) != pin}
     assert not wrong
     assert kernel.value("__import__('notebook_accelerate').hardware.detect().host") == SERVICE
 
 
-def test_the_install_cell_changes_nothing_that_is_installed(tmp_path: Path) -> None:
-    """The cell is the one of docs/environments.md; a wheel of this tree stands for the published one."""
+def test_the_install_cell_does_not_change_installed_packages(tmp_path: Path) -> None:
+    """The cell is the one in docs/environments.md. A wheel of this tree replaces the published one."""
     cell = re.search(
         r"^```(?:python)?\n(%pip install .*)\n```", (ROOT / "docs/environments.md").read_text(), re.MULTILINE
     )
@@ -95,13 +95,13 @@ def test_the_install_cell_changes_nothing_that_is_installed(tmp_path: Path) -> N
         assert {name: after.get(name) for name in before} == before, installed.plain
         added = set(after) - set(before)
         assert {"notebook-accelerate"} <= added <= {"notebook-accelerate", "nvidia-ml-py"}, installed.plain
-        fresh.check(TRAIN)  # without a restart
+        fresh.check(TRAIN)  # Without a restart.
         assert fresh.value("__import__('notebook_accelerate').__file__").startswith(str(tmp_path))
         assert fresh.value("list(launch().results)") == [2, 2]
 
 
 def _copy_of_the_tree(folder: Path) -> Path:
-    """Copy what a wheel is built from: setuptools writes beside it."""
+    """Copy the sources of a wheel, because setuptools writes next to them."""
     folder.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
@@ -117,7 +117,7 @@ def _pip(*arguments: str) -> None:
 
 
 def _environment_over_this_one(folder: Path) -> str:
-    """Make a virtual environment in which what is installed here is installed, too; return its interpreter."""
+    """Make a virtual environment that also sees the packages installed here. Return its interpreter."""
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     (found,) = (folder / "lib").glob("python*/site-packages")
     (found / "image.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -125,14 +125,14 @@ def _environment_over_this_one(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("method", ["fork", "zygote", "spawn"])
-def test_a_launch(kernel: Kernel, method: str) -> None:
+def test_a_launch_works(kernel: Kernel, method: str) -> None:
     cell = kernel.check(f"launch(start_method={method!r}).results")
     assert cell.result_text == "(2, 2)"
     assert "[rank 0] step 0" in cell.stdout
     assert "[rank 1] step 2" in cell.stdout
 
 
-def test_the_live_panel_and_the_saved_report(kernel: Kernel) -> None:
+def test_the_live_panel_and_the_saved_report_are_shown(kernel: Kernel) -> None:
     cell = kernel.submit("launch(train, 'seen')")
     kernel.wait_for(lambda: any(WIDGET in data for data in cell.displays), what="the live panel")
     opened = [comm for comm in cell.comms if comm["msg_type"] == "comm_open"]
@@ -156,7 +156,7 @@ def test_without_a_renderer_the_panel_is_an_html_display() -> None:
         fresh.check("run.wait()")
 
 
-def test_input_and_the_debugger(kernel: Kernel) -> None:
+def test_input_and_the_debugger_work(kernel: Kernel) -> None:
     prompts = kernel.types("Ada", "Grace")
     assert kernel.check("sorted(launch(ask).results)").result_text == "['Ada', 'Grace']"
     assert sorted(prompts) == ["[rank 0] name? ", "[rank 1] name? "]
@@ -166,7 +166,7 @@ def test_input_and_the_debugger(kernel: Kernel) -> None:
     assert re.search(r"^(\[rank 0\] )?20$", cell.plain, re.MULTILINE)
 
 
-def test_the_stop_button(kernel: Kernel) -> None:
+def test_the_stop_button_works(kernel: Kernel) -> None:
     cell = kernel.submit("launch(train, 'never')")
     kernel.wait_for(lambda: "[rank 1] step 0" in cell.stdout, what="the first step")
     begin = time.monotonic()
@@ -178,7 +178,7 @@ def test_the_stop_button(kernel: Kernel) -> None:
     assert kernel.check("launch().results").result_text == "(2, 2)"
 
 
-def test_a_rank_that_is_killed(kernel: Kernel) -> None:
+def test_a_killed_rank_is_reported(kernel: Kernel) -> None:
     kernel.check(f"def die():\n    os.kill(os.getpid(), {int(signal.SIGKILL)})")
     cell = kernel.run("launch(die)")
     assert cell.error is not None

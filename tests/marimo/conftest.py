@@ -18,10 +18,10 @@ def _missing() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip them where one is missing."""
+    """Skip them if one is missing."""
     reason = _missing()
     for item in items:
         if item.path.parent.name == "marimo":
-            item.add_marker(pytest.mark.leaks_ok("playwright's loop lives as long as its browser"))
+            item.add_marker(pytest.mark.leaks_ok("playwright's loop ends with its browser"))
             if reason:
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -19,7 +19,7 @@ from tests.support.kernel import ROOT
 from tests.support.ranks import reserved_port
 
 SECONDS = 240.0
-"""A limit for what takes a second or two on a machine with nothing else to do."""
+"""Time limit in seconds for steps that take a second or two on an idle machine."""
 NOTE = "marimo shows no ipywidgets: panels are HTML displays here"
 TRAIN = """
 import os, time
@@ -49,7 +49,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _write(folder: Path, *cells: str) -> Path:
-    """Write a notebook of marimo with ``TRAIN`` and these cells, which runs when it is opened."""
+    """Write a marimo notebook with ``TRAIN`` and these cells, which run when it is opened."""
     (folder / "pyproject.toml").write_text("[tool.marimo.runtime]\nauto_instantiate = true\n")
     setup = f"def _():{_indented(TRAIN)}\n    return ask, notebook_launcher, train"
     functions = [setup, *(f"def _(ask, notebook_launcher, train):{_indented(cell)}\n    return" for cell in cells)]
@@ -66,7 +66,7 @@ def _indented(code: str) -> str:
 
 @contextmanager
 def _opened(folder: Path, *cells: str) -> Iterator[Any]:
-    """Open a notebook in marimo's editor; yield playwright's page."""
+    """Open a notebook in marimo's editor. Yield the page of playwright."""
     from playwright.sync_api import sync_playwright
 
     book = _write(folder, *cells)
@@ -94,7 +94,7 @@ def _wait_for_server(folder: Path, server: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + SECONDS
     while "URL:" not in (folder / "server.log").read_text():
         assert server.poll() is None, (folder / "server.log").read_text()[-2000:]
-        assert time.monotonic() < deadline, "marimo's server has not started"
+        assert time.monotonic() < deadline, "the marimo server did not start"
         time.sleep(0.2)
 
 
@@ -138,7 +138,7 @@ def test_input_asks_in_the_cell(tmp_path: Path) -> None:
     cell = "print('answers:', notebook_launcher(ask, num_processes=1, start_method='fork').results)"
     with _opened(tmp_path, cell) as page:
         for number, (prompt, line) in enumerate([("name?", "Ada"), ("(Pdb)", "limit = limit * 6"), ("(Pdb)", "c")]):
-            asked = max(1, number)  # prompts that were answered stay
+            asked = max(1, number)  # Answered prompts stay visible.
             _until(
                 lambda text=f"[rank 0] {prompt}", asked=asked: _body(page).count(text) >= asked, f"the prompt {prompt}"
             )
@@ -157,7 +157,7 @@ def test_the_stop_button_stops_the_run(tmp_path: Path) -> None:
         _wait(page, "Stopped train · run")
 
 
-def test_an_exported_notebook_holds_the_report(tmp_path: Path) -> None:
+def test_an_exported_notebook_contains_the_report(tmp_path: Path) -> None:
     (tmp_path / "end").touch()
     book = _write(tmp_path, "first = notebook_launcher(train, ('end',), num_processes=2, use_port=0)")
     command = [sys.executable, "-m", "marimo", "export", "html", book.name, "-o", "book.html"]

@@ -155,7 +155,7 @@ def whole(case: Case) -> tuple[dict[str, torch.Tensor], list[str]]:
 @pytest.mark.parametrize(
     "more", [{}, {"other_megatron_args": {"swiglu": True, "num_layers": 4}}], ids=["gelu", "swiglu"]
 )
-def test_the_gathered_state_equals_that_of_one_rank(more: dict[str, Any], tmp_path: Path) -> None:
+def test_the_gathered_state_equals_the_state_of_one_rank(more: dict[str, Any], tmp_path: Path) -> None:
     folder = str(tmp_path / "checkpoint")
     run_ranks(run, Case(more=more, save_after=STEPS - 1, save_to=folder), world_size=1)
     ((expected, _),) = run_ranks(whole, Case(more=more, start=folder, save_to=str(tmp_path / "one")), world_size=1)

@@ -1,4 +1,4 @@
-"""One cluster of two nodes for the whole group; `make test-ray` has the environment."""
+"""One cluster of two nodes for all tests of this folder. `make test-ray` provides the environment."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 
 from tests.support.ray_cluster import SHADOW, LocalCluster
 
-# Before anything imports Ray, here and in the kernels that are started from here.
+# Set before anything imports Ray, here and in kernels started from here.
 sys.path.insert(0, str(SHADOW))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(SHADOW), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 (Path(__file__).resolve().parents[2] / ".build").mkdir(exist_ok=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip where Ray is not installed; starting a node may take minutes on a busy machine."""
+    """Skip if Ray is not installed. Starting a node may take minutes on a busy machine."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.timeout(900))
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[LocalCluster]:
-    """Three processors on the head, two on the other node."""
+    """Three processors on the head node, and two on the other node."""
     found = LocalCluster(3, 2, client=True)
     os.environ["RAY_ADDRESS"] = found.address
     yield found
@@ -39,6 +39,6 @@ def cluster() -> Iterator[LocalCluster]:
 
 @pytest.fixture(autouse=True)
 def room(request: pytest.FixtureRequest) -> None:
-    """Begin with a cluster that has given every place back: how ranks are placed depends on it."""
+    """Start with a cluster that has released all resources, because the placement of ranks depends on it."""
     if "cluster" in request.fixturenames:
         request.getfixturevalue("cluster").wait_until_free()

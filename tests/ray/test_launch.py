@@ -35,7 +35,7 @@ def mapped_at(address: int) -> str:
 
 
 def train(big: torch.Tensor, gate: Path) -> dict[str, Any]:
-    """Reduce over all ranks, print, log, and say where this rank is, once `gate` is there."""
+    """Reduce over all ranks, print, log, and return the rank's location, once `gate` exists."""
     from notebook_accelerate import Accelerator
 
     accelerator = Accelerator()
@@ -55,7 +55,7 @@ def train(big: torch.Tensor, gate: Path) -> dict[str, Any]:
     }
 
 
-def test_a_run_over_two_nodes(cluster: LocalCluster, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_run_spans_two_nodes(cluster: LocalCluster, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     big, gate = torch.ones(1 << 20), tmp_path / "gate"
     run = notebook_launcher(train, (big, gate), 3, on=SPREAD, config=LaunchConfig(panel=True), block=False)
     until(lambda: run.ended or len(run.store.resources) == 3, 300)
@@ -67,7 +67,7 @@ def test_a_run_over_two_nodes(cluster: LocalCluster, capfd: pytest.CaptureFixtur
     assert [result["total"] for result in results] == [float(1 << 20)] * 3
     nodes = [info.node for info in run.ranks]
     assert sorted(set(nodes)) == [0, 1]
-    assert nodes == sorted(nodes), "the ranks of a node follow each other"
+    assert nodes == sorted(nodes), "the ranks of a node are consecutive"
     assert {info.host.rpartition(", ")[2] for info in run.ranks} == set(cluster.nodes)
     alone = next(info.rank for info in run.ranks if nodes.count(info.node) == 1)
     local_ranks = [result["environment"][1] for result in results]
@@ -79,7 +79,7 @@ def test_a_run_over_two_nodes(cluster: LocalCluster, capfd: pytest.CaptureFixtur
         assert result["environment"][2] == str(nodes.count(nodes[rank]))
         assert result["environment"][3:] == [str(nodes[rank]), master, "lo"]
         assert (result["breakpoint"], result["threads"]) == ("", 1)
-    # The tensors came to each node once: its ranks map one file, the other node's rank another.
+    # The tensors reached each node once: its ranks map one file, and the other node's rank maps another.
     files = [result["file"] for result in results]
     assert len(set(files)) == 2
     assert files.count(files[alone]) == 1
@@ -88,7 +88,7 @@ def test_a_run_over_two_nodes(cluster: LocalCluster, capfd: pytest.CaptureFixtur
     assert [info.exit for info in run.ranks] == ["exit 0"] * 3
     assert len(run.metrics["loss"].rank(2).values) == 5
     assert run.logs(rank=1) == ["hello from 1"]
-    assert all(run.store.resources[rank].memory_bytes > 0 for rank in range(3)), "sampled on each node"
+    assert all(run.store.resources[rank].memory_bytes > 0 for rank in range(3)), "memory was sampled on each node"
     out = capfd.readouterr().out
     assert "3 processes on a Ray cluster · ray (as asked: on=RayCluster(...))" in out
     for rank in range(3):
@@ -109,7 +109,7 @@ def test_big_tensors_are_not_shared_between_ranks(cluster: LocalCluster) -> None
     assert run.results == (7.0, 0.0)
 
 
-def test_the_first_failure_at_its_line(cluster: LocalCluster) -> None:
+def test_the_first_failure_is_reported_at_its_line(cluster: LocalCluster) -> None:
     class CustomError(Exception):
         pass
 
@@ -149,7 +149,7 @@ def test_stop_ends_every_rank(cluster: LocalCluster) -> None:
     until(lambda: not any(psutil.pid_exists(pid) for pid in [*pids, *children]))
 
 
-def test_questions_and_diagnosis(cluster: LocalCluster) -> None:
+def test_questions_and_diagnoses_work(cluster: LocalCluster) -> None:
     def stuck() -> None:
         import torch.distributed as dist
 
@@ -166,7 +166,7 @@ def test_questions_and_diagnosis(cluster: LocalCluster) -> None:
         until(lambda: any(place.rank == 0 and place.waiting for place in run.diagnose().places))
         until(lambda: "barrier" in run.diagnose().text)
         until(lambda: "time.sleep(0.1)" in str(run.stacks()))
-        # A rank that cannot answer: its host looks at it from outside.
+        # A rank that cannot answer is inspected by its host from outside.
         os.kill(int(run.ranks[1].pid or 0), signal.SIGSTOP)
         assert len(run.diagnose().places) == 2
     finally:
@@ -176,7 +176,7 @@ def test_questions_and_diagnosis(cluster: LocalCluster) -> None:
 
 @pytest.mark.parametrize("rank_first", [False, True], ids=["actor", "rank, then actor"])
 def test_a_killed_actor_is_reported_and_the_group_restarts(cluster: LocalCluster, rank_first: bool) -> None:
-    """A worker of Ray whose node is lost kills its child processes first, then itself: the ranks have not failed."""
+    """A Ray worker whose node is lost kills its child processes before itself. This is not a failure of the ranks."""
 
     def fragile() -> str:
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
@@ -288,13 +288,13 @@ def test_a_runtime_environment_reaches_the_ranks(cluster: LocalCluster) -> None:
     assert run.results == (("here", "too", 2),)
 
 
-def test_no_cluster_at_an_address() -> None:
+def test_an_address_without_a_cluster_is_reported() -> None:
     on = RayCluster(address="127.0.0.9:9", start_timeout=5)
     with pytest.raises(LaunchError, match=r"the Ray cluster at 127\.0\.0\.9:9"):
         notebook_launcher(print, (), 1, on=on)
 
 
-def test_from_outside_through_rays_client(cluster: LocalCluster) -> None:
+def test_a_launch_through_rays_client_works(cluster: LocalCluster) -> None:
     def work(big: torch.Tensor) -> tuple[int, float]:
         import torch.distributed as dist
 
@@ -311,7 +311,7 @@ def test_from_outside_through_rays_client(cluster: LocalCluster) -> None:
 
 
 def resumable(folder: str, wait: bool) -> list[float]:
-    """Train six steps with a checkpoint after each; `wait` makes the first attempt stay after the third."""
+    """Train six steps with a checkpoint after each. With `wait`, the first attempt stops after the third."""
     import tests.support.mounted
     from notebook_accelerate import Accelerator
 
@@ -353,10 +353,10 @@ def resumable(folder: str, wait: bool) -> list[float]:
 def tables(run: Any) -> dict[str, list[str]]:
     """Return the tables of a run's report: the head of each, by its caption."""
     html = run.report().html
-    between = r"(?:(?!<table|<summary).)*"  # a section may have a picture above its table
+    between = r"(?:(?!<table|<summary).)*"  # A section may have a picture above its table.
     found = re.findall(rf"<summary>([^<]*)</summary>{between}<table[^>]*><thead><tr>(.*?)</tr></thead>", html)
     heads = {caption.partition(":")[0]: re.findall(r"<th[^>]*>(.*?)</th>", head) for caption, head in found}
-    heads.pop("Step time", None)  # reported once a second, by longer runs
+    heads.pop("Step time", None)  # Reported once a second, by longer runs.
     return heads
 
 
@@ -399,7 +399,7 @@ def test_a_launch_placed_on_a_dead_node_moves_to_another(cluster: LocalCluster) 
     assert not {info.host.rpartition(", ")[2] for info in run.ranks} & set(before)
 
 
-def test_a_node_with_gpus_joins_while_the_launch_waits_for_it(cluster: LocalCluster) -> None:
+def test_a_launch_waits_until_a_node_with_gpus_joins(cluster: LocalCluster) -> None:
     def place() -> tuple[str, list[str], int]:
         return os.environ["NODE_RANK"], os.environ["CUDA_VISIBLE_DEVICES"].split(","), os.getppid()
 
@@ -409,10 +409,10 @@ def test_a_node_with_gpus_joins_while_the_launch_waits_for_it(cluster: LocalClus
     before = notebook_accelerate.runs()
     thread.start()
     until(lambda: any(run.notes for run in notebook_accelerate.runs() if run not in before))
-    address = cluster.add_node(2, gpus=3, late=2)  # nobody looks whether it has them
+    address = cluster.add_node(2, gpus=3, late=2)  # Ray does not check whether it has them.
     thread.join(300)
     run = found[0]
-    assert run.results[0] == run.results[1], "both ranks see both devices, each its own at its local rank"
+    assert run.results[0] == run.results[1], "both ranks see both devices, each its own device at its local rank"
     node, devices, _ = run.results[0]
     assert node == "0"
     assert len(devices) == 2

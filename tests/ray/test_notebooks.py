@@ -1,4 +1,4 @@
-"""Notebooks on a cluster, unchanged: where their launches run is said to the kernel, by NOTEBOOK_ACCELERATE_ON."""
+"""Unchanged notebooks on a cluster: NOTEBOOK_ACCELERATE_ON sends their launches there."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_quickstart_runs_unchanged(kernel: Kernel) -> None:
     assert "rank 1 failed first, with AttributeError" in find(cells, "except WorkerError").stdout
     assert kernel.value("[info.state for info in background.ranks]") == ["stopped", "stopped"]
     assert set(kernel.value(ON_RAY)) == {"ray"}
-    assert kernel.value("'ray' in __import__('sys').modules") is False, "the kernel is a guest room"
+    assert kernel.value("'ray' in __import__('sys').modules") is False, "the launch leaves nothing in the kernel"
 
 
 @pytest.mark.nightly
@@ -56,7 +56,7 @@ def test_the_debugging_notebook_runs_unchanged(kernel: Kernel) -> None:
 
 
 @pytest.mark.nightly
-def test_the_example_of_clusters(kernel: Kernel) -> None:
+def test_the_example_of_clusters_runs(kernel: Kernel) -> None:
     cells = run_all(kernel, ROOT / "examples" / "07_cluster.ipynb")
     assert "64 ranks with CPU 1 each are requested" in find(cells, "num_processes=64").stdout
     assert "was lost" in find(cells, "def fragile").stdout
@@ -64,7 +64,7 @@ def test_the_example_of_clusters(kernel: Kernel) -> None:
 
 
 def debugged(kernel: Kernel, call: str) -> str:
-    """Open the debugger of rank 1, which may take longer to be there than a call waits for it; return what is shown."""
+    """Open the debugger of rank 1, which may need longer than the timeout of a call. Return the output."""
     shown = kernel.check(call, timeout=300).plain
     if "[rank 1] " not in shown:
         kernel.until("1 in run.commands.prompts.debugged()", 300)
@@ -72,7 +72,7 @@ def debugged(kernel: Kernel, call: str) -> str:
     return shown
 
 
-def test_warm_ranks_and_breakpoints(kernel: Kernel) -> None:
+def test_warm_ranks_and_breakpoints_work(kernel: Kernel) -> None:
     kernel.check("%load_ext notebook_accelerate")
     kernel.check("%%ranks -n 2\nimport os\nx = int(os.environ['RANK']) * 10", timeout=300)
     cell = kernel.run("%%ranks\nx + 1", timeout=120)
@@ -102,7 +102,7 @@ def test_warm_ranks_and_breakpoints(kernel: Kernel) -> None:
     assert set(kernel.value(ON_RAY)) == {"ray"}
 
 
-def test_a_breakpoint_on_a_rank_elsewhere(kernel: Kernel) -> None:
+def test_a_breakpoint_on_a_remote_rank_prompts(kernel: Kernel) -> None:
     asked = kernel.types("p value", "n", "p value", "c")
     kernel.check(
         "def stopped():\n    group()\n    value = 40 + rank()\n    if rank() == 1:\n        breakpoint()\n"
@@ -116,7 +116,7 @@ def test_a_breakpoint_on_a_rank_elsewhere(kernel: Kernel) -> None:
     assert "[rank 1] 41" in cell.plain
 
 
-def test_ranks_elsewhere_are_inspected_while_they_run_and_held_when_they_fail(kernel: Kernel, tmp_path: Path) -> None:
+def test_remote_ranks_can_be_inspected_and_are_held_when_they_fail(kernel: Kernel, tmp_path: Path) -> None:
     flag = str(tmp_path / "flag")
     kernel.check(
         "def watched(flag):\n    group()\n    value = 40 + rank()\n    dist.barrier()\n"
@@ -135,7 +135,7 @@ def test_ranks_elsewhere_are_inspected_while_they_run_and_held_when_they_fail(ke
     kernel.check(f"open({flag!r}, 'w').close()")
     kernel.until("run.status == 'failed'", 300)
     assert "KeyError: 'bad batch'" in kernel.value("str(run.error)")
-    assert kernel.value("run.ask('value', ranks=[0], timeout=60)[0]", 300) == 40  # where it stands, in a barrier
+    assert kernel.value("run.ask('value', ranks=[0], timeout=60)[0]", 300) == 40  # Its position, in a barrier.
     kernel.types("p value", "q")
     assert "[rank 1] 41" in debugged(kernel, "run.debug()")
     kernel.until("not run.held", 300)

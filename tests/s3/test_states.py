@@ -33,7 +33,7 @@ def names_in(folder: str) -> list[str]:
 
 
 def of_manifest(folder: str) -> list[str]:
-    """List the files that a checkpoint should consist of."""
+    """List the files that the manifest of a checkpoint names."""
     return sorted([*json.loads(store().cat_file(f"{folder}/{MANIFEST}"))["files"], MANIFEST])
 
 
@@ -63,7 +63,7 @@ def resume(folder: str, blocking: bool, place: str) -> tuple[bool, bool, list[st
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_ranks_on_two_machines_resume_as_if_never_stopped(bucket: str, tmp_path: Path, blocking: bool) -> None:
+def test_ranks_on_two_machines_resume_as_if_never_interrupted(bucket: str, tmp_path: Path, blocking: bool) -> None:
     folder = f"{bucket}/runs/out"
     for losses, everything, left in run_ranks(resume, folder, blocking, str(tmp_path), env=OWN_MACHINES):
         assert losses
@@ -110,7 +110,7 @@ def numbered(project_dir: str) -> tuple[list[str], int, int]:
     return shown, resumed.accelerator.project_configuration.iteration, resumed.counter.count
 
 
-def test_numbered_checkpoints_and_their_limit(bucket: str) -> None:
+def test_numbered_checkpoints_are_limited(bucket: str) -> None:
     for shown, iteration, count in run_ranks(numbered, f"{bucket}/project"):
         assert shown == [f"{bucket}/project/checkpoints/checkpoint_{number}" for number in range(4)]
         assert iteration == 4
@@ -194,7 +194,7 @@ def hooked(folder: str, blocking: bool) -> tuple[list[str], list[str]]:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_files_of_hooks_on_any_rank_are_saved(bucket: str, blocking: bool) -> None:
+def test_files_that_hooks_write_on_any_rank_are_saved(bucket: str, blocking: bool) -> None:
     found = run_ranks(hooked, f"{bucket}/out", blocking)
     assert found[0] == found[1]
     of_all, *own = found[0][0]
@@ -227,7 +227,7 @@ def test_a_failed_upload_is_raised_on_every_rank(bucket: str, blocking: bool) ->
     assert names_in(f"{bucket}/out") == of_manifest(f"{bucket}/out")
 
 
-def test_an_unfinished_number_is_neither_the_latest_nor_counted(bucket: str) -> None:
+def test_an_unfinished_checkpoint_is_neither_the_latest_nor_counted(bucket: str) -> None:
     options = {"project_dir": f"{bucket}/p", "automatic_checkpoint_naming": True, "total_limit": 2}
     run_ranks(save_here, f"{bucket}/p/checkpoints/checkpoint_0")
     with pytest.raises(RankError):

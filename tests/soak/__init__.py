@@ -1,1 +1,1 @@
-"""An hour of random launches, faults, stops, saves and suspends in one kernel: ``make soak``."""
+"""An hour of random launches, faults, stops, saves and suspensions in one kernel: ``make soak``."""

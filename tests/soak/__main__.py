@@ -1,4 +1,4 @@
-"""``python -m tests.soak [--minutes 60] [--seed N] [--leave 1024]``: play random scenes in one kernel, and watch it."""
+"""Play random scenes in one kernel and watch it: ``python -m tests.soak [--minutes 60] [--seed N] [--leave 1024]``."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.support.kernel import Kernel
 from tests.support.launching import children, ready_kernel
 
 WARM_UP = 0.2
-"""The part of the time in which the kernel may still grow: modules are imported, caches are filled."""
+"""The share of the time during which the kernel may still grow: modules are imported, caches are filled."""
 ALLOWED = {"memory": 48, "descriptors": 8, "threads": 2, "folders": 0}
-"""What a reading may grow by afterwards; runs that the registry keeps come and go."""
+"""Permitted growth of a reading afterwards. Runs that the registry keeps come and go."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What the kernel holds between two scenes: MiB, descriptors, threads, and locks of private folders."""
+    """The resources of the kernel between two scenes: MiB, descriptors, threads, and locks of private folders."""
 
     memory: float
     descriptors: int
@@ -34,7 +34,7 @@ class Reading:
 
 
 def main() -> int:
-    """Play scenes until the time is over; return 1 if one ended as it must not, or the kernel grew."""
+    """Play scenes until the time is over. Return 1 if one ended in the wrong way, or the kernel grew."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0, help="how long (60)")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6), help="repeats a run")
@@ -58,7 +58,7 @@ def _balloon(leave: int) -> Iterator[None]:
 
 
 def _play(kernel: Kernel, chance: random.Random, seconds: float) -> Iterator[Reading]:
-    """Play scenes; yield what the kernel holds after each."""
+    """Play scenes. Yield the resources of the kernel after each."""
     begin, number = time.monotonic(), 0
     names = list(SCENES)
     weights = [SCENES[name][0] for name in names]
@@ -79,7 +79,7 @@ def _play(kernel: Kernel, chance: random.Random, seconds: float) -> Iterator[Rea
 
 
 def _explain(kernel: Kernel, name: str) -> None:
-    """Print what the run of a scene that failed is doing."""
+    """Print the state of a failed scene's run."""
     cell = kernel.run("print(run, run.diagnose(), *run.logs(tail=20), sep='\\n')", 60.0)
     print(f"{name} failed; the last run in the background:\n{cell.stdout}", flush=True)
 

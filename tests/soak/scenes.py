@@ -1,4 +1,4 @@
-"""What can happen to a run: each scene causes it in a kernel and checks how the run says that it ended."""
+"""Events of a run: each scene causes one in a kernel and checks that the run reports it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ SCENES: dict[str, tuple[int, Scene]] = {}
 
 
 def scene(weight: int) -> Callable[[Scene], Scene]:
-    """Register a scene that is played so often, relative to others."""
+    """Register a scene that is played this often, relative to others."""
 
     def register(function: Scene) -> Scene:
         SCENES[function.__name__] = weight, function
@@ -106,7 +106,7 @@ def _options(chance: random.Random, least: int = 2) -> str:
 
 def _fails(kernel: Kernel, call: str, pattern: str, seconds: float = GUARD) -> None:
     text = said(kernel.run(call, seconds))
-    assert re.search(pattern, text), f"{call} ended with {text[-2000:]}, and not with {pattern!r}"
+    assert re.search(pattern, text), f"{call} ended with {text[-2000:]}, not with {pattern!r}"
 
 
 def _background(kernel: Kernel, call: str) -> None:
@@ -121,7 +121,7 @@ def _ends(kernel: Kernel, status: str, seconds: float = GUARD) -> None:
 
 @scene(6)
 def succeeds(kernel: Kernel, chance: random.Random) -> None:
-    """A run that does what it was asked for."""
+    """A run that succeeds."""
     kernel.check(f"assert sorted(launch(work, {_options(chance, 1)}).results)[0] == 0")
 
 
@@ -140,7 +140,7 @@ def is_killed(kernel: Kernel, chance: random.Random) -> None:
 
 @scene(1)
 def exits(kernel: Kernel, chance: random.Random) -> None:
-    """A rank leaves without a word."""
+    """A rank exits without a message."""
     code = chance.randint(2, 99)
     _fails(kernel, f"launch(exiting, {code}, {_options(chance)})", rf"rank 1.*\b{code}\b")
 
@@ -187,7 +187,7 @@ def restarts(kernel: Kernel, chance: random.Random) -> None:
 
 @scene(2)
 def returns_much(kernel: Kernel, chance: random.Random) -> None:
-    """Large results, which nobody keeps."""
+    """Large results that no one keeps."""
     megabytes = chance.choice([4, 64, 200])
     call = f"launch(large, {megabytes}, {_options(chance)}).results"
     assert kernel.value(f"[float(one.mean()) for one in {call}][:2]", GUARD) == [0.0, 1.0]
@@ -195,13 +195,13 @@ def returns_much(kernel: Kernel, chance: random.Random) -> None:
 
 @scene(1)
 def leaves_children(kernel: Kernel, chance: random.Random) -> None:
-    """Ranks start processes: one that is waited for, one that must not outlive the run."""
+    """Ranks start two processes: one that is waited for, and one that must not outlive the run."""
     kernel.check(f"launch(parent, {_options(chance)}).results", GUARD)
 
 
 @scene(3)
 def saves(kernel: Kernel, chance: random.Random) -> None:
-    """A training saves in each step; the run is killed somewhere and goes on from what is there."""
+    """A training saves in each step. The run is killed at a random moment and resumes from its checkpoint."""
     kernel.check("import tempfile; folder = tempfile.TemporaryDirectory(); place = folder.name + '/saved'")
     blocking, options = chance.random() < 0.5, _options(chance)
     for _ in range(2):
@@ -217,7 +217,7 @@ def saves(kernel: Kernel, chance: random.Random) -> None:
 
 @scene(2)
 def is_suspended(kernel: Kernel, chance: random.Random) -> None:
-    """A rank, the server that forks ranks or the kernel is suspended for a moment, and goes on."""
+    """A rank, the zygote or the kernel is suspended for a moment, and then resumed."""
     _background(kernel, f"launch(work, 3.0, block=False, {_options(chance)})")
     ranks = kernel.value("[info.pid for info in run.ranks]")
     pid = chance.choice([*ranks, kernel.pid])
@@ -229,7 +229,7 @@ def is_suspended(kernel: Kernel, chance: random.Random) -> None:
 
 @scene(1)
 def loses_its_server(kernel: Kernel, chance: random.Random) -> None:
-    """The server that forks ranks is killed or suspended between two launches."""
+    """The zygote is killed or suspended between two launches."""
     pid = kernel.value("getattr(sys.modules['notebook_accelerate.launch.processes.zygote']._zygote, 'pid', 0)")
     if pid:
         os.kill(pid, chance.choice([signal.SIGKILL, signal.SIGSTOP]))
@@ -238,7 +238,7 @@ def loses_its_server(kernel: Kernel, chance: random.Random) -> None:
 
 @scene(1)
 def runs_at_once(kernel: Kernel, chance: random.Random) -> None:
-    """Several runs at the same time, one of which fails."""
+    """Several concurrent runs, including a failing one."""
     kernel.check(f"good = [launch(work, 1.0, block=False, {_options(chance)}) for _ in range(2)]", GUARD)
     kernel.check(f"bad = launch(failing, block=False, {_options(chance)})", GUARD)
     found = kernel.value("[(one.wait(90), one.status) for one in [*good, bad]]", 300.0)

@@ -1,1 +1,1 @@
-"""What tests share: ranks, kernels, the leak check."""
+"""Support for the tests: ranks, kernels, the leak check."""

@@ -19,7 +19,7 @@ training.accelerator.save_state(sys.argv[1], blocking=False)
 
 
 def pending_save() -> PendingSave:
-    """Return the save that this process writes in the background."""
+    """Return the save that this process is writing in the background."""
     return state_saving._pending[-1]
 
 
@@ -50,7 +50,7 @@ def check_ending_ranks_finish(setup: str, folder: Path, ending: str = "pass", co
         setup: Creates `training`, and delays a writer with `after_the_main_thread`.
         folder: The checkpoint.
         ending: The last statement of the script.
-        code: The exit status expected.
+        code: The expected exit status.
     """
     for status, errors in run_script(_SCRIPT.format(setup=setup, ending=ending), str(folder)):
         assert status == code, errors

@@ -1,12 +1,12 @@
-"""JupyterLab and Notebook in a real browser: a server of its own, Debian's chromium, and cells driven by name.
+"""JupyterLab and Notebook in a real browser: a separate server, Debian's chromium, and cells driven by name.
 
     with Server() as server, Browser() as browser:
         page = server.open(browser, notebook(["1 + 1"]), app="lab")
         page.run(0)
         page.wait_for("() => document.body.innerText.includes('2')")
 
-Nothing of the user's is used: configuration, data, runtime and settings are temporary folders. Requests that leave the
-machine are refused and kept in ``page.outside``; console errors in ``page.errors``.
+Nothing of the user's environment is used: configuration, data, runtime and settings are temporary folders. Requests to
+other machines are refused and recorded in ``page.outside``, and console errors in ``page.errors``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FLAGS = [
     "--disable-sync", "--no-first-run", "--disable-quic",
 ]  # fmt: skip
 LIMIT = 120.0
-"""Seconds for what takes one or two on a machine with nothing else to do."""
+"""Time limit in seconds for steps that take one or two on an idle machine."""
 SCREENSHOTS = ROOT / ".build" / "screenshots"
 App = Literal["lab", "notebook"]
 DAILY_IN_LAB = pytest.mark.parametrize(
@@ -54,18 +54,18 @@ DAILY_IN_LAB = pytest.mark.parametrize(
 )
 """For a test that `make test` runs in JupyterLab, and `make test-nightly` in Notebook too."""
 _SESSION = "window.jupyterapp?.shell?.currentWidget?.sessionContext"
-# Said by the applications themselves, whatever the notebook holds; the last ones when a page is reloaded, and when a
-# kernel is ended that has a message still to answer.
+# Messages of the applications themselves, whatever the notebook contains. The last ones appear when a page is reloaded,
+# and when a kernel exits with an unanswered message.
 _NOISE = (
     "favicon", "WebSocket", "Failed to load resource", "ERR_BLOCKED_BY_CLIENT", "net::ERR", "[Violation]",
     "Could not restore the debugger state", "Canceled future for ",
 )  # fmt: skip
-# Thrown by Notebook 7.6 while it starts, with any notebook or none.
+# Thrown by Notebook 7.6 during its start, with any notebook or none.
 _NOTEBOOK_ITSELF = ("(reading 'schema')", "Command 'filebrowser:open-path' not registered")
 
 
 def missing() -> str | None:
-    """Return why this machine cannot run browser tests; None where it can."""
+    """Return why this machine cannot run browser tests, or None if it can."""
     import importlib.util
 
     for name in ("playwright", "jupyterlab", "notebook"):
@@ -94,7 +94,7 @@ def notebook(cells: list[str]) -> dict[str, Any]:
 class Server:
     """A Jupyter server with JupyterLab and Notebook on a free port.
 
-    Its kernels start the process that the zygote method forks from with the first launch that needs it, not before.
+    Its kernels start the zygote with the first launch that needs it, not before.
     """
 
     def __init__(self) -> None:
@@ -109,17 +109,17 @@ class Server:
     def __enter__(self) -> Server:
         names = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR", "JUPYTERLAB_SETTINGS_DIR")
         folders = {name: str(self.folder / name.lower()) for name in names}
-        folders["JUPYTER_RUNTIME_DIR"] = str(self.folder / "run")  # the names of sockets may have 107 characters
+        folders["JUPYTER_RUNTIME_DIR"] = str(self.folder / "run")  # The names of sockets are limited to 107 characters.
         overrides = self.folder / "jupyter_config_dir" / "labconfig"
         overrides.mkdir(parents=True)
-        # No news, no update check: neither asks anyone, neither covers the page.
+        # No news and no update check: they contact servers and cover the page.
         (overrides / "page_config.json").write_text(
             json.dumps({"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}})
         )
         if kernel_forks.can_fork({}):
-            folders["JUPYTER_PATH"] = str(self.folder / "jupyter_path")  # in a virtual environment, before the others
+            folders["JUPYTER_PATH"] = str(self.folder / "jupyter_path")  # In a virtual environment, before the others.
             kernel_forks.write_spec(self.folder / "jupyter_path" / "kernels" / "python3")
-            module = kernel_forks.__name__  # it registers what forks them
+            module = kernel_forks.__name__  # It registers the provisioner that forks kernels.
             (self.folder / "jupyter_config_dir" / "jupyter_server_config.py").write_text(f"import {module}\n")
         start_no_server(self.folder / "ipythondir")
         env = {**os.environ, **folders, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -128,7 +128,8 @@ class Server:
             f"--port={self.port}", "--ServerApp.port_retries=0", "--IdentityProvider.token=", "--ServerApp.password=",
             "--ServerApp.disable_check_xsrf=True", "--LabApp.expose_app_in_browser=True",
             "--JupyterNotebookApp.expose_app_in_browser=True", f"--ServerApp.root_dir={self.notebooks}",
-            # Not TCP: the server chooses ports before the kernel binds them, and others may take one in between.
+            # Not TCP: the server chooses ports before the kernel binds them, and other processes may take one in
+            # between.
             "--KernelManager.transport=ipc", f"--MappingKernelManager.kernel_info_timeout={LIMIT}",
         ]  # fmt: skip
         self._process = subprocess.Popen(
@@ -153,12 +154,12 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where the server is."""
+        """The address of the server."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def log(self) -> str:
-        """What the server and its kernels said."""
+        """The output of the server and its kernels."""
         self._log.flush()
         return (self.folder / "server.log").read_text(errors="replace")
 
@@ -182,7 +183,7 @@ class Server:
         return path
 
     def open(self, browser: Browser, name: str, app: App = "lab", theme: str = "light") -> NotebookPage:
-        """Open a notebook of the server's folder, in an idle page if there is one; wait until its kernel is idle."""
+        """Open a notebook of the server's folder, in an idle page if there is one. Wait until its kernel is idle."""
         idle = next((page for page in browser.idle if page.server is self), None)
         if app == "lab" and idle is not None:
             browser.idle.remove(idle)
@@ -198,7 +199,7 @@ class Server:
 
 
 class Browser:
-    """Debian's chromium, headless; `service_workers`, where pages may have them, are not bound by a page's limits."""
+    """Debian's chromium, headless. With `service_workers`, pages may have them, and their requests are unrestricted."""
 
     def __init__(
         self, *, dark: bool = False, reduced_motion: bool = False, width: int = 1280, service_workers: bool = True
@@ -231,13 +232,13 @@ class Browser:
         self._playwright.stop()
 
     def page_within(self, address: str) -> Page:
-        """Open an empty page that can reach what begins with this address and nothing else."""
+        """Open an empty page that can only reach addresses with this prefix."""
         page = self.context.new_page()
         page.route("**/*", lambda it: it.continue_() if it.request.url.startswith(address) else it.abort())
         return page
 
     def page(self, server: Server) -> NotebookPage:
-        """Open an empty page that can reach the server and nothing else."""
+        """Open an empty page that can only reach the server."""
         made = NotebookPage(self.context.new_page(), server, self)
         made.guard()
         return made
@@ -245,7 +246,7 @@ class Browser:
 
 @contextmanager
 def served(folder: Path, *others: Path) -> Iterator[str]:
-    """Serve a folder's files, and others by their names; yield the address."""
+    """Serve the files of a folder, and other files by name. Yield the address."""
     elsewhere = {f"/{file.name}": str(file) for file in others}
 
     class Handler(SimpleHTTPRequestHandler):
@@ -276,20 +277,20 @@ class NotebookPage:
     outside: list[str] = field(default_factory=list)
 
     def guard(self) -> None:
-        """Keep errors, and let nothing out of the machine."""
+        """Record errors, and block requests to other machines."""
         self.page.on("console", lambda message: self._console(message.type, message.text))
         self.page.on("pageerror", lambda error: self._uncaught(str(error)))
         self.page.route("**/*", self._route)
 
     def show(self, name: str) -> None:
-        """Open another notebook in a page of JupyterLab that has none."""
+        """Open another notebook in a page of JupyterLab without one."""
         self.errors.clear()
         self.outside.clear()
         show = "async (path) => { await window.jupyterapp.commands.execute('docmanager:open', { path }); }"
         self.page.evaluate(show, name)
 
     def close(self) -> None:
-        """Close the notebook with its kernel; a page of JupyterLab is kept for the next notebook."""
+        """Close the notebook and its kernel. A page of JupyterLab is kept for the next notebook."""
         self.shut_down()
         if "/doc/tree/" not in self.page.url or self.browser.idle:
             self.page.close()
@@ -298,7 +299,7 @@ class NotebookPage:
         self.page.evaluate(
             """() => {
               const panel = window.jupyterapp.shell.currentWidget;
-              panel.context.model.dirty = false;  // asks nobody whether to save
+              panel.context.model.dirty = false;  // does not ask whether to save
               panel.close();
               for (const name of ['cellsThatRun', 'saidCopied']) delete window[name];
             }"""
@@ -337,7 +338,7 @@ class NotebookPage:
         )
 
     def wait_for(self, script: str, argument: Any = None) -> None:
-        """Wait until a JavaScript function returns something true; one that throws finds nothing there yet."""
+        """Wait until a JavaScript function returns a true value. If it throws, the page is not ready yet."""
         deadline = time.monotonic() + LIMIT
         while not (found := self._value(script, argument))[0]:
             if time.monotonic() > deadline:
@@ -352,13 +353,13 @@ class NotebookPage:
 
         try:
             return self.page.evaluate(script, argument), ""
-        except Error as error:  # the page is being loaded, or has not drawn what is looked at
+        except Error as error:  # The page is being loaded, or has yet to draw the element.
             if self.page.is_closed():
                 raise
             return False, str(error)
 
     def until(self, condition: Callable[[], bool], what: str = "the condition") -> None:
-        """Wait until a Python function returns something true, while the page goes on."""
+        """Wait until a Python function returns a true value, while the page keeps running."""
         deadline = time.monotonic() + LIMIT
         while not condition():
             if time.monotonic() > deadline:
@@ -366,7 +367,7 @@ class NotebookPage:
             self.page.wait_for_timeout(100)
 
     def run(self, index: int) -> None:
-        """Execute a cell; returns at once."""
+        """Execute a cell, without waiting for it."""
         self.page.evaluate(
             """(index) => {
               const app = window.jupyterapp, book = app.shell.currentWidget.content;
@@ -380,20 +381,20 @@ class NotebookPage:
         )
 
     def idle(self) -> None:
-        """Wait until all cells that were executed have ended, and the kernel has nothing to do."""
-        self.page.wait_for_timeout(200)  # for what was clicked or typed: nobody says when the kernel has heard of it
+        """Wait until all executed cells have finished and the kernel is idle."""
+        self.page.wait_for_timeout(200)  # After a click or key press, no event reports when the kernel has received it.
         self.wait_for(f"() => !window.cellsThatRun?.size && {_SESSION}.session.kernel.status === 'idle'")
 
     def interrupt(self) -> None:
-        """Do what the notebook's own stop button does."""
+        """Click the notebook's stop button."""
         self.page.evaluate(f"() => {_SESSION}.session.kernel.interrupt()")
 
     def shut_down(self) -> None:
-        """End the notebook's kernel."""
+        """Shut down the notebook's kernel."""
         self.page.evaluate(f"async () => {{ await {_SESSION}?.shutdown(); }}")
 
     def save(self) -> dict[str, Any]:
-        """Save the notebook and return the file."""
+        """Save the notebook. Return its content."""
         self.page.evaluate("async () => { await window.jupyterapp.shell.currentWidget.context.save(); }")
         path = self.page.evaluate("() => window.jupyterapp.shell.currentWidget.context.path")
         return dict(json.loads((self.server.notebooks / path).read_text()))
@@ -409,7 +410,7 @@ class NotebookPage:
         self.wait_for("(light) => document.body.dataset.jpThemeLight === light", str(light).lower())
 
     def shot(self, name: str, selector: str | None = None) -> Path:
-        """Take a picture, of one element where a selector is given."""
+        """Take a screenshot, of a single element if a selector is given."""
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         path = SCREENSHOTS / f"{name}.png"
         if selector is None:

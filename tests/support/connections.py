@@ -8,11 +8,11 @@ import psutil
 
 
 def connections(kind: str = "inet", pid: int | None = None) -> list[Any]:
-    """Return the connections of a process; psutil before 6.0 has them under another name.
+    """Return the connections of a process; psutil before 6.0 calls the method differently.
 
     Args:
-        kind: psutil's name of the families that are wanted.
-        pid: The process; None: this one.
+        kind: psutil's name for the wanted families.
+        pid: The process, or None for this one.
     """
     process: Any = psutil.Process(pid)
     read = getattr(process, "net_connections", None) or process.connections

@@ -1,6 +1,6 @@
 """The functions of `torch.cuda` that describe devices and count memory, for ranks on a machine without a GPU.
 
-Importing it changes nothing. It reports; nothing is computed "on cuda".
+Importing it changes nothing. It only reports memory and computes nothing "on cuda".
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ TOTAL = 15 << 30
 
 
 class CountedCuda:
-    """What the allocators of the stand-in hold, in bytes by index of the device.
+    """The memory held by the stub's allocators, in bytes by index of the device.
 
     Attributes:
         allocated: Memory of tensors.
-        peak: The most of it since the start.
-        reserved: Memory that the allocator has.
-        busy: Whether the devices work.
+        peak: Its maximum since the start.
+        reserved: Memory reserved by the allocator.
+        busy: Whether the devices are working.
     """
 
     def __init__(self, devices: int = 2, *, busy: bool = False) -> None:
@@ -30,7 +30,7 @@ class CountedCuda:
         self.allocated, self.peak, self.reserved = ([0] * devices for _ in range(3))
 
     def install(self) -> CountedCuda:
-        """Answer for `torch.cuda` in this process from now on."""
+        """Replace `torch.cuda` in this process from now on."""
         for name in ("allocated", "reserved"):
             setattr(torch.cuda, f"memory_{name}", lambda index, name=name: getattr(self, name)[index])
         answers: dict[str, Any] = {
@@ -45,7 +45,7 @@ class CountedCuda:
         return self
 
     def hold(self, allocated: int, reserved: int, device: int | None = None) -> None:
-        """Hold so much memory from now on, on this rank's device unless another is named."""
+        """Hold this much memory from now on, on this rank's device unless another one is named."""
         index = int(os.environ["LOCAL_RANK"]) if device is None else device
         self.allocated[index], self.reserved[index] = allocated, reserved
         self.peak[index] = max(self.peak[index], allocated)

@@ -1,7 +1,7 @@
-"""Run code that is written for CUDA on the CPU, for tests on a machine without a GPU.
+"""Run code written for CUDA on the CPU, for tests on a machine without a GPU.
 
-megatron-core asks for tensors "on cuda" by name. Inside `cuda_on_cpu` every such request is answered by the CPU, and
-the generators of CUDA are those of the CPU. It is for tests alone: nothing in the package uses it.
+megatron-core requests tensors "on cuda" by name. Inside `cuda_on_cpu` the CPU serves every such request, and the
+generators of CUDA are replaced with the CPU's. It is for tests only: nothing in the package uses it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _Redirect(TorchFunctionMode):
-    """Every tensor that is made, or moved, "on cuda" is on the CPU, and says that it is on cuda."""
+    """Puts every tensor that is created on or moved to "cuda" on the CPU, while the tensor reports to be on cuda."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -40,7 +40,7 @@ class _Redirect(TorchFunctionMode):
 
 @contextmanager
 def cuda_on_cpu() -> Iterator[None]:
-    """Answer every request for CUDA by the CPU inside the block.
+    """Serve every request for CUDA on the CPU inside the block.
 
     Yields:
         Nothing.

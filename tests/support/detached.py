@@ -1,4 +1,4 @@
-"""A user's folder of detached runs, and the processes that belong to it."""
+"""A user's folder for detached runs, and the processes that belong to it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.waiting import until
 
 @contextmanager
 def user_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Have detached runs recorded in a folder; at the end stop them, and check that none has left a process."""
+    """Record detached runs in a folder. At the end, stop them and check that no process is left."""
     monkeypatch.setenv("XDG_STATE_HOME", str(folder))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     try:
@@ -31,7 +31,7 @@ def user_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 
 def disconnect_all() -> None:
-    """Disconnect from all detached runs without stopping them, as the end of a kernel does."""
+    """Disconnect from all detached runs without stopping them, as the exit of a kernel does."""
     with attaching._lock:
         runs = list(attaching._attached.values())
         attaching._attached.clear()
@@ -51,6 +51,6 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 
 
 def supervisor_of(run: Run) -> psutil.Process:
-    """Return the process that supervises a detached run: the one that its ranks' server is a child of."""
+    """Return the process that supervises a detached run: the parent of its zygote."""
     rank = psutil.Process(run.ranks[0].pid or 0)
     return next(process for process in reversed(rank.parents()) if "detached_process" in " ".join(process.cmdline()))

@@ -17,12 +17,12 @@ def code_cells(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def run_all(kernel: Kernel, path: Path) -> list[Cell]:
-    """Execute the cells in order; those with the tag raises-exception must fail, the others must not."""
+    """Execute the cells in order. Those with the tag raises-exception must fail, the others must succeed."""
     cells = []
     for source, tags in code_cells(path):
         cell = kernel.run(source, timeout=300.0)
         if "raises-exception" in tags:
-            assert not cell.ok, f"this cell is there to fail:\n{source}"
+            assert not cell.ok, f"this cell must fail:\n{source}"
         else:
             cell.expect_ok()
         cells.append(cell)
@@ -30,5 +30,5 @@ def run_all(kernel: Kernel, path: Path) -> list[Cell]:
 
 
 def find(cells: list[Cell], part: str) -> Cell:
-    """Return the first cell whose source has ``part``."""
+    """Return the first cell whose source contains ``part``."""
     return next(cell for cell in cells if part in cell.code)

@@ -1,4 +1,4 @@
-"""A small mixture of experts, written as those of transformers 5 are, and its training."""
+"""A small mixture of experts, written like the models of transformers 5, and its training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Experts(nn.Module):
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of the chosen experts."""
         total = torch.zeros_like(hidden)
-        # As in transformers, experts without tokens are not computed, and have no gradient on their own.
+        # As in transformers, experts without tokens are not computed and get no gradient.
         for expert in nn.functional.one_hot(index, self.num_experts).sum((0, 1)).nonzero().flatten().tolist():
             tokens, places = torch.where(index == expert)
             inner = torch.relu(nn.functional.linear(hidden[tokens], self.up[expert], self.up_bias[expert]))
@@ -38,7 +38,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A router and its experts, around a residual; `only` routes every token to one expert."""
+    """A router and its experts, around a residual. `only` routes every token to one expert."""
 
     def __init__(self, only: int | None = None) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Mixture(nn.Module):
 
 
 class Net(nn.Module):
-    """Two mixtures between an embedding and a head; in the second one, one expert has all tokens."""
+    """Two mixtures between an embedding and a head. In the second one, a single expert has all tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Return a score for each word at each place."""
+        """Return a score for each word at each position."""
         hidden = self.embedding(words)
         for block in self.blocks:
             hidden = block(hidden)
@@ -83,7 +83,7 @@ def make(seed: int = 0) -> tuple[Net, torch.optim.Optimizer]:
 
 
 def batches() -> torch.Tensor:
-    """Return the words of all batches: of the step, the sample and the place."""
+    """Return the words of all batches, indexed by step, sample and position."""
     return torch.randint(0, WORDS, (STEPS, BATCH, 6), generator=torch.Generator().manual_seed(3))
 
 
@@ -93,7 +93,7 @@ def loss_of(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
 
 
 def plain() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Train in plain torch; return the losses, the norms of gradients and the weights."""
+    """Train in plain torch. Return the losses, the norms of gradients and the weights."""
     model, optimizer = make()
     losses, norms = [], []
     for words in batches():
@@ -111,7 +111,7 @@ class ExpertTraining:
 
     Args:
         degrees: Arguments of `ParallelismConfig`.
-        fsdp: Arguments of the plugin of FSDP 2; None: the layout makes one where it shards.
+        fsdp: Arguments of the plugin of FSDP 2. None uses the plugin that a sharding layout creates.
     """
 
     def __init__(self, degrees: dict[str, Any], fsdp: dict[str, Any] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Libraries in the place of NVIDIA's NVML and driver, for machines without a GPU: `LD_LIBRARY_PATH` finds them."""
+"""Stub libraries that replace NVIDIA's NVML and driver on machines without a GPU, found by `LD_LIBRARY_PATH`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SOURCES = {NVML: "fake_nvml.c", CUDA: "fake_cuda.c"}
 
 
 def build(folder: Path, name: str = NVML) -> Path:
-    """Compile a library into `folder` and return its path; skip the test where there is no C compiler."""
+    """Compile a library into `folder` and return its path. Skip the test if there is no C compiler."""
     compiler = shutil.which("cc")
     if compiler is None or sys.platform == "win32":
         pytest.skip("no C compiler on this machine")

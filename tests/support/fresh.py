@@ -1,4 +1,4 @@
-"""A process that has made no Accelerator yet: what every test of the worker side starts from."""
+"""A process that has created no Accelerator yet, as the starting point of every test of the worker side."""
 
 from __future__ import annotations
 

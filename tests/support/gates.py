@@ -1,4 +1,4 @@
-"""What holds a function up, so that a test sees the moment before: a thread that has begun to write, and has not."""
+"""Gates that hold up a function, so that a test sees the state before: a thread that is about to write."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ PATIENCE = 200.0
 
 
 class Gate:
-    """Stands in a function's place and holds every call until it is opened, for ever.
+    """Replaces a function and blocks every call until it is opened, or forever.
 
     Args:
-        function: What is called then.
+        function: Called after the gate has been opened.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -22,18 +22,18 @@ class Gate:
         self.reached, self.opened = threading.Event(), threading.Event()
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Wait, then do what the function does."""
+        """Wait for the gate, then call the function."""
         self.reached.set()
-        assert self.opened.wait(PATIENCE), "nobody opened the gate"
+        assert self.opened.wait(PATIENCE), "the gate was not opened in time"
         return self._function(*arguments, **named)
 
     def open(self) -> None:
-        """Let all calls go on."""
+        """Let all calls continue."""
         self.opened.set()
 
 
 def after_the_main_thread(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what calls ``function`` once the main thread of its process has come to its end."""
+    """Return a function that calls ``function`` once the main thread of its process is exiting."""
 
     def late(*arguments: Any) -> Any:
         while threading.main_thread().is_alive():

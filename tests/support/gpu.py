@@ -1,7 +1,7 @@
-"""Where the tests of `tests/gpu` compute: on CUDA devices, or, in a dry run, on the CPU in their place.
+"""The devices of the tests of `tests/gpu`: CUDA devices or, in a dry run, the CPU in their place.
 
-``TEST_GPU=dry`` runs every training of these tests on the CPU, with smaller models. It shows that the tests themselves
-work; what it measures means nothing.
+``TEST_GPU=dry`` runs every training of these tests on the CPU, with smaller models. It shows that the tests work;
+its measurements mean nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def rank_environment(*, share: bool = False) -> dict[str, str]:
     """Return the variables that put the ranks of `run_ranks` on this machine's devices.
 
     Args:
-        share: All of them on the first one; NCCL refuses that, so their back end is gloo.
+        share: Put all of them on the first device. NCCL refuses that, so their back end is gloo.
     """
     if DRY:
         return {"ACCELERATE_USE_CPU": "true"}
@@ -38,12 +38,12 @@ def rank_environment(*, share: bool = False) -> dict[str, str]:
 
 
 def size(cuda: int, cpu: int) -> int:
-    """Return a size of a model or a batch: one for a GPU, or a small one for a dry run."""
+    """Return the size of a model or batch: the given one for a GPU, or a small one for a dry run."""
     return cpu if DRY else cuda
 
 
 def synchronize() -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if not DRY:
         torch.cuda.synchronize()
 
@@ -81,7 +81,7 @@ def plain_losses(steps: int, rate: float = 0.002, clip: float | None = None) -> 
 
 
 def losses(accelerator: Any, steps: int, rate: float = 0.002, clip: float | None = None) -> list[float]:
-    """Return the mean losses over all ranks of `network`, prepared, each rank with its share of each batch."""
+    """Return the mean losses over all ranks of the prepared `network`, with a share of each batch per rank."""
     raw = network()
     model, optimizer = accelerator.prepare(raw, torch.optim.AdamW(raw.parameters(), lr=rate))
     found = []

@@ -1,9 +1,9 @@
-"""Traces of ranks that train on GPUs, written event by event as torch 2.11's profiler writes them.
+"""Traces of ranks that train on GPUs, written event by event in the format of torch 2.11's profiler.
 
-The host queues kernels and goes on; a stream runs them in order; NCCL's kernel runs on its own stream from the time a
-rank reaches it until all ranks have. Sources: the documentation of torch's profiler, and the events that Kineto and HTA
-describe: launches (``cuda_runtime``) and kernels share ``correlation``, NCCL's calls are inside ``record_param_comms``,
-whose arguments name the group, and ``[memory]`` events name the device's type.
+The host queues kernels and continues, and a stream runs them in order. NCCL's kernel runs on its own stream from the
+time a rank reaches it until all ranks have. Sources: the documentation of torch's profiler, and the events that Kineto
+and HTA describe. Launches (``cuda_runtime``) and kernels share ``correlation``, NCCL's calls are inside
+``record_param_comms``, whose arguments name the group, and ``[memory]`` events name the device's type.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ MAIN, BACKWARD = 100, 101
 COMPUTE, NCCL = 7, 20
 CPU, CUDA = 0, 1
 LAUNCH = 6.0
-"""Microseconds in which the host queues a kernel."""
+"""Microseconds that the host needs to queue a kernel."""
 
 
 @dataclass
 class GpuRank:
-    """The events of one rank; times are microseconds.
+    """The events of one rank, with times in microseconds.
 
     Attributes:
         rank: The rank.
         now: The host's time.
         rows: The events.
-        asked: What the training was asked for, as ``{"mixed_precision": "bf16"}``.
+        asked: The settings of the training, such as ``{"mixed_precision": "bf16"}``.
     """
 
     rank: int
@@ -77,12 +77,12 @@ class GpuRank:
         self.now = done + 4
 
     def unscale(self) -> None:
-        """Do what GradScaler does in each step: look for an overflow, and read whether there was one."""
+        """Do the work of GradScaler in each step: search for an overflow, and read the result."""
         self.op("aten::_amp_foreach_non_finite_check_and_unscale_", 30.0)
         self.read()
 
     def begin_step(self) -> None:
-        """Begin a step."""
+        """Start a step."""
         self._begin = self.now
 
     def end_step(self) -> None:
@@ -91,13 +91,13 @@ class GpuRank:
         self._steps += 1
 
     def allocate(self, size: int, device: int) -> None:
-        """Write an allocation, or, with a negative size, the end of one."""
+        """Write an allocation or, with a negative size, its release."""
         arguments = {"Bytes": size, "Addr": 1 << 30, "Device Type": device, "Device Id": 0}
         self.rows.append({"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": self.now, "args": arguments})
 
 
 def all_reduce(ranks: list[GpuRank], elements: int, transfer: float = 300.0, *, barrier: bool = False) -> None:
-    """Queue an all_reduce on all ranks, after what their devices compute; a barrier's call waits for it."""
+    """Queue an all_reduce on all ranks, after their devices' computations. A barrier's call waits for it."""
     kernels, begins = [], []
     for each in ranks:
         begin = each.now
@@ -118,7 +118,7 @@ def all_reduce(ranks: list[GpuRank], elements: int, transfer: float = 300.0, *, 
     end = max(kernel["ts"] for kernel in kernels) + transfer
     for each, kernel, begin in zip(ranks, kernels, begins, strict=True):
         kernel["dur"] = end - kernel["ts"]
-        each._free[NCCL] = each._free[COMPUTE] = end  # the training's stream waits for the result
+        each._free[NCCL] = each._free[COMPUTE] = end  # The training's stream waits for the result.
         if barrier:
             each.event("c10d::barrier", "cpu_op", begin, 68)
             each.event("cudaStreamSynchronize", "cuda_runtime", each.now, max(1.0, end - each.now))
@@ -126,7 +126,7 @@ def all_reduce(ranks: list[GpuRank], elements: int, transfer: float = 300.0, *, 
 
 
 def traces(ranks: list[GpuRank]) -> list[RankTrace]:
-    """Return the traces, as they are read from files."""
+    """Return the traces in the format of files."""
     group = {"pg_name": "0", "ranks": [each.rank for each in ranks]}
     head = {"distributedInfo": {"world_size": len(ranks), "pg_count": 1, "pg_config": [group]}}
     return [

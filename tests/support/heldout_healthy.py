@@ -1,4 +1,4 @@
-"""Healthy trainings on which no rule of profiles was tried while it was written; see ``heldout_trainings``."""
+"""Healthy trainings that were not used to develop the rules of profiles; see ``heldout_trainings``."""
 
 # mypy: disable-error-code="no-untyped-call"
 
@@ -109,7 +109,7 @@ class Evaluates(Loop):
 
 
 def loop_with_hooks() -> None:
-    """A loop in a class on two ranks, which evaluates now and then."""
+    """A loop in a class on two ranks, which evaluates occasionally."""
     in_group()
     net = DDP(Language())
     Evaluates(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)).fit()
@@ -140,7 +140,7 @@ class Episode:
 
 
 def episodes() -> None:
-    """One process: policy gradients; the list of an episode's log probabilities has graphs, and is emptied."""
+    """One process: policy gradients. The list of an episode's log probabilities has graphs, and is emptied."""
     policy = nn.Sequential(nn.Linear(16, 768), nn.Tanh(), nn.Linear(768, 4))
     opt = torch.optim.Adam(policy.parameters(), lr=1e-3)
     episode = Episode()
@@ -161,7 +161,7 @@ def episodes() -> None:
 
 
 class Sentences(IterableDataset[torch.Tensor]):
-    """Batches of sentences whose length differs from batch to batch, on each rank alike on average."""
+    """Batches of sentences whose lengths vary between batches, with the same mean on each rank."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         source = random.Random(dist.get_rank())
@@ -170,7 +170,7 @@ class Sentences(IterableDataset[torch.Tensor]):
 
 
 def lengths_by_chance() -> None:
-    """Plain torch: gradients are accumulated over two batches whose lengths differ a little."""
+    """Plain torch: gradients are accumulated over two batches of slightly different lengths."""
     in_group()
     net = DDP(Language())
     opt = torch.optim.AdamW(net.parameters())

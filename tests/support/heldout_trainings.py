@@ -1,6 +1,6 @@
-"""Trainings on which no rule of profiles was tried while it was written: other models, loops, sizes and styles.
+"""Trainings that were not used to develop the rules of profiles: other models, loops, sizes and styles.
 
-Those in ``tests.support.profiled_trainings`` are what the rules were developed with.
+The rules were developed with the trainings in ``tests.support.profiled_trainings``.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -73,7 +73,7 @@ def next_token_loss(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 class Images(Dataset[tuple[torch.Tensor, int]]):
-    """Images that need some work on each, as decoding does."""
+    """Images that each need some processing, like decoding."""
 
     def __init__(self, seconds: float = 0.0, only_rank: int | None = None) -> None:
         self.seconds, self.only_rank = seconds, only_rank
@@ -139,7 +139,7 @@ def slow_reader() -> None:
         source = random.Random(rank)
         while True:
             if rank == 1:
-                time.sleep(0.4)  # the slow disk: longer than what busy machines take from a step
+                time.sleep(0.4)  # The slow disk takes longer than the delays of a busy machine.
             yield torch.tensor([[source.randrange(200) for _ in range(32)] for _ in range(8)])
 
     for tokens in read():
@@ -222,7 +222,7 @@ def two_barriers() -> None:
 
 @dataclass
 class Loop:
-    """A loop in a class with hooks, as Lightning and others have it."""
+    """A loop in a class with hooks, like Lightning's."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -233,7 +233,7 @@ class Loop:
         return next_token_loss(self.model(batch), batch)
 
     def on_step_end(self, loss: torch.Tensor) -> None:
-        """Nothing, unless a class overrides it."""
+        """Do nothing, unless a class overrides it."""
 
     def fit(self, length: int = 48, rows: int = 12) -> None:
         for index in itertools.count():
@@ -251,7 +251,7 @@ class KeepsHistory(Loop):
 
 
 def history_with_graphs() -> None:
-    """A loop in a class on two ranks: the losses go into a list in a dictionary of the object, with their graphs."""
+    """A loop in a class on two ranks: losses are stored with their graphs, in a list in a dictionary of the object."""
     in_group()
     net = DDP(Language())
     KeepsHistory(net, torch.optim.AdamW(net.parameters())).fit()
@@ -269,7 +269,7 @@ def average_with_graphs() -> None:
 
 
 class Remembers(nn.Module):
-    """A network that keeps its hidden states, to look at them later."""
+    """A network that keeps its hidden states for later inspection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ class Remembers(nn.Module):
 
 
 def remembered_states() -> None:
-    """Accelerator: a module keeps its hidden states, 16 MB, with their graphs, from step to step."""
+    """Accelerator: a module keeps its hidden states, 16 MB, with their graphs, across steps."""
     accelerator = Accelerator(cpu=True)
     net = Remembers()
     net, opt = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.01))
@@ -328,7 +328,7 @@ def prints_each_row() -> None:
 
 def state_each_step() -> None:
     """Accelerator: the whole state is saved after each step."""
-    folder = Path(tempfile.gettempdir(), f"state-each-step-{os.getppid()}")  # the same one on all ranks
+    folder = Path(tempfile.gettempdir(), f"state-each-step-{os.getppid()}")  # The same one on all ranks.
     try:
         settings = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
         accelerator = Accelerator(cpu=True, project_config=settings)
@@ -368,7 +368,7 @@ def busy_thread() -> None:
 
 
 def feeding_thread() -> None:
-    """One process: a thread makes the batches in Python, and shares the interpreter with the training."""
+    """One process: a thread creates the batches in Python and competes with the training for the interpreter."""
     net = nn.Sequential(nn.EmbeddingBag(300, 64), nn.ReLU(), nn.Linear(64, 4))
     opt = torch.optim.Adam(net.parameters())
     ready: queue.Queue[torch.Tensor] = queue.Queue(maxsize=2)
@@ -396,7 +396,7 @@ class Compiles(Loop):
 
 
 def attribute_not_called() -> None:
-    """A loop in a class: the compiled model is an attribute, and the step calls the other one."""
+    """A loop in a class: the compiled model is an attribute, but the step calls the other one."""
     in_group()
     net = DDP(Language())
     Compiles(net, torch.optim.SGD(net.parameters(), lr=0.1)).fit()
@@ -445,9 +445,9 @@ class Planted:
 
     Attributes:
         train: The training.
-        ranks: On how many ranks it runs.
+        ranks: The number of ranks.
         rules: The rules that name the fault.
-        sentence: What the sentence must contain.
+        sentence: A part of the sentence.
         about: The ranks that it must name.
     """
 

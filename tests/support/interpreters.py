@@ -1,7 +1,7 @@
-"""Runs code as a new interpreter that has torch imported already: forked from a server, which spares its two seconds.
+"""Runs code as a new interpreter with torch already imported: it is forked from a server, which saves two seconds.
 
-Only torch and numpy are imported. What depends on the start of an interpreter (its flags, ``sitecustomize``, variables
-that torch reads when it is imported) needs a real one.
+Only torch and numpy are imported. Code that depends on the start of an interpreter (its flags, ``sitecustomize``, or
+variables that torch reads during its import) needs a real one.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class InterpreterServer:
     def run(
         self, *arguments: str, cwd: Path = _ROOT, env: Mapping[str, str], answers: str = "", timeout: float = 300.0
     ) -> subprocess.CompletedProcess[str]:
-        """Run ``python`` with these arguments, which begin with ``-c`` or ``-m``, and return what it printed.
+        """Run ``python`` with arguments that start with ``-c`` or ``-m``, and return its output.
 
         Args:
             arguments: The command line after ``python``.
             cwd: The working directory.
             env: All environment variables.
-            answers: What it reads from stdin.
-            timeout: Seconds that it may take; after that it is killed.
+            answers: Its input on stdin.
+            timeout: Time limit in seconds; after that it is killed.
 
         Raises:
-            TimeoutError: It took longer.
+            TimeoutError: It exceeded the limit.
         """
         request = json.dumps([arguments, str(cwd), dict(env)]).encode()
         with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -84,7 +84,7 @@ class InterpreterServer:
 
 @pytest.fixture(scope="session")
 def interpreters() -> Iterator[InterpreterServer]:
-    """Return the session's server of interpreters."""
+    """Return the interpreter server of the test session."""
     server = InterpreterServer()
     yield server
     server.close()
@@ -94,14 +94,14 @@ def serve(descriptor: int) -> bool:
     """Fork an interpreter for each request until the test session closes the connection.
 
     Returns:
-        Whether this is a forked process, which is to call `main`; False: the server, at its end.
+        Whether this is a forked process, which must call `main`. False for the server, at its end.
     """
     import numpy as np
     import torch
 
     assert np, torch
     gc.collect()
-    gc.freeze()  # collections of a forked process, that at its end among them, leave torch's objects alone
+    gc.freeze()  # Collections in a forked process, including the final one, leave torch's objects alone.
     connection = socket.socket(fileno=descriptor)
     while True:
         request, files, _, _ = socket.recv_fds(connection, _MESSAGE, 3)
@@ -124,7 +124,7 @@ def _become(files: Sequence[int], arguments: list[str], cwd: str, environment: d
         os.dup2(file, number)
         os.close(file)
     os.chdir(cwd)
-    # Where spawned processes look for the main module.
+    # Spawned processes look for the main module here.
     multiprocessing.process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]
     os.environ.clear()
     os.environ.update(environment)

@@ -1,4 +1,4 @@
-"""What the kernels of a test execute before the first cell."""
+"""Startup code of the kernels that tests run."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ del zygote
 
 
 def start_no_server(ipython: Path) -> None:
-    """Have kernels start the process that the zygote method forks from with the first launch that needs it, not before.
+    """Make kernels start the zygote with the first launch that needs it, not before.
 
-    Where ranks are forked from the kernel, it takes half of the kernel's processor time to import torch for nothing.
+    If ranks are forked from the kernel, importing torch in the zygote wastes half of the kernel's processor time.
 
     Args:
-        ipython: The kernels' folder of IPython, ``IPYTHONDIR``.
+        ipython: The IPython folder of the kernels, ``IPYTHONDIR``.
     """
     startup = ipython / "profile_default" / "startup"
     startup.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""``join`` commands as processes, and stand-ins for what starts them on other machines."""
+"""``join`` commands as processes, and replacements for the programs that start them on other machines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 120.0
-"""Seconds for what takes a few on a machine with nothing else to do: new interpreters import torch."""
+"""Time limit in seconds for steps that take a few on an idle machine: new interpreters import torch."""
 JOIN = (sys.executable, "-m", "notebook_accelerate", "join")
 """The command; ADDRESS:PORT and options follow."""
 SRUN = """
@@ -41,37 +41,37 @@ cat > "$1"
 stat -c 'mode %a' "$1" >&2
 "$2" -m notebook_accelerate join "$3" --secret_file "$1"
 """
-"""What a shell at the other end of `ssh` runs: a file's path, Python and ADDRESS:PORT follow; stdin has the secret."""
+"""The command for a shell at the other end of `ssh`. A file's path, Python and ADDRESS:PORT follow."""
 
 
 class JoinCommand:
-    """A process, or one that starts others, and what they have printed; ends at the end of a ``with`` block.
+    """A process, its child processes, and their output. It is ended at the end of a ``with`` block.
 
     Args:
         command: The command line.
         env: All environment variables.
-        sent: What is sent to its stdin.
+        sent: The input on its stdin.
     """
 
     def __init__(self, *command: str, env: Mapping[str, str], sent: str = "") -> None:
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell ignores SIGINT in background jobs.
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - closed in close
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=dict(env), stdin=subprocess.PIPE, stdout=self._out, stderr=self._err
         )
         signal.signal(signal.SIGINT, before)
         assert self.process.stdin is not None
-        with self.process.stdin as stdin, suppress(BrokenPipeError):  # it has ended already
+        with self.process.stdin as stdin, suppress(BrokenPipeError):  # It has already exited.
             stdin.write(sent.encode())
 
     @property
     def out(self) -> str:
-        """What has been written to stdout."""
+        """The text written to stdout so far."""
         return os.pread(self._out.fileno(), 1 << 20, 0).decode()
 
     @property
     def err(self) -> str:
-        """What has been written to stderr."""
+        """The text written to stderr so far."""
         return os.pread(self._err.fileno(), 1 << 20, 0).decode()
 
     @property
@@ -81,7 +81,7 @@ class JoinCommand:
         return [own, *own.children(recursive=True)]
 
     def exit_code(self) -> int:
-        """Wait for the end of the process, and return its exit code; negative: the signal that ended it."""
+        """Wait for the end of the process, and return its exit code. If negative, it is the signal that killed it."""
         return self.process.wait(LIMIT)
 
     def wait_until_it_prints(self, text: str) -> None:
@@ -90,7 +90,7 @@ class JoinCommand:
         assert text in self.err
 
     def close(self) -> None:
-        """Kill the process, and what it has started."""
+        """Kill the process and its child processes."""
         if self.process.poll() is None:
             for process in reversed(self.processes):
                 with suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""A real Jupyter kernel, driven cell by cell, with everything it sends kept.
+"""A real Jupyter kernel, driven cell by cell, that records all messages.
 
     with Kernel() as kernel:
         cell = kernel.run("print(1 + 1)")
@@ -8,7 +8,7 @@
         kernel.interrupt()
         assert kernel.finish(cell, timeout=5).error.ename == "KeyboardInterrupt"
 
-A cell goes on collecting after it has finished: what a run started with `block=False` prints later belongs to the cell
+A cell keeps collecting after it has finished: later output of a run started with `block=False` belongs to the cell
 that launched it, and arrives in `kernel.pump`, `kernel.wait_for` or any later `run`.
 """
 
@@ -44,11 +44,11 @@ from tests.support.ipython_startup import start_no_server
 ROOT = Path(__file__).resolve().parents[2]
 # Not TCP: Jupyter chooses a kernel's ports before the kernel binds them, and another process may take one in between.
 TRANSPORT = "ipc"
-# jupyter_client drives kernels on one event loop, with sockets of its own, that the first kernel would leave behind.
+# jupyter_client drives kernels on an event loop with sockets that the first kernel would leave open.
 ensure_event_loop()
-_POLL = 0.02  # seconds between two looks at the shell channel
-_STATE = 4000  # characters of each end of a cell, and of the kernel's own output, in errors
-_LAST_WORDS = 2.0  # seconds that a dead kernel's last messages may take to arrive
+_POLL = 0.02  # Seconds between two polls of the shell channel.
+_STATE = 4000  # Characters shown from each end of a cell, and of the kernel's own output, in errors.
+_LAST_WORDS = 2.0  # Seconds to wait for the last messages of a dead kernel.
 
 
 def headless(book: Any, folder: Path, **options: Any) -> NotebookClient:
@@ -57,28 +57,28 @@ def headless(book: Any, folder: Path, **options: Any) -> NotebookClient:
     Args:
         book: The notebook.
         folder: An empty folder for the kernel's connection.
-        options: More of the client's options.
+        options: More options of the client.
     """
     config = Config({"KernelManager": {"transport": TRANSPORT, "connection_file": str(folder / "kernel.json")}})
     return NotebookClient(book, kernel_name="python3", store_widget_state=False, config=config, **options)
 
 
 def without_colours(text: str) -> str:
-    """Return a text without a terminal's colours."""
+    """Return a text without the colour codes of a terminal."""
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
 class KernelTimeoutError(AssertionError):
-    """The kernel did not do within the time what was waited for; the message holds what it had sent."""
+    """The kernel did not reach the awaited state in time. The message contains its messages so far."""
 
 
 @dataclass
 class CellError:
-    """The error that ended a cell.
+    """The error that a cell raised.
 
     Args:
         ename: Name of the exception's class.
-        evalue: Its text.
+        evalue: The text of the exception.
         traceback: The lines that the front end would show, with colour codes.
     """
 
@@ -94,10 +94,10 @@ class CellError:
 
 @dataclass
 class Cell:
-    """One executed cell and what came back for it.
+    """An executed cell and the messages received for it.
 
     Args:
-        code: What was executed.
+        code: The executed code.
         msg_id: Id of the request: every message about this cell names it as its parent.
         outputs: The content of each output message in order, with its `output_type` (stream, display_data,
             update_display_data, execute_result, error, clear_output).
@@ -120,12 +120,12 @@ class Cell:
 
     @property
     def ok(self) -> bool:
-        """Whether the cell ended without an error."""
+        """Whether the cell finished without an error."""
         return self.status == "ok"
 
     @property
     def finished(self) -> bool:
-        """Whether both the reply and the kernel's word that it is idle have come."""
+        """Whether both the reply and the kernel's idle status have arrived."""
         return self.status is not None and self.idle
 
     @property
@@ -140,12 +140,12 @@ class Cell:
 
     @property
     def plain(self) -> str:
-        """Everything the cell wrote to stdout, then to stderr, without colours."""
+        """The text that the cell wrote to stdout, then to stderr, without colours."""
         return without_colours(self.stdout + self.stderr)
 
     @property
     def displays(self) -> list[dict[str, Any]]:
-        """The MIME bundles displayed, in order; one that was updated stands as last updated."""
+        """The displayed MIME bundles in order, each in its latest state."""
         shown: list[dict[str, Any]] = []
         place: dict[str, int] = {}
         for output in self.outputs:
@@ -160,18 +160,18 @@ class Cell:
 
     @property
     def result(self) -> dict[str, Any] | None:
-        """The MIME bundle of the cell's last expression; None where it had none."""
+        """The MIME bundle of the cell's last expression, or None."""
         found = [output["data"] for output in self.outputs if output["output_type"] == "execute_result"]
         return found[-1] if found else None
 
     @property
     def result_text(self) -> str | None:
-        """The plain text of the cell's last expression; None where it had none."""
+        """The plain text of the cell's last expression, or None."""
         return None if self.result is None else self.result["text/plain"]
 
     @property
     def error(self) -> CellError | None:
-        """The error that ended the cell; None where none did."""
+        """The error that the cell raised, or None."""
         found = [output for output in self.outputs if output["output_type"] == "error"]
         return CellError(found[-1]["ename"], found[-1]["evalue"], found[-1]["traceback"]) if found else None
 
@@ -188,20 +188,20 @@ class Cell:
 
 
 class Kernel:
-    """An ipykernel of its own: own configuration, history and runtime folders, nothing of the user's.
+    """A separate ipykernel with its own configuration, history and runtime folders, independent of the user's.
 
     Args:
-        env: Variables over those of the test process; None as a value removes one.
+        env: Variables that override the test process's own. None as a value removes one.
         cwd: The kernel's working directory, an empty temporary one by default.
-        answer: Called with the prompt of each input request; what it returns is sent.
-        front_end: Whether the cells are executed as by a front end, which takes input; otherwise as by nbclient, where
+        answer: Called with the prompt of each input request; its result is sent as the answer.
+        front_end: Whether the cells are executed as by a front end, which supports input. Otherwise, as with nbclient,
             a request for input raises in the cell.
         timeout: Seconds to wait for a kernel to start, and the default for a cell.
-        prefix: Command in front of the kernel's own, which it must replace itself by: ("ip", "netns", "exec", ...).
+        prefix: Command that starts the kernel and must replace itself with it: ("ip", "netns", "exec", ...).
         python: The kernel's interpreter.
-        server: Whether the process that the zygote method forks from starts as it does for users.
-        forked: Whether the kernel may be forked from a process with torch (`kernel_forks`); otherwise it has an
-            interpreter of its own, in which nothing is imported.
+        server: Whether the kernel starts its zygote early, as it does for users.
+        forked: Whether the kernel may be forked from a process with torch (`kernel_forks`). Otherwise it is a new
+            interpreter without any imports.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class Kernel:
         self.cwd = cwd or self.folder / "work"
         self.cwd.mkdir(exist_ok=True)
         self._context = zmq.Context()
-        # A form sends hundreds of messages at once; the socket would drop what a busy test has not read.
+        # A form sends hundreds of messages together, and the socket would drop messages that a busy test leaves unread.
         self._context.setsockopt(zmq.RCVHWM, 0)
         if not server:
             start_no_server(self.folder / "ipythondir")
@@ -246,23 +246,23 @@ class Kernel:
 
     @property
     def process(self) -> psutil.Process:
-        """The kernel's process, to count its threads, descriptors and children."""
+        """The kernel's process, for counting its threads, descriptors and children."""
         return psutil.Process(self.pid)
 
     @property
     def log(self) -> str:
-        """What the kernel's process wrote to its own stdout and stderr, past Jupyter."""
+        """The output of the kernel's process on its real stdout and stderr, outside of Jupyter."""
         self._log.flush()
         return (self.folder / "kernel.log").read_text(errors="replace")
 
     @property
     def client(self) -> BlockingKernelClient:
-        """The client that this harness drives, for messages it has no method for."""
+        """The client that this harness drives, for messages that it has no method for."""
         assert self._client is not None, "the kernel is closed"
         return self._client
 
     def types(self, *lines: str) -> list[str]:
-        """Have the user type lines, one at each prompt from now on; return the prompts as they come."""
+        """Have the user type lines, one at each prompt from now on. Return the list that receives the prompts."""
         prompts: list[str] = []
         left = list(lines)
 
@@ -274,34 +274,34 @@ class Kernel:
         return prompts
 
     def submit(self, code: str) -> Cell:
-        """Send a cell to the kernel and return at once."""
+        """Send a cell to the kernel, without waiting for it."""
         msg_id = self.client.execute(code, allow_stdin=self._front_end, stop_on_error=False)
         cell = Cell(code, msg_id)
         self.cells[msg_id] = cell
         return cell
 
     def finish(self, cell: Cell, timeout: float | None = None) -> Cell:
-        """Collect until the cell has ended.
+        """Collect messages until the cell has finished.
 
         Args:
             cell: A cell from `submit`.
-            timeout: Seconds from now; the harness's own by default.
+            timeout: Seconds from now; by default the harness's own.
 
         Returns:
             The same cell, finished.
 
         Raises:
-            KernelTimeoutError: The cell has not ended in time, or the kernel has died.
+            KernelTimeoutError: The cell did not finish in time, or the kernel died.
         """
         self.wait_for(lambda: cell.finished, timeout, what=f"the end of the cell\n{cell.code}")
         return cell
 
     def run(self, code: str, timeout: float | None = None) -> Cell:
-        """Execute a cell and return it finished, whether it succeeded or failed."""
+        """Execute a cell, and return it once it has finished, whether it succeeded or failed."""
         return self.finish(self.submit(code), timeout)
 
     def check(self, code: str, timeout: float | None = None) -> Cell:
-        """Execute a cell that must succeed; fail the test with its traceback otherwise."""
+        """Execute a cell that must succeed. Otherwise, fail the test with its traceback."""
         return self.run(code, timeout).expect_ok()
 
     def value(self, expression: str, timeout: float | None = None) -> Any:
@@ -315,7 +315,7 @@ class Kernel:
             raise AssertionError(f"not the value of {expression} alone: {shown[:_STATE]!r}") from None
 
     def until(self, expression: str, seconds: float) -> None:
-        """Wait until an expression holds in the kernel, for so many seconds at most."""
+        """Wait until an expression is true in the kernel, for at most this many seconds."""
         deadline = time.monotonic() + seconds
         while not self.value(expression, seconds):
             assert time.monotonic() < deadline, f"not in {seconds:g} s: {expression}"
@@ -328,11 +328,11 @@ class Kernel:
 
         Args:
             condition: Called after each message and at least every 20 ms.
-            timeout: Seconds; the harness's own by default.
-            what: Named in the error.
+            timeout: Seconds; by default the harness's own.
+            what: Description of the condition, for the error.
 
         Raises:
-            KernelTimeoutError: It did not hold in time, or the kernel died first.
+            KernelTimeoutError: The condition was not met in time, or the kernel died first.
         """
         seconds = self.timeout if timeout is None else timeout
         deadline = time.monotonic() + seconds
@@ -349,40 +349,40 @@ class Kernel:
                 raise KernelTimeoutError(f"waited {seconds} s for {what}\n{self._state()}")
 
     def pump(self, seconds: float) -> None:
-        """Collect whatever comes during so many seconds."""
+        """Collect messages for this many seconds."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             self._collect(min(left, _POLL))
 
     def interrupt(self) -> None:
-        """Do what the notebook's stop button does: SIGINT to the kernel's process group."""
+        """Do the same as the notebook's stop button: send SIGINT to the kernel's process group."""
         self._manager.interrupt_kernel()
 
     def kill(self) -> None:
-        """SIGKILL the kernel's process alone and reap it; its children are left to themselves."""
+        """SIGKILL the kernel's process alone and reap it. Its children are left alone."""
         os.kill(self.pid, signal.SIGKILL)
         self._wait_dead(60.0)
 
     def expect_answer(self, seconds: float = 60.0) -> None:
-        """Fail the test, and end the kernel, if it does not answer; the error shows where its threads were."""
+        """Fail the test, and end the kernel, if it does not respond. The error shows the stacks of its threads."""
         try:
             self.run("1", seconds)
         except KernelTimeoutError as error:
             written = len(self.log)
             if self.alive():
-                os.kill(self.pid, signal.SIGABRT)  # Python's fault handler writes all stacks
+                os.kill(self.pid, signal.SIGABRT)  # Python's fault handler writes all stacks.
                 self._wait_dead(60.0)
-            text = f"the kernel does not answer any more:\n{self.log[written:][-8000:]}"
+            text = f"the kernel no longer answers:\n{self.log[written:][-8000:]}"
             last = [cell for cell in self.cells.values() if not cell.finished][:1]
             shown = "".join(f"\nend of the output of\n{cell.code}\n{cell.plain[-1000:]}" for cell in last)
             raise KernelTimeoutError(text + shown) from error
 
     def alive(self) -> bool:
-        """Whether the kernel's process runs."""
+        """Whether the kernel's process is running."""
         return bool(self._manager.is_alive())
 
     def close(self) -> None:
-        """End the kernel, kill what is left of its descendants, remove its folder."""
+        """End the kernel, kill its remaining descendants, remove its folder."""
         left = self._descendants()
         if self._client is not None:
             self._client.stop_channels()
@@ -406,7 +406,7 @@ class Kernel:
         self.close()
 
     def _make_manager(self, *, forked: bool) -> KernelManager:
-        """Build a manager with a kernel spec of its own, so that a user's spec named python3 is not picked up."""
+        """Build a manager with a separate kernel spec, so that a user's spec named python3 is not picked up."""
         spec = self.folder / "kernels" / "python3"
         kernel_forks.write_spec(spec, self._command, forked=forked)
         specs = KernelSpecManager(kernel_dirs=[str(spec.parent)], ensure_native_kernel=False)
@@ -427,11 +427,11 @@ class Kernel:
         env = {name: value for name, value in env.items() if changes.get(name, "") is not None}
         self._manager.start_kernel(env=env, cwd=str(self.cwd), stdout=self._log, stderr=self._log)
         self._client = self._manager.client()
-        self._client.start_channels(hb=False)  # a beat that comes late makes a new socket, which looks like a leak
+        self._client.start_channels(hb=False)  # A late heartbeat creates a new socket, which looks like a leak.
         self._client.wait_for_ready(timeout=self.timeout)
 
     def _collect(self, seconds: float) -> None:
-        """Take what has arrived on the three channels, waiting so long for the first output."""
+        """Receive the messages on the three channels, waiting this long for the first output."""
         self._take(self.client.get_iopub_msg, seconds, self._on_iopub)
         while self._take(self.client.get_iopub_msg, 0.0, self._on_iopub):
             pass
@@ -463,7 +463,7 @@ class Kernel:
             name = content.get("transient", {}).get("display_id")
             if name is not None and kind == "display_data":
                 self._homes[name] = cell
-            # As in front ends: whichever cell sends it, an update finds the output that it is about.
+            # As in front ends, an update finds its output whichever cell sends it.
             home = self._homes.get(name, cell) if kind == "update_display_data" else cell
             home.outputs.append({"output_type": kind, **content})
 
@@ -494,6 +494,6 @@ class Kernel:
 
     def _state(self) -> str:
         cell = str(list(self.cells.values())[-1]) if self.cells else "none"
-        if left_out := max(0, len(cell) - 2 * _STATE):  # panels have sent 200,000 characters
+        if left_out := max(0, len(cell) - 2 * _STATE):  # Panels have sent 200,000 characters.
             cell = f"{cell[:_STATE]} [{left_out:,} characters] {cell[-_STATE:]}"
         return f"last cell so far: {cell}\nkernel's own output: {self.log[-_STATE:]}"

@@ -1,7 +1,7 @@
-"""The process that kernels are forked from; see ``kernel_forks``.
+"""The process that forks kernels; see ``kernel_forks``.
 
-``python kernel_fork_server.py DESCRIPTOR``: it ends when the other end of the socket is closed. A program of its own:
-what it imports, each kernel has imported.
+``python kernel_fork_server.py DESCRIPTOR`` exits when the other end of the socket is closed. It is a separate program,
+because each kernel inherits its imports.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LONGEST = 1 << 20
 
 
 def serve(channel: socket.socket) -> list[str]:
-    """Answer requests until there is nobody to send one; in a forked process, return the kernel's arguments."""
+    """Answer requests until the socket is closed. In a forked process, return the kernel's arguments."""
     while True:
         message, descriptors, _, _ = socket.recv_fds(channel, _LONGEST, 2)
         if not message:
@@ -42,7 +42,7 @@ def serve(channel: socket.socket) -> list[str]:
 
 
 def become(request: dict[str, Any], out: int, err: int) -> None:
-    """Have this process be as if it had been started for the kernel."""
+    """Make this process look as if it had been started for the kernel."""
     parent = os.getppid()
     os.setsid()
     nothing, writer = os.pipe()
@@ -58,13 +58,13 @@ def become(request: dict[str, Any], out: int, err: int) -> None:
 
 
 def main() -> NoReturn:
-    """Import what kernels need, fork them, and be one in each forked process."""
-    del sys.path[0]  # the folder of this program
+    """Import the modules that kernels need, fork kernels, and run as one in each forked process."""
+    del sys.path[0]  # The folder of this program.
     for name in PRELOADED:
         import_module(name)
-    gc.freeze()  # a collection would copy the pages of all objects into each kernel
+    gc.freeze()  # A collection would copy the pages of all objects into each kernel.
     channel = socket.socket(fileno=int(sys.argv[1]))
-    # The kernel ends with its parent, whose number ipykernel has read from the environment when it was imported.
+    # The kernel ends with its parent. ipykernel read the parent's number from the environment when it was imported.
     arguments = [*serve(channel), f"--IPKernelApp.parent_handle={os.getppid()}"]
     import_module("ipykernel.kernelapp").IPKernelApp.launch_instance(argv=arguments)
     sys.exit(0)

@@ -1,8 +1,8 @@
-"""Kernels forked from a process that has imported torch, as a stand-in for starting an interpreter for each.
+"""Kernels forked from a process that has imported torch, instead of starting an interpreter for each.
 
 A kernel started in the usual way takes 1.8 s of processor time to import ipykernel and torch, and each rank forked from
-it another second for what the first optimizer imports: half of the time of the tests in kernels. What is forked is
-ipykernel's own application, with its own process, session, folder, environment and output.
+it another second for the imports of the first optimizer: half of the time of the tests in kernels. The forked process
+runs ipykernel's own application, with its own process, session, folder, environment and output.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ SERVER = Path(__file__).with_name("kernel_fork_server.py")
 _READ_AT_START = ("PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "LD_", "MALLOC_", "TORCH", "CUDA", "XLA", "PJRT")
 """Beginnings of the names of variables that an interpreter, or torch, reads before a test could change them."""
 _OWN_INTERPRETERS = ("TEST_NIGHTLY", "TEST_KERNEL_PATH", "TEST_HOSTED")
-"""Variables under which every kernel has an interpreter of its own."""
+"""Variables that make every kernel start a separate interpreter."""
 _environment = dict(os.environ)
-"""What the process that kernels are forked from has: not what a test has set for what it starts."""
+"""The environment of the process that forks kernels, without the variables that tests set for child processes."""
 
 
 def can_fork(changes: Mapping[str, str | None]) -> bool:
-    """Whether a kernel with these changes of the environment is the same when it is forked.
+    """Return whether a forked kernel behaves the same with these changes of the environment.
 
-    At night, with several versions of ipykernel and in hosted environments, kernels are started in the usual way; where
-    there is no Linux, too.
+    Nightly runs, several versions of ipykernel, hosted environments and systems other than Linux start kernels in the
+    usual way.
     """
     if not hasattr(os, "pidfd_open") or any(os.environ.get(name) for name in _OWN_INTERPRETERS):
         return False
@@ -50,7 +50,7 @@ def can_fork(changes: Mapping[str, str | None]) -> bool:
 
 
 class ForkedKernel:
-    """The process of a kernel, with what `jupyter_client` uses of ``subprocess.Popen``."""
+    """The process of a kernel, with the part of ``subprocess.Popen`` that `jupyter_client` uses."""
 
     stdin = stdout = stderr = None
 
@@ -60,7 +60,7 @@ class ForkedKernel:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code; None while it runs. Until this is called, an ended process is a zombie."""
+        """Return the exit code, or None while it runs. Until this is called, an exited process is a zombie."""
         if self._code is None and select.select([self._ended], [], [], 0)[0]:
             self._code = self._forks.ask({"reap": self.pid})
             os.close(self._ended)
@@ -89,7 +89,7 @@ class ForkedKernel:
 
 
 class KernelForks:
-    """The process that kernels are forked from."""
+    """The process that forks kernels."""
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -105,7 +105,7 @@ class KernelForks:
         socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
         answer = self._socket.recv(100)
         if not answer:
-            raise RuntimeError("the process that kernels are forked from has ended")
+            raise RuntimeError("the process that forks kernels exited")
         return int(answer)
 
     def start(self, argv: list[str], env: Mapping[str, str], cwd: str, out: int, err: int) -> ForkedKernel:
@@ -113,7 +113,7 @@ class KernelForks:
         return ForkedKernel(self.ask({"argv": argv, "env": dict(env), "cwd": cwd}, out, err), self)
 
     def close(self) -> None:
-        """End the process, and with it kernels that are left."""
+        """End the process, and with it the remaining kernels."""
         self._socket.close()
         self.process.wait()
 
@@ -123,7 +123,7 @@ def write_spec(folder: Path, command: Sequence[str] = (sys.executable,), *, fork
 
     Args:
         folder: The folder.
-        command: The kernel's interpreter, and what stands before it.
+        command: The command that starts the kernel's interpreter.
         forked: Whether it is forked.
     """
     folder.mkdir(parents=True)
@@ -134,7 +134,7 @@ def write_spec(folder: Path, command: Sequence[str] = (sys.executable,), *, fork
 
 
 def started_with() -> dict[str, str]:
-    """Return the variables that every kernel's interpreter is started with.
+    """Return the variables for every kernel's interpreter.
 
     ``TEST_KERNEL_PATH`` is a folder with another ipykernel, for the tests with several versions.
     """
@@ -151,10 +151,10 @@ def _forks(_process: int) -> KernelForks:
 
 
 class ForkingProvisioner(LocalProvisioner):
-    """Forks kernels where jupyter_client would start an interpreter."""
+    """Forks kernels when jupyter_client would start an interpreter."""
 
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> Any:
-        """Fork a kernel whose command is that of ``ipykernel_launcher``."""
+        """Fork a kernel whose command is equivalent to ``ipykernel_launcher``."""
         arguments = cmd[cmd.index("ipykernel_launcher") + 1 :]
         out, err = ((kwargs.get(name) or getattr(sys, name)).fileno() for name in ("stdout", "stderr"))
         cwd = kwargs["cwd"]

@@ -1,11 +1,11 @@
-"""Saves to a store that are killed at any of its changes, and what the next process finds."""
+"""Saves to a store that are killed at any of its changes, and the state that the next process finds."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-# Ends the process before its k-th change of the store, one process per k; then another one loads, and saves again.
+# Exits before its k-th change of the store, one process per k. Then another process loads, and saves again.
 _KILL_AT_EVERY_CHANGE = """
 import os, signal, sys, torch
 import torch._dynamo  # what each forked process would import with its first optimizer
@@ -99,14 +99,14 @@ def killed_saves(url: str, target: str, blocking: bool, every: int = 1) -> list[
     """Kill a save before each change of the store, and save again each time.
 
     Args:
-        url: Where to; the k-th one is in ``at_{k}`` there.
-        target: "new": there was no checkpoint; "old": there was one in its place; "auto": numbered, one is kept.
-        blocking: How it is saved.
-        every: Try every n-th change only.
+        url: The target folder; the k-th save is in its ``at_{k}``.
+        target: "new": without an earlier checkpoint; "old": with one in its place; "auto": numbered, keeping one.
+        blocking: Whether the save blocks.
+        every: Only try every n-th change.
 
     Returns:
-        The number of the change, and what the next process found: 1.0 is the value of the checkpoint before, 2.0 of the
-        one that was killed; or the name of the error. The last save was not killed.
+        The number of the change, and the result of the next process: 1.0 is the value of the earlier checkpoint, 2.0 of
+        the killed one; otherwise the name of the error. The last save was not killed.
     """
     command = [sys.executable, "-c", _KILL_AT_EVERY_CHANGE, url, target, str(blocking), str(every)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=850, check=False)

@@ -1,4 +1,4 @@
-"""What the tests that launch from a real kernel share: the imports of a cell, and looks at processes."""
+"""Support for tests that launch from a real kernel: the imports of a cell, and checks of processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def group():
 def join_runs():
     for thread in threading.enumerate():
         if thread.name.startswith("notebook-accelerate-run-"):
-            thread.join(5)  # the thread of a run that has ended prepares the next one
+            thread.join(5)  # The thread of a finished run prepares the next one.
 def gate(name):
     while not os.path.exists(name):
         time.sleep(0.02)
@@ -45,11 +45,11 @@ spare_server()
 """
 """The first cell of a kernel: torch imported, as in any training notebook.
 
-``gate(name)`` holds up whoever calls it until ``open_gate(kernel, name)``. The kernel's server process imports nothing
-while it is idle: what the first optimizer needs takes a second of processor time in each of a hundred kernels.
+``gate(name)`` blocks its caller until ``open_gate(kernel, name)``. The kernel's idle zygote imports nothing:
+the imports of the first optimizer would take a second of processor time in each of a hundred kernels.
 """
 PAST_THE_CALL = ["n"] if sys.version_info >= (3, 13) else []
-"""What is typed at a breakpoint to reach the line after it: from Python 3.13 on, pdb stops at the call itself."""
+"""The input at a breakpoint that reaches the next line: from Python 3.13 on, pdb stops at the call itself."""
 
 WARM_ZYGOTE = "launch(lambda: None, start_method='zygote').results"
 
@@ -59,7 +59,7 @@ WARM_OPTIMIZER = "import torch._dynamo"
 
 
 def ready_kernel(*, zygote: bool = True, **options: Any) -> Kernel:
-    """Start a kernel, run `SETUP` in it and have its server process up; without `zygote` it starts when needed."""
+    """Start a kernel, run `SETUP` in it and start its zygote. Without `zygote`, it starts when needed."""
     options.setdefault("server", zygote)
     kernel = Kernel(**options)
     try:
@@ -73,17 +73,17 @@ def ready_kernel(*, zygote: bool = True, **options: Any) -> Kernel:
 
 
 def open_gate(kernel: Kernel, name: str) -> None:
-    """Let those go on that wait in ``gate(name)``, and whoever comes there later."""
+    """Release everything that waits in ``gate(name)``, now or later."""
     (kernel.cwd / name).touch()
 
 
 @contextmanager
 def patient(kernel: Kernel, *, warm: bool = False) -> Iterator[None]:
-    """Give ranks that the stop button stops ten minutes, not five seconds: a busy machine may take those from them.
+    """Give ranks that the stop button stops ten minutes instead of five seconds, which a busy machine may take.
 
     Args:
-        kernel: Whose stop button.
-        warm: Warm ranks, which are to stop their cell only.
+        kernel: The kernel with the stop button.
+        warm: Warm ranks, which must stop their cell only.
     """
     place = f"sys.modules['notebook_accelerate.launch.{'warm_ranks' if warm else 'starting'}'].DEFAULT_GRACE"
     usual = kernel.value(place)
@@ -100,7 +100,7 @@ def rank_pids(kernel: Kernel) -> list[int]:
 
 
 def alive(pids: list[int]) -> list[int]:
-    """Return those of `pids` that still run (a zombie does not)."""
+    """Return the running processes among `pids`. Zombies do not count."""
     found = []
     for pid in pids:
         try:
@@ -112,20 +112,20 @@ def alive(pids: list[int]) -> list[int]:
 
 
 def wait_gone(pids: list[int], seconds: float) -> float:
-    """Wait until none of `pids` runs and return how long it took; fail after `seconds`."""
+    """Wait until none of `pids` runs. Return the time it took, or fail after `seconds`."""
     begin = time.monotonic()
     while left := alive(pids):
-        assert time.monotonic() - begin < seconds, f"still there after {seconds} s: {left}"
+        assert time.monotonic() - begin < seconds, f"still running after {seconds} s: {left}"
         time.sleep(0.01)
     return time.monotonic() - begin
 
 
 def children(kernel: Kernel, patience: float = 30.0) -> list[str]:
-    """Return the kernel's descendants less its server process, zombies included, as "pid status command".
+    """Return the kernel's descendants except for its zygote, including zombies, as "pid status command".
 
     Args:
-        kernel: Whose.
-        patience: Seconds to wait for ends that are under way: of what a rank had started, for one.
+        kernel: The kernel.
+        patience: Seconds to wait for processes that are about to exit, such as child processes of a rank.
     """
     zygote = kernel.value(
         "getattr(__import__('notebook_accelerate.launch.processes.zygote', fromlist=['x'])._zygote, 'pid', 0)"
@@ -148,14 +148,14 @@ def _descendants(kernel: Kernel, zygote: int) -> list[str]:
 
 
 def said(cell: Cell) -> str:
-    """Return the error that a cell ended with, as the front end shows it."""
+    """Return the error of a cell, as the front end shows it."""
     assert cell.error is not None, f"no error; stdout: {cell.stdout}\nstderr: {cell.stderr}"
     return cell.error.text
 
 
 def blames(text: str, rank: int) -> bool:
-    """Whether an error's text begins with this rank as the one that failed.
+    """Return whether an error's text starts by naming this rank as the first failure.
 
-    It is said to be the first where another one lost it, and told so, before it was stopped: that takes its time.
+    The text says "failed first" only if another rank lost this one and reported that before it was stopped.
     """
     return re.match(rf"rank {rank} failed( first)?:", text) is not None

@@ -1,4 +1,4 @@
-"""What a test may not leave behind in its process, and the comparison of before and after."""
+"""The parts of a process's state that tests must not change, and a comparison of before and after."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import psutil
 
 # Set by libraries when they are first imported, or by pytest for its own use.
 _ENVIRONMENT_NOISE = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "COLUMNS", "LINES")
-# SIGALRM belongs to the test runner: its timeout.
+# SIGALRM belongs to the test runner, for its timeout.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1)
 LASTING: set[int | str] = set()
-"""Process ids and sockets (as their links in /proc) of helpers of the tests that live as long as the session."""
+"""Process ids and sockets (as their links in /proc) of test helpers that remain for the whole session."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,14 @@ def take() -> Snapshot:
 
 
 def compare(before: Snapshot, patience: float = 30.0) -> list[str]:
-    """Return one line per thing that was not there before; what ends within `patience` seconds is not one.
+    """Return one line per leaked object. Objects that disappear within `patience` seconds do not count.
 
     Args:
         before: The state to compare with.
-        patience: Seconds to wait for ends that are under way.
+        patience: Seconds to wait for objects that are about to disappear.
 
     Returns:
-        Lines for a test's failure, empty where nothing leaked.
+        Lines for a test's failure, empty if nothing leaked.
     """
     deadline = time.monotonic() + patience
     while (lines := _differences(before, take())) and time.monotonic() < deadline:
@@ -71,7 +71,7 @@ def _differences(before: Snapshot, after: Snapshot) -> list[str]:
     changed = sorted(before.environment ^ after.environment)
     lines += [f"environment variable: {name}={value!r}" for name, value in changed]
     lines += [f"signal handler: {entry}" for entry in sorted(after.handlers - before.handlers)]
-    # The first run in this process adds hooks, which count the steps of all later ones.
+    # The first run in this process adds hooks, which count the steps of all later runs.
     removed = sorted(before.optimizer_hooks - after.optimizer_hooks)
     lines += [f"hook on all optimizers, which was removed: {entry}" for entry in removed]
     if after.process_group and not before.process_group:
@@ -80,12 +80,12 @@ def _differences(before: Snapshot, after: Snapshot) -> list[str]:
 
 
 def _children() -> dict[tuple[int, int, bool], str]:
-    """Return the descendants of this process, less the helpers that multiprocessing keeps for the whole session.
+    """Return the descendants of this process, except the helpers that multiprocessing keeps for the whole session.
 
     Returns:
-        What each is called, by process id, what psutil tells it from others of that id by, and whether it is a zombie.
-        Its command line does not tell: one that has been forked and then executes its program changes it. Nor does the
-        time of its start, which moves when the system's clock is set.
+        The name of each, keyed by process id, by psutil's identity of the process, and by whether it is a zombie. Its
+        command line does not identify it, because a forked process changes it when it executes its program. Nor does
+        the time of its start, which moves when the system's clock is set.
     """
     keep = {getattr(forkserver._forkserver, "_forkserver_pid", None)}
     keep.add(getattr(resource_tracker._resource_tracker, "_pid", None))
@@ -94,7 +94,7 @@ def _children() -> dict[tuple[int, int, bool], str]:
         try:
             child = psutil.Process(pid)
             if child.pid not in keep | LASTING and child.ppid() not in keep:
-                # A process that was busy before and sleeps after is the same; one that has become a zombie is not.
+                # A process that was busy before and sleeps afterwards is unchanged; one that became a zombie is not.
                 dead = child.status() == psutil.STATUS_ZOMBIE
                 text = f"{child.pid} {'zombie' if dead else 'alive'} {' '.join(child.cmdline())[:120]}"
                 found[child.pid, hash(child), dead] = text
@@ -104,8 +104,8 @@ def _children() -> dict[tuple[int, int, bool], str]:
 
 
 def _descendants() -> list[int]:
-    """Return the process ids of all descendants; psutil reads every process of the machine to find them, in 4 ms."""
-    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():  # a kernel without that file, or not Linux
+    """Return the process ids of all descendants. psutil would read every process of the machine, which takes 4 ms."""
+    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():  # A kernel without that file, or not Linux.
         return [child.pid for child in psutil.Process().children(recursive=True)]
     found: list[int] = []
     pending = [os.getpid()]
@@ -117,12 +117,12 @@ def _descendants() -> list[int]:
 
 
 def _direct_children(parent: int) -> list[int]:
-    """Return the process ids of a process's children, which the kernel keeps by the thread that started them."""
+    """Return the process ids of a process's children, which the kernel records by the thread that started them."""
     last: list[str] | None = None
-    while True:  # one read may miss a child while a sibling ends
+    while True:  # A single read may miss a child while a sibling exits.
         texts = []
         for task in Path(f"/proc/{parent}/task").glob("*"):
-            with suppress(OSError):  # a thread that has ended since the listing
+            with suppress(OSError):  # A thread that exited after the listing.
                 texts.append((task / "children").read_text())
         if texts == last:
             return [int(pid) for text in texts for pid in text.split()]
@@ -134,7 +134,7 @@ def _sockets() -> frozenset[str]:
     for entry in Path("/proc/self/fd").glob("*"):
         try:
             target = str(entry.readlink())
-        except OSError:  # closed since the listing
+        except OSError:  # Closed after the listing.
             continue
         if target.startswith("socket:") and target not in LASTING:
             found.add(target)
@@ -142,8 +142,8 @@ def _sockets() -> frozenset[str]:
 
 
 def _of_cuda() -> set[str]:
-    """Return the sockets of CUDA's driver, which stay open from a process's first context to its end."""
-    with suppress(OSError):  # a system without /proc
+    """Return the sockets of CUDA's driver, which stay open from a process's first context until it exits."""
+    with suppress(OSError):  # A system without /proc.
         lines = Path("/proc/net/unix").read_text().splitlines()
         return {f"socket:[{line.split()[6]}]" for line in lines if "cuda-uvmfd" in line}
     return set()

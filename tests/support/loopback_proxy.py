@@ -1,4 +1,4 @@
-"""A network on loopback between two ends of a connection, for tests that interfere with what it carries."""
+"""A proxy on loopback between the two ends of a connection, for tests that interfere with its data."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from contextlib import suppress
 
 
 class LoopbackProxy:
-    """Accepts connections and carries each to a port of the loopback interface; subclasses copy the data.
+    """Accepts connections and forwards each to a port of the loopback interface. Subclasses copy the data.
 
     Args:
-        port: Where the connections go.
+        port: The target of the connections.
 
     Attributes:
-        port: Where callers connect.
+        port: The port for callers.
     """
 
     def __init__(self, port: int) -> None:
@@ -24,7 +24,7 @@ class LoopbackProxy:
         self._open: list[socket.socket] = [self._listener]
 
     def _start(self) -> None:
-        """Accept connections from now on."""
+        """Start accepting connections."""
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:

@@ -1,7 +1,7 @@
-"""A disk that is reached through fsspec, as a store is: `mounted:///folder`. Importing this module makes it known.
+"""A disk that is reached through fsspec, like a store: `mounted:///folder`. Importing this module registers it.
 
-Two ranks see the same files there, which they do not in fsspec's own `memory://`; with `OWN_MACHINES` and
-`to_a_machine_of_its_own` they see no others of each other's.
+Two ranks see the same files there, unlike in fsspec's own `memory://`. With `OWN_MACHINES` and
+`to_a_machine_of_its_own` they share no other files.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two network namespaces joined by a virtual cable: the nearest thing on one machine to two machines."""
+"""Two network namespaces joined by a virtual cable, the closest thing to two machines on one machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def ip(*arguments: str) -> None:
 
 @contextmanager
 def two_namespaces(label: str) -> Iterator[list[str]]:
-    """Make two namespaces and yield their names; skip the test where this machine does not allow it.
+    """Create two namespaces and yield their names. Skip the test if this machine does not allow it.
 
     Args:
         label: A few letters that no other file uses.

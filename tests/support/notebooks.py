@@ -13,7 +13,7 @@ from tests.support.kernel import Cell, Kernel
 from tests.support.ports import free_port
 
 LIMIT = 150.0
-"""Seconds for what takes a few on a machine with nothing else to do."""
+"""Time limit in seconds for steps that take a few on an idle machine."""
 LOOK = """
 import gc
 def look():
@@ -33,7 +33,7 @@ def fd_is_socket(name):
     except OSError:
         return False
 """
-"""A cell after which `look()` tells what a launch may not change in a kernel."""
+"""A cell that defines `look()`, which returns the state of a kernel that a launch must not change."""
 SETUP = (
     """
 import re
@@ -63,12 +63,12 @@ class Notebooks:
         return [kernel.submit(call) for kernel, call in zip(self.kernels, calls, strict=False)]
 
     def launch(self, function: str, *own: str, **options: Any) -> list[Cell]:
-        """Send each kernel a launch of `function`, a name with arguments behind it.
+        """Send each kernel a launch of `function`, a name followed by its arguments.
 
         Args:
-            function: As "meet, 1".
-            own: Further arguments of each notebook's launcher, as "num_processes=2"; as many as notebooks take part.
-            options: Arguments of all; `num_nodes` and a free port are there already.
+            function: For example "meet, 1".
+            own: Further arguments for each notebook's launcher, such as "num_processes=2", one string per notebook.
+            options: Arguments of all. `num_nodes` and a free port are added.
         """
         given = {"num_nodes": len(own), "use_port": free_port(), "panel": True, **options}
         common = ", ".join(f"{name}={value!r}" for name, value in given.items())
@@ -83,28 +83,28 @@ class Notebooks:
         return [kernel.finish(cell, timeout) for kernel, cell in zip(self.kernels, cells, strict=False)]
 
     def wait_until_all_print(self, cells: Sequence[Cell], text: str, counts: Sequence[int]) -> None:
-        """Wait until each cell shows `text` so many times."""
+        """Wait until each cell shows `text` this many times."""
         for kernel, cell, count in zip(self.kernels, cells, counts, strict=False):
             shown = partial(_shows, cell, text, count)
             kernel.wait_for(shown, LIMIT, f"{count} lines with {text!r}")
             assert cell.error is None, (cell.stdout, cell.stderr, cell.error)
 
     def wait_until_all(self, condition: str) -> None:
-        """Wait until an expression holds in every kernel."""
+        """Wait until an expression is true in every kernel."""
         deadline = time.monotonic() + LIMIT
         while not all(self.values(condition)):
             assert time.monotonic() < deadline, f"not in {LIMIT} s: {condition}"
             time.sleep(0.1)
 
     def changed(self, before: Sequence[dict[str, Any]], seconds: float = LIMIT) -> list[dict[str, Any]]:
-        """Return what `look()` tells otherwise than `before`, for each kernel, after so many seconds at most."""
+        """Return the differences of `look()` from `before` for each kernel, after at most this many seconds."""
         deadline = time.monotonic() + seconds
         while True:
             pairs = zip(before, self.values("look()"), strict=True)
             found = [{name: (was[name], now[name]) for name in was if was[name] != now[name]} for was, now in pairs]
             if not any(found) or time.monotonic() > deadline:
                 return found
-            time.sleep(0.2)  # ipykernel closes what it keeps for a thread that has ended a little later
+            time.sleep(0.2)  # ipykernel releases the resources of an ended thread a little later.
 
     def values(self, expression: str) -> list[Any]:
         """Return the value of an expression in each kernel."""
@@ -120,16 +120,16 @@ def notebooks(count: int, prefixes: Sequence[Sequence[str]] = ()) -> Iterator[No
     """Start kernels with `SETUP` run in each.
 
     Args:
-        count: How many.
-        prefixes: For each, the command in front of its own.
+        count: The number of kernels.
+        prefixes: For each kernel, the prefix of its command.
     """
     kernels: list[Kernel] = []
     try:
-        # One after the other: on a thread of its own, jupyter_client makes an event loop that nobody closes.
+        # One after the other: on a separate thread, jupyter_client would create an event loop that is never closed.
         for prefix in prefixes or [()] * count:
             kernels.append(Kernel(prefix=prefix, timeout=LIMIT))  # noqa: PERF401 - those that started are closed
         found = Notebooks(kernels)
-        # zmq starts a thread with the first large message
+        # zmq starts a thread for the first large message.
         for code in (launching.SETUP, SETUP, "launch(time.sleep, 1.0, panel=True)", "look()"):
             for cell in found.finish(found.submit(*[code] * count)):
                 cell.expect_ok()

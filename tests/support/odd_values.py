@@ -1,4 +1,4 @@
-"""JSON with values that nobody expects, for tests of readers."""
+"""JSON with unexpected values, for tests of readers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ODD_VALUES: list[Any] = [
 
 
 def with_odd_values(rng: random.Random, value: Any, depth: int = 1) -> Any:
-    """Return a copy of JSON in which one to three values are others.
+    """Return a copy of JSON with one to three values replaced.
 
     Args:
         rng: Chooses them.
         value: A list or an object.
-        depth: How deep in it the values are at least.
+        depth: The minimum depth of the replaced values.
     """
     content = json.loads(json.dumps(value))
     for _ in range(rng.randint(1, 3)):

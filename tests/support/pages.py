@@ -1,15 +1,15 @@
 """Pages of the documentation: their code blocks, links and headings.
 
-A comment in front of a block says what a reader need not see::
+A comment in front of a block contains settings that readers do not need::
 
     <!-- block: raises=WorkerError -->     the block must raise
-    <!-- block: types=p loss; c -->        what the user types at its prompts, in order
-    <!-- block: skip=needs two GPUs -->    it is not executed, and why
-    <!-- block: needs=lightning -->        it is executed where this package is installed
+    <!-- block: types=p loss; c -->        lines that the user types at its prompts, in order
+    <!-- block: skip=needs two GPUs -->    it is not executed, with the reason
+    <!-- block: needs=lightning -->        it is executed if this package is installed
     <!-- block: numbers=any -->            numbers with a decimal point differ from machine to machine
 
-``<!-- page: needs=transformers, trl -->`` skips a page where these packages are not installed. A block with the
-language ``output`` is what the block in front of it shows: each line is one of the output's, with ``...`` for any text.
+``<!-- page: needs=transformers, trl -->`` skips a page if these packages are not installed. A block with the
+language ``output`` contains lines of the previous block's output, with ``...`` for any text.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Block:
 
     Args:
         line: Its first line in the page, from 1.
-        language: As after the fence.
+        language: The word after the fence.
         source: The code.
-        options: What its comment says.
-        output: Lines that it shows.
+        options: The content of its comment.
+        output: Expected lines of its output.
     """
 
     line: int
@@ -57,7 +57,7 @@ class Block:
 
     @property
     def is_executed(self) -> bool:
-        """Whether this machine and environment have what the block needs."""
+        """Return whether this machine and environment satisfy the block's requirements."""
         return "skip" not in self.options and not missing_packages(self.options.get("needs", ""))
 
     def _pattern(self, line: str) -> str:
@@ -76,12 +76,12 @@ def packages_needed(text: str) -> str:
 
 
 def missing_packages(names: str) -> list[str]:
-    """Return those of some packages, separated by commas, that are not installed."""
+    """Return the packages in a comma-separated list that are not installed."""
     return [name for each in names.split(",") if (name := each.strip()) and importlib.util.find_spec(name) is None]
 
 
 def blocks(text: str) -> list[Block]:
-    """Return the blocks of a page that are executed, with their outputs."""
+    """Return the executable blocks of a page, with their outputs."""
     found: list[Block] = []
     options: dict[str, str] = {}
     previous: Block | None = None
@@ -91,7 +91,7 @@ def blocks(text: str) -> list[Block]:
         elif token.type == "fence" and token.level == 0:
             language = token.info.strip()
             if language == "output":
-                assert previous is not None, "output without a block in front of it"
+                assert previous is not None, "output without a block before it"
                 previous.output += token.content.splitlines()
                 previous = None
                 continue
@@ -114,7 +114,7 @@ def links(text: str) -> Iterator[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """Return the anchors of a page's headings, as code hosts make them."""
+    """Return the anchors of a page's headings, in the form that code hosts generate."""
     tokens = _PARSER.parse(text)
     titles = [after.content for token, after in itertools.pairwise(tokens) if token.type == "heading_open"]
     found: set[str] = set()

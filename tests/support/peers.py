@@ -37,14 +37,14 @@ SENDS = {
     "a text as the time": raw(b'[["LogEvent","now","stdout","x"]]'),
     "a reply of another type": raw(b'[["StacksReply",1.0,1,5,2.0]]'),
 }
-"""What a peer sends before it does nothing more."""
+"""The bytes that a peer sends before it stops."""
 PEERS = [
     *((sends, "silent") for sends in SENDS),
     *((sends, then) for sends in ("nothing", "half a frame") for then in ("closes", "suspended")),
 ]
-"""What peers send, and what they do after that: fall silent, close, or wait suspended.
+"""The bytes that peers send, and their behaviour afterwards: fall silent, close, or be suspended.
 
-The end matters only before a frame and within one: what is not a frame ends the connection in any case.
+The behaviour matters only before and within a frame, because invalid frames end the connection in any case.
 """
 _PEER = """
 import json, socket, sys, time

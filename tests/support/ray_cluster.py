@@ -1,7 +1,7 @@
-"""A real Ray cluster on this machine, each node with a loopback address of its own.
+"""A real Ray cluster on this machine. Each node has its own loopback address.
 
-The cluster lives in a process that is nobody's child here, so that the workers it starts and ends are not taken for
-what a test has left behind. It ends with the process that made it.
+The cluster runs in a process that is not a child of the test's process, so that its workers do not count as leaked. It
+ends with the process that created it.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ START_SECONDS = 600.0
 TRIES = 6
 """Ray gives a node 30 seconds to start, which on a busy machine may not be enough."""
 PATIENCE = {
-    "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "100",  # as with TRIES; the crash of one costs as much
-    "GRPC_ENABLE_FORK_SUPPORT": "0",  # else the fork for that server may crash before it executes its program
-    "RAY_worker_register_timeout_seconds": "600",  # for the processes of actors
-    "RAY_health_check_timeout_ms": "120000",  # a node that is slow has not died; one that has died refuses at once
-    "RAY_memory_monitor_refresh_ms": "0",  # actors are not ended because other programs fill the machine
+    "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "100",  # As with TRIES: a single crash costs as much.
+    "GRPC_ENABLE_FORK_SUPPORT": "0",  # Otherwise the fork for that server may crash before it executes its program.
+    "RAY_worker_register_timeout_seconds": "600",  # For the processes of actors.
+    "RAY_health_check_timeout_ms": "120000",  # A slow node is not dead. A dead one refuses connections immediately.
+    "RAY_memory_monitor_refresh_ms": "0",  # Actors are not killed because other programs fill the machine.
 }
 """Settings of Ray for a machine that has a lot else to do."""
 
 
 class LocalCluster:
-    """A cluster of some nodes.
+    """A cluster of several nodes.
 
     Args:
-        cpus: Processors of each node; the first is the head.
-        client: Whether there is a server for Ray's client.
+        cpus: Processors of each node. The first one is the head.
+        client: Whether to start a server for Ray's client.
 
     Attributes:
-        address: Where its nodes find it.
-        client: Where Ray's client finds it; "" where there is no server.
-        nodes: The nodes that it began with.
+        address: The address for its nodes.
+        client: The address for Ray's client, or "" without a server for it.
+        nodes: The initial nodes.
     """
 
     def __init__(self, *cpus: int, client: bool = False) -> None:
@@ -74,21 +74,21 @@ class LocalCluster:
         return str(self.ask("add", cpus=cpus, gpus=gpus, resources=resources))
 
     def kill_node(self, address: str, *, known: bool = True) -> None:
-        """Kill a node's raylet, and with it the node; return once the cluster knows, unless not ``known``.
+        """Kill a node's raylet, and with it the node. With ``known``, return once the cluster has noticed.
 
-        Until then, which takes it seconds, Ray places ranks there.
+        Until then, which takes seconds, Ray places ranks on the dead node.
         """
         self.ask("kill", address=address)
         deadline = time.monotonic() + START_SECONDS
         while known and not self.ask("is_dead", address=address):
-            assert time.monotonic() < deadline, f"the cluster takes {address} for alive"
+            assert time.monotonic() < deadline, f"the cluster considers {address} alive"
             time.sleep(0.1)
 
     def wait_until_free(self, seconds: float = 120.0) -> None:
-        """Wait until Ray has all processors back, which takes it a moment after a run; not for one that still goes on.
+        """Wait until Ray has released all processors, which takes a moment after a run.
 
         Args:
-            seconds: After so many it goes on.
+            seconds: Timeout, after which it returns anyway.
         """
         deadline = time.monotonic() + seconds
         while not self.ask("is_free") and time.monotonic() < deadline:
@@ -102,14 +102,14 @@ class LocalCluster:
         os.close(self._answers)
 
     def ask(self, what: str, **values: Any) -> object:
-        """Have the cluster's process do something."""
+        """Send a request to the cluster's process."""
         os.write(self._requests, json.dumps([what, values]).encode() + b"\n")
         deadline = time.monotonic() + START_SECONDS
         while b"\n" not in self._text:
             ready, _, _ = select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))
             assert ready, f"the Ray cluster did not {what} within {START_SECONDS:g} s"
             data = os.read(self._answers, 1 << 16)
-            assert data, "the process of the Ray cluster has ended"
+            assert data, "the process of the Ray cluster exited"
             self._text += data
         line, _, self._text = self._text.partition(b"\n")
         kind, answer = json.loads(line)
@@ -118,7 +118,7 @@ class LocalCluster:
 
 
 class _Server:
-    """The process that has the cluster."""
+    """The process that runs the cluster."""
 
     def __init__(self) -> None:
         self.cluster: Any = None
@@ -185,7 +185,7 @@ def _tried(start: Callable[[], Any]) -> Any:
             return start()
         except Exception:
             for late in set(psutil.Process().children(recursive=True)) - before:
-                with suppress(psutil.NoSuchProcess):  # else it becomes one node more
+                with suppress(psutil.NoSuchProcess):  # Otherwise it becomes an additional node.
                     late.kill()
             if not left:
                 raise
@@ -193,7 +193,7 @@ def _tried(start: Callable[[], Any]) -> Any:
 
 
 def serve(requests: int, answers: int) -> None:
-    """Do what is asked until nobody asks any more."""
+    """Serve requests until the connection is closed."""
     server = _Server()
     try:
         with os.fdopen(requests) as lines:
@@ -201,7 +201,7 @@ def serve(requests: int, answers: int) -> None:
                 what, values = json.loads(line)
                 try:
                     answer = ["done", getattr(server, what)(**values)]
-                except Exception as error:  # noqa: BLE001 - told to who asked
+                except Exception as error:  # noqa: BLE001 - sent to the caller
                     answer = ["failed", f"{type(error).__name__}: {error}"]
                 os.write(answers, json.dumps(answer).encode() + b"\n")
     finally:

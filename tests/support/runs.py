@@ -1,4 +1,4 @@
-"""Runs for tests: launched ones, and runs without processes with a store to feed and a clock to turn."""
+"""Runs for tests: real launches, and runs without processes that have a store to feed and a clock to advance."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HostOf = Callable[[int], tuple[int, str]]
 
 
 class Clock:
-    """A clock that goes when it is told to."""
+    """A clock that advances on request only."""
 
     def __init__(self, now: float = START) -> None:
         self.now = now
@@ -47,7 +47,7 @@ class Clock:
         return self.now
 
     def turn(self, seconds: float) -> None:
-        """Let so many seconds pass."""
+        """Advance by this many seconds."""
         self.now += seconds
 
 
@@ -57,17 +57,17 @@ def launch(function: Any, *args: Any, **options: Any) -> Run:
 
 
 def plan_run(ranks: int = 2, method: str = "fork", started: float = START, **settings: Any) -> Run:
-    """Return a run whose ranks are planned and not started."""
+    """Return a run whose ranks are planned but not started."""
     return _unfinished(LaunchConfig(num_processes=ranks, **settings), _planned(ranks, method, started))
 
 
 def make_run(
     ranks: int = 2, method: str = "fork", started: float = START, host_of: HostOf = lambda _: (0, ""), **settings: Any
 ) -> Run:
-    """Return a run that looks as if its ranks had just started, at ``started``: rebuilt from a journal.
+    """Return a run that looks as if its ranks had just started, at ``started``: it is rebuilt from a journal.
 
     Args:
-        ranks: How many.
+        ranks: The number of ranks.
         method: The start method of the plan.
         started: Seconds since the epoch.
         host_of: Returns the node and the host of a rank.
@@ -81,7 +81,7 @@ def make_run(
 
 
 def _unfinished(config: LaunchConfig, records: list[Record]) -> Run:
-    """Return a run that goes on: what `Run.rebuilt` returns has ended."""
+    """Return a running run: the result of `Run.rebuilt` is finished."""
     journal = Journal()
     journal.replay(records)
     return Run(config, "train", journal)
@@ -97,7 +97,7 @@ def _planned(ranks: int, method: str, started: float) -> list[Record]:
 
 
 def supervisor_of(run: Run, publisher: Publisher | None = None) -> RankSupervisor:
-    """Return a supervisor of ``run`` that is not started, for its parts; close its ``commands`` afterwards."""
+    """Return a supervisor of ``run`` that is not started, to test its parts. Close its ``commands`` afterwards."""
     commands = CommandQueue()
     run.commands = commands
     return RankSupervisor(run, commands, publisher or TextPublisher())
@@ -109,7 +109,7 @@ def feed(run: Run, *events: Event, rank: int = 0, at: float = START) -> None:
 
 
 def devices(rank: int, percent: float, reserved: int) -> list[Event]:
-    """Return what a rank on a GPU of its own, and its host, send about that GPU."""
+    """Return the messages that a rank on its own GPU, and its host, send about that GPU."""
     uuid = f"{rank:08x}-0000"
     return [
         DeviceMemoryEvent(f"cuda:{rank}", reserved // 2, reserved, reserved // 2, 15 << 30, "Tesla T4", uuid),
@@ -124,7 +124,7 @@ def end(
     at: float | None = None,
     exit_of: Callable[[int], str] = lambda _: "",
 ) -> None:
-    """End the run, with these failures where there are any."""
+    """End the run, with these failures if there are any."""
     journal = run.journal
     for failure in failures:
         journal.append(RankFailed(failure))

@@ -1,4 +1,4 @@
-"""An S3 server on the loopback interface, in a process of its own, and what clients need to find it."""
+"""An S3 server on the loopback interface, in a separate process, and the settings for its clients."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from moto.server import ThreadedMotoServer
 server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
 server.start()
 print(server.get_host_and_port()[1], flush=True)
-sys.stdin.read()  # until the tests have ended, however they do
+sys.stdin.read()  # until the test process exits, for whatever reason
 server.stop()
 """
 
 
 @dataclass(frozen=True)
 class S3Server:
-    """A server that is up.
+    """A running server.
 
     Attributes:
-        url: Where it listens.
+        url: Its address.
     """
 
     url: str
 
     @property
     def environment(self) -> dict[str, str]:
-        """What makes s3fs, and everything else that is built on botocore, use this server."""
+        """Make s3fs, and other libraries built on botocore, use this server."""
         return {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ACCESS_KEY_ID": "tests",
@@ -44,7 +44,7 @@ class S3Server:
         }
 
     def check_credentials(self, check: bool) -> None:
-        """Ask for credentials that the server has given out, which nobody has, or take any."""
+        """Require credentials issued by the server, which has issued none, or accept any."""
         count = "0" if check else "inf"
         plain = {"Content-Type": "text/plain"}
         request = urllib.request.Request(f"{self.url}/moto-api/reset-auth", count.encode(), plain, method="POST")
@@ -54,7 +54,7 @@ class S3Server:
 
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
-    """Run a server for the time of the context."""
+    """Run a server inside the context."""
     with subprocess.Popen(
         [sys.executable, "-c", _SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -62,7 +62,7 @@ def s3_server() -> Iterator[S3Server]:
         assert process.stdout is not None
         try:
             while not (line := process.stdout.readline()).strip().isdigit():
-                assert line, "the server has ended"
+                assert line, "the server exited"
             yield S3Server(f"http://127.0.0.1:{int(line)}")
         finally:
             process.stdin.close()

@@ -1,12 +1,12 @@
-"""Outputs of the example notebooks as they are committed: without paths, widgets and measured times.
+"""Outputs of the example notebooks in their committed form: without paths, widgets and measured times.
 
-    python -m tests.support.saved_outputs compare examples/*.ipynb   # against the copies that make examples executed
-    python -m tests.support.saved_outputs record examples/*.ipynb    # take over the cells whose output has changed
-    python -m tests.support.saved_outputs record-all ...             # take over all of them, for new numbers
+    python -m tests.support.saved_outputs compare examples/*.ipynb   # with the copies that make examples has executed
+    python -m tests.support.saved_outputs record examples/*.ipynb    # update the cells whose output has changed
+    python -m tests.support.saved_outputs record-all ...             # update all cells, for new numbers
 
-What a run measures is replaced by "…": times, process ids, memory. Other numbers stay, and are not compared: they
-differ between machines and versions of torch. A cell that says the same apart from them keeps its committed output, so
-that recording again changes nothing.
+Measurements of a run are replaced with "…": times, process ids, memory. Other numbers remain, but are not compared,
+because they differ between machines and versions of torch. A cell whose output is otherwise the same keeps its
+committed output, so that recording again changes nothing.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def clean(notebook: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of an executed notebook as it is committed."""
+    """Return a copy of an executed notebook in its committed form."""
     book: dict[str, Any] = json.loads(json.dumps(notebook))
     book["metadata"] = {
         "kernelspec": {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"},
@@ -83,7 +83,7 @@ def clean(notebook: dict[str, Any]) -> dict[str, Any]:
 
 
 def _clean_outputs(outputs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield what a reader of the saved notebook sees, the text of successive streams as one."""
+    """Yield the outputs visible to a reader of the saved notebook, with successive streams joined."""
     pending: dict[str, Any] | None = None
     for output in outputs:
         cleaned = _clean_output(output)
@@ -102,7 +102,7 @@ def _clean_outputs(outputs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _clean_output(output: dict[str, Any]) -> dict[str, Any] | None:
-    """Return one output without widgets and measured values; None where nothing is left of it."""
+    """Return one output without widgets and measured values, or None if nothing is left."""
     if output["output_type"] == "stream":
         text = clean_text(_LOGGED.sub("", output["text"]))
         return {**output, "text": text} if text else None
@@ -110,7 +110,7 @@ def _clean_output(output: dict[str, Any]) -> dict[str, Any] | None:
         traceback = [clean_text(line) for line in output["traceback"]]
         return {**output, "evalue": clean_text(output["evalue"]), "traceback": traceback}
     if WIDGET in output["data"] and "text/html" not in output["data"]:
-        return None  # a library's progress bar
+        return None  # The progress bar of a library.
     data = {kind: value for kind, value in output["data"].items() if kind != WIDGET}
     for kind, value in data.items():
         if kind.startswith("text/"):
@@ -134,7 +134,7 @@ def _without_measures(text: str) -> str:
 
 
 def _prefixes() -> list[tuple[str, str]]:
-    """Return the folders of this machine that outputs name, the longest first, with what stands for them."""
+    """Return the folders of this machine that outputs name, the longest first, with their replacements."""
     named = {f"{ROOT}/": "", f"{Path.home()}/": "~/"}
     return sorted(named.items(), key=lambda pair: -len(pair[0]))
 
@@ -163,7 +163,7 @@ def _without_cells(line: str, columns: list[tuple[int, int]], headings: list[str
 
 
 def clean_html(text: str) -> str:
-    """Return HTML without paths and measured values; pictures are left as they are."""
+    """Return HTML without paths and measured values. Pictures are left unchanged."""
     parts = re.split(rf"({_IMAGE.pattern})", text)
     text = "".join(part if place % 2 else _without_measures(part) for place, part in enumerate(parts))
     return _TABLE.sub(lambda table: _clean_table(table[0]), text)
@@ -202,7 +202,7 @@ def paths_in(notebook: dict[str, Any]) -> list[str]:
 
 
 def _shown(cell: dict[str, Any]) -> Iterator[str]:
-    """Yield the text of a cell's outputs, and of a picture its kind."""
+    """Yield the text of a cell's outputs, and for a picture its type."""
     for output in cell.get("outputs", []):
         if output["output_type"] == "stream":
             yield f"{output['name']}:\n{output['text']}"
@@ -214,7 +214,7 @@ def _shown(cell: dict[str, Any]) -> Iterator[str]:
 
 
 def gist(cell: dict[str, Any], *, varies: bool) -> list[str]:
-    """Return the sorted lines of a cell's outputs, without what differs by run: numbers, curves, widths, order."""
+    """Return the sorted lines of a cell's outputs, without parts that vary by run: numbers, curves, widths, order."""
     if varies:
         return sorted({shown.partition("\n")[0] for shown in _shown(cell)})
     lines = []
@@ -227,7 +227,7 @@ def gist(cell: dict[str, Any], *, varies: bool) -> list[str]:
 
 
 def differences(committed: dict[str, Any], executed: dict[str, Any]) -> dict[str, list[str]]:
-    """Return for each cell, by its id, how its output differs; empty where all say the same."""
+    """Return for each differing cell, by its id, how its output differs."""
     before = {cell["id"]: cell for cell in committed["cells"] if cell["cell_type"] == "code"}
     found = {}
     for cell in executed["cells"]:
@@ -241,7 +241,7 @@ def differences(committed: dict[str, Any], executed: dict[str, Any]) -> dict[str
 
 
 def merged(committed: dict[str, Any], executed: dict[str, Any], changed: set[str]) -> dict[str, Any]:
-    """Return the executed notebook with the committed outputs of the cells that have not changed."""
+    """Return the executed notebook with the committed outputs of the unchanged cells."""
     before = {cell["id"]: cell for cell in committed["cells"]}
     for cell in executed["cells"]:
         if cell["cell_type"] == "code" and cell["id"] not in changed:
@@ -250,7 +250,7 @@ def merged(committed: dict[str, Any], executed: dict[str, Any], changed: set[str
 
 
 def main(command: str, *paths: str) -> int:
-    """Compare or record these notebooks; return 1 where one differs, or is too large to be recorded."""
+    """Compare or record these notebooks. Return 1 if one differs, or is too large to be recorded."""
     failed = False
     for path in map(Path, paths):
         committed = read(path)
@@ -274,7 +274,7 @@ def main(command: str, *paths: str) -> int:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return a notebook, its texts as one string each."""
+    """Return a notebook whose texts are single strings."""
     notebook: dict[str, Any] = json.loads(json.dumps(nbformat.read(path, as_version=4)))  # type: ignore[no-untyped-call]
     return notebook
 

@@ -28,9 +28,9 @@ def mesh_reports(
             they are sharded over.
         strategy: The strategy.
         variant: The strategy's variant.
-        stages: The axis of stages; each has twice the parameters of the one before.
-        offloaded: Where the optimizer's state rests.
-        units: How many units there are.
+        stages: The axis of stages. Each stage has twice the parameters of the previous one.
+        offloaded: The device that holds the optimizer's state.
+        units: The number of units.
     """
     found: dict[int, ShardReport] = {}
     for rank, at in enumerate(product(*(range(size) for size in axes.values()))):
@@ -52,7 +52,7 @@ def hybrid() -> dict[int, ShardReport]:
 
 
 def zero(stage: int, ranks: int = 4) -> dict[int, ShardReport]:
-    """Return what DeepSpeed's stages leave on each rank, the optimizer's state in main memory."""
+    """Return what each rank holds in DeepSpeed's stages, with the optimizer's state in main memory."""
     cut = [("dp",) if stage > least else () for least in (2, 1, 0)]
     specs = [(1.0, cut[0]), (1.0, cut[1]), (6.0, cut[2])]
     return mesh_reports({"dp": ranks}, *specs, strategy="deepspeed", variant=f"ZeRO-{stage}", offloaded="cpu")

@@ -1,4 +1,4 @@
-"""A small training of which each rank has a part, for tests of saving it and going on."""
+"""A small training that is sharded over ranks, for tests of saving and resuming it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "fsdp2 of replicas": {"fsdp": {"fsdp_version": 2}, "degrees": {"dp_replicate_size": 2, "dp_shard_size": 2}},
     "fsdp2 and tp": {"fsdp": {"fsdp_version": 2}, "degrees": {"dp_shard_size": 2, "tp_size": 2}},
 }
-"""Ways to have parts of a model; those of replicas and tp take four ranks."""
+"""Ways to split a model. The forms with replicas and tp need four ranks."""
 
 
 class Net(nn.Module):
-    """Two layers and a buffer that training changes."""
+    """Two layers, and a buffer that changes in training."""
 
     tp_plan: ClassVar = {"first": "colwise", "last": "rowwise"}
     steps: torch.Tensor
@@ -45,7 +45,7 @@ class ShardedTraining:
 
     Args:
         form: A key of `FORMS`.
-        seed: Of the weights.
+        seed: The seed of the weights.
     """
 
     def __init__(self, form: str = "fsdp2", seed: int = 0) -> None:
@@ -67,7 +67,7 @@ class ShardedTraining:
         self.done = 0
 
     def step(self) -> float:
-        """Train on a batch of this moment, the same on every rank, and return its loss."""
+        """Train on the batch of this step, the same on every rank, and return its loss."""
         inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(self.done))
         self.done += 1
         loss = self.model(inputs).square().mean()
@@ -78,6 +78,6 @@ class ShardedTraining:
         return float(loss.detach())
 
     def go_on(self, folder: str, done: int) -> None:
-        """Load a checkpoint that was made after so many steps."""
+        """Load a checkpoint saved after this many steps."""
         self.accelerator.load_state(folder)
         self.done = done

@@ -1,10 +1,10 @@
-"""Simulated ranks: threads of other processes that speak the channel's protocol over real sockets, and do no work.
+"""Simulated ranks: threads of other processes that speak the channel's protocol over real sockets, without working.
 
     backend = SimulatedBackend(events_per_second=10)
-    group.start(backend, 0)          # a Group like any other, of as many ranks as its plan says
+    group.start(backend, 0)          # a Group like any other, with the ranks of its plan
 
-One process simulates up to 64 ranks in four threads; each rank has a channel and two output pipes of its own, and says
-what a training rank says: metrics, progress, where its step's time goes, heartbeats, what it uses, and lines of text.
+One process simulates up to 64 ranks in four threads. Each rank has its own channel and two output pipes, and sends the
+messages of a training rank: metrics, progress, step times, heartbeats, resource usage, and lines of text.
 """
 
 from __future__ import annotations
@@ -55,36 +55,36 @@ TOTAL_STEPS = 100_000
 
 
 class Received:
-    """A listener of ranks that keeps what it receives: a rank, where it came from, and the bytes."""
+    """A listener of ranks that records everything it receives: the rank, the source, and the bytes."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
 
     def take_output(self, rank: int, stream: str, data: bytes) -> None:
-        """Keep output."""
+        """Record output."""
         self.calls.append((rank, stream, data))
 
     def take_frames(self, rank: int, data: bytes) -> None:
-        """Keep what came through the channel."""
+        """Record the messages of the channel."""
         self.calls.append((rank, CHANNEL, data))
 
     def take_host_frames(self, rank: int, data: bytes) -> None:
-        """Keep what the host measured."""
+        """Record the measurements of the host."""
         self.calls.append((rank, SAMPLES, data))
 
     def take_end(self, rank: int) -> None:
-        """Keep an end."""
+        """Record an end."""
         self.calls.append((rank, "end"))
 
 
 class SimulatedRank(LocalRank):
-    """A rank whose process is simulated elsewhere.
+    """A rank that another process simulates.
 
     Args:
         rank: Global index.
         pid: The process that simulates it.
-        ends: The kernel's ends.
-        life: Closed by the simulator when the rank ends; half closed from here to end it.
+        ends: The kernel's ends of its channel and pipes.
+        life: Closed by the simulator when the rank ends, and half closed from here to end it.
     """
 
     def __init__(self, rank: int, pid: int, ends: RankPipes, life: socket.socket) -> None:
@@ -106,7 +106,7 @@ class SimulatedRank(LocalRank):
             self._life.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close the kernel's ends; the simulator sees that."""
+        """Close the kernel's ends, which the simulator notices."""
         self.exit_descriptor = None
         super().close()
         self._life.close()
@@ -133,7 +133,7 @@ class _Simulator:
         return SimulatedRank(rank, self.pid, ends, life)
 
     def close(self) -> None:
-        """Take no more ranks; the process ends with its last one."""
+        """Stop accepting ranks. The process exits with its last one."""
         self._control.close()
 
     def wait(self) -> None:
@@ -144,7 +144,7 @@ class SimulatedBackend(ProcessBackend):
     """Starts simulated ranks.
 
     Args:
-        events_per_second: Of each rank.
+        events_per_second: The rate of each rank.
     """
 
     def __init__(self, events_per_second: float = EVENTS_PER_SECOND) -> None:
@@ -164,17 +164,17 @@ class SimulatedBackend(ProcessBackend):
             simulator.close()
 
     def wait(self) -> None:
-        """Reap the simulators, once their ranks have ended."""
+        """Reap the simulators after the end of their ranks."""
         for simulator in self._simulators:
             simulator.wait()
 
 
 class LinkedBackend(ProcessBackend):
-    """Starts simulated ranks on simulated machines, each of which is a real host with a real link on loopback.
+    """Starts simulated ranks on simulated machines. Each is a real host with a real link on loopback.
 
     Args:
-        ranks_per_host: Ranks of a machine.
-        events_per_second: Of each rank.
+        ranks_per_host: The number of ranks per machine.
+        events_per_second: The rate of each rank.
     """
 
     def __init__(self, ranks_per_host: int = 8, events_per_second: float = EVENTS_PER_SECOND) -> None:
@@ -192,7 +192,7 @@ class LinkedBackend(ProcessBackend):
                 self._simulate(listener.port, secret, first, min(per_process, len(orders) - first))
             for _ in range(0, len(orders), self._each):
                 incoming = listener.next_host(120.0)
-                assert incoming is not None, "a simulated machine did not come"
+                assert incoming is not None, "a simulated machine did not connect"
                 connection = HostConnection(incoming)
                 connection.on_last_end = connection.close
                 connection.measure_clock()
@@ -213,23 +213,23 @@ class LinkedBackend(ProcessBackend):
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
         """See ``ProcessBackend.start_rank``."""
-        raise NotImplementedError("simulated machines start all of their ranks at once")
+        raise NotImplementedError("simulated machines start all of their ranks together")
 
     def wait(self) -> None:
-        """Reap the simulators, once their ranks have ended."""
+        """Reap the simulators after the end of their ranks."""
         for process in self._processes:
             process.wait(120)
 
 
 def _nothing() -> None:
-    """Stand for the function of a launch: simulated ranks run none."""
+    """Stand in for the function of a launch, because simulated ranks run none."""
 
 
 # ---- in the simulator
 
 
 class _Voice:
-    """What one rank says, and the descriptors it says it with."""
+    """The messages of one rank, and the descriptors that carry them."""
 
     def __init__(self, rank: int, descriptors: list[int], period: float) -> None:
         self._rank, self._period = rank, period
@@ -240,16 +240,16 @@ class _Voice:
         self._channel.send(StatusEvent("running"))
 
     def begin(self) -> None:
-        """Be due within a period from now: what was not said while the others were started is not made up for."""
+        """Become due within a period from now. Messages missed while the others were started are not made up for."""
         self.due = time.monotonic() + random.Random(self._rank).random() * self._period
 
     def speak(self) -> bool:
-        """Say the next thing; return whether the rank goes on."""
+        """Send the next message. Return whether the rank continues."""
         with suppress(ChannelClosedError, OSError):
             if not self._asked_to_end():
                 self._say(self._number)
                 self._number += 1
-                self.due = max(self.due + self._period, time.monotonic())  # a training does not make up for lost time
+                self.due = max(self.due + self._period, time.monotonic())  # A training does not make up for lost time.
                 return True
             self._channel.send(ResultEvent(pickle.dumps(self._rank)))
         for descriptor in (self._stdout, self._stderr):
@@ -288,7 +288,7 @@ class _Voice:
 
 
 class _VoiceBackend(ProcessBackend):
-    """Starts ranks that threads of this very process simulate, for a host in it."""
+    """Starts ranks that threads of this process simulate, for a host in it."""
 
     def __init__(self, events_per_second: float) -> None:
         super().__init__(_nothing, ())
@@ -303,7 +303,7 @@ class _VoiceBackend(ProcessBackend):
         return SimulatedRank(order.rank, os.getpid(), ends, life)
 
     def close(self) -> None:
-        """Let the ranks begin to speak."""
+        """Let the ranks start sending."""
         threading.Thread(target=_speak_for, args=(self._voices,), daemon=True).start()
 
 
@@ -312,11 +312,11 @@ def _be_host(port: int, secret: bytes, node: int, ranks: range, events_per_secon
     orders = [WorkerOrder(rank, {}, None, capture_inherited_state()) for rank in ranks]
     with closing(Host(connect_to_kernel("127.0.0.1", port, secret, hello))) as host:
         host.run_ranks(_VoiceBackend(events_per_second), orders)
-        host.next_message()  # none: the kernel leaves
+        host.next_message()  # No frames: the kernel disconnects.
 
 
 def be_hosts(port: int, first: int, count: int, each: int, events_per_second: float) -> None:
-    """Be the machines of some ranks, a host each; the secret comes through standard input."""
+    """Run as the machines of some ranks, a host each. The secret arrives on standard input."""
     secret = sys.stdin.buffer.read()
     threads = []
     for begin in range(first, first + count, each):
@@ -329,7 +329,7 @@ def be_hosts(port: int, first: int, count: int, each: int, events_per_second: fl
 
 
 def _speak_for(ranks: list[_Voice]) -> None:
-    """Let each rank say what is due, until the last one has ended."""
+    """Send the due messages of each rank, until all ranks are finished."""
     for rank in ranks:
         rank.begin()
     while ranks:
@@ -340,7 +340,7 @@ def _speak_for(ranks: list[_Voice]) -> None:
 
 
 def main(control: int, events_per_second: float) -> None:
-    """Simulate the ranks whose descriptors come through a socket, until the last one has ended."""
+    """Simulate the ranks whose descriptors arrive through a socket, until all are finished."""
     ranks = []
     with socket.socket(fileno=control) as connection:
         while True:

@@ -1,4 +1,4 @@
-"""Rendered HTML compared with files: ``snapshot("name", html)`` in a test; ``UPDATE_SNAPSHOTS=1`` writes the files."""
+"""Compares rendered HTML with files: ``snapshot("name", html)`` in a test. ``UPDATE_SNAPSHOTS=1`` writes the files."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _VOID = frozenset({"br", "hr", "img", "input"})
 
 
 def compare(file: Path, html: str) -> None:
-    """Compare HTML with a snapshot: an element per line, so that a difference is readable.
+    """Compare HTML with a snapshot that has an element per line, so that differences are readable.
 
     Args:
         file: The snapshot.
-        html: What was rendered.
+        html: The rendered HTML.
     """
     for pattern, replacement in _VARYING:
         html = pattern.sub(replacement, html)
@@ -36,11 +36,13 @@ def compare(file: Path, html: str) -> None:
         file.parent.mkdir(exist_ok=True)
         file.write_text(shown, encoding="utf-8")
     assert file.exists(), f"there is no snapshot {file}; write it with UPDATE_SNAPSHOTS=1, and read it"
-    assert shown == file.read_text(encoding="utf-8"), "if the change is meant: UPDATE_SNAPSHOTS=1, and read the diff"
+    assert shown == file.read_text(encoding="utf-8"), (
+        "if the change is intended, run with UPDATE_SNAPSHOTS=1 and read the diff"
+    )
 
 
 class _Lines(HTMLParser):
-    """An element per line, indented by its depth; elements that hold only text are closed on their line."""
+    """Formats an element per line, indented by depth. Elements that contain only text are closed on their line."""
 
     def __init__(self, html: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -57,7 +59,7 @@ class _Lines(HTMLParser):
             self._open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)  # <img />: nothing to close
+        self.handle_starttag(tag, attrs)  # <img />: there is nothing to close.
 
     def handle_endtag(self, tag: str) -> None:
         assert self._open.pop() == tag, f"</{tag}> closes another element"

@@ -1,6 +1,6 @@
-"""A call that waits as CUDA's threads wait for their device: it spins in C, without the interpreter's lock.
+"""A call that waits like CUDA's threads wait for their device: it spins in C, without the interpreter's lock.
 
-cudaDeviceScheduleAuto, CUDA's default, spins wherever a process has fewer contexts than the machine has cores.
+cudaDeviceScheduleAuto, CUDA's default, spins if a process has fewer contexts than the machine has cores.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ void spin(double seconds) { for (double end = now() + seconds; now() < end;) {} 
 
 
 def build(folder: Path) -> Path:
-    """Compile the library into `folder` and return its path; skip the test where there is no C compiler."""
+    """Compile the library into `folder` and return its path. Skip the test if there is no C compiler."""
     compiler = shutil.which("cc")
     if compiler is None or sys.platform == "win32":
         pytest.skip("no C compiler on this machine")
@@ -38,7 +38,7 @@ def load(library: Path, *, locked: bool = False) -> Any:
     """Return the function ``spin(seconds)`` of the library.
 
     Args:
-        library: What `build` has returned.
+        library: The path that `build` returned.
         locked: Whether it keeps the interpreter's lock.
     """
     spin = (ctypes.PyDLL if locked else ctypes.CDLL)(str(library)).spin
@@ -47,10 +47,10 @@ def load(library: Path, *, locked: bool = False) -> Any:
 
 
 def on_device(wait: Any, seconds: float) -> Any:
-    """Return a tensor whose device is a CUDA device; each use of its value takes ``seconds``.
+    """Return a tensor on a CUDA device. Each use of its value takes ``seconds``.
 
     Args:
-        wait: The function that `load` has returned.
+        wait: The function that `load` returned.
         seconds: Duration of each use.
     """
     import torch
@@ -66,12 +66,12 @@ def on_device(wait: Any, seconds: float) -> Any:
 
 
 def record_nccl(entered: int, ended: int, operation: str = "all_reduce") -> None:
-    """Let this process's NCCL recorder hold collectives, in the format of torch 2.11.
+    """Make this process's NCCL recorder hold collectives, in the format of torch 2.11.
 
     Args:
-        entered: How many this rank has entered.
-        ended: How many of them have ended.
-        operation: What all of them are.
+        entered: The number of collectives that this rank has entered.
+        ended: The number of these that have completed.
+        operation: The operation of all collectives.
     """
     import torch
 

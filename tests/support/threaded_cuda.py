@@ -1,6 +1,6 @@
-"""`torch.cuda` with several devices and, as CUDA has it, a current device of each thread; for machines without a GPU.
+"""A stub of `torch.cuda` with several devices and a current device for each thread, for machines without a GPU.
 
-Importing it changes nothing. Tensors stay on the CPU; what is asked of streams, events and devices is written down.
+Importing it changes nothing. Tensors stay on the CPU; uses of streams, events and devices are recorded.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 
 
 def index_of(device: Any) -> int:
-    """Return the index that a device names: a number, "cuda:1", or torch's object."""
+    """Return the index of a device given as a number, "cuda:1", or torch's object."""
     if isinstance(device, int):
         return device
     return torch.device(device).index or 0
 
 
 class ThreadedCuda:
-    """Stands for `torch.cuda`, in which a new thread begins with device 0.
+    """Replaces `torch.cuda`. As in CUDA, a new thread starts with device 0.
 
     Attributes:
-        log: What was asked, in order: ("synchronize", 1), ("stream", 1), ("synchronize stream", 1), ("record", 1), ...
+        log: The calls in order: ("synchronize", 1), ("stream", 1), ("synchronize stream", 1), ("record", 1), ...
         locked: Bytes of page-locked memory by address.
-        lockable: The most bytes that can be locked.
+        lockable: The maximum number of bytes that can be locked.
     """
 
     def __init__(self, devices: int = 2) -> None:
@@ -47,11 +47,11 @@ class ThreadedCuda:
         return getattr(self._threads, "last_error", 0)
 
     def set_device(self, device: Any) -> None:
-        """Make a device this thread's current one."""
+        """Make a device the current one of this thread."""
         self._threads.device = index_of(device)
 
     def install(self, patch: pytest.MonkeyPatch) -> ThreadedCuda:
-        """Answer for `torch.cuda` until the test ends."""
+        """Replace `torch.cuda` until the test ends."""
         answers: dict[str, Any] = {
             "current_device": self.current_device,
             "set_device": self.set_device,
@@ -74,7 +74,7 @@ class ThreadedCuda:
         return self
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802 - CUDA's name
-        """Lock memory, unless more than `lockable` bytes would be locked; the thread then has a last error."""
+        """Lock memory, unless more than `lockable` bytes would be locked, which sets the thread's last error."""
         if sum(self.locked.values()) + size > self.lockable:
             self._threads.last_error = 2
             return 2

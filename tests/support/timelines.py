@@ -1,4 +1,4 @@
-"""Timelines that look like those of a training, of any size."""
+"""Timelines of any size that look like a training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LOADER = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
 
 
 class _Builder:
-    """Adds events to a track; an event contains those that are added before it ends."""
+    """Adds events to a track. An event contains those that are added before it ends."""
 
     def __init__(self, timeline: Timeline, known: dict[str, int], rank: int, name: str) -> None:
         self.names, self.known = timeline.names, known
@@ -34,14 +34,14 @@ class _Builder:
 
 
 def training(ranks: int = 4, steps: int = 3, ops: int = 60, slow: int = 1, seed: int = 0) -> Timeline:
-    """Return the timeline of a training of which one rank loads its data slowly, so that the others wait for it.
+    """Return the timeline of a training with one rank that loads its data slowly, so that the others wait for it.
 
     Args:
-        ranks: How many ranks.
-        steps: Steps of each.
-        ops: Operations of a forward pass; a backward pass has twice as many.
+        ranks: The number of ranks.
+        steps: The number of steps of each.
+        ops: Operations of a forward pass. A backward pass has twice as many.
         slow: The rank that the others wait for.
-        seed: Of the random numbers.
+        seed: The seed of the random numbers.
     """
     timeline, rng = Timeline(), random.Random(seed)
     known: dict[str, int] = {}
@@ -65,7 +65,7 @@ def training(ranks: int = 4, steps: int = 3, ops: int = 60, slow: int = 1, seed:
 
 
 def _forward(main: _Builder, clock: list[float], rank: int, ops: int, slow: int, rng: random.Random) -> float:
-    """Add the loading of a batch, a forward and most of a backward pass; return when the gradients are there."""
+    """Add the loading of a batch, a forward and most of a backward pass. Return when the gradients are ready."""
     at, load = clock[rank], 9000.0 if rank == slow else 400.0 + rng.random() * 200
     main.add(_LOADER, "loader", at, load)
     at += load + 40
@@ -87,7 +87,7 @@ def _reduced(
     timeline: Timeline, mains: list[_Builder], grouped: list[_Builder], entered: list[float], number: int,
     rng: random.Random,
 ) -> list[float]:  # fmt: skip
-    """Add an all_reduce that ends after the last rank has entered it; return when each rank has left it."""
+    """Add an all_reduce that ends after the last rank has entered it. Return when each rank has left it."""
     last = max(range(len(entered)), key=lambda rank: entered[rank])
     end = entered[last] + 700.0
     events = [
@@ -101,12 +101,12 @@ def _reduced(
 
 
 def large(ranks: int = 8, events: int = 200_000, seed: int = 0) -> Timeline:
-    """Return a timeline of so many events for each rank, with four levels of calls and a collective in each step.
+    """Return a timeline with this many events for each rank, four levels of calls and a collective in each step.
 
     Args:
-        ranks: How many ranks.
-        events: Events of each.
-        seed: Of the random numbers.
+        ranks: The number of ranks.
+        events: The number of events of each.
+        seed: The seed of the random numbers.
     """
     one = sum(map(len, training(ranks, 4, seed=seed).tracks)) / ranks / 4
     return training(ranks, round(events / one), seed=seed)

@@ -1,4 +1,4 @@
-"""A small training with everything a checkpoint holds, for tests of saving and going on."""
+"""A small training with everything a checkpoint holds, for tests of saving and resuming."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Counter:
 
 
 class Net(nn.Module):
-    """A normalisation with running statistics, dropout that draws random numbers, and weights used twice."""
+    """A normalization with running statistics, dropout that draws random numbers, and weights used twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,8 +49,8 @@ class Training:
     """A model, an optimizer, a schedule, a shuffled loader and a counter, prepared.
 
     Args:
-        seed: Of everything random.
-        options: What `Accelerator` takes.
+        seed: The seed of all random numbers.
+        options: Arguments of `Accelerator`.
     """
 
     def __init__(self, seed: int = 0, **options: Any) -> None:
@@ -71,8 +71,8 @@ class Training:
         """Train one epoch.
 
         Args:
-            skip: Batches to leave out at its start.
-            stop: Batch before which to stop.
+            skip: Batches to skip at its start.
+            stop: Stop before this batch.
         """
         loader = self.accelerator.skip_first_batches(self.loader, skip) if skip else self.loader
         for index, (inputs, targets) in enumerate(loader, start=skip):
@@ -81,7 +81,7 @@ class Training:
                 return
 
     def train_on(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Train on one batch; Python's and numpy's random numbers take part."""
+        """Train on one batch, with Python's and numpy's random numbers involved."""
         with self.accelerator.accumulate(self.model):
             noise = random.random() + float(np.random.rand())  # noqa: NPY002 - checkpoints keep the global generator
             loss = nn.functional.mse_loss(self.model(inputs), targets * (1 + 0.01 * noise))
@@ -97,7 +97,7 @@ class Training:
         return [tensor.detach().clone() for tensor in self.raw.state_dict().values()]
 
     def everything(self) -> list[Any]:
-        """Return what two equal trainings have equal: weights, optimizer's state, schedule, counter, next randoms."""
+        """Return what equal trainings share: weights, optimizer, schedule, counter, next random numbers."""
         state = self.optimizer.state_dict()
         tensors = [value for key in sorted(state["state"]) for value in state["state"][key].values()]
         return [
@@ -117,26 +117,26 @@ def seed_everything(seed: int) -> None:
 
 
 def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
-    """Tell whether two lists of tensors are equal bit by bit."""
+    """Return whether two lists of tensors are bitwise equal."""
     return len(left) == len(right) and all(torch.equal(a, b) for a, b in pairs(left, right))
 
 
 def pairs(left: list[Any], right: list[Any]) -> Iterator[tuple[Any, Any]]:
-    """Iterate over two lists at once."""
+    """Iterate over two lists in parallel."""
     return zip(left, right, strict=True)
 
 
 def fp8_net() -> nn.Sequential:
-    """Return a small model whose layers have the shapes that fp8 takes; the same every time."""
+    """Return a small model, always the same, whose layers have shapes that fp8 supports."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
 
 
 def losses_on_one_batch(accelerator: Accelerator, rate: float) -> list[float]:
-    """Train on the same batch everywhere, so that any number of ranks has the losses of one."""
+    """Train on the same batch everywhere, so that the losses do not depend on the number of ranks."""
     raw = fp8_net()
     inputs, labels = torch.randn(32, 16), torch.randint(0, 4, (32,))
-    loader = DataLoader(TensorDataset(inputs), batch_size=32)  # DeepSpeed wants to know the batch size
+    loader = DataLoader(TensorDataset(inputs), batch_size=32)  # DeepSpeed requires the batch size.
     inputs, labels = inputs.to(accelerator.device), labels.to(accelerator.device)
     model, optimizer, _ = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), lr=rate), loader)
     assert has_ao_layers(accelerator.unwrap_model(model)) == (accelerator.mixed_precision == "fp8")

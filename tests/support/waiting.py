@@ -1,4 +1,4 @@
-"""Waiting for what comes about by itself."""
+"""Waiting for a condition."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 
 def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
-    """Wait until a function returns something true, for so many seconds at most."""
+    """Wait until a function returns a true value, for at most this many seconds."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "the condition was not met in time"
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""The walks of docs/architecture.md, and traces of what really runs, to compare them with."""
+"""The walks of docs/architecture.md, and traces of real runs to compare them with."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DOCUMENT = ROOT / "docs" / "architecture.md"
 
 
 class Step(NamedTuple):
-    """One step of a walk: the number of its sentence, the file from the package's folder, and the function."""
+    """One step of a walk: the number of its sentence, the file relative to the package, and the function."""
 
     number: int
     file: str
@@ -36,7 +36,7 @@ class Call(NamedTuple):
 def steps_of(walk: str) -> list[Step]:
     """Return the functions that a walk of the document names, in order.
 
-    Each must cause the next one: a test cannot tell the order of what two threads or processes do at the same time.
+    Each must cause the next one: a test cannot know the order of simultaneous events in two threads or processes.
 
     Args:
         walk: The heading of the walk, as "A launch".
@@ -50,9 +50,9 @@ def steps_of(walk: str) -> list[Step]:
 
 
 class Trace:
-    """Records the calls of the package's functions while it is open, as a context manager.
+    """A context manager that records the calls of the package's functions.
 
-    It sees the calling thread, every thread that starts in the meantime, and their forks. A rank that is forked has a
+    It traces the calling thread, every thread started inside the block, and their forks. A forked rank has a
     copy of the trace: it returns `own_calls`, and the test passes them to `merged`.
     """
 
@@ -88,7 +88,7 @@ class Trace:
 
 
 def _file_of(code: CodeType) -> str:
-    """Return the file of a function of the package, as the document names it; "" for other code."""
+    """Return the file of a function of the package, as the document names it, or "" for other code."""
     path = Path(code.co_filename).resolve()
     if path.is_relative_to(ROOT / "widgets"):
         return path.relative_to(ROOT).as_posix()
@@ -97,7 +97,7 @@ def _file_of(code: CodeType) -> str:
 
 
 def first_missing(steps: Iterable[Step], calls: Iterable[Call]) -> Step | None:
-    """Return the first step that no call follows in the order of the walk; None if the trace passes all of them."""
+    """Return the first step that no call matches in the order of the walk, or None if the trace passes all of them."""
     left = iter(calls)
     for step in steps:
         if not any((call.file, call.function) == (step.file, step.function) for call in left):

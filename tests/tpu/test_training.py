@@ -55,7 +55,7 @@ def test_ranks_train_and_agree(ranks: int | None) -> None:
         assert each["losses"][-1] < each["losses"][0]
         assert each["weight"] == found[0]["weight"]
     rows = found[0]["weight"]
-    assert all(row == rows[0] for row in rows), "all ranks hold the same weights"
+    assert all(row == rows[0] for row in rows), "all ranks must hold the same weights"
 
 
 def _restore() -> bool:
@@ -69,7 +69,7 @@ def _restore() -> bool:
     return torch.equal(drawn, torch.rand(4, device="tpu").cpu())
 
 
-def test_the_generators_state_is_restored() -> None:
+def test_the_state_of_the_generator_is_restored() -> None:
     try:
         run: Any = notebook_launcher(_restore, num_processes=1, timeout=1200)
         assert run.results == (True,)

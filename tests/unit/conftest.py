@@ -1,4 +1,4 @@
-"""What the tests of all folders share: the server of interpreters, and the snapshots of rendered HTML."""
+"""Fixtures shared by all folders: the server of interpreters, and the snapshots of rendered HTML."""
 
 from __future__ import annotations
 
@@ -12,6 +12,6 @@ __all__ = ["interpreters", "snapshot"]
 
 @pytest.fixture
 def snapshot(request: pytest.FixtureRequest) -> Snapshot:
-    """Return a function that compares HTML with a file in ``snapshots/`` beside the test."""
+    """Return a function that compares HTML with a file in ``snapshots/`` next to the test."""
     folder = request.path.parent / "snapshots"
     return lambda name, html: compare(folder / f"{name}.html", html)

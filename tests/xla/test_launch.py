@@ -1,4 +1,4 @@
-"""A launch onto an XLA device: the runtime starts in the rank, never here."""
+"""A launch on an XLA device: the runtime starts in the rank, never in the test's process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def started() -> bool:
     return bool(_XLAC._xla_runtime_is_initialized())
 
 
-def test_one_device_after_another() -> None:
+def test_devices_can_be_used_one_after_another() -> None:
     before = started()
     try:
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Training on an XLA device: the numbers of plain torch, files that load everywhere."""
+"""Training on an XLA device: the numbers of plain torch, and files that load everywhere."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_losses_and_weights_equal_plain_torch(accumulation: int) -> None:
         torch.testing.assert_close(state[name], weight, rtol=1e-4, atol=1e-6)
 
 
-def test_checkpoints_and_saved_models(tmp_path: Path) -> None:
+def test_checkpoints_and_saved_models_restore_the_weights(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     accelerator = Accelerator()
@@ -108,7 +108,7 @@ def test_checkpoints_and_saved_models(tmp_path: Path) -> None:
 
 def test_reductions_of_one_replica_are_its_values() -> None:
     accelerator = Accelerator()
-    ours = COMMUNICATORS["xla"]  # a single process has no need of it
+    ours = COMMUNICATORS["xla"]  # A single process does not need it.
     values = torch.tensor([3.0, -2.0], device=accelerator.device)
     assert ours.all_reduce(values.clone(), maximum=True).tolist() == [3.0, -2.0]
     assert ours.all_reduce(values.clone()).tolist() == [3.0, -2.0]
@@ -176,8 +176,8 @@ except RuntimeError as error:
 """
 
 
-def test_processes_that_the_runtime_does_not_join_raise() -> None:
-    """On the CPU the runtime of each process knows of itself alone, and its collectives would do nothing."""
+def test_processes_that_the_runtime_does_not_connect_raise() -> None:
+    """On the CPU each process's runtime only knows itself, so its collectives would do nothing."""
     root = str(Path(__file__).resolve().parents[2])
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     done = subprocess.run(
@@ -193,7 +193,7 @@ def test_processes_that_the_runtime_does_not_join_raise() -> None:
     assert "num_processes=1" in done.stdout
 
 
-def test_a_process_alone_uses_all_its_devices() -> None:
+def test_a_single_process_uses_all_its_devices() -> None:
     root = str(Path(__file__).resolve().parents[2])
     done = subprocess.run(
         [sys.executable, "-c", SEVERAL_DEVICES.format(root=root)],

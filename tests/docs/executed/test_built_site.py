@@ -1,4 +1,4 @@
-"""The built site: its links and anchors, short addresses of exceptions, notebooks with their reports."""
+"""The built site: its links and anchors, short addresses of exceptions, and notebooks with their reports."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def leads_nowhere(page: Path, target: str) -> bool:
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(SITE)))
-def test_links_and_anchors_of_the_site_lead_somewhere(path: Path) -> None:
+def test_links_and_anchors_of_the_site_have_targets(path: Path) -> None:
     targets = links(path).targets
     assert targets
     assert [target for target in targets if leads_nowhere(path, target)] == []
@@ -72,12 +72,12 @@ def test_the_quickstart_shows_its_reports_and_pictures() -> None:
     assert 'href="../hosts.html"' in (SITE / "tutorials" / "07_cluster.html").read_text()
 
 
-def test_a_class_that_users_never_construct_has_no_constructor() -> None:
+def test_a_class_that_users_never_construct_shows_no_constructor() -> None:
     page = (SITE / "api" / "run.html").read_text()
     signature = page.partition('id="notebook_accelerate.Run">')[2].partition("</dt>")[0]
     assert ">Run<" in signature
     assert "sig-paren" not in signature
-    assert "Name of the launched function" in page  # its attributes stay
+    assert "Name of the launched function" in page  # Its attributes stay.
     assert "None means a new one" not in page
 
 
@@ -88,14 +88,14 @@ def test_inherited_members_have_entries() -> None:
     assert "notebook_accelerate.tracking.WandBTracker.log_images" in links(SITE / "api" / "tracking.html").anchors
 
 
-def test_texts_of_fields_are_whole() -> None:
+def test_descriptions_of_fields_are_complete() -> None:
     pages_with_types = [path.name for path in (SITE / "api").glob("*.html") if ">Type<span" in path.read_text()]
     assert pages_with_types == []
     configuration = (SITE / "api" / "configuration.html").read_text()
     assert "Batches per optimizer step; None: the Accelerator" in configuration
 
 
-def test_members_for_other_modules_have_no_entry() -> None:
+def test_internal_members_have_no_entry() -> None:
     anchors = links(SITE / "api" / "run.html").anchors
     assert "notebook_accelerate.Run.panel" in anchors
     assert not {f"notebook_accelerate.Run.{name}" for name in ("rebuilt", "take_output", "without_results")} & anchors

@@ -1,4 +1,4 @@
-"""Every block of code of the site and of the README runs; each page in a kernel of its own, with real ranks."""
+"""Every code block of the site and the README runs. Each page has a separate kernel, with real ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _run(kernel: Kernel, block: pages.Block, where: str) -> None:
     if expected is None:
         cell.expect_ok()
     else:
-        assert cell.error is not None, f"{where}: the block is there to fail"
+        assert cell.error is not None, f"{where}: the block must fail"
         assert cell.error.ename == expected, f"{where}: {cell.error.text}"
     if block.output:
         kernel.pump(0.2)

@@ -1,6 +1,6 @@
 """The site in chromium: every page at desktop and phone width, in the light and the dark theme.
 
-Pictures of some pages are in .build/screenshots/site.
+Screenshots of some pages are in .build/screenshots/site.
 """
 
 from __future__ import annotations

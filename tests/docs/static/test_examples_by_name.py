@@ -1,4 +1,4 @@
-"""The API reference has an executed example for each of the forty names that training code uses most."""
+"""The API reference has an executed example for each of the forty most used names in training code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_USED = {
     ),
     "logging": ("get_logger",),
 }
-"""Names by page: what the libraries of tests/parity/surface/client_names.json share, and a launch's own."""
+"""Names by page: names that the libraries of tests/parity/surface/client_names.json share, and names of a launch."""
 
 
 def test_the_most_used_names_have_an_example() -> None:

@@ -1,4 +1,4 @@
-"""The site is complete: an entry for every public name, a page for every exception, and no link into nothing."""
+"""The site is complete: an entry for every public name, a page for every exception, and no broken link."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_every_exception_has_a_page(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", pages.pages(), ids=lambda path: str(path.relative_to(pages.DOCS)))
-def test_links_inside_the_repository_lead_somewhere(path: Path) -> None:
+def test_links_inside_the_repository_have_targets(path: Path) -> None:
     wrong = []
     for target in pages.links(path.read_text()):
         if re.match(r"\w+:", target):
@@ -94,7 +94,7 @@ def test_executed_blocks_and_their_output_are_found() -> None:
     assert block.missing_from("d\n[rank 0] a 17 c") == []
 
 
-def test_the_differences_from_accelerate_are_those_that_are_tested() -> None:
+def test_the_documented_differences_from_accelerate_are_the_tested_ones() -> None:
     text = (pages.DOCS / "from_accelerate.md").read_text()
     table = text.partition("<!-- differences: begin -->")[2].partition("<!-- differences: end -->")[0]
     listed = [line.split("|")[2].strip() for line in table.strip().splitlines()[2:]]
@@ -110,11 +110,11 @@ def test_the_guide_of_launches_lists_every_option() -> None:
     assert [name for name in sorted(options) if f"`{name}`" not in guide] == []
 
 
-def test_the_page_of_settings_is_written_from_their_table() -> None:
+def test_the_page_of_settings_is_generated_from_their_table() -> None:
     assert settings_page.PAGE.read_text() == settings_page.text(), "run: python -m tests.support.settings_page"
 
 
-def test_numbers_of_other_machines_differ() -> None:
+def test_numbers_of_other_machines_count_as_equal_output() -> None:
     (block,) = pages.blocks("<!-- block: numbers=any -->\n```python\nx\n```\n\n```output\nloss 0.25 (3)\n```\n")
     assert block.missing_from("[rank 0] loss 0.3391 (3)") == []
     assert block.missing_from("loss 0.3391 (4)") == ["loss 0.25 (3)"]

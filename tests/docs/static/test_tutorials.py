@@ -1,4 +1,4 @@
-"""The example notebooks are committed with clean outputs that code hosts and the site show."""
+"""The example notebooks are committed with clean outputs that code hosts and the site can show."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def code_cells(notebook: dict[str, Any]) -> list[dict[str, Any]]:
 @EACH
 def test_outputs_are_clean_and_small(path: Path) -> None:
     notebook = saved_outputs.read(path)
-    assert notebook == saved_outputs.clean(notebook), "make examples-record cleans it"
+    assert notebook == saved_outputs.clean(notebook), "clean it with make examples-record"
     assert saved_outputs.paths_in(notebook) == []
     assert path.stat().st_size < saved_outputs.LARGEST
 
@@ -72,7 +72,7 @@ def _cell(*outputs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_cleaning_removes_what_differs_in_each_run() -> None:
+def test_cleaning_removes_the_parts_that_differ_in_each_run() -> None:
     report = (
         "run 1 · done in 48.4 s\n\nrank  pid    peak memory  last step\n"
         "────  ─────  ───────────  ─────────\n0     10479  217 MiB      230\n"
@@ -101,7 +101,7 @@ def test_cleaning_removes_what_differs_in_each_run() -> None:
     assert saved_outputs.clean(cleaned) == cleaned
 
 
-def test_other_numbers_are_the_same_output_and_other_words_are_not() -> None:
+def test_other_numbers_count_as_the_same_output_and_other_words_do_not() -> None:
     before, same, other = (
         saved_outputs.clean(_cell({"output_type": "stream", "name": "stdout", "text": text}))
         for text in ("loss 0.25\n", "loss 1.5e-3\n", "accuracy 0.25\n")
@@ -112,7 +112,7 @@ def test_other_numbers_are_the_same_output_and_other_words_are_not() -> None:
     assert kept["cells"][0]["outputs"][0]["text"] == "loss 0.25\n"
 
 
-def test_a_run_may_have_step_times_stragglers_and_waits_or_none() -> None:
+def test_step_times_stragglers_and_waits_are_optional() -> None:
     head = "rank  pid\n────  ───\n0     7\n\n"
     times = "rank  ms per step  other\n────  ───────────  ─────\n0     7            1 %\n1     7            1 %\n\n"
     slow = "Rank 1 is a straggler: 8.1 ms of its own work per step, 5.2 ms on the other ranks."

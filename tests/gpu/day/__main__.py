@@ -1,4 +1,4 @@
-"""Run the GPU tests that fit into nine minutes on a machine with one GPU: ``python -m tests.gpu.day``, or ``make test-gpu-day``.
+"""Run the tests that fit into nine minutes on one GPU: ``python -m tests.gpu.day``, or ``make test-gpu-day``.
 
 Each item is a pytest in a separate session, which is killed at its limit. Items of a lane run one after another, the
 lanes of a phase in parallel. Items that measure time or memory have a separate phase. After each item, the folder OUT

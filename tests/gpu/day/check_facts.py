@@ -18,7 +18,7 @@ from tests.support.gpu import Figure
 
 pytestmark = pytest.mark.gpu
 NOT_INITIALISED = 3
-"""What cuDeviceGetCount returns in a process in which nobody has called cuInit."""
+"""The result of cuDeviceGetCount before cuInit has been called in the process."""
 PROBE = """
 import ctypes, json, time
 from notebook_accelerate.launch.processes import fork_probe

@@ -1,4 +1,4 @@
-"""Compares the table on Accelerate and on this package: `python -m tests.parity.behaviour.both_sides [TEXT]`."""
+"""Compares the programs on Accelerate and on this package: `python -m tests.parity.behaviour.both_sides [TEXT]`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def run_both(folder: Path, pattern: str = "") -> tuple[dict[str, Any], dict[str,
 
     Args:
         folder: An empty folder.
-        pattern: A text in the names of the programs.
+        pattern: A part of the names of the programs to run.
 
     Returns:
-        The outcomes on Accelerate and on this package, by the names of programs.
+        The outcomes on Accelerate and on this package, by program name.
     """
     paths = {"theirs": str(ROOT), "ours": f"{STARTUP_FOLDER}{os.pathsep}{ROOT}"}
     command = [sys.executable, "-m", "tests.parity.behaviour.side"]
@@ -68,7 +68,7 @@ def compare(program: Program, theirs: dict[str, Any], ours: dict[str, Any]) -> l
 
 
 def main(pattern: str = "") -> int:
-    """Print the differences that are not known, and what the programs printed where there is one."""
+    """Print the unexpected differences, and the output of the programs that have one."""
     with tempfile.TemporaryDirectory() as folder:
         theirs, ours = run_both(Path(folder), pattern)
     different = 0

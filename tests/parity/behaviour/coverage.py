@@ -36,7 +36,7 @@ NEEDS_OTHER_PACKAGES = {
 
 
 def names_in_programs() -> set[str]:
-    """Return the identifiers in the programs, and the words of their texts."""
+    """Return the identifiers in the programs, and the words of their strings."""
     found: set[str] = set()
     for path in _PROGRAMS.glob("*.py"):
         found.update(_identifiers(ast.parse(path.read_text())))
@@ -67,7 +67,7 @@ def public_names() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def names_without_programs() -> set[str]:
-    """Return the public functions and classes that no program names, except those of `NEEDS_OTHER_PACKAGES`."""
+    """Return the public functions and classes that no program names, except for `NEEDS_OTHER_PACKAGES`."""
     excused = {name for names in NEEDS_OTHER_PACKAGES.values() for name in names.split()}
     return {name for name, _ in public_names()} - names_in_programs() - excused
 

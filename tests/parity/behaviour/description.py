@@ -1,4 +1,4 @@
-"""Describes results of programs as plain data that two processes with different packages can compare."""
+"""Describes results of programs as plain data, which two processes with different packages can compare."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AS_TEXT = (torch.dtype, torch.device, torch.Size, Path, slice, range, complex)
 
 
 def describe(value: Any, depth: int = 0) -> Any:
-    """Return a value as nested lists and dicts of plain values, with the names of types that are not plain."""
+    """Return a value as nested lists and dicts of plain values, with the type names of other values."""
     if depth > _DEPTH:
         return "..."
     if isinstance(value, enum.Enum):
@@ -60,7 +60,7 @@ def _dataclass(value: Any, depth: int) -> Any:
 def _mapping(value: Mapping[Any, Any], depth: int) -> Any:
     items = [[describe(key, depth), describe(item, depth)] for key, item in value.items()]
     kind = type(value).__name__
-    return {"mapping": "dict" if kind == "OrderedDict" else kind, "items": items}  # dicts are ordered, too
+    return {"mapping": "dict" if kind == "OrderedDict" else kind, "items": items}  # Dicts are ordered, too.
 
 
 def _sequence(value: Any, depth: int) -> Any:
@@ -82,12 +82,12 @@ _KINDS: tuple[tuple[Any, Any], ...] = (
 )
 
 
-# Accelerate fails with one of these where it does not check an argument; this package raises ValueError then.
+# Accelerate fails with one of these if it does not check an argument. This package raises ValueError then.
 _UNCHECKED = {"AttributeError", "TypeError", "KeyError", "IndexError", "AssertionError", "NotImplementedError"}
 
 
 def lineage(kind: type) -> list[str]:
-    """Return the names of a class and its bases, the most special first."""
+    """Return the names of a class and its bases, the most specific first."""
     return [each.__name__ for each in kind.__mro__]
 
 
@@ -95,10 +95,10 @@ def differences(theirs: Any, ours: Any, tolerance: float = 0.0, at: str = "") ->
     """Compare two descriptions.
 
     Args:
-        theirs: That of Accelerate.
-        ours: That of this package; its dataclasses may have more fields.
+        theirs: The description from Accelerate.
+        ours: The description from this package, whose dataclasses may have more fields.
         tolerance: Relative tolerance of floats.
-        at: Where in the result, for the lines.
+        at: The position in the result, for the lines.
 
     Returns:
         One line for each difference.
@@ -123,7 +123,7 @@ def _dict_differences(theirs: dict[str, Any], ours: dict[str, Any], tolerance: f
         if name in ours["exception"] or (name in _UNCHECKED and "ValueError" in ours["exception"]):
             return []
         return [f"{at}: {theirs['exception'][0]} there, {ours['exception'][0]} here"]
-    if "dataclass" in theirs:  # this package's may have more fields
+    if "dataclass" in theirs:  # This package's dataclass may have more fields.
         ours = {**ours, "fields": {key: ours.get("fields", {}).get(key, "absent") for key in theirs["fields"]}}
     if theirs.keys() != ours.keys():
         return [f"{at}: {_short(theirs)} there, {_short(ours)} here"]

@@ -1,4 +1,4 @@
-"""Programs whose results differ on purpose, by the reason; the tests assert that they still do."""
+"""Programs whose results differ on purpose, by reason. The tests assert that they still differ."""
 
 from __future__ import annotations
 

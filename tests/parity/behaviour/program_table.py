@@ -1,4 +1,4 @@
-"""The programs of the behaviour table: functions, and single expressions, of the modules in `programs/`.
+"""The programs of the behaviour table: functions and single expressions from the modules in `programs/`.
 
 A program imports `accelerate`. It returns a value, raises, or leaves files in its working folder, which is empty.
 """
@@ -24,9 +24,9 @@ class Program:
     Attributes:
         name: Module and function, or module and expression.
         run: Runs it.
-        ranks: Number of processes that run it at the same time; 0: one process without a launcher's variables.
-        needs: Packages that it imports beside accelerate and torch.
-        tolerance: Relative tolerance of floats; 0: bit for bit.
+        ranks: Number of processes that run it at the same time, or 0 for one process without a launcher's variables.
+        needs: Packages that it imports in addition to accelerate and torch.
+        tolerance: Relative tolerance of floats; 0 requires bitwise equality.
         is_expression: Whether it is a single expression, which may share its processes with others.
     """
 
@@ -39,12 +39,12 @@ class Program:
 
     @property
     def missing(self) -> list[str]:
-        """The packages that are not installed."""
+        """Return the packages that are not installed."""
         return [name for name in self.needs if importlib.util.find_spec(name) is None]
 
 
 def program(*, ranks: int = 0, needs: str = "", tolerance: float = 0.0) -> Callable[[_Function], _Function]:
-    """Declare what a program needs; functions with a public name are programs without it, too.
+    """Declare the requirements of a program. Functions with a public name are programs even without it.
 
     Args:
         ranks: See `Program.ranks`.
@@ -60,7 +60,7 @@ def program(*, ranks: int = 0, needs: str = "", tolerance: float = 0.0) -> Calla
 
 
 def programs(pattern: str = "") -> list[Program]:
-    """Import the modules of programs and list the programs whose name contains a text, in the order of the files."""
+    """Import the modules of programs, and list the programs whose name contains a text, in the order of the files."""
     modules = [path.stem for path in sorted(_FOLDER.glob("[!_]*.py"))]
     if "." in pattern and pattern.split(".", maxsplit=1)[0] in modules:
         modules = [pattern.split(".", maxsplit=1)[0]]

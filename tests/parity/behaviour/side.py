@@ -1,6 +1,6 @@
-"""Runs programs in one package, in forked processes: `python -m tests.parity.behaviour.side OUT [TEXT]`.
+"""Runs programs with one package, in forked processes: `python -m tests.parity.behaviour.side OUT [TEXT]`.
 
-`accelerate` is what the caller's PYTHONPATH says. The results go to a file: the outcomes by name.
+The caller's PYTHONPATH selects `accelerate`. The results go to a file: the outcomes by name.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ EXPRESSIONS = 25
 
 
 def main(out: str, pattern: str = "") -> None:
-    """Run the programs whose name contains a text and write their outcomes."""
-    importlib.import_module("torch._dynamo")  # every optimizer imports it, which takes a second
+    """Run the programs whose name contains a text, and write their outcomes."""
+    importlib.import_module("torch._dynamo")  # Every optimizer imports it, which takes a second.
     importlib.import_module("accelerate.utils")
     found = programs(pattern)
     gc.collect()
-    gc.freeze()  # else collections in the children copy the parent's pages
+    gc.freeze()  # Otherwise garbage collection in the children would copy the parent's pages.
     outcomes: dict[str, Any] = {}
     for group in _groups(found):
         begin = time.perf_counter()
@@ -62,10 +62,10 @@ def _groups(found: Sequence[Program]) -> Iterator[Sequence[Program]]:
 
 
 def run(group: Sequence[Program]) -> list[dict[str, Any]]:
-    """Run programs one after the other in processes of their own, each in an empty folder.
+    """Run programs one after the other in separate processes, each in an empty folder.
 
     Returns:
-        For each program: skipped: why; or ranks: for each rank its value or exception, described, and its output.
+        For each program either "skipped" with the reason, or "ranks" with each rank's described outcome and output.
     """
     if group[0].missing:
         return [{"skipped": f"not installed: {', '.join(group[0].missing)}"}]
@@ -115,7 +115,7 @@ def _child(group: Sequence[Program], rank: int, port: int, folder: Path) -> None
         (folder / f"work-{at}").mkdir(exist_ok=True)
         os.chdir(folder / f"work-{at}")
         if program.ranks and program.is_expression:
-            importlib.import_module("accelerate").Accelerator()  # sets up the process group
+            importlib.import_module("accelerate").Accelerator()  # Sets up the process group.
         results[at] = _result(program)
     partial = folder / f"partial-{rank}"
     partial.write_bytes(pickle.dumps(results))
@@ -137,7 +137,7 @@ def _result(program: Program) -> dict[str, Any]:
 
 
 def _reset(environment: dict[str, str]) -> None:
-    """Undo what an expression changed in its process."""
+    """Undo the changes that an expression made to its process."""
     state: Any = importlib.import_module("accelerate.state")
     state.AcceleratorState._reset_state(True)
     state.GradientState._reset_state()
@@ -147,7 +147,7 @@ def _reset(environment: dict[str, str]) -> None:
 
 
 def _wait_for_others(ranks: int, folder: Path) -> None:
-    """Stay until all ranks have finished: rank 0 holds the store that the others may still need."""
+    """Wait until all ranks have finished, because rank 0 holds the store that the others may still need."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         if all((folder / f"results-{rank}").exists() for rank in range(ranks)):

@@ -1,4 +1,4 @@
-"""The same programs on Accelerate and on this package return, raise and write the same."""
+"""The same programs return, raise and write the same on Accelerate and on this package."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def test_a_program_behaves_as_on_accelerate(each: Program, outcomes: Outcomes) -
         pytest.skip(theirs["skipped"])
     lines = compare(each, theirs, ours)
     if each.name in KNOWN_DIFFERENCES:
-        assert lines, f"no difference any more: {KNOWN_DIFFERENCES[each.name]}"
+        assert lines, f"no longer different: {KNOWN_DIFFERENCES[each.name]}"
     else:
         assert not lines, "\n".join([*lines, "here:", ours["ranks"][0]["output"]])
 
 
-def test_known_differences_are_of_programs() -> None:
+def test_known_differences_name_existing_programs() -> None:
     assert KNOWN_DIFFERENCES.keys() <= PROGRAMS.keys()
 
 

@@ -1,4 +1,4 @@
-"""One training for both packages: `train` saves, `go_on` loads, both return what must be equal."""
+"""One training for both packages: `train` saves, `go_on` loads, and both return values that must be equal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def prepared(package: str, seed: int, precision: str = "no", loading: str = "in 
 
 
 def with_scaler(accelerator: Any, scale: float, action: Any) -> float:
-    """Do something while the accelerator has a scaler, which Accelerate makes on GPUs only; return its scale then."""
+    """Run a function with a scaler, which Accelerate creates on GPUs only. Return the final scale."""
     import torch
 
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
@@ -63,7 +63,7 @@ def with_scaler(accelerator: Any, scale: float, action: Any) -> float:
 
 
 def epoch(accelerator: Any, counter: Counter, model: Any, optimizer: Any, schedule: Any, loader: Any) -> list[float]:
-    """Train on the batches of a loader and return the losses."""
+    """Train on the batches of a loader. Return the losses."""
     import numpy as np
 
     losses: list[float] = []
@@ -80,9 +80,9 @@ def epoch(accelerator: Any, counter: Counter, model: Any, optimizer: Any, schedu
 
 
 def train(package: str, folder: str, safe: bool, precision: str = "no", loading: str = "in order") -> list[float]:
-    """Train, save, and train on; return the losses after the checkpoint, the counter, rate and scale.
+    """Train, save, and continue. Return the losses after the checkpoint, the counter, rate and scale.
 
-    The checkpoint is made between two epochs; with a stateful loader, in the middle of the first.
+    The checkpoint is saved between two epochs, or with a stateful loader in the middle of the first.
     """
     parts = prepared(package, 0, precision, loading)
     accelerator, counter, _, _, schedule, _ = parts
@@ -97,7 +97,7 @@ def train(package: str, folder: str, safe: bool, precision: str = "no", loading:
 
 
 def interrupted(parts: tuple[Any, ...], folder: str, safe: bool) -> list[float]:
-    """Train an epoch with a checkpoint after its third batch; return the losses that follow it."""
+    """Train an epoch with a checkpoint after its third batch. Return the losses after it."""
     accelerator, *_, loader = parts
     losses: list[float] = []
     for done, batch in enumerate(loader, start=1):
@@ -108,7 +108,7 @@ def interrupted(parts: tuple[Any, ...], folder: str, safe: bool) -> list[float]:
 
 
 def go_on(package: str, folder: str, precision: str = "no", loading: str = "in order") -> list[float]:
-    """Load and train on; return what `train` does."""
+    """Load and continue. Return the same values as `train`."""
     parts = prepared(package, 77, precision, loading)
     accelerator, counter, _, _, schedule, _ = parts
     scale = with_scaler(accelerator, 2.0, lambda: accelerator.load_state(folder))
@@ -133,7 +133,7 @@ def offload(package: str, folder: str) -> None:
 
 
 def offloaded(package: str, folder: str) -> dict[str, str]:
-    """Read such a folder; return the dtypes of those that are what they were."""
+    """Read the folder. Return the dtypes of the weights that are unchanged."""
     import torch
 
     loader = import_module(f"{package}.utils").OffloadedWeightsLoader(save_folder=folder)
@@ -151,7 +151,7 @@ def _layers(numbers: Any) -> Any:
 
 
 def save_model(package: str, folder: str, safe: bool) -> None:
-    """Write a model as several files."""
+    """Write a model in several files."""
     accelerator = import_module(package).Accelerator(cpu=True)
     accelerator.save_model(_layers(range(6)), folder, max_shard_size="5KB", safe_serialization=safe)
 

@@ -1,4 +1,4 @@
-"""A sharded training for both packages, as `scripts.py` has one that is not sharded; it runs on two ranks."""
+"""A sharded training for both packages, the counterpart of the unsharded one in `scripts.py`. It runs on two ranks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def insist_on_sharding(plugin: Any) -> None:
-    """Make Accelerate 1.15 shard on a CPU, where it otherwise leaves its plugin out and trains with DDP."""
+    """Make Accelerate 1.15 shard on a CPU. Otherwise it ignores its plugin there and trains with DDP."""
     state = import_module("accelerate.state")
     dynamo = import_module("accelerate.utils").TorchDynamoPlugin()
     state.AcceleratorState(cpu=True, fsdp_plugin=plugin, dynamo_plugin=dynamo, _from_accelerator=True)
@@ -21,7 +21,7 @@ class ShardedTraining:
 
     Args:
         package: accelerate or notebook_accelerate.
-        seed: Of the weights.
+        seed: The seed of the weights.
     """
 
     def __init__(self, package: str, seed: int) -> None:
@@ -44,7 +44,7 @@ class ShardedTraining:
         self.model, self.optimizer, self.schedule = self.accelerator.prepare(model, optimizer, schedule)
 
     def steps(self, numbers: range) -> list[float]:
-        """Train on the batches of these steps, the same on each rank but for its own random numbers."""
+        """Train on the batches of these steps, which are the same on each rank except for its random numbers."""
         import torch
 
         losses = []
@@ -59,14 +59,14 @@ class ShardedTraining:
         return losses
 
     def found(self, losses: list[float]) -> list[float]:
-        """Return the losses with what shows that the training is sharded, and goes on as it should."""
+        """Return the losses, and values that show that the training is sharded and continues correctly."""
         kinds = {type(parameter).__name__ for parameter in self.model.parameters()}
         assert kinds == {"DTensor"}, kinds
         return [*losses, *self.schedule.get_last_lr()]
 
 
 def train(package: str, folder: str) -> list[float]:
-    """Train, save, and train on; return the losses after the checkpoint and the rate."""
+    """Train, save, and continue. Return the losses after the checkpoint and the rate."""
     training = ShardedTraining(package, 0)
     training.steps(range(4))
     training.accelerator.save_state(folder)
@@ -74,7 +74,7 @@ def train(package: str, folder: str) -> list[float]:
 
 
 def go_on(package: str, folder: str) -> list[float]:
-    """Load and train on; return what `train` does."""
+    """Load and continue. Return the same values as `train`."""
     training = ShardedTraining(package, 77)
     training.accelerator.load_state(folder)
     return training.found(training.steps(range(4, 8)))

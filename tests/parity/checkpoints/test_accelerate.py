@@ -1,4 +1,4 @@
-"""Folders of the real Accelerate load here and go on bit by bit, and the other way round."""
+"""Checkpoints of the real Accelerate load here and continue bitwise equal, and the other way round."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["fresh_state"]
 
 
 def in_accelerate(function: str, *arguments: Any, world_size: int = 1, module: ModuleType = scripts) -> Any:
-    """Call a function of a module with the real package, in fresh processes; return what rank 0 returns."""
+    """Call a function of a module with the real package, in new processes. Return the result of rank 0."""
     return run_ranks(_called, module.__name__, function, arguments, world_size=world_size)[0]
 
 
@@ -56,8 +56,8 @@ def test_a_checkpoint_made_here_resumes_in_accelerate(tmp_path: Path, safe: bool
     assert in_accelerate("go_on", str(tmp_path / "out"), precision, loading) == expected
 
 
-def test_accelerate_resumes_within_an_epoch_as_from_its_own_checkpoint(tmp_path: Path) -> None:
-    """It goes on with the remaining batches, and draws random numbers again that the interrupted pass has drawn."""
+def test_accelerate_resumes_within_an_epoch_from_our_checkpoint_like_from_its_own(tmp_path: Path) -> None:
+    """It continues with the remaining batches, and repeats the random numbers of the interrupted pass."""
     in_accelerate("train", str(tmp_path / "theirs"), *WITHIN)
     here("train", str(tmp_path / "ours"), *WITHIN)
     expected = in_accelerate("go_on", str(tmp_path / "theirs"), *WITHIN[1:])
@@ -76,7 +76,7 @@ def test_both_write_the_same_files(tmp_path: Path, loading: str) -> None:
     assert (tmp_path / "ours" / model).read_bytes() == (tmp_path / "theirs" / model).read_bytes()
 
 
-def test_two_ranks(tmp_path: Path) -> None:
+def test_checkpoints_of_two_ranks_resume_in_either_package(tmp_path: Path) -> None:
     expected = in_accelerate("train", str(tmp_path / "theirs"), True, world_size=2)
     assert run_ranks(here, "go_on", str(tmp_path / "theirs"))[0] == expected
     expected = run_ranks(here, "train", str(tmp_path / "ours"), True)[0]
@@ -95,7 +95,7 @@ def test_sharded_states_resume_in_either_package(tmp_path: Path) -> None:
     assert {"pytorch_model_fsdp_0/.metadata", "optimizer_0/__1_0.distcp"} <= names[0]
 
 
-def test_folders_of_offloaded_weights(tmp_path: Path) -> None:
+def test_folders_of_offloaded_weights_load_in_either_package(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     in_accelerate("offload", str(theirs))
     here("offload", str(ours))
@@ -107,7 +107,7 @@ def test_folders_of_offloaded_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_sharded_models(tmp_path: Path, safe: bool) -> None:
+def test_files_of_sharded_models_load_in_either_package(tmp_path: Path, safe: bool) -> None:
     expected = [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     in_accelerate("save_model", str(tmp_path / "theirs"), safe)
     read = read_weights(tmp_path / "theirs")

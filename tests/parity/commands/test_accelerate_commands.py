@@ -1,4 +1,4 @@
-"""The command line and the alias beside the real Accelerate's: the same files, numbers and variables."""
+"""The command line and the alias compared with the real Accelerate: the same files, numbers and variables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def command(folder: Path, who: str, *arguments: str) -> str:
-    """Run a command of one of the programs; return what it prints."""
+    """Run a command of one of the programs. Return its output."""
     done = subprocess.run(
         [sys.executable, "-m", PROGRAMS[who], *arguments],
         cwd=folder, env=environment(folder), capture_output=True, text=True, check=False, timeout=300,
@@ -143,7 +143,7 @@ MISSPELLED = {"torhchxla_trace_once"}
 
 
 def options(parser: argparse.ArgumentParser, command: str) -> dict[tuple[str, str], argparse.Action]:
-    """Return the options of a command and of its subcommands, by command and each of their spellings."""
+    """Return the options of a command and of its subcommands, by command and spelling."""
     found: dict[tuple[str, str], argparse.Action] = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -155,7 +155,7 @@ def options(parser: argparse.ArgumentParser, command: str) -> dict[tuple[str, st
 
 
 @pytest.mark.parametrize("name", PARSERS)
-def test_every_option_is_taken(name: str) -> None:
+def test_every_option_is_accepted(name: str) -> None:
     module, _, function = PARSERS[name].partition(":")
     theirs = getattr(importlib.import_module(f"accelerate.commands.{module}"), function)()
     commands = parser_for([name])._actions[-1].choices
@@ -170,7 +170,7 @@ def test_every_option_is_taken(name: str) -> None:
 
 
 @pytest.mark.parametrize("variables", [{"HF_HOME": "a"}, {"XDG_CACHE_HOME": "b"}, {"HOME": "c"}], ids=str)
-def test_the_default_file_has_the_same_place(variables: dict[str, str], tmp_path: Path) -> None:
+def test_the_default_file_has_the_same_location(variables: dict[str, str], tmp_path: Path) -> None:
     kept = {name: value for name, value in os.environ.items() if name not in {"HF_HOME", "XDG_CACHE_HOME"}}
     places = []
     for who, program in PROGRAMS.items():
@@ -245,7 +245,7 @@ def test_scripts_have_the_same_variables(line: str, tmp_path: Path, monkeypatch:
         text = command(tmp_path, who, "launch", *(word for word in words if "=" not in word), "show.py")
         shown[who] = json.loads(text.rpartition("SHOWN")[2])
         if not {"--cpu", "compiled.yaml"} & set(words):
-            # True here wherever the ranks have no accelerator: Accelerate's own ranks would train apart without it.
+            # True here whenever the ranks have no accelerator: without it, Accelerate's own ranks would train apart.
             shown[who].pop("ACCELERATE_USE_CPU", None)
     assert shown["ours"] == shown["theirs"]
 
@@ -283,7 +283,7 @@ def test_functions_for_launchers_return_the_same_variables(line: str, monkeypatc
     assert {name: value for name, value in launched.items() if prefix in name} == expected
 
 
-def test_the_alias_beside_the_installed_package(tmp_path: Path) -> None:
+def test_the_alias_works_next_to_the_installed_package(tmp_path: Path) -> None:
     out = python(
         tmp_path,
         "import importlib.metadata, notebook_accelerate\n"

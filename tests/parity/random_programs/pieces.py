@@ -1,4 +1,4 @@
-"""Datasets, samplers and models of random programs: a program contains the source of those that it names."""
+"""Datasets, samplers and models of random programs. A program contains the source of the pieces that it names."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SEEN: list[Any] = []
 
 
 def see(label: str, *values: Any) -> None:
-    """Record what is compared."""
+    """Record a value to compare."""
     SEEN.append([label, *map(plain, values)])
 
 
 def plain(value: Any) -> Any:
-    """Return tensors as lists, in whatever they lie."""
+    """Return tensors as lists, however they are nested."""
     if isinstance(value, torch.Tensor):
         return [str(value.dtype), value.detach().tolist()]
     if isinstance(value, dict):
@@ -30,7 +30,7 @@ def plain(value: Any) -> Any:
 
 
 def numbers() -> list[int]:
-    """Return checksums of the states of torch's, Python's and NumPy's random numbers."""
+    """Return checksums of the states of the random numbers of torch, Python and NumPy."""
     states = (torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode(), repr(np.random.get_state()).encode())  # fmt: skip  # noqa: E501, NPY002
     return [zlib.crc32(state) for state in states]
 
@@ -71,7 +71,7 @@ class Noisy(Rows):
 
 
 class Stream(IterableDataset[Any]):
-    """A stream that does not know its length, in another order in each epoch."""
+    """A stream of unknown length, with a different order in each epoch."""
 
     def __init__(self, length: int, row: Any) -> None:
         self.length, self.row, self.epoch = length, row, 0
@@ -93,7 +93,7 @@ class SizedStream(Stream):
 
 
 class Shuffled(Sampler[int]):
-    """A sampler of a library, which draws from torch's random numbers."""
+    """A library's sampler, which draws from torch's random numbers."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -106,7 +106,7 @@ class Shuffled(Sampler[int]):
 
 
 class Reversed(Sampler[list[int]]):
-    """A batch sampler of a library: from the end of the dataset to its start."""
+    """A library's batch sampler, from the end of the dataset to its start."""
 
     def __init__(self, length: int, batch_size: int, drop_last: bool = False) -> None:
         self.length, self.batch_size, self.drop_last = length, batch_size, drop_last
@@ -139,7 +139,7 @@ class Dropped(Perceptron):
 
 
 class Averaged(Perceptron):
-    """Has a buffer that training changes."""
+    """Has a buffer that changes during training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Branches(nn.Module):
 
 
 class Counter:
-    """An object with a state of its own."""
+    """An object with its own state."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -1,4 +1,4 @@
-"""What random programs are made of: a plan of choices for each number, and where the two packages differ on purpose."""
+"""The parts of random programs: a plan of choices for each number, and the known differences of the two packages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PHASES = ("train", "train", "read", "evaluate", "resume", "save and load", "coll
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The choices that a program is made of; names of parts are those in `pieces` and in the tables above."""
+    """The choices that a program is made of. Names of parts are those in `pieces` and in the tables above."""
 
     number: int
     ranks: int
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def draws_order(self) -> bool:
-        """Whether random numbers give the order of samples, and no sampler of Accelerate's remembers them."""
+        """Whether random numbers determine the order of samples, and no sampler of Accelerate remembers them."""
         remembered = self.seedable and self.order in ("shuffle", "generator", "random")
         return self.order not in ("given", "batches") and not remembered
 
@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def has_short_rounds(self) -> bool:
-        """Whether rank 0 divides short batches that are not the last: those at the end of a worker's part."""
+        """Whether rank 0 divides short batches before the last one: those at the end of a worker's part."""
         return self.is_dispatched and self.is_stream and self.ranks > 1 and self.workers > 1
 
     @property
@@ -109,20 +109,20 @@ class Plan:
 
     @property
     def depends_on_epochs(self) -> bool:
-        """Whether the order of a pass may be another one in each epoch."""
+        """Whether the order of a pass may differ between epochs."""
         return self.is_stream or self.draws_order or self.seedable
 
     @property
     def padding_differs(self) -> bool:
-        """Whether the last round of a pass is filled up with the first batch that was read, which resuming skips."""
+        """Whether the last round of a pass is padded with the first batch that was read, which resuming skips."""
         return self.is_dispatched and self.ranks > 1
 
     @property
     def has_same_losses(self) -> bool:
-        """Whether the losses after resuming are those of the pass that was not interrupted.
+        """Whether the losses after resuming equal the losses of the uninterrupted pass.
 
-        Gradients of an open window are not saved, nor is what a model counts for itself, nor the noise of the batch
-        that is read ahead. A window is open after a pass that was left early, or whose end does not close it.
+        Not saved are the gradients of an open window, the counters that a model keeps, and the noise of the batch
+        that is read ahead. A window stays open after an interrupted pass, or if the end of a pass does not close it.
         """
         stays_open = "leave" in self.phases or not self.sync_with_dataloader
         in_window = self.skipped % self.accumulation > 0 or (stays_open and self.accumulation > 1)
@@ -130,7 +130,7 @@ class Plan:
 
     @property
     def samples(self) -> int | None:
-        """The samples that a pass gathers for metrics; None if it drops the last ones, or cannot know the padding."""
+        """The samples that a pass gathers for metrics, or None if it drops the last ones or cannot know the padding."""
         if self.drop_last or self.has_short_rounds:
             return None
         return self.rows
@@ -143,12 +143,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Exclusion:
-    """What programs do not contain, and why.
+    """A combination that programs do not contain, and the reason.
 
     Attributes:
         reason: Why torch or both packages refuse it, or why it is not compared.
         applies: Whether a plan contains it.
-        instead: The choices that replace those of the plan.
+        instead: The choices that replace those in the plan.
     """
 
     reason: str
@@ -175,7 +175,7 @@ EXCLUSIONS = (
         lambda p: {
             "phases": ("read", "read"),
             "evaluated_inside": False,
-            "length": max(p.length, 2 * p.ranks * p.batch_size),  # each has one
+            "length": max(p.length, 2 * p.ranks * p.batch_size),  # Each has one.
         },
     ),
     Exclusion(
@@ -198,14 +198,14 @@ EXCLUSIONS = (
 
 @dataclass(frozen=True)
 class Apart:
-    """A difference on purpose: after it only what is right is compared, in this package.
+    """A known difference: after it, only the correctness of this package is checked.
 
     Attributes:
-        reason: What Accelerate does.
-        place: "start" of the program; "load": where a state saved between two passes is loaded; "resume": where one
-            saved within a pass is; "resumed": where that pass ends.
+        reason: The behaviour of Accelerate.
+        place: "start" of the program; "load": loading a state saved between two passes; "resume": loading one saved
+            within a pass; "resumed": the end of that pass.
         applies: Whether programs of a plan have it.
-        labels: What is not compared from there on; empty: nothing is compared.
+        labels: The values that are not compared from there on. If empty, nothing is compared.
     """
 
     reason: str
@@ -285,7 +285,7 @@ APART = (
 
 
 def plan(number: int) -> Plan:
-    """Return the choices of a program, without what is excluded."""
+    """Return the choices of a program, without excluded combinations."""
     chosen = _choose(number)
     for exclusion in EXCLUSIONS:
         if exclusion.applies(chosen):

@@ -1,6 +1,6 @@
-"""Runs random programs on both packages and compares what they saw.
+"""Runs random programs with both packages and compares their records.
 
-`python -m tests.parity.random_programs.sides 0 60` compares the programs 0 to 59 and prints those that differ;
+`python -m tests.parity.random_programs.sides 0 60` compares the programs 0 to 59 and prints those that differ.
 `... 17 1 --show` prints program 17.
 """
 
@@ -40,7 +40,7 @@ TOLERANCE = 1e-6
 """Relative; of losses and weights."""
 PATHS = {"theirs": str(ROOT), "ours": f"{STARTUP_FOLDER}{os.pathsep}{ROOT}"}
 Outcomes = dict[int, list[dict[str, Any]]]
-"""By the number of a program, for each rank what it saw and what it raised."""
+"""By the number of a program, the records and the exception of each rank."""
 
 
 def run_both(folder: Path, numbers: Iterable[int]) -> tuple[Outcomes, Outcomes]:
@@ -48,7 +48,7 @@ def run_both(folder: Path, numbers: Iterable[int]) -> tuple[Outcomes, Outcomes]:
 
     Args:
         folder: An empty folder.
-        numbers: Those of the programs.
+        numbers: The numbers of the programs.
 
     Returns:
         The outcomes on Accelerate and on this package.
@@ -68,7 +68,7 @@ def run_both(folder: Path, numbers: Iterable[int]) -> tuple[Outcomes, Outcomes]:
 
 
 def compare(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> list[str]:
-    """Return the lines of each rank's first difference between two outcomes of a program, and of what is not right."""
+    """Return each rank's first difference between two outcomes of a program, and its incorrect values, as lines."""
     lines: list[str] = []
     for rank, (there, here) in enumerate(zip(theirs, ours, strict=True)):
         for label, found, right in (entry for entry in here["seen"] if entry[0] == "right"):
@@ -94,7 +94,7 @@ def _first_difference(there: dict[str, Any], here: dict[str, Any], at: str) -> l
 
 
 def run(numbers: Sequence[int]) -> Outcomes:
-    """Run programs in this process's package; those of as many ranks share processes."""
+    """Run programs with this process's package. Programs with the same number of ranks share processes."""
     programs = [write(number) for number in numbers]
     found: Outcomes = {}
     for ranks in sorted({each.ranks for each in programs}):
@@ -162,7 +162,7 @@ def _child(programs: Sequence[RandomProgram], rank: int, ranks: int, port: int, 
 
 
 def _wait_for_others(files: list[Path], mine: list[Path]) -> None:
-    """Stay until all ranks have finished: rank 0 holds the store that the others may still need."""
+    """Wait until all ranks have finished, because rank 0 holds the store that the others may still need."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline and not all(file.exists() for file in files):
         time.sleep(0.005)
@@ -176,7 +176,7 @@ def _result(program: RandomProgram, folder: Path) -> dict[str, Any]:
     np.random.seed(0)  # noqa: NPY002 - the generator that Accelerate saves
     warnings.simplefilter("ignore")
     state: Any = importlib.import_module("accelerate.state")
-    state.AcceleratorState._reset_state(True)  # the process group stays
+    state.AcceleratorState._reset_state(True)  # The process group remains.
     state.GradientState._reset_state()
     faulthandler.dump_traceback_later(SECONDS, exit=True, file=2)
     names: dict[str, Any] = {"__name__": "random_program"}
@@ -190,17 +190,17 @@ def _result(program: RandomProgram, folder: Path) -> dict[str, Any]:
 
 
 def _serve(numbers: Sequence[int], out: str) -> None:
-    importlib.import_module("torch._dynamo")  # every optimizer imports it, which takes a second
+    importlib.import_module("torch._dynamo")  # Every optimizer imports it, which takes a second.
     importlib.import_module("accelerate.utils")
     with contextlib.suppress(ImportError):
         importlib.import_module("torchdata.stateful_dataloader")
     gc.collect()
-    gc.freeze()  # else collections in the children copy the parent's pages
+    gc.freeze()  # Otherwise garbage collection in the children would copy the parent's pages.
     Path(out).write_bytes(pickle.dumps(run(numbers)))
 
 
 def main() -> int:
-    """Compare programs; print those that differ."""
+    """Compare programs, and print those that differ."""
     parser = argparse.ArgumentParser(prog="python -m tests.parity.random_programs.sides", description=__doc__)
     parser.add_argument("numbers", nargs="+", type=int, help="programs; with --count only the first one")
     parser.add_argument("--count", type=int, default=0, help="how many, from the first number on")

@@ -1,4 +1,4 @@
-"""Random programs on Accelerate and on this package read, train, gather, save and resume the same.
+"""Random programs read, train, gather, save and resume the same on Accelerate and on this package.
 
 `python -m tests.parity.random_programs.sides 17 --text` compares program 17 and prints it: a script for torchrun.
 """
@@ -22,13 +22,13 @@ DAILY, ALL = 60, 1000
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcomes, Outcomes]:
-    """Return the outcomes on both sides of all programs that have tests in this session."""
+    """Return the outcomes on both sides for all programs that have tests in this session."""
     calls = [getattr(item, "callspec", None) for item in request.session.items]
     numbers = sorted({call.params["number"] for call in calls if call is not None and "number" in call.params})
     return run_both(Path(tmp_path_factory.mktemp("random_programs")), numbers)
 
 
-@pytest.mark.timeout(3000)  # the first test runs all programs
+@pytest.mark.timeout(3000)  # The first test runs all programs.
 @pytest.mark.parametrize("number", rest_nightly(((number,) for number in range(ALL)), lambda number: number < DAILY))
 def test_a_random_program_behaves_as_on_accelerate(number: int, outcomes: tuple[Outcomes, Outcomes]) -> None:
     theirs, ours = (side[number] for side in outcomes)
@@ -42,7 +42,7 @@ def test_a_program_is_the_same_each_time() -> None:
     assert write(7).text != write(10).text
 
 
-def test_losses_after_loading_are_not_compared_if_the_window_at_the_end_of_a_pass_stays_open() -> None:
+def test_losses_after_loading_are_not_compared_if_the_last_window_of_a_pass_stays_open() -> None:
     chosen = plan(532)
     assert chosen.accumulation > 1
     assert not chosen.sync_with_dataloader

@@ -46,7 +46,7 @@ PIECES = {name: inspect.getsource(piece) for name, piece in vars(pieces).items()
 
 @dataclass(frozen=True)
 class RandomProgram:
-    """A script, and on how many ranks it runs."""
+    """A script, and the number of its ranks."""
 
     number: int
     ranks: int
@@ -62,7 +62,7 @@ def write(number: int) -> RandomProgram:
 
 
 def _pieces(body: str) -> str:
-    """Return the sources of the pieces that a text names, and of those that these name, in their order."""
+    """Return the sources of the pieces that a text names, and of the pieces that these name, in file order."""
     used, text = {"see", "plain", "numbers"}, body
     while found := {name for name in PIECES if re.search(rf"\b{name}\b", text)} - used:
         used |= found
@@ -229,7 +229,7 @@ def _save_and_load(p: Plan, number: int) -> Iterator[str]:
         yield "counter = Counter()"
         yield "accelerator.register_for_checkpointing(counter)"
         yield f"counter.count = {number + 1}"
-    # A state saved after a pass that was left early is one within that pass.
+    # A state saved after an interrupted pass counts as saved within that pass.
     left = "leave" in p.phases[:number] and (p.depends_on_epochs or p.stateful)
     yield 'accelerator.save_state("whole")'
     yield "accelerator.wait_for_everyone()"
@@ -265,7 +265,7 @@ def _resume(p: Plan, number: int) -> Iterator[str]:
 
 
 def _apart(p: Plan, place: str) -> Iterator[str]:
-    """Yield the line after which only what is right is compared, where Accelerate is known to be wrong."""
+    """Yield the line after which only correctness is checked, if Accelerate is known to be wrong."""
     for each in APART:
         if each.place == place and each.applies(p):
             labels = f", {each.labels!r}" if each.labels else ""

@@ -1,4 +1,4 @@
-"""What every strategy must show: the losses of plain torch, and the same ones again after it was killed."""
+"""The checks that every strategy must pass: the losses of plain torch, and the same losses after being killed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plain_losses(precision: str, accumulation: int) -> list[float]:
 
 
 def assert_trains_and_resumes(case: Case, ranks: int, folder: Path) -> None:
-    """Train, saving half-way, and compare the losses; be killed; go on from there in other processes, and compare."""
+    """Train, saving halfway, and compare the losses. Then kill, resume in other processes, and compare again."""
     checkpoint, results = folder / "checkpoint", folder / "results.pt"
     run = functools.partial(run_ranks, world_size=ranks, timeout=SECONDS, env=machine(case))
     with pytest.raises(RankError, match="exit code -9"):
@@ -37,14 +37,14 @@ def assert_trains_and_resumes(case: Case, ranks: int, folder: Path) -> None:
     whole = torch.load(results, weights_only=True)
     expected = plain_losses(case.precision, case.accumulation)
     assert whole["losses"] == pytest.approx(expected, rel=TOLERANCE[case.precision])
-    assert expected[-1] < 0.75 * expected[0]  # it trains
+    assert expected[-1] < 0.75 * expected[0]  # It trains.
     half = case.steps // 2
     resumed = run(accelerated, replace(case, first=half, steps=case.steps - half), None, str(checkpoint))[0]
     assert_same(resumed, whole, half * case.accumulation, exactly=ranks == 2 or not adds_in_another_order(case))
 
 
 def assert_same(resumed: dict[str, Any], whole: dict[str, Any], first: int, exactly: bool) -> None:
-    """Compare a training that went on with one that was not interrupted, from its batch `first` on."""
+    """Compare a resumed training with an uninterrupted one, from its batch `first` on."""
     assert resumed["weights"].keys() == whole["weights"].keys()
     if not exactly:
         assert resumed["losses"] == pytest.approx(whole["losses"][first:], rel=1e-4)
@@ -55,7 +55,7 @@ def assert_same(resumed: dict[str, Any], whole: dict[str, Any], first: int, exac
 
 
 def assert_notices_saving_alone(case: Case, folder: Path) -> None:
-    """Save a sharded state on the main rank only: an error that says what to write instead, and no hang."""
+    """Save a sharded state on the main rank only: this raises an error that says what to write, and does not hang."""
     with pytest.raises(RankError, match="Rank 0 is in save_state, and the other ranks cannot reach it") as caught:
         run_ranks(saves_alone, case, str(folder / "checkpoint"), timeout=SECONDS)
     assert isinstance(caught.value.__cause__, CheckpointError)
@@ -67,13 +67,13 @@ def assert_notices_saving_alone(case: Case, folder: Path) -> None:
 
 
 def adds_in_another_order(case: Case) -> bool:
-    """Tell whether gradients of more than two ranks are summed in another order in a training's first step.
+    """Return whether a training's first step sums the gradients of more than two ranks in another order.
 
-    DistributedDataParallel forms its buckets anew after that step, by the order in which gradients came.
+    DistributedDataParallel rebuilds its buckets after that step, ordered by when gradients became ready.
     """
     return case.fsdp is None and case.deepspeed is None and case.degrees is None
 
 
 def machine(case: Case) -> dict[str, str]:
-    """Return variables that make ranks believe that they are on several machines."""
+    """Return variables that make ranks believe that they run on several machines."""
     return {} if case.ranks_of_a_machine is None else {"LOCAL_WORLD_SIZE": str(case.ranks_of_a_machine)}

@@ -1,4 +1,4 @@
-"""What ranks run to try DeepSpeed: trainings that are saved on their way, measured, described by a configuration."""
+"""Functions that ranks run with DeepSpeed: trainings with checkpoints, measurements, and configuration files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.parity.strategies.scripts import GLOBAL_BATCH, Case, accelerator_of, 
 
 
 def trained(case: Case, folder: str, save_at: int | None) -> dict[str, Any]:
-    """Train with a schedule, saving before batch `save_at`; or else go on from `folder`."""
+    """Train with a schedule, saving before batch `save_at`, or resume from `folder`."""
     accelerator = accelerator_of(case)
     model, optimizer = parts(1 + accelerator.process_index)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
@@ -48,26 +48,26 @@ def trained(case: Case, folder: str, save_at: int | None) -> dict[str, Any]:
 
 
 def weights_in(folder: str) -> dict[str, torch.Tensor]:
-    """Read the float32 weights of a checkpoint as the script in its folder does."""
+    """Read the float32 weights of a checkpoint with the script in its folder."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     return {name: weight.clone() for name, weight in get_fp32_state_dict_from_zero_checkpoint(folder).items()}
 
 
 class Wide(nn.Module):
-    """Large enough for the shares of ranks to show."""
+    """A model large enough for the ranks' shares to show."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the layers make of x."""
+        """Return the output of the layers for x."""
         return self.layers(x)
 
 
 def memory(stage: int) -> dict[str, float]:
-    """Return what this rank holds, in multiples of all parameters' bytes: of gradients, inside a window."""
+    """Return the memory that this rank holds, in multiples of all parameters' bytes; for gradients, within a window."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin({"zero_optimization": zero}))
     loader = DataLoader(TensorDataset(torch.randn(32, 64)), batch_size=4)
@@ -86,7 +86,7 @@ def memory(stage: int) -> dict[str, float]:
     held["parameters"] = size_of([*model.parameters(), *(getattr(p, "ds_tensor", None) for p in model.parameters())])
     states = [value for state in optimizer.state.values() for value in state.values()]
     held["states"] = size_of(value for value in states if isinstance(value, torch.Tensor) and value.numel() > 1)
-    names = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")  # in stages 1 and 2, and in 3
+    names = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")  # In stages 1 and 2, and in stage 3.
     held["masters"] = size_of(part for name in names for part in getattr(model.optimizer, name, ()))
     return {name: size / whole for name, size in held.items()}
 
@@ -94,9 +94,9 @@ def memory(stage: int) -> dict[str, float]:
 def gradients_of(engine: Any) -> int:
     """Return the bytes of gradients that wait for the rest of a window: whole ones, and this rank's part of them."""
     optimizer = engine.optimizer
-    held = {**(getattr(optimizer, "all_grad_tensors", None) or {})}  # stage 2
+    held = {**(getattr(optimizer, "all_grad_tensors", None) or {})}  # Stage 2.
     waiting = [tensor for group in held.values() for tensor in group or ()]
-    buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)  # stage 3
+    buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)  # Stage 3.
     waiting += [] if buffer is None else [buffer]
     waiting += [p.grad for p in engine.module.parameters() if p.grad is not None]
     return size_of(waiting)
@@ -124,7 +124,7 @@ STEPS, WARM = 10, 2
 
 
 def described(folder: str | None = None) -> dict[str, Any]:
-    """Train with the optimizer and the schedule of a configuration file; then again from its checkpoint."""
+    """Train with the optimizer and the schedule of a configuration file, then again from its checkpoint."""
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(CONFIG))
     case = Case(steps=STEPS)
     model, _ = parts()
@@ -161,7 +161,7 @@ def plainly_described() -> dict[str, list[float]]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
 
     def factor(step: int) -> float:
-        step = max(step - 1, 0)  # DeepSpeed's schedules begin with the first step, and count from 0
+        step = max(step - 1, 0)  # DeepSpeed's schedules start with the first step, and count from 0.
         return step / WARM if step < WARM else (STEPS - step) / (STEPS - WARM)
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
@@ -179,7 +179,7 @@ def plainly_described() -> dict[str, list[float]]:
 
 
 def norms(case: Case) -> list[float]:
-    """Return what clip_grad_norm_ returns, batch by batch."""
+    """Return the results of clip_grad_norm_, batch by batch."""
     accelerator = accelerator_of(case)
     model, optimizer = parts()
     loader = DataLoader(dataset(case), batch_size=GLOBAL_BATCH // accelerator.num_processes)
@@ -194,7 +194,7 @@ def norms(case: Case) -> list[float]:
 
 
 def held_back() -> dict[str, Any]:
-    """Train with windows by hand (no_sync), a batch whose gradients are not exchanged before each step."""
+    """Train with manual windows (no_sync): each step follows a batch whose gradients are not exchanged."""
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
     case = Case(steps=12)
     model, optimizer = parts()
@@ -217,7 +217,7 @@ def held_back() -> dict[str, Any]:
 
 
 def two_models() -> dict[str, Any]:
-    """Train a student by stage 2 beside a teacher that stage 3 shards, each by an Accelerator of its own."""
+    """Train a student by stage 2 together with a teacher that stage 3 shards, each with a separate Accelerator."""
     plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=3)}
     accelerator = Accelerator(deepspeed_plugins=plugins)
     first = accelerator.deepspeed_plugin is plugins["student"]
@@ -248,7 +248,7 @@ def two_models() -> dict[str, Any]:
 
 
 def mistakes() -> dict[str, str]:
-    """Return what is said of things that cannot be."""
+    """Return the messages for unsupported requests."""
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
     model, optimizer = parts()
     other, others = parts()
@@ -280,7 +280,7 @@ def _said(call: Any, *args: Any) -> str:
 
 
 def lacking() -> dict[str, str]:
-    """Return what is said of a precision and a place that this machine may not have; "" where it has them."""
+    """Return the message for a precision or device that this machine may lack, or "" if it has them."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -290,7 +290,7 @@ def lacking() -> dict[str, str]:
         model, optimizer = parts()
         accelerator.prepare(model, optimizer, DataLoader(dataset(Case(steps=2)), batch_size=GLOBAL_BATCH))
 
-    Accelerator(deepspeed_plugin=DeepSpeedPlugin())  # imports DeepSpeed for this device
+    Accelerator(deepspeed_plugin=DeepSpeedPlugin())  # Imports DeepSpeed for this device.
     said = {"fp16": "", "nvme": ""}
     if not get_accelerator().is_fp16_supported():
         said["fp16"] = _said(functools.partial(train, "fp16", zero_stage=2))
@@ -303,7 +303,7 @@ def lacking() -> dict[str, str]:
 
 
 def saved_whole(folder: str) -> dict[str, Any]:
-    """Save a sharded model as whole weights, and name a plugin that forbids it."""
+    """Save a sharded model as whole weights, and the message for a plugin that forbids it."""
     accelerator = accelerator_of(replace(Case(), deepspeed={"zero_stage": 3}))
     model, optimizer = parts()
     loader = DataLoader(dataset(Case(steps=2)), batch_size=4)

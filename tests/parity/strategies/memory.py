@@ -1,4 +1,4 @@
-"""What a rank really holds of parameters, gradients and optimizer state: bytes of the memory behind the tensors."""
+"""The memory that a rank really holds for parameters, gradients and optimizer state: bytes behind the tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x and what the perceptron makes of it."""
+        """Return x plus the output of the perceptron."""
         return x + self.down(torch.relu(self.up(x)))
 
 
@@ -39,7 +39,7 @@ class Wide(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the blocks make of x."""
+        """Return the output of the blocks for x."""
         for block in self.blocks:
             x = block(x)
         return x
@@ -51,7 +51,7 @@ WHOLE = sum(parameter.numel() * parameter.element_size() for parameter in Wide()
 
 @dataclass(frozen=True)
 class ShardSizes:
-    """What one rank holds, in multiples of all parameters' bytes."""
+    """The memory of one rank, in multiples of all parameters' bytes."""
 
     parameters: float
     """Between steps."""
@@ -64,11 +64,11 @@ class ShardSizes:
 
 
 def measured(case: Case) -> ShardSizes:
-    """Train a step; return what this rank holds meanwhile."""
+    """Train a step. Return the memory that this rank holds during it."""
     accelerator = accelerator_of(case)
     model: Any = Wide()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    compiled = case.dynamo is not None  # a compiler keeps tensors of its own
+    compiled = case.dynamo is not None  # A compiler keeps its own tensors.
     before = 0 if compiled else size_of(living())
     loss = model(torch.randn(SAMPLES, WIDTH)).pow(2).mean()
     kept = 0 if compiled else size_of(living()) - before

@@ -1,4 +1,4 @@
-"""One small transformer, trained in plain torch by one process and through an Accelerator by several ranks."""
+"""A small transformer, trained in plain torch by one process and through an Accelerator by several ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GLOBAL_BATCH = 8
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, how, and what of it."""
+    """The model, data and options of a training."""
 
     fsdp: dict[str, Any] | None = None
     deepspeed: dict[str, Any] | None = None
@@ -73,7 +73,7 @@ class Transformer(nn.Module):
         self.register_buffer("scale", torch.tensor(0.5), persistent=False)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Return a score for each word at each place."""
+        """Return a score for each word at each position."""
         hidden = self.embedding(words) * self.scale
         for block in self.blocks:
             hidden = block(hidden)
@@ -100,7 +100,7 @@ def loss_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def plain(case: Case) -> list[float]:
-    """Train in plain torch, in this process; return the loss of each batch."""
+    """Train in plain torch, in this process. Return the loss of each batch."""
     model, optimizer = parts()
     losses = []
     for index, (words, targets) in enumerate(DataLoader(dataset(case), batch_size=GLOBAL_BATCH)):
@@ -134,20 +134,21 @@ class Training:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.accelerator = accelerator = accelerator_of(case)
-        model, optimizer = parts(1 + accelerator.process_index)  # the strategy makes the ranks start equal
+        # The strategy makes the ranks start with equal weights.
+        model, optimizer = parts(1 + accelerator.process_index)
         layout = accelerator.parallelism_config
         readers = accelerator.num_processes // (1 if layout is None else layout.non_data_parallel_size)
         loader = DataLoader(dataset(case), batch_size=GLOBAL_BATCH // readers)
-        # The optimizer was made before the sharding, and is given first.
+        # The optimizer was created before the sharding, and is passed first.
         self.optimizer, self.loader, self.model = accelerator.prepare(optimizer, loader, model)
 
     def load(self, folder: str) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         self.accelerator.load_state(folder, elastic=True)
         self.loader = self.accelerator.skip_first_batches(self.loader, self.case.first * self.case.accumulation)
 
     def losses(self) -> Iterator[float]:
-        """Train; yield the loss of each batch, averaged over the ranks."""
+        """Train. Yield the loss of each batch, averaged over the ranks."""
         accelerator, model, optimizer, clip = self.accelerator, self.model, self.optimizer, self.case.clip
         for words, targets in self.loader:
             with accelerator.accumulate(model):
@@ -161,7 +162,7 @@ class Training:
 
 
 def accelerated(case: Case, save: str | None = None, load: str | None = None) -> dict[str, Any]:
-    """Train on one rank; return the losses of all ranks' batches, averaged, and the whole weights (rank 0's)."""
+    """Train on one rank. Return the losses of all ranks' batches, averaged, and the whole weights of rank 0."""
     training = Training(case)
     if load is not None:
         training.load(load)
@@ -172,7 +173,7 @@ def accelerated(case: Case, save: str | None = None, load: str | None = None) ->
 
 
 def killed(case: Case, folder: str, results: str) -> None:
-    """Train, save after half of the steps, train on, have rank 0 write losses and weights, and be killed."""
+    """Train, save after half of the steps, continue, have rank 0 write losses and weights, and get killed."""
     training = Training(case)
     losses = []
     for loss in training.losses():
@@ -187,7 +188,7 @@ def killed(case: Case, folder: str, results: str) -> None:
 
 
 def saves_alone(case: Case, folder: str) -> None:
-    """Train, and save on the main rank only, as one does without sharding; train on."""
+    """Train, and save on the main rank only, as is correct without sharding. Then continue."""
     training = Training(case)
     for number, _ in enumerate(training.losses(), 1):
         if number == 2 and training.accelerator.is_main_process:
@@ -195,7 +196,7 @@ def saves_alone(case: Case, folder: str) -> None:
 
 
 def saved_by_hand(case: Case, folder: str) -> list[str]:
-    """Write model and optimizer by the functions that libraries call, spoil and read them; return what differs."""
+    """Write model and optimizer with the functions that libraries call, change and read them. Return what differs."""
     training = Training(case)
     accelerator, model, optimizer = training.accelerator, training.model, training.optimizer
     list(training.losses())
@@ -227,5 +228,5 @@ def _equal(first: Any, second: Any) -> bool:
 
 
 def held(tensor: torch.Tensor) -> int:
-    """Return how many elements of a tensor this rank holds."""
+    """Return the number of elements of a tensor that this rank holds."""
     return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).numel()

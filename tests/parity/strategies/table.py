@@ -1,4 +1,4 @@
-"""The strategies that must train as plain torch does, each with the ranks it takes."""
+"""The strategies that must train like plain torch, each with the numbers of ranks it supports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNITS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_t
 _FIRST = {"fsdp_version": 1, "sync_module_states": True, "use_orig_params": True, **_UNITS}
 _PREFETCHING = {"backward_prefetch": "BACKWARD_POST", "forward_prefetch": True, "limit_all_gathers": False}
 _SECOND = {"fsdp_version": 2, **_UNITS}
-# Traces and partitions forward and backward as the default back end does, and leaves out what takes long: kernels.
+# Traces and partitions forward and backward like the default back end, and omits slow parts such as kernels.
 _COMPILED = {"backend": "AOT_EAGER"}
 _KERNELS = {"backend": "INDUCTOR"}
 _REGIONS = {**_COMPILED, "use_regional_compilation": True}
@@ -40,7 +40,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp2, compiled regions": {"fsdp": _SECOND, "dynamo": _REGIONS},
     "tp, compiled regions": {"degrees": {"tp_size": WORLD}, "dynamo": _REGIONS},
 }
-"""By name: what a `Case` is made of, on any number of ranks."""
+"""By name: the fields of a `Case`, for any number of ranks."""
 
 SLOW = {
     "ddp, compiled to kernels",
@@ -75,12 +75,12 @@ _OFFLOADED = {
 }
 ZERO: dict[str, dict[str, Any]] = {
     **{f"stage {stage}": {"deepspeed": {"zero_stage": stage}} for stage in (0, 1, 2, 3)},
-    # torch's optimizer in main memory; DeepSpeed's own, in C++, has a test of its own
+    # torch's optimizer in main memory. DeepSpeed's own optimizer, in C++, has a separate test.
     "stage 3, offloaded": {
         "deepspeed": {"hf_ds_config": {"zero_optimization": _OFFLOADED, "zero_force_ds_cpu_optimizer": False}}
     },
 }
-"""DeepSpeed's, which has an environment of its own."""
+"""Strategies of DeepSpeed, which has a separate environment."""
 
 FORMS: dict[str, dict[str, Any]] = {
     "fsdp1, whole": _FIRST,
@@ -97,7 +97,7 @@ def case_of(name: str, ranks: int, **more: Any) -> Case:
 
     Args:
         name: A name of one of the tables.
-        ranks: How many.
+        ranks: The number of ranks.
         more: Fields of `Case`.
     """
     settings = {**STRATEGIES, **ON_FOUR, **ZERO}[name]

@@ -1,4 +1,4 @@
-"""Training that goes on from a checkpoint is the training that was never interrupted."""
+"""A training that resumes from a checkpoint equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def uninterrupted(version: int) -> dict[str, Any]:
 
 
 def saved(form: str, folder: Path) -> Case:
-    """Train the first half and save; return the second half."""
+    """Train the first half and save. Return the second half."""
     run_ranks(accelerated, Case(fsdp=FORMS[form], steps=HALF), str(folder))
     return Case(fsdp=FORMS[form], first=HALF, steps=HALF)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_resuming(form: str, tmp_path: Path) -> None:
+def test_resuming_equals_an_uninterrupted_training(form: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     resumed = run_ranks(accelerated, saved(form, folder), None, str(folder))[0]
     expected = uninterrupted(1 if form.startswith("fsdp1") else 2)
@@ -51,7 +51,7 @@ def test_resuming(form: str, tmp_path: Path) -> None:
         pytest.param("fsdp2, whole", marks=pytest.mark.nightly),
     ],
 )
-def test_resuming_on_more_ranks(form: str, tmp_path: Path) -> None:
+def test_resuming_on_more_ranks_equals_an_uninterrupted_training(form: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     resumed = run_ranks(accelerated, saved(form, folder), None, str(folder), world_size=4)[0]
     expected = uninterrupted(1 if form.startswith("fsdp1") else 2)
@@ -59,11 +59,11 @@ def test_resuming_on_more_ranks(form: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["fsdp1, whole", "fsdp2, sharded", "fsdp2, whole"])
-def test_functions_that_libraries_call(form: str, tmp_path: Path) -> None:
+def test_functions_that_libraries_call_restore_the_state(form: str, tmp_path: Path) -> None:
     assert run_ranks(saved_by_hand, Case(fsdp=FORMS[form], steps=2), str(tmp_path / "checkpoint")) == [[], []]
 
 
-def test_names_of_files_are_accelerates(tmp_path: Path) -> None:
+def test_file_names_equal_accelerates(tmp_path: Path) -> None:
     saved("fsdp2, sharded", tmp_path / "sharded")
     saved("fsdp2, whole", tmp_path / "whole")
     assert (tmp_path / "sharded" / "pytorch_model_fsdp_0" / ".metadata").is_file()
@@ -73,7 +73,7 @@ def test_names_of_files_are_accelerates(tmp_path: Path) -> None:
     assert {"embedding.weight", "blocks.0.before.bias"} <= state["state"].keys()
 
 
-def test_shards_become_a_whole_file(tmp_path: Path) -> None:
+def test_shards_can_be_merged_into_a_whole_file(tmp_path: Path) -> None:
     saved("fsdp2, sharded", tmp_path / "checkpoint")
     merge_fsdp_weights(str(tmp_path / "checkpoint"), str(tmp_path / "merged"))
     model = Transformer()
@@ -89,7 +89,7 @@ def test_shards_become_a_whole_file(tmp_path: Path) -> None:
         merge_fsdp_weights(str(tmp_path / "checkpoint"), str(tmp_path / "merged"))
 
 
-def test_a_checkpoint_of_another_strategy(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_strategy_is_refused(tmp_path: Path) -> None:
     second = saved("fsdp2, sharded", tmp_path / "checkpoint")
     with pytest.raises(RankError, match="was written by the strategy 'fsdp'") as caught:
         run_ranks(accelerated, Case(first=second.first, steps=1), None, str(tmp_path / "checkpoint"))

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine trains as plain torch does: `make test-deepspeed`."""
+"""DeepSpeed's engine trains like plain torch: `make test-deepspeed`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CELLS = rest_nightly(
 
 @patient
 @pytest.mark.parametrize(("name", "ranks", "precision", "accumulation"), CELLS)
-def test_trains_as_plain_torch_and_resumes(
+def test_deepspeed_trains_like_plain_torch_and_resumes(
     name: str, ranks: int, precision: str, accumulation: int, tmp_path: Path
 ) -> None:
     case = case_of(name, ranks, precision=precision, accumulation=accumulation)
@@ -57,14 +57,14 @@ def test_one_process_needs_no_launch() -> None:
 
 
 @pytest.mark.skipif(not BUILT, reason="DeepSpeed's optimizer in C++ is not built: make test-nightly")
-def test_deepspeeds_optimizer_for_main_memory() -> None:
+def test_deepspeeds_optimizer_for_main_memory_trains_like_plain_torch() -> None:
     case = Case(deepspeed={"zero_stage": 2, "offload_optimizer_device": "cpu"})
     found = run_ranks(accelerated, case, timeout=SECONDS)[0]["losses"]
-    assert found == pytest.approx(plain(case), rel=1e-4)  # its square roots are the processor's approximations
+    assert found == pytest.approx(plain(case), rel=1e-4)  # Its square roots are the processor's approximations.
 
 
-@pytest.mark.parametrize("stage", [0, 2])  # 3: tests/deepspeed/test_stores.py
-def test_resuming_with_a_schedule(stage: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stage", [0, 2])  # For stage 3, see tests/deepspeed/test_stores.py.
+def test_resuming_with_a_schedule_equals_an_uninterrupted_training(stage: int, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     whole = Case(**ZERO[f"stage {stage}"], steps=2 * HALF)
     expected = run_ranks(scripts.trained, whole, str(folder), HALF, timeout=SECONDS)[0]
@@ -81,12 +81,12 @@ def test_resuming_with_a_schedule(stage: int, tmp_path: Path) -> None:
 
 @patient
 @pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.nightly), 3])
-def test_saving_on_the_main_rank_alone_is_noticed(stage: int, tmp_path: Path) -> None:
+def test_saving_on_the_main_rank_alone_is_detected(stage: int, tmp_path: Path) -> None:
     assert_notices_saving_alone(case_of(f"stage {stage}", 2), tmp_path)
 
 
-@pytest.mark.timeout(1000)  # compiles an optimizer in C++, which takes minutes on a busy machine
-def test_what_this_machine_lacks() -> None:
+@pytest.mark.timeout(1000)  # Compiles an optimizer in C++, which takes minutes on a busy machine.
+def test_precisions_and_devices_that_this_machine_lacks_are_reported() -> None:
     (said,) = run_ranks(scripts.lacking, world_size=1, timeout=900)
     assert said["fp16"] in {
         "",
@@ -97,7 +97,7 @@ def test_what_this_machine_lacks() -> None:
     )
 
 
-def test_a_checkpoint_becomes_plain_weights(tmp_path: Path) -> None:
+def test_a_checkpoint_can_be_converted_to_plain_weights(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     run_ranks(scripts.trained, Case(**ZERO["stage 3"], steps=3), str(folder), 0, timeout=SECONDS)
     assert (folder / "zero_to_fp32.py").is_file()
@@ -118,15 +118,15 @@ def test_each_rank_holds_its_share(stage: int, ranks: int) -> None:
         "parameters": 1 / ranks if stage == 3 else 1,
         "gradients": 1 / ranks if stage >= 2 else 1,
         "states": 2 / ranks if stage else 2,
-        "masters": 1 / ranks if stage else 0,  # what the optimizer changes: a copy of this rank's part
+        "masters": 1 / ranks if stage else 0,  # The optimizer changes a copy of this rank's part.
     }
     for rank, held in enumerate(run_ranks(scripts.memory, stage, world_size=ranks, timeout=SECONDS)):
         print(f"stage {stage} on {ranks} ranks, rank {rank}: {held}")
-        # Parts are padded; the gradient of a weight at the border of two parts is whole on both, a sixteenth of all.
+        # Parts are padded. The gradient of a weight at the border of two parts is whole on both, a sixteenth of all.
         assert held == pytest.approx(expected, abs=0.07)
 
 
-def test_optimizer_and_schedule_of_a_configuration(tmp_path: Path) -> None:
+def test_the_optimizer_and_the_schedule_of_a_configuration_train_and_resume(tmp_path: Path) -> None:
     found = run_ranks(scripts.described, str(tmp_path / "checkpoint"), timeout=SECONDS)[0]
     expected = scripts.plainly_described()
     assert found["rates"] == pytest.approx(expected["rates"], rel=1e-6)
@@ -134,23 +134,23 @@ def test_optimizer_and_schedule_of_a_configuration(tmp_path: Path) -> None:
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     assert [found["config"][name] for name in sizes] == [8, 4, 1]
     assert found["config"]["scheduler"]["params"]["total_num_steps"] == scripts.STEPS
-    assert "scheduler.bin" not in found["names"]  # the engine has it
+    assert "scheduler.bin" not in found["names"]  # The engine has it.
     assert found["rate of the checkpoint"] == found["rates"][scripts.STEPS // 2]
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_norms_before_clipping(stage: int) -> None:
+def test_norms_are_those_before_clipping(stage: int) -> None:
     expected = run_ranks(scripts.norms, Case(steps=4))[0]
     found = run_ranks(scripts.norms, Case(deepspeed={"zero_stage": stage}, steps=4), timeout=SECONDS)
     assert found[0] == found[1] == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_window_by_hand() -> None:
+def test_a_manual_window_trains_like_plain_torch() -> None:
     found = run_ranks(scripts.held_back, timeout=SECONDS)[0]["losses"]
     assert found == pytest.approx(plain(Case(steps=6, accumulation=2)), rel=1e-5)
 
 
-def test_two_models_by_two_plugins() -> None:
+def test_two_models_can_have_two_plugins() -> None:
     found = run_ranks(scripts.two_models, timeout=SECONDS)[0]
     assert found["first"]
     assert found["agrees"]
@@ -159,7 +159,7 @@ def test_two_models_by_two_plugins() -> None:
     assert found["wrapped"] == "Transformer"
 
 
-def test_mistakes() -> None:
+def test_mistakes_are_refused_with_a_message() -> None:
     said = run_ranks(scripts.mistakes, timeout=SECONDS)[0]
     assert "AdamW has parameters of 0 of the 0 models given" in said["alone"]
     assert "is 'auto', and prepare() was given no loader" in said["no loader"]
@@ -169,14 +169,14 @@ def test_mistakes() -> None:
     assert "create another Accelerator for the second model" in said["second"]
     assert "call accelerator.clip_grad_norm_" in said["values"]
     assert "which clips by the 2-norm" in said["norm"]
-    assert said["again"] == "2"  # filled anew for the second loader
+    assert said["again"] == "2"  # Filled anew for the second loader.
 
 
-def test_whole_weights_of_a_sharded_model(tmp_path: Path) -> None:
+def test_whole_weights_of_a_sharded_model_can_be_saved(tmp_path: Path) -> None:
     said = run_ranks(scripts.saved_whole, str(tmp_path / "model"), timeout=SECONDS)[0]
     weights = load_file(tmp_path / "model" / "model.safetensors")
     for name, weight in parts()[0].state_dict().items():
-        if name in weights:  # tied weights are written once
+        if name in weights:  # Tied weights are written once.
             assert torch.equal(weights[name], weight), name
     assert {"embedding.weight", "head.weight"} & weights.keys()
     assert "stage3_gather_16bit_weights_on_model_save is false" in said["forbidden"]

@@ -1,6 +1,6 @@
-"""Every strategy's losses are those of one process in plain torch, also when it was killed on the way.
+"""Every strategy's losses equal one process in plain torch, even after being killed.
 
-One cell per strategy runs daily; `make test-nightly` runs the table times precisions times accumulation times ranks.
+One cell per strategy runs daily; `make test-nightly` runs all combinations of precision, accumulation and ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CELLS = rest_nightly(
 
 @patient
 @pytest.mark.parametrize(("name", "ranks", "precision", "accumulation"), CELLS)
-def test_trains_as_plain_torch_and_resumes(
+def test_a_strategy_trains_like_plain_torch_and_resumes(
     name: str, ranks: int, precision: str, accumulation: int, tmp_path: Path
 ) -> None:
     case = case_of(name, ranks, precision=precision, accumulation=accumulation)

@@ -14,7 +14,7 @@ from tests.support.ranks import run_ranks
 
 MOMENTS = 2
 """Tensors of each parameter's shape that AdamW keeps."""
-# Biases that are not split, padding of parts, a batch and its activations.
+# Unsplit biases, padding of parts, a batch and its activations.
 CLOSE = 0.06
 PARTS = {
     "ddp": 1,

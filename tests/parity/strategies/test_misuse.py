@@ -1,4 +1,4 @@
-"""What cannot be trained is said in a sentence, with what to write instead."""
+"""Unsupported trainings raise a message of one sentence that says what to write instead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ONCE_A_NIGHT = ["fsdp1, gradients and optimizer", "tp", "fsdp2, compiled regions
 @pytest.mark.parametrize(
     "name", ["fsdp1", "fsdp2", *(pytest.param(name, marks=pytest.mark.nightly) for name in ONCE_A_NIGHT)]
 )
-def test_saving_on_the_main_rank_alone_is_noticed(name: str, tmp_path: Path) -> None:
+def test_saving_on_the_main_rank_alone_is_detected(name: str, tmp_path: Path) -> None:
     assert_notices_saving_alone(case_of(name, 2), tmp_path)
 
 
@@ -40,7 +40,7 @@ def arranged(**degrees: int) -> None:
         ({"cp_size": 3}, r"cp_size=3 = 3, but there are 2 ranks"),
     ],
 )
-def test_degrees_that_do_not_multiply_to_the_world(degrees: dict[str, int], equation: str) -> None:
+def test_degrees_that_do_not_multiply_to_the_world_size_are_refused(degrees: dict[str, int], equation: str) -> None:
     with pytest.raises(RankError, match=equation) as caught:
         run_ranks(arranged_by, degrees)
     assert isinstance(caught.value.__cause__, ValueError)
@@ -57,7 +57,7 @@ MISSING = {
 
 
 @pytest.mark.parametrize("library", MISSING)
-def test_a_library_that_is_missing(library: str) -> None:
+def test_a_missing_library_is_named(library: str) -> None:
     if find_spec(library) is not None:
         pytest.skip(f"{library} is installed")
     make, line = MISSING[library]
@@ -82,7 +82,7 @@ PAIRS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("pair", PAIRS)
-def test_plugins_that_contradict_each_other(pair: str) -> None:
+def test_plugins_that_contradict_each_other_are_refused(pair: str) -> None:
     with pytest.raises(ValueError, match=f"{pair} contradict each other: a model is trained by one of them"):
         Accelerator(cpu=True, **{name: make() for name, make in PAIRS[pair].items()})
 
@@ -93,7 +93,7 @@ def arranged_beside(plugin: str) -> None:
 
 
 @pytest.mark.parametrize("plugin", ["deepspeed_plugin", "megatron_lm_plugin"])
-def test_degrees_beside_an_engine(plugin: str) -> None:
+def test_degrees_combined_with_an_engine_are_refused(plugin: str) -> None:
     with pytest.raises(RankError, match=rf"dp_shard_size=2.* and {plugin} contradict each other: .* omit {plugin} or"):
         run_ranks(arranged_beside, plugin)
 
@@ -107,6 +107,6 @@ def made_too_early(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fsdp1", "fsdp2", "tp"])
-def test_an_optimizer_of_weights_from_before_the_sharding(name: str) -> None:
+def test_an_optimizer_of_unsharded_weights_is_refused(name: str) -> None:
     with pytest.raises(RankError, match="SGD has no parameter of a prepared model: it was created before the model"):
         run_ranks(made_too_early, name)

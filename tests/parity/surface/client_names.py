@@ -2,7 +2,7 @@
 
     python -m tests.parity.surface.client_names FOLDER   # of downloaded wheels
 
-A name counts that a library imports (`from accelerate.utils import gather`) or reads from an imported module
+A name counts if a library imports it (`from accelerate.utils import gather`) or reads it from an imported module
 (`accelerate.hooks.CpuOffload`).
 """
 

@@ -1,8 +1,8 @@
-"""Compare this package's public surface with the table of the API that it implements.
+"""Compares this package's public surface with the table of the API that it implements.
 
 The table, api_surface.json, lists for each module the names that Accelerate exports: kind, signature, members of
 enums, fields of dataclasses, methods and properties of classes, and the area of the API each belongs to.
-`python -m tests.parity.surface.compare [AREA ...]` prints what differs.
+`python -m tests.parity.surface.compare [AREA ...]` prints the differences.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_PLAIN_VALUE = object()
 
 
 def rows(areas: tuple[str, ...]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield module, name and row of each entry of the areas; the package root's module is the empty string."""
+    """Yield module, name and row of each entry of the areas. The module of the package root is the empty string."""
     for module, names in json.loads(TABLE.read_text())["modules"].items():
         for name, row in names.items():
             if row["area"] in areas:
@@ -33,7 +33,7 @@ def rows(areas: tuple[str, ...]) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def gaps(module: str, name: str, row: dict[str, Any]) -> list[str]:
-    """Return one line per difference between the table's row and what can be imported from the same place.
+    """Return one line per difference between the table's row and the object at the same place.
 
     Args:
         module: Module below the package, empty for its root.
@@ -41,7 +41,7 @@ def gaps(module: str, name: str, row: dict[str, Any]) -> list[str]:
         row: The table's entry.
 
     Returns:
-        Lines, empty where all agrees.
+        Lines, empty if everything agrees.
     """
     path = f"{PACKAGE}.{module}".rstrip(".")
     where = f"{path}.{name}"
@@ -85,7 +85,7 @@ def _has_attribute(found: Any, name: str) -> bool:
 def _signature_gaps(where: str, signature: str, found: Callable[..., Any]) -> list[str]:
     try:
         have = inspect.signature(found).parameters
-    except (TypeError, ValueError):  # built in, or an enum: no signature to compare
+    except (TypeError, ValueError):  # Built in, or an enum: there is no signature to compare.
         return []
     kinds = {parameter.kind for parameter in have.values()}
     takes_any = inspect.Parameter.VAR_KEYWORD in kinds
@@ -101,8 +101,8 @@ def _signature_gaps(where: str, signature: str, found: Callable[..., Any]) -> li
 
 
 def _parameters(signature: str) -> dict[str, Any]:
-    """Return name and default of each parameter of a signature as inspect prints it."""
-    source = re.sub(r"<[^<>]*>", "...", signature)  # defaults such as <object object>
+    """Return name and default of each parameter of a signature in the format of inspect."""
+    source = re.sub(r"<[^<>]*>", "...", signature)  # Defaults such as <object object>.
     arguments = ast.parse(f"def _{source}: ...").body[0].args  # type: ignore[attr-defined]
     positional = [*arguments.posonlyargs, *arguments.args]
     missing = [None] * (len(positional) - len(arguments.defaults))
@@ -122,12 +122,12 @@ def _plain(default: ast.expr | None) -> Any:
 def _same(have: Any, wanted: Any) -> bool:
     value = have.value if isinstance(have, enum.Enum) else have
     if value is inspect.Parameter.empty or not isinstance(value, bool | int | float | str | type(None)):
-        return True  # a sentinel or a factory: its meaning is for the room's own tests
+        return True  # A sentinel or a factory, whose meaning the tests of its package check.
     return bool(value == wanted)
 
 
 def main(areas: tuple[str, ...]) -> int:
-    """Print every gap of the areas and the share of names that agree; return 1 while there is a gap."""
+    """Print every difference in the areas and the share of names that agree. Return 1 if there is a difference."""
     total = agree = 0
     for module, name, row in rows(areas):
         lines = gaps(module, name, row)

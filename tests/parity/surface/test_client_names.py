@@ -18,7 +18,7 @@ DOWNLOADS = ROOT / ".build" / "clients"
 
 
 def resolve(dotted: str) -> object:
-    """Return what a dotted name stands for: a module, or an attribute of one."""
+    """Return the object of a dotted name: a module, or an attribute of one."""
     found: object = importlib.import_module("accelerate")
     done = "accelerate"
     for part in dotted.split(".")[1:]:
@@ -82,7 +82,7 @@ def test_names_are_read_from_imports_and_attributes() -> None:
     ]  # fmt: skip
 
 
-def test_the_table_is_that_of_the_sources() -> None:
+def test_the_table_matches_the_sources() -> None:
     if not any(DOWNLOADS.glob("*.whl")):
         pytest.skip("the libraries' wheels are not downloaded: make client-names")
     scanned = client_names.scan(DOWNLOADS)

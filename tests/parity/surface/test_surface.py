@@ -1,4 +1,4 @@
-"""The names, parameters, defaults, members and methods of all areas of the table are those of the API."""
+"""The names, parameters, defaults, members and methods of all areas of the table match the API."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tests.parity.surface import compare
 @pytest.mark.parametrize(
     ("module", "name", "row"), [pytest.param(*entry, id=".".join(entry[:2])) for entry in compare.rows(compare.AREAS)]
 )
-def test_a_name_is_as_in_the_table(module: str, name: str, row: dict[str, Any]) -> None:
+def test_a_name_matches_the_table(module: str, name: str, row: dict[str, Any]) -> None:
     assert compare.gaps(module, name, row) == []
 
 
-def test_the_table_names_each_area() -> None:
+def test_the_table_lists_each_area() -> None:
     assert {row["area"] for _, _, row in compare.rows(compare.AREAS)} == set(compare.AREAS)
 
 
-def test_differences_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differences_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     class Colour(enum.Enum):
         RED = "red"
 

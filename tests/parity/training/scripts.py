@@ -1,4 +1,4 @@
-"""The same training twice: in plain torch, and through an Accelerator. Both return losses and final weights."""
+"""The same training in plain torch and through an Accelerator. Both return losses and final weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Result = tuple[list[float], list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained and how."""
+    """The model, data and options of a training."""
 
     samples: int = 24
     batch_size: int = 4
@@ -31,7 +31,7 @@ class Case:
 
 
 class Net(nn.Module):
-    """Two layers and a normalisation: small, but not linear."""
+    """Two layers and a normalization: small, but not linear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def parts(case: Case) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
 
 
 def batches_of_rank(case: Case, rank: int, size: int) -> list[list[int]]:
-    """Cut the dataset as prepared loaders do: batches in turn, the last ones filled up from the start."""
+    """Divide the dataset like prepared loaders: batches in turn, the last ones padded from the start."""
     order = list(range(case.samples))
     rounds = -(-case.samples // (case.batch_size * size))
     filled = [order[i % case.samples] for i in range(rounds * case.batch_size * size)]
@@ -71,7 +71,7 @@ def batches_of_rank(case: Case, rank: int, size: int) -> list[list[int]]:
 
 
 def plain(case: Case) -> Result:
-    """Train in plain torch; with DDP where a process group exists."""
+    """Train in plain torch, with DDP if a process group exists."""
     grouped = dist.is_initialized()
     rank, size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
     model, optimizer, scheduler = parts(case)
@@ -148,6 +148,6 @@ def accelerated(case: Case, package: str = "notebook_accelerate") -> Result:
 
 
 def both_on_a_rank(case: Case) -> tuple[Result, Result]:
-    """Train both ways on one rank of a world; plain torch second, on the group that the Accelerator made."""
+    """Train both ways on one rank of a world, with plain torch second, in the group that the Accelerator created."""
     ours = accelerated(case)
     return ours, plain(case)

@@ -1,4 +1,4 @@
-"""Losses and weights are those of Accelerate itself; run where it is installed beside this package."""
+"""Losses and weights equal Accelerate's own, if both packages are installed."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def fresh_original() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", SHARED.values(), ids=list(SHARED))
-def test_one_process(case: Case) -> None:
+def test_one_process_trains_like_accelerate(case: Case) -> None:
     assert_equal(accelerated(case), accelerated(case, "accelerate"))
 
 
 def both(case: Case) -> tuple[Result, Result]:
-    """Train through both packages on one rank; the second uses the group that the first has made."""
+    """Train with both packages on one rank. The second uses the group that the first has created."""
     return accelerated(case, "accelerate"), accelerated(case)
 
 
 @pytest.mark.parametrize("case", SHARED.values(), ids=list(SHARED))
-def test_two_ranks(case: Case) -> None:
+def test_two_ranks_train_like_accelerate(case: Case) -> None:
     for theirs, ours in run_ranks(both, case):
         assert_equal(ours, theirs)

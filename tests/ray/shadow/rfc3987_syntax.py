@@ -1,4 +1,4 @@
-"""Stands before the real one: jsonschema does without, and it compiles a grammar for seconds at each `import ray`."""
+"""Shadows the real package, which compiles a grammar for seconds at each `import ray`. jsonschema works without it."""
 
 from __future__ import annotations
 

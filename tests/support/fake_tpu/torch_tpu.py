@@ -1,6 +1,6 @@
-"""What torch_tpu registers in torch on a machine with a TPU, without a TPU: a folder of its own makes it importable.
+"""A stub for torch_tpu's registrations in torch, without a TPU. Its folder on the path makes it importable.
 
-The device type and the process group's back end exist; there is nothing to compute with.
+The device type and the process group's back end exist, but nothing can be computed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ module = ModuleType("torch.tpu")
 module.manual_seed_all = seeds.append  # type: ignore[attr-defined]
 module._is_in_bad_fork = lambda: False  # type: ignore[attr-defined]
 module.default_generators = (torch.Generator(),)  # type: ignore[attr-defined]
-for name in ("device_count", "is_available", "get_rng_state", "synchronize"):  # torch.accelerator has them
+for name in ("device_count", "is_available", "get_rng_state", "synchronize"):  # torch.accelerator requires them.
     setattr(module, name, _refuse)
 
 _torch: Any = torch

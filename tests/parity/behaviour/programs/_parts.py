@@ -60,7 +60,7 @@ def parts(samples: int = 10) -> tuple[Any, Any, Any, Any]:
 
 
 def train(accelerator: Any, net: Any, opt: Any, batches: Any, schedule: Any = None) -> list[float]:
-    """Train an epoch; return the losses."""
+    """Train an epoch. Return the losses."""
     losses = []
     for inputs, targets in batches:
         with accelerator.accumulate(net):
@@ -77,7 +77,7 @@ def train(accelerator: Any, net: Any, opt: Any, batches: Any, schedule: Any = No
 def local_sgd(
     accelerator: Any, net: Any, opt: Any, batches: Any, *, steps: int, schedule: Any = None, **settings: Any
 ) -> Any:
-    """Train an epoch with LocalSGD; return the weights."""
+    """Train an epoch with LocalSGD. Return the weights."""
     with LocalSGD(accelerator=accelerator, model=net, local_sgd_steps=steps, **settings) as local:
         for inputs, targets in batches:
             with accelerator.accumulate(net):
@@ -91,7 +91,7 @@ def local_sgd(
 
 
 def with_variables(variables: dict[str, str], call: Callable[[], Any]) -> Any:
-    """Return the result of a call under these variables of the environment, which stay: each program is a process."""
+    """Return the result of a call with these environment variables. They remain set, because each program is a process."""
     os.environ.update(variables)
     return call()
 
@@ -128,7 +128,7 @@ def logged(call: Callable[[], Any], level: int = logging.WARNING) -> list[str]:
 
 
 def raised(call: Callable[[], Any]) -> Any:
-    """Return the exception that a call raises; its result if there is none."""
+    """Return the exception that a call raises, or its result if it raises none."""
     try:
         return call()
     except Exception as error:  # noqa: BLE001 - any is a result

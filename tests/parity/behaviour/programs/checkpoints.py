@@ -1,4 +1,4 @@
-"""Checkpoints: folders and their names, limits, hooks, objects of the user, and models saved alone."""
+"""Checkpoints: folders and their names, limits, hooks, custom objects, and models saved alone."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ CALLS_ON_TWO_RANKS = [
 
 
 class Counter:
-    """An object of the user."""
+    """A custom object."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -83,7 +83,7 @@ class Counter:
 
 
 def _is_common(name: str) -> bool:
-    """Return whether a file is not one that this package adds: the manifest, and the state of samplers."""
+    """Return whether both packages write a file. This package adds the manifest and the state of samplers."""
     return "manifest" not in name and not name.endswith("sampler.bin")
 
 
@@ -268,7 +268,7 @@ def _folder_of_a_hook(look: Callable[[Path], Any]) -> Any:
 
 
 def _overlapping() -> Any:
-    """Save two buffers that are different views of one memory."""
+    """Save two buffers that are different views of the same memory."""
     net = nn.Module()
     memory = torch.arange(6.0)
     net.register_buffer("first", memory[:4])

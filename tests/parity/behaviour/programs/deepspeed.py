@@ -1,4 +1,4 @@
-"""Accelerate's guides of DeepSpeed, with DeepSpeed itself, on the CPU, where Accelerate runs one process of it only."""
+"""Accelerate's guides to DeepSpeed, with DeepSpeed itself, on the CPU. There, Accelerate supports one process only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DECAY = {"type": "WarmupDecayLR", "params": WARMUP}
 
 
 class Sized(nn.Sequential):
-    """A model that names its hidden size, as the guide asks."""
+    """A model that names its hidden size, as the guide requires."""
 
     def __init__(self, **sizes: Any) -> None:
         torch.manual_seed(1)
@@ -39,7 +39,7 @@ def _on_cpu() -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed.ops
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it is compiled for minutes, and used for nothing
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # Compiling it takes minutes, and it is not used.
 
 
 def _config(stage: int = 2, **more: Any) -> dict[str, Any]:
@@ -105,7 +105,7 @@ def stage_2_accumulates() -> Any:
 
 
 def _by_file(config: dict[str, Any], opt: Any = None, schedule: Any = None, **settings: Any) -> Any:
-    """Train with a configuration; return losses, rates and what `auto` has become."""
+    """Train with a configuration. Return losses, rates and the values that replaced `auto`."""
     Path("ds.json").write_text(json.dumps(config))
     accelerator = _accelerator(DeepSpeedPlugin(hf_ds_config="ds.json"), **settings)
     net = Sized(hidden_size=4)
@@ -211,7 +211,7 @@ def buckets_without_a_hidden_size() -> Any:
 
 
 def _from_environment(config: dict[str, Any], in_file: bool = False, **fields: str) -> Any:
-    """Start as a launch with a configuration file does: the fields are the command line's."""
+    """Start like a launch with a configuration file: the fields come from the command line."""
     _on_cpu()
     Path("ds.json").write_text(json.dumps(config))
     names = {"mixed_precision": "ACCELERATE_MIXED_PRECISION", "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING"}

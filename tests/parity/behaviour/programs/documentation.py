@@ -1,4 +1,4 @@
-"""What Accelerate's guides say: each program is the situation of a sentence or an example of its documentation."""
+"""Accelerate's guides: each program is the situation of a sentence, or an example from its documentation."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def states_with_a_relative_folder() -> Any:
 
 
 class Documented(GeneralTracker):
-    """The tracker of the guide: its methods take no more than what the guide lists."""
+    """The tracker of the guide, whose methods accept only the arguments that the guide lists."""
 
     name = "documented"
     requires_logging_directory = False
@@ -351,7 +351,7 @@ def random_numbers_stay_apart_and_orders_equal() -> Any:
 
 
 class Sharded(IterableDataset[int]):
-    """It splits its files by process when it is built, and by worker when it is read."""
+    """Splits its files by process when it is created, and by worker when it is read."""
 
     def __init__(self, files: int) -> None:
         state = PartialState()

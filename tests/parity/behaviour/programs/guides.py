@@ -1,4 +1,4 @@
-"""Accelerate's guides of launching, parallelism, low precision and profiling: the situations of their sentences."""
+"""Accelerate's guides to launching, parallelism, low precision and profiling: the situations of their sentences."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ INPUTS = torch.arange(6.0).view(2, 3)
 _SEQUENCES = "PARALLELISM_CONFIG_SP_"
 
 CALLS = [
-    # context and sequence parallelism
+    # Context and sequence parallelism.
     "_with({_SEQUENCES + 'SEQ_LENGTH_IS_VARIABLE': 'false'}, lambda: DeepSpeedSequenceParallelConfig(sp_seq_length=8))",
     "_with({_SEQUENCES + 'ATTN_IMPLEMENTATION': 'flash_attention_2'}, DeepSpeedSequenceParallelConfig)",
     "_with({_SEQUENCES + 'ATTN_IMPLEMENTATION': 'eager'}, DeepSpeedSequenceParallelConfig)",
@@ -64,14 +64,14 @@ CALLS = [
     "ParallelismConfig(dp_replicate_size=2, tp_size=2)",
     "ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, tp_size=2, cp_size=2).total_size",
     "ParallelismConfig(dp_replicate_size=2, dp_shard_size=1, sp_size=2).total_size",
-    # low precision
+    # Low precision.
     "FP8RecipeKwargs(backend='te', margin=1, fp8_format='HYBRID')",
     "FP8RecipeKwargs(backend='msamp', optimization_level='O2')",
     "raised(lambda: Accelerator(mixed_precision='fp8', kwarg_handlers=[]))",
     "Accelerator(mixed_precision='bf16', downcast_bf16=True)",
     "_with({'ACCELERATE_DOWNCAST_BF16': 'true'}, lambda: Accelerator(mixed_precision='bf16').state.downcast_bfloat)",
     "utils.DistributedType.TPU",
-    # quantization
+    # Quantization.
     "BnbQuantizationConfig(load_in_8bit=True, llm_int8_threshold=6)",
     "BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_use_double_quant=True)",
     "BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype='bfloat16').bnb_4bit_compute_dtype",
@@ -81,7 +81,7 @@ CALLS = [
     "BnbQuantizationConfig(load_in_8bit=True, skip_modules='second')",
     "BnbQuantizationConfig(load_in_8bit=True, keep_in_fp32_modules=5)",
     "BnbQuantizationConfig(load_in_8bit='yes')",
-    # notebooks
+    # Notebooks.
     "notebook_launcher(_nothing)",
     "notebook_launcher(_nothing, num_processes=2, node_rank=3, num_nodes=2)",
 ]
@@ -135,7 +135,7 @@ def _batch(accelerator: Any) -> torch.Tensor:
 
 @program(ranks=2)
 def gradients_are_exchanged_where_the_forward_is_outside_of_no_sync() -> Any:
-    """The guide's improper use: only the backward lies inside."""
+    """The guide's improper use: only the backward is inside."""
     accelerator = Accelerator()
     net = accelerator.prepare(nn.Linear(3, 1, bias=False))
     loss = net(_batch(accelerator)).sum()

@@ -127,7 +127,7 @@ CALLS = [
     "Accelerator(kwargs_handlers=[None])",
     "Accelerator(kwargs_handlers=[]).autocast_handler",
     "Accelerator(kwargs_handlers=[GradientAccumulationPlugin()])",
-    # dynamo
+    # Dynamo.
     "TorchDynamoPlugin(backend='eager', mode='reduce-overhead', fullgraph=True, dynamic=False, options={'a': 1})",
     "TorchDynamoPlugin(backend='INDUCTOR').to_kwargs()",
     "TorchDynamoPlugin(backend='nonsense')",
@@ -139,7 +139,7 @@ CALLS = [
     "_with({'ACCELERATE_DYNAMO_BACKEND': 'eager', 'ACCELERATE_DYNAMO_USE_DYNAMIC': 'maybe'}, TorchDynamoPlugin)",
     "Accelerator(dynamo_plugin=TorchDynamoPlugin(backend='eager')).state.dynamo_plugin",
     "Accelerator(dynamo_plugin=TorchDynamoPlugin(backend='eager'), dynamo_backend='eager')",
-    # projects
+    # Projects.
     "ProjectConfiguration()",
     "ProjectConfiguration('here')",
     "ProjectConfiguration('here', logging_dir='logs', total_limit=3, automatic_checkpoint_naming=True, iteration=2, save_on_each_node=True)",
@@ -148,13 +148,13 @@ CALLS = [
     "Accelerator(project_config=ProjectConfiguration('here')).project_dir",
     "Accelerator(project_config=ProjectConfiguration('here'), project_dir='there').project_configuration",
     "Accelerator(project_config=ProjectConfiguration(logging_dir='logs')).logging_dir",
-    # loaders
+    # Loaders.
     "DataLoaderConfiguration()",
     "DataLoaderConfiguration(split_batches=True, even_batches=False, data_seed=3, non_blocking=True)",
     "Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=True)).split_batches",
     "Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True)).dispatch_batches",
     "Accelerator(dataloader_config=DataLoaderConfiguration(), split_batches=True)",
-    # FP8
+    # FP8.
     "TERecipeKwargs()",
     "TERecipeKwargs(fp8_format='E4M3', margin=2, amax_history_len=16, amax_compute_algo='max', interval=3)",
     "TERecipeKwargs(fp8_format='nonsense')",
@@ -177,7 +177,7 @@ CALLS = [
     "Accelerator(mixed_precision='fp8', kwargs_handlers=[TERecipeKwargs()])",
     "Accelerator(mixed_precision='bf16', kwargs_handlers=[AORecipeKwargs()]).fp8_backend",
     "Accelerator().fp8_backend",
-    # FSDP
+    # FSDP.
     "_fsdp()",
     "_fsdp(fsdp_version=2)",
     "_fsdp(sharding_strategy='SHARD_GRAD_OP')",
@@ -245,7 +245,7 @@ CALLS = [
     "FullyShardedDataParallelPlugin(fsdp_version=2).validate_cpu_offload()",
     "utils.enable_fsdp_ram_efficient_loading(), os.environ.get('FSDP_CPU_RAM_EFFICIENT_LOADING')",
     "utils.disable_fsdp_ram_efficient_loading(), os.environ.get('FSDP_CPU_RAM_EFFICIENT_LOADING')",
-    # parallelism
+    # Parallelism.
     "_parallel()",
     "_parallel(dp_replicate_size=2, dp_shard_size=2)",
     "_parallel(tp_size=2, dp_shard_size=2, cp_size=2)",
@@ -279,7 +279,7 @@ CALLS = [
     "DeepSpeedSequenceParallelConfig(sp_seq_length=8, sp_seq_length_is_variable=True, sp_attn_implementation='sdpa')",
     "DeepSpeedSequenceParallelConfig(sp_attn_implementation='nonsense')",
     "_with({'PARALLELISM_CONFIG_SP_SEQ_LENGTH': '16'}, DeepSpeedSequenceParallelConfig)",
-    # other launchers' plugins, whose packages are not installed
+    # Plugins of other launchers, whose packages are not installed.
     "_deepspeed()",
     "_deepspeed(zero_stage=3, offload_optimizer_device='cpu', gradient_clipping=1.0)",
     "_deepspeed(zero_stage=2, gradient_accumulation_steps=4, zero3_init_flag=False)",

@@ -157,7 +157,7 @@ CALLS_ON_TWO_RANKS = [
 
 
 class OwnSampler(torch.utils.data.Sampler[int]):
-    """A sampler of a library: it draws from its generator, or from torch's."""
+    """A library's sampler, which draws from its generator or from torch's."""
 
     generator = None
 
@@ -420,7 +420,7 @@ def stateful_loading() -> Any:
 
 
 def _resumed_after(rounds: int, shuffle: bool) -> tuple[Any, Any, list[int]]:
-    """Read some batches, and load the state into another loader; return what was left."""
+    """Read some batches, and load the state into another loader. Return the remaining batches."""
     config = DataLoaderConfiguration(use_stateful_dataloader=True)
     loaders = []
     for _ in range(2):
@@ -431,7 +431,7 @@ def _resumed_after(rounds: int, shuffle: bool) -> tuple[Any, Any, list[int]]:
         next(interrupted)
     state, numbers = loaders[0].state_dict(), torch.get_rng_state()
     left = [number for batch in interrupted for number in batch.tolist()]
-    torch.set_rng_state(numbers)  # as load_state does
+    torch.set_rng_state(numbers)  # As load_state does.
     loaders[1].load_state_dict(state)
     return accelerator, loaders[1], left
 
@@ -527,7 +527,7 @@ def sharded_datasets_are_split_by_their_shards() -> Any:
 
 @program(needs="datasets transformers", ranks=2)
 def losses_of_trainers() -> Any:
-    """transformers' Trainer, plain, grouped by length and on sharded iterable datasets."""
+    """Train like transformers' Trainer: plain, grouped by length and on sharded iterable datasets."""
     import transformers
 
     class Config(transformers.PretrainedConfig):

@@ -1,4 +1,4 @@
-"""What `prepare` takes and returns."""
+"""The arguments and results of `prepare`."""
 
 from __future__ import annotations
 

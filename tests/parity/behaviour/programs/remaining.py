@@ -1,4 +1,4 @@
-"""Functions and classes that few users call: probes of packages, launch environments, hooks, internals of loaders."""
+"""Rarely used functions and classes: probes of packages, launch environments, hooks, internals of loaders."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ CALLS = [
     "list(inspect.signature(utils.prepare_multi_gpu_env).parameters)",
     "list(inspect.signature(utils.prepare_deepspeed_cmd_env).parameters)",
     "raised(lambda: utils.prepare_multi_gpu_env(argparse.Namespace())) is not None",
-    # hooks
+    # Hooks.
     "ModelHook().no_grad, ModelHook().init_hook(model()).extra(), ModelHook().detach_hook(model()).extra()",
     "ModelHook().pre_forward(model(), 1, a=2), ModelHook().post_forward(model(), 3)",
     "_sequence()",
@@ -64,7 +64,7 @@ CALLS = [
     "_on_blocks()",
     "_on_blocks(offload={'first': True, 'second': False})",
     "_executed()",
-    # loaders
+    # Loaders.
     "[issubclass(each, DataLoaderStateMixin) for each in (DataLoaderShard, DataLoaderDispatcher)]",
     "issubclass(DataLoaderDispatcher, DataLoaderAdapter)",
     "_state_of_a_loader()",

@@ -1,4 +1,4 @@
-"""FSDP 1 and 2 on two ranks, which compute what Accelerate computes by DDP: it shards models on GPUs only."""
+"""FSDP 1 and 2 on two ranks, compared with DDP in Accelerate, which shards models on GPUs only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trackers: those that users write, and the vendors' packages without a network."""
+"""Trackers: custom ones, and the vendors' packages without a network."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def _life(given: Any, *, values: Any = None, log_kwargs: Any = None, **settings:
     accelerator.init_trackers("project", **{"config": {"lr": 0.5}, **settings})
     accelerator.log({"loss": 1.5} if values is None else values, step=3, log_kwargs=log_kwargs or {})
     accelerator.log({"loss": 1})
-    if accelerator.num_processes == 1:  # Accelerate ends the process group, too, which other expressions need
+    if accelerator.num_processes == 1:  # Accelerate also ends the process group, which other expressions need.
         accelerator.end_training()
     return [each.received for each in trackers if isinstance(each, Kept)]
 

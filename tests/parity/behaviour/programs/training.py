@@ -87,7 +87,7 @@ CALLS = [
     "Accelerator().save(5, 'x.pt'), os.listdir()",
     "Accelerator().local_main_process_first().__enter__()",
     "Accelerator().main_process_first().__enter__()",
-    # optimizers and schedulers
+    # Optimizers and schedulers.
     "type(_optimizer()).__name__",
     "AcceleratedOptimizer(optimizer()).optimizer.__class__ if Accelerator() else None",
     "_optimizer().step_was_skipped",
@@ -103,7 +103,7 @@ CALLS = [
     "_stepped(step_with_optimizer=False)",
     "_stepped()",
     "sorted(_scheduler().state_dict())",
-    # state
+    # State.
     "is_initialized()",
     "PartialState().initialized, is_initialized()",
     "do_nothing(1, a=2)",
@@ -120,7 +120,7 @@ CALLS = [
     "GradientState().plugin_kwargs",
     "GradientState(GradientAccumulationPlugin(num_steps=3)).plugin_kwargs",
     "repr(GradientState())",
-    # logging
+    # Logging.
     "type(get_logger('x')).__name__",
     "get_logger('x').name, get_logger('x', log_level='DEBUG').logger.level",
     "get_logger('x', 'nonsense')",
@@ -133,12 +133,12 @@ CALLS = [
     "_once()",
     "MultiProcessAdapter(logging.getLogger('x'), {}).isEnabledFor(logging.ERROR)",
     "MultiProcessAdapter._should_log(True) if Accelerator() else None",
-    # inference
+    # Inference.
     "inspect.signature(prepare_pippy)",
     "raised(lambda: prepare_pippy(model()))",
     "generate_device_map(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), num_processes=2)",
     "generate_device_map(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), num_processes=1)",
-    # launchers
+    # Launchers.
     "notebook_launcher(_nothing, num_processes=1)",
     "notebook_launcher(_nothing, (1,), num_processes=1, mixed_precision='bf16')",
     "notebook_launcher(_nothing, num_processes=1, mixed_precision='nonsense')",
@@ -146,7 +146,7 @@ CALLS = [
     "list(inspect.signature(notebook_launcher).parameters)[:10]",
     "list(inspect.signature(debug_launcher).parameters)",
     "utils.PrepareForLaunch(_nothing).__class__.__name__",
-    # local SGD
+    # Local SGD.
     "_local(1)",
     "_local(3)",
     "_local(3, enabled=False)",

@@ -48,7 +48,7 @@ DDPCommunicationHookType DistributedType SageMakerDistributedType FP8BackendType
 STATES = {"a": ones(2, 3), "b": ones(4), "c": torch.zeros(10)}
 
 CALLS = [
-    # sizes
+    # Sizes.
     "utils.convert_file_size_to_int(5)",
     "utils.convert_file_size_to_int(1.5)",
     "utils.convert_file_size_to_int(2.0e9)",
@@ -89,7 +89,7 @@ CALLS = [
     "utils.get_max_memory({-1: 5})",
     "list(utils.get_max_memory())",
     "utils.get_max_memory({})",
-    # structures
+    # Structures.
     "utils.is_namedtuple(Point(1, 2))",
     "utils.is_namedtuple((1, 2))",
     "utils.honor_type(Point(1, 2), [3, 4])",
@@ -185,7 +185,7 @@ CALLS = [
     "utils.has_transformer_engine_layers(model())",
     "utils.has_offloaded_params(model())",
     "utils.get_model_tp_size(model())",
-    # environment
+    # Environment.
     "[utils.str_to_bool(each) for each in ('y', 'YES', 't', 'True', 'on', '1', 'n', 'no', 'f', 'false', 'off', '0')]",
     "utils.str_to_bool('maybe')",
     "utils.str_to_bool('')",
@@ -221,7 +221,7 @@ CALLS = [
     "utils.get_current_device_type()",
     "environment.override_numa_affinity(0)",
     "raised(lambda: utils.set_numa_affinity(0))",
-    # versions
+    # Versions.
     "utils.compare_versions('torch', '>=', '1.0')",
     "utils.compare_versions('torch', '<', '1.0')",
     "utils.compare_versions('absent-package', '>=', '1.0')",
@@ -234,14 +234,14 @@ CALLS = [
     "list(utils.tqdm([1, 2], main_process_only=True, disable=True))",
     "warned(lambda: list(utils.tqdm(True, [1, 2], disable=True)))",
     "list(utils.tqdm())",
-    # seeds
+    # Seeds.
     "_seeded(5)",
     "_seeded(5, device_specific=True)",
     "_seeded(5, deterministic=True)",
     "utils.set_seed('x')",
     "utils.set_seed(-1)",
     "utils.set_seed(2**40)",
-    # tied parameters and names
+    # Tied parameters and names.
     "utils.find_tied_parameters(model())",
     "sorted(utils.find_tied_parameters(_tied()))",
     "utils.check_tied_parameters_in_config(model())",
@@ -252,12 +252,12 @@ CALLS = [
     "_cleaned(lambda t: {'a': ones(2, 2).t(), 'b': 1})",
     "utils.id_tensor_storage(t := ones(2)) == utils.id_tensor_storage(t[1:])",
     "len(utils.id_tensor_storage(ones(2)))",
-    # legacy
+    # Legacy functions.
     "utils.shard_checkpoint(STATES, max_shard_size=50)",
     "utils.shard_checkpoint(STATES)",
     "utils.shard_checkpoint(STATES, max_shard_size=1, weights_name='w.bin')",
     "utils.extract_submodules_state_dict({'a.b': 1, 'c.d': 2, 'a': 3}, ['a'])",
-    # state of checkpoint files
+    # State of checkpoint files.
     "_saved({'a': ones(2)}, 'x.bin')",
     "_saved({'a': ones(2)}, 'x.safetensors', safe_serialization=True)",
     "_saved([1, 2], 'x.bin')",
