@@ -154,7 +154,7 @@ def entry_of(run: ComparedRun | KeptRow, names: Sequence[str], values: BestValue
         started=known.started,
         seconds=known.elapsed,
         ranks=known.plan.world_size if known.plan is not None else known.config.num_processes,
-        config=known.config,
+        settings=known.config.non_default(),
         arguments=known.arguments,
         last={name: value for name, value in last.items() if value is not None},
         best={name: value for name, value in best.items() if value is not None},
@@ -163,4 +163,7 @@ def entry_of(run: ComparedRun | KeptRow, names: Sequence[str], values: BestValue
         origin=str(getattr(known, "origin", "")),
         **more,
     )
-    return replace(entry, key=run.id, run=run.id, name="", code=run.entry.code) if isinstance(run, KeptRow) else entry
+    if not isinstance(run, KeptRow):
+        return entry
+    kept = run.entry
+    return replace(entry, key=run.id, run=run.id, name="", code=kept.code, settings=kept.settings)

@@ -176,7 +176,7 @@ class RunsTable(CellView):
             for run in self.runs
         ]
         empty = "No kept runs" if self._is_kept else "No run has been launched from this kernel yet."
-        return run_comparison.runs_table(entries, empty)
+        return run_comparison.runs_table(entries, empty, sortable=True)
 
     def _actions(self, run: ComparedRun | KeptRow) -> tuple[Action, ...]:
         """Return the buttons of a row. Open comes first: its button stays where Stop goes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -14,7 +15,7 @@ from notebook_accelerate.errors import BrokenRunError
 from notebook_accelerate.launch.kept.journal_format import JOURNAL_NAME
 from notebook_accelerate.launch.kept.journal_reader import read_journal
 from notebook_accelerate.launch.kept.opened_run import end_if_lost, open_run
-from notebook_accelerate.launch.kept.run_folder import config_from, read_summary
+from notebook_accelerate.launch.kept.run_folder import read_summary
 from notebook_accelerate.launch.kept.run_writer import summary_of
 from notebook_accelerate.launch.output.running_cell import running_kernel
 from notebook_accelerate.launch.report import rendering
@@ -137,8 +138,12 @@ class KeptRuns(Sequence[KeptRun]):
         names = Counter(row.name for row in self)
         return [row.name if names[row.name] == 1 else row.path.name for row in self]
 
+    @cached_property
+    def _entries(self) -> list[RunEntry]:
+        return [entry_of(row, label) for row, label in zip(self, self.labels, strict=True)]
+
     def _table(self) -> Table:
-        return runs_table([entry_of(row, label) for row, label in zip(self, self.labels, strict=True)], "no kept runs")
+        return runs_table(self._entries, "no kept runs")
 
     def __repr__(self) -> str:
         return rendering.text(self._table())
@@ -167,7 +172,7 @@ def entry_of(row: KeptRun, label: str) -> RunEntry:
         started=row.started,
         seconds=row.seconds,
         ranks=row.ranks,
-        config=config_from(row.config),
+        settings=row.config,
         arguments=row.arguments,
         last=row.metrics,
         code=row.commit[:_COMMIT_SHOWN] + (" +changes" if row.dirty else ""),

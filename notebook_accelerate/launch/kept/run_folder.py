@@ -129,7 +129,7 @@ def _plain(value: object, depth: int = 4) -> Any:
 
 
 def config_from(stored: Mapping[str, Any]) -> LaunchConfig:
-    """Return the configuration that a header has; fields that were hidden, or are of no use here, keep defaults."""
+    """Return the configuration in a header. Settings that cannot be read back have their defaults."""
     known = {each.name for each in fields(LaunchConfig)} - {"env", "rdzv_conf", "accelerator", "on"}
     values = {
         name: tuple(value) if isinstance(value, list) else value for name, value in stored.items() if name in known

@@ -41,7 +41,7 @@ class Action:
 # ---- tables
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Cell:
     """A cell that is more than a text.
 
@@ -87,7 +87,7 @@ class Column:
     text_only: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Row:
     """A row, named by its first cell.
 

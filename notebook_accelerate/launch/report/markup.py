@@ -27,6 +27,12 @@ def element(name: str, /, *content: str, **attributes: object) -> Markup:
         attributes: Values by name; ``aria_label`` is written ``aria-label`` and ``class_`` is written ``class``.
             Floats are rounded to two decimals; None and False leave the attribute out, True writes its name alone.
     """
+    head = start_tag(name, **attributes)
+    return Markup(f"{head[:-1]} />" if name in _VOID else f"{head}{join(content)}</{name}>")
+
+
+def start_tag(name: str, /, **attributes: object) -> Markup:
+    """Return the start tag of an element; see `element`."""
     head = name
     for key, value in attributes.items():
         if value is None or value is False:
@@ -35,7 +41,7 @@ def element(name: str, /, *content: str, **attributes: object) -> Markup:
         if value is not True:
             text = f"{round(value, 2):g}" if isinstance(value, float) else str(value)
             head += f'="{escape(text)}"'
-    return Markup(f"<{head} />" if name in _VOID else f"<{head}>{join(content)}</{name}>")
+    return Markup(f"<{head}>")
 
 
 def join(content: Iterable[str], separator: str = "") -> Markup:
@@ -109,13 +115,12 @@ def number(value: float, digits: int = 4) -> str:
         value: Any float.
         digits: The most significant digits.
     """
+    if 1e-3 <= abs(value) < 1e6 or value == 0:
+        return f"{value:.{digits}g}"
     if not math.isfinite(value):
         return str(float(value))
-    size = abs(value)
-    if size and (size >= 1e6 or size < 1e-3):
-        mantissa, _, exponent = f"{value:.{digits - 2}e}".partition("e")
-        return f"{float(mantissa):.{digits}g}e{int(exponent)}"
-    return f"{value:.{digits}g}"
+    mantissa, _, exponent = f"{value:.{digits - 2}e}".partition("e")
+    return f"{float(mantissa):.{digits}g}e{int(exponent)}"
 
 
 def byte_size(count: int | None, unknown: str = "–") -> str:

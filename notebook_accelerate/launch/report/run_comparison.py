@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from datetime import datetime
-from functools import partial
-from typing import TYPE_CHECKING
+from itertools import repeat
+from types import EllipsisType
+from typing import Any
 
+from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.config.plain_values import format_setting, hide_credentials
 from notebook_accelerate.launch.report.document import Action, Cell, Column, Group, Row, Table
 from notebook_accelerate.launch.report.markup import duration, number
-
-if TYPE_CHECKING:
-    from notebook_accelerate.config.launch_config import LaunchConfig
 
 Value = bool | int | float | str | None
 MAX_ARGUMENTS, MAX_METRICS = 12, 8
@@ -24,11 +22,12 @@ MAX_ARGUMENTS, MAX_METRICS = 12, 8
 _CAPTION = "Runs, the latest first; metrics are the last and the best values of the lowest rank"
 _HIDDEN_SETTINGS = ("env", "num_processes", "block", "panel", "use_port", "rdzv_conf", "tags", "output", "save", "name")
 """Settings without a column: they do not affect the training, have another column, or may hold a secret."""
+_DEFAULTS = {each.name: each.default for each in fields(LaunchConfig)}
 _HIGHER = re.compile(r"acc|f1|auc|bleu|rouge|reward|score|precision|recall|iou|psnr|ssim|r2", re.IGNORECASE)
 _LOWER = re.compile(r"loss|err|perplexity|ppl|mae|mse|nll|fid|(?:^|[/_])(?:wer|cer)", re.IGNORECASE)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)  # not frozen: a folder may have thousands of runs, and creation would take four times as long
 class RunEntry:
     """One run in a table of runs.
 
@@ -40,7 +39,7 @@ class RunEntry:
         started: Seconds since the epoch; 0.0: not known.
         seconds: How long it took, or has taken until now; None: not known.
         ranks: Number of its ranks; None: not known.
-        config: The settings of the launch.
+        settings: The settings of the launch that differ from their defaults.
         arguments: The arguments of the function, by parameter.
         last: The last value of each metric.
         best: The best value of each metric; None: not known.
@@ -60,7 +59,7 @@ class RunEntry:
     started: float
     seconds: float | None
     ranks: int | None
-    config: LaunchConfig
+    settings: Mapping[str, Any]
     arguments: Mapping[str, Value]
     last: Mapping[str, float] = field(default_factory=dict)
     best: Mapping[str, float] | None = None
@@ -73,30 +72,27 @@ class RunEntry:
     actions: tuple[Action, ...] = ()
 
 
-def runs_table(entries: Sequence[RunEntry], empty: str = "") -> Table:
+def runs_table(entries: Sequence[RunEntry], empty: str = "", *, sortable: bool = False) -> Table:
     """Return the table of some runs.
 
     Args:
         entries: The runs, the oldest first.
         empty: Shown instead of a table without runs.
+        sortable: Whether a live table sorts and filters the rows.
     """
     columns = list(_columns(entries))
+    cells = zip(*(column.cells for column in columns), strict=True)
+    orders = zip(*(column.order for column in columns), strict=True) if sortable else repeat((), len(entries))
     rows = [
-        Row(
-            key=entry.key,
-            cells=tuple(column.cell(entry) for column in columns),
-            order=tuple(column.value(entry) for column in columns),
-            tone=entry.tone,
-            actions=entry.actions,
-        )
-        for entry in reversed(entries)
+        Row(key=entry.key, cells=texts, order=order, tone=entry.tone, actions=entry.actions)
+        for entry, texts, order in zip(entries, cells, orders, strict=True)
     ]
     return Table(
         key="runs",
         columns=tuple(Column(title=each.title, kind=each.kind, numeric=each.kind == "number") for each in columns),
-        groups=(Group(key="runs", rows=tuple(rows)),),
+        groups=(Group(key="runs", rows=tuple(rows[::-1])),),
         caption=_CAPTION,
-        sortable=True,
+        sortable=sortable,
         empty=empty,
     )
 
@@ -112,106 +108,115 @@ def better(name: str) -> int:
 
 @dataclass(frozen=True)
 class _Column:
-    """A column; its cells are sorted by ``value``, with None last."""
+    """A column of all runs.
+
+    Attributes:
+        title: Its title.
+        kind: Its kind; see `Column`.
+        cells: The cell of each run.
+        values: What its cells are sorted by.
+    """
 
     title: str
     kind: str
-    cell: Callable[[RunEntry], str | Cell]
-    value: Callable[[RunEntry], float | str | None]
+    cells: Sequence[str | Cell]
+    values: Sequence[object]
+
+    @property
+    def order(self) -> Iterator[float | str | None]:
+        """The values, with None, which is sorted last, for those that are neither numbers nor texts."""
+        for value in self.values:
+            # A file may have an integer that is too large for a float, which math.isnan refuses.
+            is_nan = isinstance(value, float) and math.isnan(value)
+            yield value if isinstance(value, (int, float, str)) and not is_nan else None
 
 
-def _columns(entries: Sequence[RunEntry]) -> Iterable[_Column]:
-    """Yield the columns for these runs; arguments that differ come before those that do not."""
-    yield _Column("run", "run", lambda one: Cell(text=str(one.run), colour=one.colour), lambda one: one.run)
-    yield _text("function", lambda one: one.function)
-    yield _Column("state", "state", lambda one: Cell(text=one.state, state=one.state), lambda one: one.state)
-    yield _Column("started", "text", _start, lambda one: one.started)
-    yield _number("took", lambda one: one.seconds, duration)
-    yield _number("ranks", lambda one: one.ranks, str, "")
-    if any(one.name for one in entries):
-        yield _text("name", lambda one: one.name)
-    if any(one.config.detach for one in entries):
-        yield _number("step", lambda one: one.step, str, "")
-        yield _text("from", lambda one: one.origin)
-    if any(one.code for one in entries):
-        yield _text("code", lambda one: one.code)
-    if any(one.config.tags for one in entries):
-        yield _text("tags", lambda one: ", ".join(one.config.tags))
-    yield from (_argument(name, entries) for name in _arguments(entries)[:MAX_ARGUMENTS])
-    yield from (_text(name, partial(_setting, name)) for name in _settings(entries))
-    names = sorted(
-        dict.fromkeys(name for one in entries for name in one.last), key=lambda name: name.startswith("auto/")
+def _columns(runs: Sequence[RunEntry]) -> Iterator[_Column]:
+    """Yield the columns of these runs; arguments that differ come before those that do not."""
+    names = [str(one.run) if one.colour < 0 else Cell(text=str(one.run), colour=one.colour) for one in runs]
+    yield _Column("run", "run", names, [one.run for one in runs])
+    yield _text("function", [one.function for one in runs])
+    yield _states([one.state for one in runs])
+    yield _Column("started", "text", _starts(runs), [one.started for one in runs])
+    yield _number("took", [one.seconds for one in runs], duration)
+    yield _number("ranks", [one.ranks for one in runs], str, "")
+    if any(one.name for one in runs):
+        yield _text("name", [one.name for one in runs])
+    if any(one.settings.get("detach") for one in runs):
+        yield _number("step", [one.step for one in runs], str, "")
+        yield _text("from", [one.origin for one in runs])
+    if any(one.code for one in runs):
+        yield _text("code", [one.code for one in runs])
+    if any(one.settings.get("tags") for one in runs):
+        yield _text("tags", [_joined(one.settings.get("tags", ())) for one in runs])
+    yield from _arguments(runs)
+    yield from _settings(runs)
+    metrics = sorted(
+        dict.fromkeys(name for one in runs for name in one.last), key=lambda name: name.startswith("auto/")
     )
-    for name in names[:MAX_METRICS]:
-        yield _number(name, partial(_last, name), number)
-        if better(name) and any(one.best is not None for one in entries):
-            yield _number(f"best {name}", partial(_best, name), number)
+    for name in metrics[:MAX_METRICS]:
+        yield _number(name, [one.last.get(name) for one in runs], number)
+        if better(name) and any(one.best is not None for one in runs):
+            yield _number(f"best {name}", [(one.best or {}).get(name) for one in runs], number)
 
 
-def _text(title: str, text: Callable[[RunEntry], str]) -> _Column:
-    return _Column(title, "text", text, text)
+def _text(title: str, texts: Sequence[str]) -> _Column:
+    return _Column(title, "text", texts, texts)
 
 
-def _number(
-    title: str, read: Callable[[RunEntry], float | None], write: Callable[[float], str], unknown: str = "–"
-) -> _Column:
-    def text(entry: RunEntry) -> str:
-        value = read(entry)
-        return unknown if value is None else write(value)
-
-    def order(entry: RunEntry) -> float | None:
-        value = read(entry)
-        # A file may have an integer that is too large for a float, which math.isnan refuses.
-        return None if isinstance(value, float) and math.isnan(value) else value
-
-    return _Column(title, "number", text, order)
+def _number(title: str, values: Sequence[float | None], write: Callable[[float], str], unknown: str = "–") -> _Column:
+    texts = [unknown if value is None else write(value) for value in values]
+    return _Column(title, "number", texts, values)
 
 
-def _start(entry: RunEntry) -> str:
-    """Return the time, and the date of a run of another day."""
-    with suppress(ValueError, OverflowError, OSError):  # a file may have any number
-        started = datetime.fromtimestamp(entry.started)
-        if entry.started:
-            return started.strftime("%H:%M:%S" if started.date() == datetime.now().date() else "%Y-%m-%d %H:%M")
-    return ""
+def _states(states: Sequence[str]) -> _Column:
+    marked = {state: Cell(text=state, state=state) for state in set(states)}
+    return _Column("state", "state", [marked[state] for state in states], states)
 
 
-def _last(name: str, entry: RunEntry) -> float | None:
-    return entry.last.get(name)
+def _starts(runs: Sequence[RunEntry]) -> list[str]:
+    """Return the time of each launch; for a launch on another day, its date and time."""
+    today = datetime.now().date()
+
+    def text(started: float) -> str:
+        try:
+            launch = datetime.fromtimestamp(started)
+        except (ValueError, OverflowError, OSError):  # A file may have any number.
+            return ""
+        if launch.date() == today:
+            return launch.time().isoformat("seconds")
+        return launch.isoformat(" ", "minutes") if started else ""
+
+    return [text(one.started) for one in runs]
 
 
-def _best(name: str, entry: RunEntry) -> float | None:
-    return (entry.best or {}).get(name)
+def _joined(tags: object) -> str:
+    # A file may have any value.
+    return ", ".join(map(str, tags)) if isinstance(tags, list | tuple) else str(tags)
 
 
-def _arguments(entries: Sequence[RunEntry]) -> list[str]:
-    names = dict.fromkeys(name for one in entries for name in one.arguments)
-    return sorted(names, key=lambda name: len({repr(one.arguments.get(name, ...)) for one in entries}) == 1)
+def _arguments(runs: Sequence[RunEntry]) -> list[_Column]:
+    names = dict.fromkeys(name for one in runs for name in one.arguments)
+    columns = [_argument(name, [one.arguments.get(name, ...) for one in runs]) for name in names]
+    return sorted(columns, key=lambda column: len(set(column.cells)) == 1)[:MAX_ARGUMENTS]
 
 
-def _argument(name: str, entries: Sequence[RunEntry]) -> _Column:
-    known = [one.arguments[name] for one in entries if name in one.arguments]
-    is_number = all(isinstance(value, int | float) and not isinstance(value, bool) for value in known)
-
-    def text(entry: RunEntry) -> str:
-        value = entry.arguments.get(name)
-        if isinstance(value, float):
-            return number(value)
-        return "–" if name not in entry.arguments else str(value)
-
-    def order(entry: RunEntry) -> float | str | None:
-        value = entry.arguments.get(name)
-        return value if isinstance(value, int | float | str) else None
-
-    return _Column(name, "number" if is_number else "text", text, order)
+def _argument(name: str, values: Sequence[object]) -> _Column:
+    kinds = set(map(type, values)) - {EllipsisType}
+    is_number = all(issubclass(kind, (int, float)) and kind is not bool for kind in kinds)
+    texts = ["–" if value is ... else number(value) if isinstance(value, float) else str(value) for value in values]
+    return _Column(name, "number" if is_number else "text", texts, values)
 
 
-def _settings(entries: Sequence[RunEntry]) -> list[str]:
-    """Return the settings that are not the same in all runs."""
-    names = dict.fromkeys(name for one in entries for name in one.config.non_default() if name not in _HIDDEN_SETTINGS)
-    return [name for name in names if len({repr(getattr(one.config, name)) for one in entries}) > 1]
+def _settings(runs: Sequence[RunEntry]) -> Iterator[_Column]:
+    """Yield the settings that are not the same in all runs."""
+    names = dict.fromkeys(name for one in runs for name in one.settings)
+    for name in names:
+        if name in _DEFAULTS and name not in _HIDDEN_SETTINGS:  # A file may have any name.
+            texts = [_setting(one.settings.get(name, _DEFAULTS[name])) for one in runs]
+            if len(set(texts)) > 1:
+                yield _text(name, texts)
 
 
-def _setting(name: str, entry: RunEntry) -> str:
-    value = getattr(entry.config, name)
+def _setting(value: object) -> str:
     return hide_credentials(value) if isinstance(value, str) else format_setting(value)

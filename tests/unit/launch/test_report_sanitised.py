@@ -12,6 +12,8 @@ from bs4 import BeautifulSoup
 from nbconvert import HTMLExporter
 
 from notebook_accelerate import Run
+from notebook_accelerate.launch.report import rendering
+from notebook_accelerate.launch.report.document import table_of
 from notebook_accelerate.telemetry import LogEvent, MetricEvent, RankFailure
 from tests.support.runs import START, end, feed, make_run
 
@@ -86,6 +88,21 @@ def test_the_strictest_sanitizer_keeps_tables_and_text(run: Run) -> None:
     read = re.sub(r"\s+", " ", area.get_text(" "))
     assert [words for words in WORDS if words not in read] == []
     assert len(area.find_all("table")) >= 2
+
+
+def test_the_cells_of_a_large_table_stay_in_their_rows_and_columns_without_its_style_sheet() -> None:
+    rows = [[f"r{number}", str(number), f"a <b> & {number}\0"] for number in range(rendering.MANY_ROWS + 1)]
+    html = rendering.html(table_of("many", [["name", "number", "text"], *rows], caption="Many"))
+    style, _, table = html.partition("</style>")
+    assert style == (
+        "<style>table.na-columns-lrl tr>:is(:nth-child(1),:nth-child(3)){text-align:left}"
+        "table.na-columns-lrl tr>:is(:nth-child(2)){text-align:right}"
+    )
+    assert "<td>1<td>" in table, "end tags are left out"
+    cleaned = BeautifulSoup(_cleaned(html), "html.parser")
+    shown = [[cell.get_text() for cell in row.find_all(["th", "td"])] for row in cleaned.find_all("tr")]
+    assert shown == [["name", "number", "text"], *([*cells, text.rstrip("\0")] for *cells, text in rows)]
+    assert rendering.html(table_of("few", rows[:10])).count("text-align:right") == 10
 
 
 def test_the_plain_form_is_complete(run: Run) -> None:
