@@ -1,4 +1,4 @@
-"""Start methods by name; entry points of the group ``notebook_accelerate.launch_backends`` can add more."""
+"""The start methods by name. Entry points of the group ``notebook_accelerate.launch_backends`` can add more."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def process_backend(name: str) -> type[ProcessBackend]:
         ValueError: The method is unknown; the message lists the known ones.
     """
     rows = dict(ROWS)
-    if name not in rows:  # to search the installed packages takes longer than to fork a rank
+    if name not in rows:  # Last, because searching the installed packages takes longer than forking a rank.
         rows |= {entry.name: entry.value for entry in entry_points(group="notebook_accelerate.launch_backends")}
     if name not in rows:
         raise ValueError(f"start_method={name!r} is not known; pass one of {', '.join(sorted(rows))}")

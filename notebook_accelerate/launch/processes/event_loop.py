@@ -1,4 +1,4 @@
-"""Waiting on many descriptors at once, each with what to call when it is ready."""
+"""Wait on many descriptors, each registered with the callback to run when it is ready."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from notebook_accelerate.launch.processes import kernel_descriptors
 
 
 class HasFileno(Protocol):
-    """Something that can be waited on."""
+    """An object that a selector can wait on."""
 
     def fileno(self) -> int:
-        """Return its descriptor."""
+        """Return the file descriptor."""
 
 
 class DispatchSelector(selectors.DefaultSelector):
-    """A selector that counts removals, which tells whether the registrations of a batch are all valid."""
+    """A selector that counts removals. If the count has not changed, every registration of a batch is still valid."""
 
     removals = 0
 
@@ -29,18 +29,20 @@ class DispatchSelector(selectors.DefaultSelector):
 
 
 def dispatch(selector: DispatchSelector, timeout: float | None) -> None:
-    """Wait up to ``timeout`` seconds (None: for ever) and call the data of every registration that became ready."""
+    """Wait up to ``timeout`` seconds (None: forever) and call the callback of every registration that became ready."""
     call_ready(selector, selector.select(timeout))
 
 
 def call_ready(selector: DispatchSelector, ready: Sequence[tuple[selectors.SelectorKey, int]]) -> None:
-    """Call the data of registrations that are ready.
+    """Call the callbacks of the registrations that are ready.
 
-    One call may close what others of the same batch stand for, as a rank's end closes its channel: those are skipped.
+    A callback may remove other registrations of the same batch. For example, the end of a rank closes its channel.
+    Removed registrations are skipped.
     """
     removals = selector.removals
     for key, _ in ready:
-        if selector.removals == removals or selector.get_map().get(key.fd) is key:  # the look-up takes a microsecond
+        # The lookup takes a microsecond, so it is skipped while nothing was removed.
+        if selector.removals == removals or selector.get_map().get(key.fd) is key:
             key.data()
 
 
@@ -59,15 +61,15 @@ class WakeDescriptor:
         return self._ends[0].fileno()
 
     def set(self) -> None:
-        """Make it readable; safe from any thread."""
+        """Make the descriptor readable. Safe to call from any thread."""
         if not self._is_set:
             self._is_set = True
-            with suppress(OSError):  # it is closed
+            with suppress(OSError):  # The descriptor is closed.
                 self._ends[1].send(b"!")
 
     def clear(self) -> None:
-        """Make it unreadable; what it signals must be looked for afterwards."""
-        with suppress(OSError):  # it is not set, or closed
+        """Make the descriptor unreadable. Call this before checking for work, or a signal may be lost."""
+        with suppress(OSError):  # The descriptor is not set, or closed.
             self._ends[0].recv(64)
         self._is_set = False
 

@@ -1,4 +1,4 @@
-"""Ranks forked from the kernel: they inherit its memory by copy-on-write, and nothing is pickled."""
+"""Start ranks by forking the kernel. They share its memory copy-on-write, so nothing is pickled."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 RANKS_WORTH_COLLAPSING = 8
-"""From this many ranks on, moving the kernel's memory into huge pages takes less time than it saves in one launch."""
+"""For this many ranks or more, moving the kernel's memory into huge pages saves more time than it takes."""
 COLLAPSE_SECONDS = 0.5
 
 
 class ForkedRank(OwnChild):
-    """A rank that shares pages with this process."""
+    """A rank that was forked from this process and shares its memory pages."""
 
     living: set[int] = set()  # noqa: RUF012 - all runs of this process share it
-    """The process ids of those that have not been closed."""
+    """The process ids of the ranks that are still open."""
 
     def __init__(self, rank: int, pid: int, ends: RankPipes, exit_descriptor: int | None) -> None:
         super().__init__(rank, pid, ends, exit_descriptor)
@@ -41,7 +41,7 @@ class ForkedRank(OwnChild):
 
 
 class ForkBackend(ProcessBackend):
-    """Forks from the calling thread, which must live as long as the ranks: Linux ends them with it."""
+    """Forks ranks from the calling thread, which must outlive them: Linux kills a rank when its parent thread ends."""
 
     def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
         entry.prepare_forks()
@@ -55,7 +55,8 @@ class ForkBackend(ProcessBackend):
             super().start_ranks(orders, processes.append)
         finally:
             spins.release()
-            for process in processes:  # not between two forks, each of which makes this process copy what it writes to
+            # Notify only after the last fork: memory written between two forks would have to be copied.
+            for process in processes:
                 started(process)
 
     def prepare_next(self) -> None:
@@ -74,12 +75,12 @@ class ForkBackend(ProcessBackend):
         if pid == 0:
             wiring = entry.Wiring(ends.rank_channel.detach(), ends.rank_stdout, ends.rank_stderr, parent)
             entry.main(order, wiring, lambda: (self.function, self.arguments), kernel_descriptors.known())
-        with suppress(OSError):  # the child does the same: either may run first
+        with suppress(OSError):  # The child does the same, because either of the two may run first.
             os.setpgid(pid, pid)
         ends.close_rank_side()
         return ForkedRank(order.rank, pid, ends, pidfd_of(pid))
 
 
 def _collapse_unshared_memory() -> None:
-    """Move the kernel's memory into huge pages, unless ranks share it: each would keep the small pages as well."""
+    """Move the kernel's memory into huge pages, unless ranks share it: they would keep the small pages as well."""
     collapse_memory(COLLAPSE_SECONDS, stop=lambda: bool(ForkedRank.living))

@@ -1,9 +1,9 @@
-"""Checks whether the live kernel is safe to fork: queries the runtimes, then forks a probe with a time limit.
+"""Check whether the live kernel is safe to fork: query the runtimes, then fork a probe with a time limit.
 
 The run's supervisor thread forks the ranks. A forked child keeps only the forking thread, and libgomp keeps one team of
-workers per calling thread. A rank therefore never uses the warm OpenMP team of the kernel's main thread, whose dead
-workers a child forked from the main thread would wait for forever (pytorch#17199, GCC PR 60035). The checks look for
-state that all threads share: a CUDA or XLA runtime, or a lock held by a thread that is computing.
+workers per calling thread. A rank therefore never uses the warm OpenMP team of the kernel's main thread. A child forked
+from the main thread would wait forever for the dead workers of that team (pytorch#17199, GCC PR 60035). The checks look
+for state that all threads share: a CUDA or XLA runtime, or a lock held by a thread that is computing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import threading
 import time
 import warnings
 
-# signal's own converts each of 60 signals into a member of an enum: 0.1 ms.
+# The public signal.pthread_sigmask converts each of 60 signals into an enum member, which takes 0.1 ms.
 from _signal import pthread_sigmask  # type: ignore[import-not-found]
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -33,12 +33,12 @@ from notebook_accelerate.integrations import accelerate_alias
 from notebook_accelerate.launch.plan.planner import KernelFacts
 
 PROBE_SECONDS = 2.0
-"""Time limit of the probe, which needs a few milliseconds; past it the kernel counts as unsafe."""
+"""Time limit in seconds of the probe, which needs a few milliseconds. A slower kernel counts as unsafe."""
 MAX_WAITS = 15
 """The limit is extended up to this many times while the probe only waits for a processor on a busy machine."""
 SAMPLE_SECONDS, MAX_SAMPLES = 0.01, 100
 COMPUTING_SHARE = 0.1
-"""A thread that uses the processor for a tenth of a period is computing; a wake-up takes far less."""
+"""A thread that uses a processor for a tenth of a sample is computing. A mere wake-up takes far less."""
 
 
 def kernel_facts() -> KernelFacts:
@@ -53,7 +53,7 @@ def kernel_facts() -> KernelFacts:
 
 
 def fork_hazard() -> str:
-    """Return why forking this kernel is not safe, as a phrase for the run's header; "" when it is. For any thread."""
+    """Return why forking this kernel is unsafe, as a phrase for the run's header, or "". May run on any thread."""
     if not hasattr(os, "fork") or sys.platform != "linux":
         return "forking is not safe on this platform" if hasattr(os, "fork") else "this platform cannot fork"
     if not Path("/proc/self/task").is_dir():
@@ -70,14 +70,14 @@ def _accelerator_runtime(maps: str) -> str:
         return "CUDA is initialised in the kernel"
     for name in ("cuda", "xpu", "npu", "mlu", "musa", "sdaa", "hpu"):
         runtime: Any = sys.modules.get(f"torch.{name}") or sys.modules.get(f"torch_{name}.{name}")
-        with contextlib.suppress(Exception):  # a back end that is only partly loaded cannot be initialised
+        with contextlib.suppress(Exception):  # A back end that is only partly loaded cannot be initialised.
             if runtime is not None and runtime.is_initialized():
                 return f"{name.upper()} is initialised in the kernel"
     return ""
 
 
 def _cuda_driver_initialised() -> bool:
-    """Query the driver: without a CUDA context its calls return CUDA_ERROR_NOT_INITIALIZED (3)."""
+    """Query the driver, which returns CUDA_ERROR_NOT_INITIALIZED (3) if there is no CUDA context."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -95,7 +95,7 @@ def _xla_runtime(_maps: str) -> str:
 
 
 def _tpu_runtime(_maps: str) -> str:
-    """Torch imports torch_tpu, which on a machine with a TPU prepares a runtime that refuses to work after a fork."""
+    """Torch imports torch_tpu. On a machine with a TPU, it prepares a runtime that refuses to work after a fork."""
     if "torch_tpu" in sys.modules and device_counts.count("tpu"):
         return "torch_tpu is loaded in the kernel"
     return ""
@@ -127,7 +127,7 @@ _KNOWN_THREADS = (
 
 
 def _busy_thread(_maps: str) -> str:
-    """Return the hazard that a Python thread, other than the kernel's own and this one, is computing now."""
+    """Return the hazard if a Python thread other than this one and the kernel's own threads is computing."""
     mine = {threading.get_ident(), threading.main_thread().ident}
     others = {
         thread.native_id: thread
@@ -135,7 +135,7 @@ def _busy_thread(_maps: str) -> str:
         if thread.ident not in mine and not thread.name.startswith(_KNOWN_THREADS)
     }
     before = {tid: _cpu_nanoseconds(_own(tid)) for tid in others if tid is not None}
-    # The state alone is not enough: it also shows "R" for a rare wake-up, or for a thread that waits for a processor.
+    # The state alone is not enough: it is also "R" during a rare wake-up, or while a thread waits for a processor.
     running = [tid for tid in before if _state(_own(tid)) == "R"]
     for _ in range(MAX_SAMPLES):
         if not running:
@@ -145,7 +145,8 @@ def _busy_thread(_maps: str) -> str:
         for tid in running:
             if used[tid] > COMPUTING_SHARE * SAMPLE_SECONDS:
                 return f"thread {others[tid].name!r} is computing in the kernel"
-        running = [tid for tid in running if _state(_own(tid)) == "R"]  # it waits for a processor
+        # Keep the threads that have only waited for a processor so far.
+        running = [tid for tid in running if _state(_own(tid)) == "R"]
     return ""
 
 
@@ -159,7 +160,7 @@ def _state(thread: Path) -> str:
 
 
 def _cpu_nanoseconds(thread: Path) -> int:
-    """Return the processor time a thread has used."""
+    """Return the processor time that a thread has used."""
     with contextlib.suppress(OSError, ValueError):
         return int((thread / "schedstat").read_text().split()[0])
     return 0
@@ -167,7 +168,7 @@ def _cpu_nanoseconds(thread: Path) -> int:
 
 def _memory_map() -> str:
     with contextlib.suppress(OSError):
-        return Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")  # a path may be any bytes
+        return Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")  # A path may contain any bytes.
     return ""
 
 
@@ -179,8 +180,8 @@ CHECKS: list[Callable[[str], str]] = [
     _allocator,
     _busy_thread,
 ]
-"""Each takes the memory map of this process and returns a hazard as a phrase, or ""; the first hazard is the reason in
-the run's header."""
+"""Each check takes the memory map of this process and returns a hazard as a phrase, or "". The run's header shows the
+first hazard."""
 
 
 _LIBRARY = re.compile(r"/\S*\.so\S*")
@@ -188,13 +189,13 @@ _passed: set[tuple[frozenset[str], frozenset[str]]] = set()
 
 
 def probe_if_changed(maps: str | None = None) -> str:
-    """Probe from a new thread, unless a probe has passed with the same libraries loaded and the same kinds of threads.
+    """Probe on a new thread, unless a probe has passed with the same libraries and the same kinds of threads.
 
-    A probe takes a third of the time of a launch of two ranks. It needs a thread without an OpenMP team, as the run's
-    thread is: forked from the main thread, a probe could wait for the dead workers of that thread's team.
+    A probe takes a third of the time of a launch of two ranks. Like the run's own thread, it needs a thread without an
+    OpenMP team: forked from the main thread, a probe could wait for the dead workers of that thread's team.
 
     Args:
-        maps: The memory map of this process; None: it is read.
+        maps: The memory map of this process, or None to read it.
     """
     now = _libraries_and_threads(_memory_map() if maps is None else maps)
     if now in _passed:
@@ -218,7 +219,7 @@ def _call_on_new_thread(function: Callable[[], str]) -> str:
 
 
 def _libraries_and_threads(maps: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return what decides whether a fork works: the mapped libraries, and the kinds of threads."""
+    """Return the properties that decide whether a fork works: the mapped libraries and the kinds of threads."""
     python = {re.sub(r"\d+", "", t.name) for t in threading.enumerate() if not t.name.startswith("notebook-accelerate")}
     return frozenset(_LIBRARY.findall(maps)), frozenset(python | _native_thread_names())
 
@@ -226,13 +227,13 @@ def _libraries_and_threads(maps: str) -> tuple[frozenset[str], frozenset[str]]:
 def _native_thread_names() -> set[str]:
     found = set()
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # the thread has just ended
+        with contextlib.suppress(OSError):  # The thread has just ended.
             found.add(re.sub(r"\d+", "", (task / "comm").read_text(encoding="utf-8", errors="replace").strip()))
     return found
 
 
 def probe(seconds: float = PROBE_SECONDS) -> str:
-    """Fork a child that does what ranks do first; return a hazard unless it finishes in time."""
+    """Fork a child that does what ranks do first. Return a hazard unless it finishes in time."""
     reader, writer = os.pipe()
     pid = fork_quietly()
     if pid == 0:
@@ -253,20 +254,21 @@ def probe(seconds: float = PROBE_SECONDS) -> str:
         if not passed:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):  # SIGCHLD is ignored, or a thread of the user has reaped it
+        # SIGCHLD is ignored, or one of the user's threads has reaped the child.
+        with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
     return "" if passed else "a probe forked from the kernel did not finish"
 
 
 def _passes(reader: int, pid: int, seconds: float) -> bool:
-    """Wait ``seconds`` for the probe's answer, and longer while it only waits for a processor on a busy machine.
+    """Wait ``seconds`` for the probe's answer, or longer if it only waits for a processor on a busy machine.
 
-    A child that the fork has broken sleeps forever, or spins.
+    A child broken by the fork either sleeps forever or spins.
     """
     for _ in range(MAX_WAITS):
         if wait_readable(reader, seconds):
             break
-        threads = list(Path(f"/proc/{pid}/task").glob("*"))  # none where there is no /proc
+        threads = list(Path(f"/proc/{pid}/task").glob("*"))  # Empty if there is no /proc.
         sleeps = all(_state(thread) not in ("R", "D") for thread in threads)
         if sleeps or sum(map(_cpu_nanoseconds, threads)) > seconds / 2 * 1e9:
             break
@@ -275,7 +277,7 @@ def _passes(reader: int, pid: int, seconds: float) -> bool:
 
 def wait_readable(descriptor: int, seconds: float) -> bool:
     """Return whether a descriptor becomes readable within ``seconds``."""
-    waiter = select.poll()  # select has a limit of 1024 descriptors
+    waiter = select.poll()  # Unlike select, poll works with descriptors above 1024.
     waiter.register(descriptor, select.POLLIN)
     return bool(waiter.poll(seconds * 1000))
 
@@ -292,8 +294,9 @@ def _exercise() -> None:
     if torch is not None and hasattr(torch, "ones"):
         value = torch.ones(1 << 16, requires_grad=True)
         total = (value * 2).sum()
-        # A backward pass starts a thread for each device, and with it the driver, which may take seconds. A kernel that
-        # has computed one on a machine with a GPU has started the driver, which is a hazard of its own.
+        # A backward pass starts a thread for each device and initialises the driver, which may take seconds. A kernel
+        # that has already computed one on a machine with a GPU has initialised the driver, which is reported as a
+        # hazard.
         if not device_counts.count("cuda"):
             total.backward()
 
@@ -311,11 +314,11 @@ _SENT_BY_OTHERS = signal.valid_signals() - {
 
 
 def fork_quietly() -> int:
-    """Fork without Python 3.12's warning about threads: ``fork_hazard`` has checked them.
+    """Fork without Python 3.12's warning about threads, which ``fork_hazard`` has checked.
 
     The child starts with all signals blocked except those of its own crashes. It is still in the kernel's process group
-    and has the kernel's handlers: the front end's interrupt would raise KeyboardInterrupt wherever the child is, and
-    unwind the child into the code of the kernel's thread that forked it.
+    and still has the kernel's handlers. Without the block, an interrupt from the front end would raise
+    KeyboardInterrupt wherever the child is, and unwind the child into the code of the kernel's thread that forked it.
     """
     before = pthread_sigmask(signal.SIG_BLOCK, _SENT_BY_OTHERS)
     pid = -1
@@ -332,6 +335,6 @@ def _fork() -> int:
         return os.fork()
     with (
         warnings.catch_warnings()
-    ):  # for all threads: one that enters or leaves such a block meanwhile may lose its own
+    ):  # Affects all threads: a thread that enters or leaves such a block now may lose its own filters.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()

@@ -1,4 +1,4 @@
-"""One process: the kernel itself is the rank."""
+"""Run a single process in the kernel itself, which acts as the rank."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class _DirectSink:
-    """Takes the place of a worker's sink: events go straight to the store."""
+    """Replaces a worker's sink and writes events directly to the run's journal."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -57,7 +57,7 @@ class _DirectSink:
 
 
 class _Tee:
-    """A standard stream that also keeps what passes for ``run.logs()``."""
+    """A standard stream that also records what is written to it, for ``run.logs()``."""
 
     def __init__(self, stream: Any, name: str, journal: Journal) -> None:
         self._stream, self._name, self._rest = stream, name, ""
@@ -72,7 +72,7 @@ class _Tee:
         return len(text)
 
     def flush(self) -> None:
-        """Do nothing: each write is flushed."""
+        """Do nothing, because every write is flushed."""
 
     def _keep(self, text: str) -> None:
         if self._journal is not None:
@@ -81,7 +81,7 @@ class _Tee:
     def finish(self) -> None:
         """Record an unfinished last line, then drop the reference to the run's journal.
 
-        Libraries that saved ``sys.stdout`` during the run refer to this object for as long as they are loaded.
+        Libraries that saved ``sys.stdout`` during the run keep this object alive until they are unloaded.
         """
         if self._rest:
             self._keep(self._rest)
@@ -93,13 +93,13 @@ class _Tee:
 
 @dataclass(frozen=True)
 class InlineContext:
-    """A run in the kernel itself.
+    """The context of a run in the kernel itself.
 
     Attributes:
         id: The run's number in this kernel.
-        config: What the launch was asked to do.
-        plan: What was planned.
-        journal: What happens is appended here.
+        config: The configuration of the launch.
+        plan: The plan of the launch.
+        journal: Receives the events of the run.
     """
 
     id: int
@@ -110,18 +110,19 @@ class InlineContext:
 
 @contextmanager
 def _acting_as_rank(run: InlineContext) -> Iterator[None]:
-    """Lend the kernel a rank's environment, sink and streams, and take all of it back."""
+    """Give the kernel a rank's environment, sink and streams, and restore its own afterwards."""
     before = dict(os.environ)
     sink, streams = current_sink(), (sys.stdout, sys.stderr)
     variables = worker_variables(
         mixed_precision=run.config.mixed_precision, cpu=run.config.cpu or run.plan.accelerator == "cpu"
     )
     tees = _Tee(sys.stdout, "stdout", run.journal), _Tee(sys.stderr, "stderr", run.journal)
-    try:  # from here on, for an interrupt may come between any two lines
+    try:  # Start the try block before the first change: an interrupt may arrive between any two lines.
         os.environ.update({**variables, **rank_environment(run.plan, 0)})
         sys.stdout, sys.stderr = tees
         install_sink(_DirectSink(run.journal))  # type: ignore[arg-type]
-        with deferred_interrupts():  # a library that an interrupt left out would report nothing of later runs either
+        # A library skipped because of an interrupt would report nothing in later runs either.
+        with deferred_interrupts():
             reporting.connect_libraries(run.config.report_from)
         sampler.start(enabled=run.config.automatic_metrics)
         with (
@@ -142,10 +143,10 @@ def _acting_as_rank(run: InlineContext) -> Iterator[None]:
 
 
 def run_in_kernel(context: InlineContext, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Run the function in this process and record its end.
+    """Run the function in this process and record how it ended.
 
     Raises:
-        KeyboardInterrupt: The user stopped it.
+        KeyboardInterrupt: The user stopped the run.
     """
     journal = context.journal
     with deferred_interrupts():
@@ -159,7 +160,7 @@ def run_in_kernel(context: InlineContext, function: Callable[..., Any], argument
     except KeyboardInterrupt:
         _end(context, failures.stopped(context.id, journal.state.started))
         raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the function's own, kept in the run
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - raised by the user's function, kept in the run
         if not _is_clean_exit(error):
             _fail(context, error)
             return
@@ -167,7 +168,7 @@ def run_in_kernel(context: InlineContext, function: Callable[..., Any], argument
 
 
 def _is_clean_exit(error: BaseException) -> bool:
-    """Whether an exception ends a process with status 0; isinstance and "==" would run code of the user's classes."""
+    """Return whether an exception is an exit with status 0, without isinstance or ==, which may run the user's code."""
     if not issubclass(type(error), SystemExit):
         return False
     code = built_in_attribute(error, "code", SystemExit)
@@ -176,7 +177,7 @@ def _is_clean_exit(error: BaseException) -> bool:
 
 @deferred_interrupts()
 def end_before_start(context: InlineContext) -> None:
-    """End a run that was interrupted before its function had begun: who stops all runs waits for this one's end too."""
+    """End a run that was interrupted before its function started, or a call that stops all runs would wait for it."""
     state = context.journal.state
     if state.ended is None:
         _end(context, failures.stopped(context.id, state.started))
@@ -196,7 +197,8 @@ def _end(context: InlineContext, ended: RunEnded) -> None:
 @deferred_interrupts()
 def _fail(context: InlineContext, error: BaseException) -> None:
     chain = tracebacks.chain_of(error)
-    is_exit = issubclass(type(error), SystemExit)  # isinstance would ask the class, which may fail
+    # Not isinstance: it would run code of the exception's class, which may fail.
+    is_exit = issubclass(type(error), SystemExit)
     kind = "exit" if is_exit else "exception"
     message = f"{chain[-1].type}: {chain[-1].message}".rstrip(": ")
     if is_exit:

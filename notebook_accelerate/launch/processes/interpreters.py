@@ -1,4 +1,4 @@
-"""Interpreters that the kernel starts: they import what the kernel imports, and nothing of the working directory."""
+"""Start interpreters that import what the kernel imports, but nothing from the working directory."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _FIRST, _INSTALLED, _LAST = range(3)
 
 
 def interpreter_command(call: str) -> list[str]:
-    """Return the command line of a fresh interpreter that imports what this one imports and evaluates ``call``."""
+    """Return the command line of a fresh interpreter that has this one's import path and evaluates ``call``."""
     setup = f"import sys; sys.path[:] = {json.dumps(isolated_path(sys.path))}; "
     return [*isolated_interpreter(), "-c", setup + call]
 
 
 def start_interpreter(call: str, descriptors: Sequence[int], log: int, **environment: str) -> subprocess.Popen[bytes]:
-    """Start a fresh interpreter in its own session that evaluates ``call``.
+    """Start a fresh interpreter that evaluates ``call`` in its own session.
 
     Args:
         call: A Python expression or statements.
         descriptors: Descriptors that the interpreter inherits.
         log: Descriptor of a file for its output.
-        environment: Variables that replace the kernel's.
+        environment: Variables that override the kernel's.
     """
     return subprocess.Popen(
         interpreter_command(call),
@@ -49,10 +49,10 @@ def start_interpreter(call: str, descriptors: Sequence[int], log: int, **environ
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Start processes with SIGINT blocked.
+    """Block SIGINT while processes are started.
 
-    Until a new process leads its own session, it is in the kernel's process group, where the front end's interrupt
-    would end it.
+    Until a new process leads its own session, it belongs to the kernel's process group, and an interrupt from the front
+    end would kill it.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -62,22 +62,22 @@ def uninterrupted() -> Iterator[None]:
 
 
 def log_tail(log: IO[bytes]) -> str:
-    """Return the last 2,000 bytes of a process's log, for an error message; "" when the log is empty."""
+    """Return the last 2,000 bytes of a process's log for an error message, or "" if the log is empty."""
     log.seek(0)
     text = log.read()[-2000:].decode(errors="replace").strip()
     return f"; its output ends with:\n{text}" if text else ""
 
 
 def isolated_path(path: Iterable[object]) -> list[str]:
-    """Return the kernel's import path with the standard library first, and the working directory last.
+    """Return the kernel's import path with the standard library first and the working directory last.
 
-    A file such as random.py or types.py there would otherwise replace a module that this package or torch imports.
-    Ranks get the kernel's path as it is.
+    Otherwise a file such as random.py or types.py in the working directory would replace a module that this package or
+    torch imports. Ranks get the kernel's path unchanged.
 
     Args:
-        path: ``sys.path`` of the kernel; Python ignores what is no string.
+        path: ``sys.path`` of the kernel. Entries that are not strings are dropped, as Python ignores them.
     """
-    return sorted((entry for entry in path if isinstance(entry, str)), key=_place)  # stable
+    return sorted((entry for entry in path if isinstance(entry, str)), key=_place)  # The sort is stable.
 
 
 def _place(entry: str) -> int:
@@ -90,25 +90,26 @@ def _place(entry: str) -> int:
 
 
 def working_directory() -> Path | None:
-    """Return the working directory; None when it was deleted."""
+    """Return the working directory, or None if it was deleted."""
     try:
         return Path.cwd()
-    except OSError:  # it was deleted
+    except OSError:  # The directory was deleted.
         return None
 
 
 def existing_folder() -> str | None:
-    """Return a folder for a process that is started while the working directory is deleted; None while it exists.
+    """Return a working directory for a new process if the current one was deleted, or None if it exists.
 
-    Libraries of torch cannot be loaded in a deleted folder.
+    Torch's libraries cannot be loaded from a process whose working directory was deleted.
     """
     return None if working_directory() is not None else _STANDARD_LIBRARY.anchor
 
 
 def isolated_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables without those entries of PYTHONPATH that mean the working directory.
+    """Return the variables with PYTHONPATH stripped of entries that refer to the working directory.
 
-    An interpreter imports modules from there before it runs its first line; ranks get the kernel's variables.
+    An interpreter imports modules from these entries before it runs its first line. Ranks get the kernel's variables
+    unchanged.
 
     Args:
         environment: Variables of the kernel.
@@ -119,13 +120,13 @@ def isolated_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def isolated_interpreter() -> list[str]:
-    """Return the command of an interpreter that does not put the working directory in front of its import path.
+    """Return the command of an interpreter that does not prepend the working directory to its import path.
 
     Raises:
-        LaunchError: Python does not know its own program.
+        LaunchError: ``sys.executable`` is empty.
     """
     if not sys.executable:
         raise LaunchError(
-            f"sys.executable={sys.executable!r} names no interpreter to start; set it, or pass start_method='fork'"
+            f"sys.executable={sys.executable!r} does not name an interpreter; set it, or pass start_method='fork'"
         )
     return [sys.executable, "-P"] if sys.version_info >= (3, 11) else [sys.executable]

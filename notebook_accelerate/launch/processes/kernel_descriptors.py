@@ -1,4 +1,4 @@
-"""The descriptors of this process that a forked rank must not keep open; all runs of the process share the set."""
+"""The set of descriptors that forked ranks must close, shared by all runs of this process."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ _known: set[int] = set()
 
 
 def add(*descriptors: int) -> None:
-    """Have forked ranks close these descriptors."""
+    """Make forked ranks close these descriptors."""
     _known.update(descriptors)
 
 
 def discard(*descriptors: int) -> None:
-    """Forget descriptors, before they are closed: others may get their numbers."""
+    """Remove descriptors from the set. Call this before closing them, because their numbers may be reused."""
     _known.difference_update(descriptors)
 
 
 def known() -> frozenset[int]:
-    """Return the descriptors."""
+    """Return the descriptors that forked ranks must close."""
     return frozenset(_known)

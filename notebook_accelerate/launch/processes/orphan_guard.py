@@ -1,4 +1,4 @@
-"""What ends the processes that ranks have started when the kernel dies."""
+"""Kill the processes that ranks have started when the kernel dies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from notebook_accelerate.launch.processes import kernel_descriptors
 from notebook_accelerate.worker.exit_handlers import mark_of, set_mark
 
 _SCRIPT = """
-read -r end  # returns at the end of the file, when the kernel has ended
+read -r end  # returns at end of file, when the kernel has exited
 for turn in 1 2 3 4 5 6 7 8 9 10; do
     for file in $(grep -l "^Max file locks  *$1 " /proc/[0-9]*/limits 2>/dev/null); do
         pid=${file#/proc/}
@@ -25,7 +25,7 @@ done
 
 
 def own_mark() -> int:
-    """Return the mark of the ranks of this process; see ``worker.exit_handlers.set_mark``."""
+    """Return the mark of this process's ranks; see ``worker.exit_handlers.set_mark``."""
     return _mark_of(os.getpid())
 
 
@@ -35,13 +35,13 @@ def _mark_of(pid: int) -> int:
 
 
 class OrphanGuard:
-    """A shell that kills what ranks have started when their kernel dies, wherever it is by then.
+    """A shell that kills the processes started by ranks when their kernel dies, even those that have left the group.
 
     A rank itself needs no guard. Linux kills it with its kernel (``worker.entry.die_with_parent``). On other systems,
     its agent kills it and its process group when the channel closes. The shell kills the processes that a rank has
     started, which may have left the group and lost their parent. It finds them by their mark, so it runs on Linux only.
 
-    The shell runs while ranks live. Each launch costs the kernel 0.3 ms of processor time for it.
+    The shell runs while there are ranks. It costs the kernel 0.3 ms of processor time per launch.
     """
 
     def __init__(self) -> None:
@@ -50,38 +50,39 @@ class OrphanGuard:
         self._process: subprocess.Popen[bytes] | None = None
 
     def add_rank(self) -> None:
-        """Count a rank that has started; `ensure` starts the shell, once several ranks have."""
+        """Increment the count of running ranks. The shell is started by `ensure`, once for several ranks."""
         with self._lock:
             self._ranks += 1
 
     def ensure(self) -> None:
-        """Start the shell if ranks live and it does not run; called from time to time, because it may be killed."""
+        """Start the shell if there are ranks and it is not running. Called periodically, as it may be killed."""
         if sys.platform != "linux":
             return
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
                 self._end()
             if self._ranks > 0 and self._process is None:
-                with suppress(OSError):  # there is no shell
+                with suppress(OSError):  # There is no shell.
                     self._process = self._start()
 
     def remove_rank(self) -> None:
-        """Count a rank down; the shell ends with the last one."""
+        """Decrement the count of running ranks and end the shell with the last one."""
         with self._lock:
             self._ranks -= 1
             if self._ranks == 0 and self._process is not None:
                 self._end()
 
     def forget_parents_shell(self) -> None:
-        """Leave the shell to the parent, in a process forked from it while any thread may have held the lock."""
+        """Drop the parent's shell in a forked child. Replace the lock, which a thread may have held at the fork."""
         self._lock, self._ranks = threading.Lock(), 0
         if self._process is not None:
-            self._process.returncode = 0  # it is no child of this process
+            self._process.returncode = 0  # Not a child of this process, so it cannot be waited for.
             self._close_input()
 
     def _end(self) -> None:
         assert self._process is not None
-        self._process.kill()  # before its input ends, which would have it kill the ranks; works while it is stopped
+        # Kill it before its input ends, which would make it kill the ranks. SIGKILL also works while it is stopped.
+        self._process.kill()
         self._process.wait()
         self._close_input()
 
@@ -96,16 +97,18 @@ class OrphanGuard:
     def _start(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             ["/bin/sh", "-c", _SCRIPT, "sh", str(own_mark())],
-            bufsize=0,  # a buffer has a lock, which another thread may hold during a fork
+            bufsize=0,  # A buffer has a lock, which another thread may hold during a fork.
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            env={"PATH": os.environ.get("PATH", os.defpath)},  # not the kernel's: it may have a secret
+            # Not the kernel's environment, which may contain secrets.
+            env={"PATH": os.environ.get("PATH", os.defpath)},
         )
         assert process.stdin is not None
         kernel_descriptors.add(process.stdin.fileno())
-        set_mark(0, process.pid)  # a rank that launches ranks is marked itself: its guard has to outlive it
+        # Unmark the shell: a rank that launches ranks has a mark itself, and its guard has to outlive it.
+        set_mark(0, process.pid)
         return process
 
 

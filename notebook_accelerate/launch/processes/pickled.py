@@ -1,4 +1,4 @@
-"""The function of a launch and its arguments, pickled once for all ranks that do not inherit the kernel's memory."""
+"""Pickle a launch's function and arguments once for all ranks that do not inherit the kernel's memory."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class PickledFunction:
-    """A function and its arguments that another process has pickled; this one does not load them.
+    """A function and its arguments, pickled by another process and not loaded in this one.
 
     Args:
         name: The function's name.
-        payload: Descriptor of their file.
+        payload: Descriptor of the file with the pickled data.
         arguments: The arguments by name, as plain values.
-        settings: The settings of that process, from ``capture_notebook_settings``.
+        settings: The settings of the other process, from ``capture_notebook_settings``.
     """
 
     def __init__(self, name: str, payload: int, arguments: Mapping[str, Plain], settings: bytes) -> None:
@@ -44,7 +44,7 @@ class PickledFunction:
 
 
 def to_file(function: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
-    """Pickle a function and its arguments; return the descriptor of their file, owned by the caller.
+    """Pickle a function and its arguments. Return the descriptor of the file, which the caller owns.
 
     Raises:
         SerializationError: They cannot be pickled.
@@ -55,7 +55,7 @@ def to_file(function: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
 
 
 class PickledBackend(ProcessBackend):
-    """Base of the start methods that do not fork the kernel: the function and its arguments travel in one file."""
+    """Base of the start methods that do not fork the kernel. It passes the function and its arguments in one file."""
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         super().__init__(function, arguments)
@@ -64,7 +64,7 @@ class PickledBackend(ProcessBackend):
         self._settings = function.settings if isinstance(function, PickledFunction) else capture_notebook_settings()
 
     def complete(self, order: WorkerOrder) -> WorkerOrder:
-        """Add what a forked rank inherits from the kernel."""
+        """Add to an order what a forked rank inherits from the kernel."""
         order.base_environment = inheritable()
         folder = working_directory()
         order.cwd = None if folder is None else str(folder)

@@ -1,10 +1,10 @@
-"""The port of the process group's rendezvous, for several machines and for code that creates torch's group itself.
+"""Reserve the rendezvous port of the process group, for several machines and for code that creates the group itself.
 
-Rank 0 listens on it only when the user's function creates the process group, which may be minutes after the launch.
-Until then neither another notebook nor the system, for an outgoing connection, must use the port. So on Linux the
-kernel holds two sockets that do not listen: one bound to the port, which does not prevent a listener with
-``SO_REUSEADDR``, as torch's store, from binding; and one bound to an abstract name with the port's number, which every
-kernel of this network namespace tries first. Both end with the process that holds them.
+Rank 0 listens on the port only when the user's function creates the process group, which may be minutes after the
+launch. Until then, neither another notebook nor an outgoing connection may use the port. On Linux, the kernel therefore
+holds two sockets that do not listen. The first is bound to the port, which does not stop a listener with
+``SO_REUSEADDR``, such as torch's store, from binding. The second is bound to an abstract name with the port's number,
+which every kernel in this network namespace tries first. Both are released when the process that holds them ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from notebook_accelerate.hardware.temporary_folders import make_private_folder, 
 from notebook_accelerate.launch.processes import kernel_descriptors
 
 DEFAULT = 29500
-"""The port of a launch that asks for none."""
+"""The port of a launch that does not request one."""
 
 
 SEARCH_SECONDS = 1.0
@@ -48,11 +48,11 @@ _reserved: dict[Hashable, _Held] = {}
 
 
 def reserve(user: Hashable, asked: int, *, fixed: bool, here: bool = True) -> tuple[int, str]:
-    """Reserve a port; return it, with a note where it is not the requested one.
+    """Reserve a port. Return it, with a note if it is not the requested one.
 
     Args:
         user: The run that will use it, or a part of a run.
-        asked: The requested port; 0 means any.
+        asked: The requested port, or 0 for any.
         fixed: Whether other machines know the port, so that it cannot be replaced.
         here: Whether rank 0, which listens, is on this machine.
 
@@ -77,7 +77,7 @@ def reserve(user: Hashable, asked: int, *, fixed: bool, here: bool = True) -> tu
 
 
 def unused(count: int) -> list[int]:
-    """Return ports of this machine that nothing uses now; they are not reserved.
+    """Return ports of this machine that are not in use. They are not reserved.
 
     Args:
         count: The number of ports, all different.
@@ -90,7 +90,7 @@ def unused(count: int) -> list[int]:
 
 
 def release(user: Hashable) -> None:
-    """Release the port of a run, or of its part."""
+    """Release the port of a run or of a part of a run."""
     with _lock:
         held = _reserved.pop(user, None)
     if held is not None:
@@ -98,10 +98,10 @@ def release(user: Hashable) -> None:
 
 
 def _hold(port: int) -> _Held | None:
-    """Hold a port for this process; None if a server, this kernel or another one uses it."""
+    """Reserve a port for this process. Return None if a server, this kernel or another kernel uses it."""
     if any(held.port == port for held in _reserved.values()) or not _free(port):
         return None
-    if sys.platform != "linux":  # elsewhere a bound socket prevents the listener, and there are no abstract names
+    if sys.platform != "linux":  # Elsewhere a bound socket blocks the listener, and there are no abstract names.
         return _Held(port)
     with ExitStack() as undo:
         name = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
@@ -118,13 +118,13 @@ def _hold(port: int) -> _Held | None:
 
 
 def _free(port: int) -> bool:
-    # Both: a server on all interfaces uses loopback too, and a server on loopback leaves the others free.
+    # Test both: a server on all interfaces also uses loopback, and a server on loopback leaves the others free.
     return all(_can_bind(port, address) for address in ("127.0.0.1", ""))
 
 
 def _can_bind(port: int, address: str) -> bool:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch's store does
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # As torch's store does.
         try:
             probe.bind((address, port))
         except OSError:
@@ -134,11 +134,11 @@ def _can_bind(port: int, address: str) -> bool:
 
 def _any_free() -> _Held:
     deadline = time.monotonic() + SEARCH_SECONDS
-    reason = "other kernels have reserved all that were tried"
+    reason = "other kernels have reserved every port tried"
     while time.monotonic() < deadline:
         try:
             port = get_free_port()
-        except OSError as error:  # all are taken, or this process has no descriptors left
+        except OSError as error:  # All ports are taken, or this process has run out of descriptors.
             reason = str(error)
             break
         if (held := _hold(port)) is not None:
@@ -146,14 +146,14 @@ def _any_free() -> _Held:
     raise PortInUseError(f"no free port was found on this machine ({reason}); end processes that hold ports")
 
 
-# ---- private folders in which the ranks of runs on this machine find each other, instead of at a port
+# ---- private folders in which the ranks of runs on this machine find each other without a port
 
-_MEMORY = Path("/dev/shm")  # noqa: S108 - the folders in it have mode 0700 and names that cannot be guessed
+_MEMORY = Path("/dev/shm")  # noqa: S108 - its folders have mode 0700 and unguessable names
 _folders: dict[int, Path] = {}
 
 
 def make_store_folder(run_id: int) -> str:
-    """Make the folder of a run, in memory where the system has such files: a full disk does not prevent a launch."""
+    """Make the folder of a run, in memory if the system allows it, so that a full disk does not prevent a launch."""
     parent = _MEMORY if os.access(_MEMORY, os.W_OK) else None
     _folders[run_id] = make_private_folder(parent)
     return str(_folders[run_id])

@@ -1,4 +1,4 @@
-"""The channel and the output pipes of one rank: the kernel's ends and the rank's ends."""
+"""The channel and the output pipes of one rank, with the kernel's ends and the rank's ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from notebook_accelerate.launch.processes import kernel_descriptors
 from notebook_accelerate.telemetry import Channel
 
 PIPE_BYTES = 1 << 20
-"""Requested size of an output pipe: with it, a rank that writes in bursts does not wait for the kernel."""
+"""Requested size of an output pipe. It lets a rank write in bursts without waiting for the kernel."""
 
 
 class RankPipes:
@@ -26,7 +26,7 @@ class RankPipes:
         kernel_descriptors.add(self.stdout, self.stderr)
 
     def close_rank_side(self) -> None:
-        """Close the rank's ends in the kernel, so that the kernel reads the end of the streams."""
+        """Close the rank's ends in the kernel. Otherwise the kernel would never read the end of the streams."""
         self.rank_channel.close()
         os.close(self.rank_stdout)
         os.close(self.rank_stderr)

@@ -1,4 +1,4 @@
-"""The interface of the start methods: how they start, read and end ranks."""
+"""The interface of the start methods: how ranks are started, read and ended."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 class RankListener(Protocol):
-    """Handles what ranks send; called on the thread that waits on the selector."""
+    """Handles what ranks send. Its methods are called on the thread that waits on the selector."""
 
     def take_output(self, rank: int, stream: str, data: bytes) -> None:
-        """Handle output of a rank; ``b""`` is the end of the stream."""
+        """Handle output of a rank. Empty bytes mean the end of the stream."""
 
     def take_frames(self, rank: int, data: bytes) -> None:
         """Handle bytes from a rank's channel."""
@@ -38,7 +38,7 @@ class RankListener(Protocol):
         """Handle complete frames that another process sends on behalf of a rank."""
 
     def take_end(self, rank: int) -> None:
-        """Check by ``poll`` whether a rank has ended."""
+        """Call ``poll`` to check whether a rank has exited."""
 
 
 class RankProcess(ABC):
@@ -47,10 +47,10 @@ class RankProcess(ABC):
     Attributes:
         rank: Global index.
         local_rank: Index on its machine.
-        pid: Its process, which leads its own process group.
+        pid: Its process id. The process leads its own process group.
         node: Index of its machine in the run.
-        host: Name of its machine; "" for this one.
-        channel: Sends events to it.
+        host: Name of its machine, or "" for this one.
+        channel: Sends events to the rank.
     """
 
     channel: Sender
@@ -60,12 +60,12 @@ class RankProcess(ABC):
 
     @property
     def needs_polling(self) -> bool:
-        """Whether its end is not reported, so that ``poll`` must be called regularly."""
+        """Whether the end of the rank is not reported, so that ``poll`` must be called regularly."""
         return False
 
     @abstractmethod
     def poll(self) -> Exit | None:
-        """Reap it and return how it ended; None while it runs."""
+        """Reap the rank and return how it ended, or None if it is still running."""
 
     @abstractmethod
     def send_signal(self, number: int, *, group: bool = False) -> None:
@@ -73,45 +73,45 @@ class RankProcess(ABC):
 
     @abstractmethod
     def connect(self, selector: selectors.BaseSelector, listener: RankListener) -> None:
-        """Register the rank's streams; the data of each registration is called when the stream is ready."""
+        """Register the rank's streams. The data of each registration is called when the stream is ready."""
 
     @abstractmethod
     def drain(self, listener: RankListener, *, channel: bool) -> None:
-        """Read all available output, and with ``channel`` all available frames."""
+        """Read all available output and, if ``channel`` is set, all available frames."""
 
     @abstractmethod
     def disconnect(self, selector: selectors.BaseSelector) -> None:
-        """Remove the remaining registrations."""
+        """Remove the rank's remaining registrations."""
 
     def in_local_time(self, messages: list[Stamped]) -> list[Stamped]:
         """Return messages with their times converted to this machine's clock."""
         return messages
 
     def await_end(self, timeout: float) -> None:
-        """Wait for the end of a killed rank, to reap it."""
+        """Wait until a killed rank has exited, and reap it."""
         deadline = time.monotonic() + timeout
         while self.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)
 
     def take_descriptors(self, count: int) -> tuple[int, ...]:
-        """Return the next descriptors that the rank has sent, owned by the caller; () from another machine."""
+        """Return the next descriptors that the rank sent, owned by the caller, or () for a rank on another machine."""
         return ()
 
     @abstractmethod
     def open_dump(self, path: str) -> None:
-        """Open the file on the rank's machine to which it writes its stacks."""
+        """Open the file on the rank's machine to which the rank writes its stacks."""
 
     @abstractmethod
     def send_frames(self, data: bytes) -> None:
-        """Send encoded frames to the rank; does nothing where it has ended."""
+        """Send encoded frames to the rank. Do nothing if it has ended."""
 
     @abstractmethod
     def capture_stacks(self) -> ProcessStacks:
-        """Read the rank's stacks from outside; safe from any thread."""
+        """Read the rank's stacks from outside. Safe to call from any thread."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what still runs in the rank's group, and close the kernel's descriptors."""
+        """Kill what still runs in the rank's process group, and close the kernel's descriptors."""
 
 
 class LocalRank(RankProcess):
@@ -119,9 +119,9 @@ class LocalRank(RankProcess):
 
     Args:
         rank: Global index.
-        pid: Its process.
+        pid: Its process id.
         ends: The kernel's ends of its channel and pipes.
-        exit_descriptor: Becomes readable when it ends; None where the system cannot provide one.
+        exit_descriptor: Becomes readable when the rank ends, or None if the system cannot provide one.
     """
 
     def __init__(self, rank: int, pid: int, ends: RankPipes, exit_descriptor: int | None) -> None:
@@ -141,7 +141,7 @@ class LocalRank(RankProcess):
         if group:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
-        with suppress(ProcessLookupError, PermissionError):  # it may have left its group
+        with suppress(ProcessLookupError, PermissionError):  # The rank may have left its group.
             self._signal_process(number)
 
     def _signal_process(self, number: int) -> None:
@@ -179,10 +179,11 @@ class LocalRank(RankProcess):
 
     def drain(self, listener: RankListener, *, channel: bool) -> None:
         for stream in list(self._open):
-            left = PIPE_BYTES  # the most a pipe holds: a process that the rank left behind may write without end
+            # The most that a pipe holds: a process started by the rank may outlive it and write forever.
+            left = PIPE_BYTES
             while left > 0 and (count := self._read_output(listener, stream)):
                 left -= count
-        # Not until its end: a process that the rank left behind, such as a DataLoader's worker, may hold it open.
+        # Do not wait for end of file: a process that outlives the rank, such as a DataLoader worker, may hold it open.
         while channel and self.channel.readable() and self._read_channel(listener):
             pass
 
@@ -211,7 +212,8 @@ class LocalRank(RankProcess):
         return self._inspector.read_stacks(self.send_signal)
 
     def close(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):  # not by its own number, which may be another's by now
+        # Kill the group only: the rank's own process id may have been reused.
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self.ends.close_kernel_side()
         self._inspector.close()
@@ -221,14 +223,14 @@ class LocalRank(RankProcess):
         orphan_guard.remove_rank()
 
 
-# ---- how ranks are started
+# ---- starting ranks
 
 
 class ProcessBackend(ABC):
     """Starts the ranks of one attempt as processes.
 
     Args:
-        function: What every rank runs.
+        function: The function that every rank runs.
         arguments: Its positional arguments.
 
     Raises:
@@ -239,7 +241,7 @@ class ProcessBackend(ABC):
         self.function, self.arguments = function, arguments
 
     def configure(self, config: LaunchConfig, note: Callable[[str], None], stopping: Callable[[], bool]) -> None:
-        """Receive the launch's configuration before ranks start; most start methods ignore it.
+        """Receive the launch's configuration before ranks start. Most start methods ignore it.
 
         Args:
             config: The configuration.
@@ -252,8 +254,9 @@ class ProcessBackend(ABC):
         """Start the ranks of an attempt.
 
         Args:
-            orders: The orders of the ranks, in order.
-            started: Called with each rank as soon as it has started, to end it if a later one cannot be started.
+            orders: One order per rank, sorted by rank.
+            started: Called with each rank as soon as it has started, so that it can be ended if a later rank fails to
+                start.
 
         Raises:
             LaunchError: A rank could not be started.
@@ -273,20 +276,20 @@ class ProcessBackend(ABC):
         """
 
     def close(self) -> None:
-        """Release what was needed to start ranks, also the function and its arguments; the ranks keep running."""
+        """Release what was needed to start ranks, including the function and its arguments. The ranks keep running."""
         self.function, self.arguments = _released, ()
 
     def prepare_next(self) -> None:
-        """Prepare for the next launch; called on the thread of a run that has ended, when nothing waits for it."""
+        """Prepare for the next launch. Called in the background after a run."""
         return
 
 
 def _released() -> None:
-    """Takes the place of the function of ranks that have started."""
+    """Replaces the function once the ranks have started."""
 
 
 def pidfd_of(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when ``pid`` ends; None where the system has none."""
+    """Return a descriptor that becomes readable when ``pid`` ends, or None if the system does not support it."""
     if not hasattr(os, "pidfd_open"):
         return None
     with suppress(OSError):
@@ -298,10 +301,10 @@ class OwnChild(LocalRank):
     """A rank that is a child of this process."""
 
     def poll(self) -> Exit | None:
-        """See ``RankProcess.poll``.
+        """Reap the rank and return how it ended, or None if it is still running.
 
-        The user's code may reap the process first: with ``os.wait`` in a thread, or by ignoring SIGCHLD. How it ended
-        is not known then.
+        The user's code may reap the process first, with ``os.wait`` in a thread or by ignoring SIGCHLD. Then it is
+        unknown how the process ended.
         """
         try:
             if self.exit_descriptor is not None and not _has_ended(self.exit_descriptor):
@@ -314,22 +317,23 @@ class OwnChild(LocalRank):
     def _signal_process(self, number: int) -> None:
         if self.exit_descriptor is None:
             super()._signal_process(number)
-        else:  # not a later process with the number of one that the user's code has reaped
+        # Signal by descriptor: the user's code may have reaped the rank, and its process id may have been reused.
+        else:
             signal.pidfd_send_signal(self.exit_descriptor, number)
 
 
 def _has_ended(pidfd: int) -> bool:
-    """Return whether a child has ended and waits to be reaped; True also where the system cannot tell.
+    """Return whether a child has exited and waits to be reaped. Also True if the system cannot find out.
 
     Raises:
-        ChildProcessError: The child has ended and was reaped.
+        ChildProcessError: The child has exited and was reaped.
     """
-    by_pidfd = getattr(os, "P_PIDFD", None)  # missing in a Python that was built with an older libc
+    by_pidfd = getattr(os, "P_PIDFD", None)  # Missing in a Python that was built with an older libc.
     if by_pidfd is None:
         return True
     try:
         return os.waitid(by_pidfd, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
         raise
-    except OSError:  # Linux 5.3 has the descriptor, but not this call
+    except OSError:  # Linux 5.3 supports the descriptor, but not this call.
         return True

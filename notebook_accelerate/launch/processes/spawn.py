@@ -1,4 +1,4 @@
-"""Ranks as fresh interpreters, for platforms that cannot fork: slow to start, safe everywhere."""
+"""Start ranks as fresh interpreters, for platforms that cannot fork. This is slow but safe everywhere."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class SpawnBackend(PickledBackend):
                 raise LaunchError(f"rank {order.rank} could not be started: {error}") from error
             undo.pop_all()
         assert process.stdin is not None
-        with suppress(BrokenPipeError), process.stdin:  # the supervisor reports the end of a rank that has died already
+        with suppress(BrokenPipeError), process.stdin:  # If the rank has already died, the supervisor reports it.
             process.stdin.write(body)
-        process.returncode = 0  # the supervisor reaps it, to read its resource usage
+        process.returncode = 0  # The supervisor reaps the process instead, to read its resource usage.
         return OwnChild(order.rank, process.pid, ends, pidfd_of(process.pid))
 
     def _start_interpreter(self, ends: RankPipes) -> subprocess.Popen[bytes]:
@@ -65,18 +65,19 @@ class SpawnBackend(PickledBackend):
 
 
 def _loaded() -> list[str]:
-    """Return what the rank imports first, as the kernel has: a torch.py of the user must not replace it later."""
+    """Return the modules to import first, as in the kernel, before a torch.py of the user can replace torch."""
     return [name for name in ("numpy", "torch") if name in sys.modules]
 
 
 def rank_main(channel: int, stdout: int, stderr: int, payload: int, parent: int, preloaded: list[str]) -> NoReturn:
-    """Run a rank in a fresh interpreter; reads the order from standard input."""
+    """Run a rank in a fresh interpreter. The order is read from standard input."""
     from notebook_accelerate.telemetry.pickling import load_file
     from notebook_accelerate.worker import entry
 
     entry.discard_interrupt(parent)
     for name in preloaded:
         importlib.import_module(name)
-    order = pickle.load(sys.stdin.buffer)  # not until its end: a rank forked meanwhile may hold the other end open
+    # Do not read to end of file: a rank forked since then may hold the other end open.
+    order = pickle.load(sys.stdin.buffer)
     wiring = entry.Wiring(channel, stdout, stderr, parent)
     entry.main(order, wiring, lambda: load_file(payload), None, forked=False)

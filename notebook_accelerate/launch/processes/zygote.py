@@ -1,14 +1,15 @@
-"""Ranks forked from a clean server process that has torch imported and nothing initialised.
+"""Start ranks by forking a clean server process that has imported torch and initialised nothing.
 
 The server outlives launches: a kernel starts it once, after the cell that imports the launcher. It ends when its
-control socket closes, as at the kernel's end, or by ``shutdown()``.
+control socket closes, which happens at the kernel's end or in ``shutdown()``.
 
-Why not ``multiprocessing``'s forkserver (Python 3.11, torch and this package preloaded, measured on 2 processors): 16
-ranks took 0.73 s to return, here 0.47 s, because forks of a server whose memory is in huge pages are cheaper. Its ranks
-outlived a killed kernel. They stay in the kernel's process group, so an interrupt of the cell reaches all of them at
-once, before the stop sequence. They get the server's environment rather than that of the launch, and import
-``__main__`` again, which fails for a program from a pipe. The kernel gets the exit code, but not the peak memory. If
-the server is stopped, ``start()`` waits for ever, without a way to stop the launch.
+Why not ``multiprocessing``'s forkserver? Measured on 2 processors with Python 3.11 and torch and this package
+preloaded, 16 ranks took 0.73 s to return with it. They take 0.47 s here, because forking a server whose memory is in
+huge pages is cheaper. The forkserver's ranks outlived a killed kernel. They stay in the kernel's process group, so an
+interrupt of the cell reaches all of them immediately, before the stop sequence. They get the server's environment
+rather than the launch's, and import ``__main__`` again, which fails for a program read from a pipe. The kernel gets the
+exit code but not the peak memory. If the server is stopped, ``start()`` waits forever, and the launch cannot be
+stopped.
 """
 
 from __future__ import annotations
@@ -46,30 +47,30 @@ if TYPE_CHECKING:
 
 LENGTH = struct.Struct("!I")
 STATUS = struct.Struct("!qq")
-"""Written by the server when a rank has ended: its wait status, and its peak resident memory in KiB."""
+"""Written by the server when a rank has exited: its wait status and its peak resident memory in KiB."""
 CROWDED = 1 << 31
-"""Set in a request's length: the ranks have more threads than there are processors."""
+"""Flag in a request's length: the ranks have more threads than there are processors."""
 READY = b"\1"
-"""Written by the server once, when it has imported what ranks need first."""
+"""Written by the server once, when it has imported the modules that ranks need first."""
 START_SECONDS = 120.0
 """How long the server may take to import torch."""
 REPORT_SECONDS = 0.05
-"""Seconds after the end of a rank in which its server reports the exit status, usually less than one millisecond."""
+"""How long after a rank's end its server may take to report the exit status. It usually takes less than 1 ms."""
 
 
 class Zygote:
-    """The server process, as the kernel controls it.
+    """The server process, as controlled by the kernel.
 
     Attributes:
-        ranks: The process ids of its living ranks, which end with it.
-        retired: Whether it is not used any more, because it did not serve.
+        ranks: The process ids of its running ranks, which end when the server ends.
+        retired: Whether the server failed to serve a request and is no longer used.
     """
 
     def __init__(self) -> None:
         self._requests = threading.Lock()
         self._owner = os.getpid()
         self._ready = self.retired = False
-        self._unread = 0  # replies to requests whose run was stopped before them
+        self._unread = 0  # Replies to requests whose run was stopped before they arrived.
         self.ranks: set[int] = set()
         with ExitStack() as undo:
             self._control, theirs = map(undo.enter_context, socket.socketpair())
@@ -83,15 +84,15 @@ class Zygote:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The server's process id."""
         return self._process.pid
 
     def alive(self) -> bool:
-        """Whether it runs, serves, and was started by this process."""
+        """Return whether the server is running, is not retired, and was started by this process."""
         return self._owner == os.getpid() and not self.retired and self._process.poll() is None
 
     def ready(self) -> bool:
-        """Whether it serves requests at once; otherwise it is still importing torch."""
+        """Return whether the server is ready for requests. Otherwise it is still importing torch."""
         if not self._ready and self._requests.acquire(blocking=False):
             try:
                 self._ready = self._control.recv(len(READY), socket.MSG_DONTWAIT) == READY
@@ -109,7 +110,7 @@ class Zygote:
         crowded: bool = False,
         stopping: Callable[[], bool] = lambda: False,
     ) -> int:
-        """Have the server fork a rank and return the rank's process id.
+        """Make the server fork a rank, and return the rank's process id.
 
         Args:
             order: The rank's order, pickled.
@@ -118,9 +119,9 @@ class Zygote:
             stopping: Returns whether the run is to be stopped.
 
         Raises:
-            ServerStuckError: The server does not serve, and is not used again.
-            LaunchError: The server has ended.
-            RunStoppedError: The run was stopped meanwhile.
+            ServerStuckError: The server did not serve the request. It will not be used again.
+            LaunchError: The server has exited.
+            RunStoppedError: The run was stopped during the call.
         """
         wait = Wait(self.pid, START_SECONDS, stopping)
         while not self._requests.acquire(timeout=SLICE_SECONDS):
@@ -148,7 +149,7 @@ class Zygote:
         return pid
 
     def _last_reply(self, wait: Wait) -> int:
-        while self._unread:  # counted one by one: a stop may leave the rest to the next request
+        while self._unread:  # Count replies one by one: a stop may leave the remaining ones to the next request.
             reply = receive(self._control, LENGTH.size, wait)
             if len(reply) < LENGTH.size:
                 raise LaunchError(f"the server process has ended{self.log_tail()}")
@@ -158,7 +159,7 @@ class Zygote:
     def _send(self, request: bytes, descriptors: list[int], wait: Wait) -> None:
         try:
             send(self._control, request, descriptors, wait)
-        except RunStoppedError:  # the server would take the next request for the rest of this one
+        except RunStoppedError:  # The server would read the next request as the rest of this one.
             self._retire()
             raise
 
@@ -167,13 +168,13 @@ class Zygote:
         return log_tail(self._log)
 
     def release(self, rank: int) -> None:
-        """Record that a rank's process has ended; a server that is not used any more ends with the last one."""
+        """Record that a rank's process has ended. A retired server is ended with its last rank."""
         self.ranks.discard(rank)
         if self.retired and not self.ranks and self._owner == os.getpid():
             self._end()
 
     def _retire(self) -> None:
-        """Do not use the server any more; it ends now, or with the last of its ranks."""
+        """Retire the server: end it immediately, or after its last rank."""
         self.retired = True
         if not self.ranks:
             self._end()
@@ -181,17 +182,17 @@ class Zygote:
     def _end(self) -> None:
         self._control.close()
         self._process.kill()
-        with suppress(subprocess.TimeoutExpired):  # it waits for a disk
+        with suppress(subprocess.TimeoutExpired):  # The server is blocked on disk access.
             self._process.wait(timeout=5)
 
     def close(self) -> None:
-        """End the server and all its ranks; does nothing in a process that has inherited this object."""
+        """End the server and all its ranks. Do nothing in a process that inherited this object."""
         if self._owner != os.getpid():
             return
         self._control.close()
         try:
             self._process.wait(timeout=0 if is_stopped(self.pid) else 5)
-        except subprocess.TimeoutExpired:  # it is still importing torch, or is stopped
+        except subprocess.TimeoutExpired:  # The server is still importing torch, or is stopped.
             self._end()
         self._log.close()
 
@@ -201,8 +202,8 @@ _zygote: Zygote | None = None
 
 
 def _renew_lock() -> None:
-    """Free the lock in a forked process: a thread that held it during the fork runs in the parent only."""
-    global _lock  # noqa: PLW0603 - a held lock cannot be freed by another thread
+    """Replace the lock in a forked process, because no thread there would release it if it was held."""
+    global _lock  # noqa: PLW0603 - another thread cannot release a held lock
     _lock = threading.Lock()
 
 
@@ -211,8 +212,8 @@ if hasattr(os, "register_at_fork"):
 
 
 def ensure_zygote() -> Zygote:
-    """Return the server; start it if it does not run."""
-    global _zygote  # noqa: PLW0603 - one kernel, one server
+    """Return the server, starting it if it is not running."""
+    global _zygote  # noqa: PLW0603 - one server per kernel
     with _lock:
         if _zygote is None or not _zygote.alive():
             if _zygote is not None and not _zygote.retired:
@@ -222,22 +223,22 @@ def ensure_zygote() -> Zygote:
 
 
 def close_zygote() -> None:
-    """End the server, if it runs."""
-    global _zygote  # noqa: PLW0603 - the same
+    """End the server if it is running."""
+    global _zygote  # noqa: PLW0603 - one server per kernel
     with _lock:
         if (ended := _zygote) is not None:
-            _zygote = None  # first: after an interrupt of close(), the next launch must not use it
+            _zygote = None  # Clear it first: if close() is interrupted, the next launch must not use this server.
             ended.close()
 
 
 class ZygoteRank(LocalRank):
-    """A rank that the server has forked; the server reports its end.
+    """A rank that the server has forked. The server reports its end.
 
     Args:
         rank: Global index.
-        pid: Its process.
+        pid: Its process id.
         ends: The kernel's ends of its channel and pipes.
-        status: Descriptor of the pipe that the server writes its wait status to.
+        status: Descriptor of the pipe to which the server writes the wait status.
         server: The server.
     """
 
@@ -253,7 +254,7 @@ class ZygoteRank(LocalRank):
 
     @property
     def needs_polling(self) -> bool:
-        """True from the end of the rank on: a server that is stopped does not report it."""
+        """True after the rank has exited, because a server that is stopped does not report the end."""
         return self._ended_at is not None
 
     def _on_end(self, listener: RankListener) -> None:
@@ -267,12 +268,12 @@ class ZygoteRank(LocalRank):
             data = os.read(self.exit_descriptor, STATUS.size)
         except BlockingIOError:
             return self._unreported_end()
-        if len(data) < STATUS.size:  # the server died, and its ranks with it
+        if len(data) < STATUS.size:  # The server died, and its ranks died with it.
             return Exit(signal=9)
         return Exit.from_status(*STATUS.unpack(data))
 
     def _unreported_end(self) -> Exit | None:
-        """Return an unknown exit if the rank has ended and its server does not report how; None while it runs."""
+        """Return an unknown exit if the rank has exited but its server fails to report how, or None otherwise."""
         if self._process is None or not wait_readable(self._process, 0.0):
             return None
         if self._ended_at is None:
@@ -297,13 +298,13 @@ class ZygoteRank(LocalRank):
 
 
 class ZygoteBackend(PickledBackend):
-    """Requests each rank from the server."""
+    """Requests ranks from the server, one by one."""
 
     _crowded = False
 
     def configure(self, config: LaunchConfig, note: Callable[[str], None], stopping: Callable[[], bool]) -> None:
         self._note, self._stopping = note, stopping
-        with suppress(OSError, LaunchError):  # starting the first rank reports it
+        with suppress(OSError, LaunchError):  # If this fails, starting the first rank reports it.
             if not ensure_zygote().ready():
                 note("waiting for the process that ranks are forked from to import torch, once per kernel")
 
@@ -327,7 +328,8 @@ class ZygoteBackend(PickledBackend):
             undo.callback(ends.close_kernel_side)
             status_reader, status_writer = os.pipe()
             rank_side.callback(os.close, status_writer)
-            undo.callback(os.close, status_reader)  # a server that resumes later sees that the rank is not wanted
+            # A server that resumes later sees that the rank is no longer wanted.
+            undo.callback(os.close, status_reader)
             os.set_blocking(status_reader, False)
             wires = [ends.rank_channel.fileno(), ends.rank_stdout, ends.rank_stderr, self._payload, status_writer]
             pid = server.fork(order, wires, crowded=self._crowded, stopping=self._stopping)
@@ -337,32 +339,33 @@ class ZygoteBackend(PickledBackend):
 
 
 def warm_up() -> None:
-    """Start the server in the background; the launch that needs it reports a failure."""
+    """Start the server in the background. A failure is reported by the launch that needs the server."""
     with suppress(OSError, LaunchError):
         ensure_zygote()
 
 
-# ---- waits for the server, only while it works and the run is not to be stopped
+# ---- waiting for the server, but only while it makes progress and the run is not being stopped
 
 STUCK_SECONDS = 5.0
 """A server that has not served a request for this long is stuck, unless it waits for a processor or a disk."""
 IDLE_SECONDS = 1.0
-"""Seconds without processor time after which a server that sleeps does not work on the request."""
+"""A sleeping server that has used no processor time for this long is not working on the request."""
 SLICE_SECONDS = 0.05
 """Seconds between two checks whether the run is to be stopped."""
 MOST_PER_SLICE = 1.0
-"""A check that comes later than that was delayed by a suspension of this process, which the server may have shared."""
+"""At most this much time counts per check. A later check means that this process was suspended, perhaps with the
+server."""
 
 
 class ServerStuckError(LaunchError):
-    """The server process does not serve: it is stopped, hangs or takes too long."""
+    """The server process does not serve requests: it is stopped, hangs or takes too long."""
 
 
 class Wait:
-    """The waits of one request.
+    """Waits for the server during one request.
 
     Args:
-        pid: The server.
+        pid: The server's process id.
         seconds: Maximum seconds of one wait.
         stopping: Returns whether the run is to be stopped.
     """
@@ -372,7 +375,7 @@ class Wait:
         self._importing = True
 
     def begin_request(self) -> None:
-        """Expect replies at once; until then the server may be importing torch, which may take long."""
+        """Expect prompt replies from now on. Before, the server may have been importing torch, which can take long."""
         self._importing = False
 
     def check_stop(self) -> None:
@@ -387,7 +390,7 @@ class Wait:
             ServerStuckError: The server is stuck.
             RunStoppedError: The run is to be stopped.
         """
-        waiter = select.poll()  # select has a limit of 1024 descriptors
+        waiter = select.poll()  # Unlike select, poll works with descriptors above 1024.
         waiter.register(source, event)
         waited, progress = 0.0, _Progress(self._pid, importing=self._importing)
         begin = time.monotonic()
@@ -402,7 +405,7 @@ class Wait:
 
 
 class _Progress:
-    """Whether a process works on a request, by looking at it repeatedly."""
+    """Samples a process repeatedly to find out whether it is working on a request."""
 
     def __init__(self, pid: int, *, importing: bool) -> None:
         self._pid, self._importing = pid, importing
@@ -410,11 +413,11 @@ class _Progress:
         self._moved = 0.0
 
     def stuck(self, waited: float) -> str:
-        """Return why the process does not work on a request that was sent ``waited`` seconds ago; "" while it does."""
+        """Return why the process is not working on a request sent ``waited`` seconds ago, or "" if it is."""
         import psutil
 
         status, used = "", 0.0
-        with suppress(psutil.Error):  # there is no /proc
+        with suppress(psutil.Error):  # There is no /proc.
             process = psutil.Process(self._pid)
             status, used = str(process.status()), sum(process.cpu_times()[:2])
         if used != self._last:
@@ -433,7 +436,7 @@ class _Progress:
 
 
 def receive(connection: socket.socket, size: int, wait: Wait) -> bytes:
-    """Return the next ``size`` bytes of a socket; fewer where the server has ended."""
+    """Return the next ``size`` bytes of a socket, or fewer if the server has exited."""
     data = b""
     while len(data) < size:
         wait.until(connection, select.POLLIN)
@@ -445,13 +448,13 @@ def receive(connection: socket.socket, size: int, wait: Wait) -> bytes:
 
 
 def send(connection: socket.socket, data: bytes, descriptors: list[int], wait: Wait) -> None:
-    """Send bytes, the first of them with descriptors."""
+    """Send bytes, passing the descriptors along with the first part."""
     left = memoryview(data)
     while left:
         wait.until(connection, select.POLLOUT)
         try:
             sent = socket.send_fds(connection, [left], descriptors) if descriptors else connection.send(left)
-        except BlockingIOError:  # there is room, but not for these
+        except BlockingIOError:  # There is room in the buffer, but not for these descriptors.
             time.sleep(SLICE_SECONDS)
             continue
         left, descriptors = left[sent:], []

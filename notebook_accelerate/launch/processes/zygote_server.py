@@ -1,4 +1,4 @@
-"""The server process: imports what ranks need, then forks one rank per request until the kernel ends."""
+"""The server process. It imports what ranks need, then forks one rank per request until the kernel ends."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ PRELOADED = (
     "notebook_accelerate.accelerator",
     "notebook_accelerate.data_loader",
 )
-"""Imported once for all ranks; none of these modules initialises a device or starts a thread pool."""
+"""Imported once for all ranks. None of these modules initialises a device or starts a thread pool."""
 PRELOADED_WHEN_IDLE = ("torch._dynamo",)
-"""Imported once nobody waits for the server: every optimizer imports it at its first use, which takes a second."""
+"""Imported when the server is idle: every optimizer imports it on first use, which takes a second."""
 PRELOAD_AFTER = 1.0
-"""Idle seconds before that import, which delays a launch that begins during it."""
+"""Idle seconds before that import, which delays a launch that arrives during it."""
 COLLAPSE_AFTER = 0.01
-"""Idle seconds before memory is moved into huge pages, which stops when a launch begins."""
+"""Idle seconds before memory is moved into huge pages. The move stops when a launch arrives."""
 COLLAPSE_SECONDS = 1.0
 
 
 class _Server:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._children: dict[int, int] = {}  # the ranks' process ids, each with the pipe for its status
+        self._children: dict[int, int] = {}  # Maps the process ids of ranks to the pipes for their status.
         self._preloaded = self._collapsed = False
         self._spins = BriefSpins()
         self._selector = selectors.DefaultSelector()
@@ -58,8 +58,8 @@ class _Server:
         signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
 
     def run(self) -> None:
-        """Serve requests until the kernel closes the control socket; then end all ranks."""
-        with suppress(OSError):  # the kernel has ended
+        """Serve requests until the kernel closes the control socket, then kill all ranks."""
+        with suppress(OSError):  # The kernel has exited.
             self._control.sendall(READY)
         while True:
             ready = self._selector.select(self._select_timeout())
@@ -76,13 +76,13 @@ class _Server:
             self._reap()
 
     def _select_timeout(self) -> float | None:
-        """Return the seconds to wait for a request before idle time is used; None: no limit."""
+        """Return how long to wait for a request before using idle time, in seconds, or None for no limit."""
         if self._children or (self._collapsed and self._preloaded):
             return None
         return PRELOAD_AFTER if self._collapsed else COLLAPSE_AFTER
 
     def _use_idle_time(self) -> None:
-        """Make the next forks fast: those before have split huge pages. Then import what ranks need later."""
+        """Make the next forks fast, since earlier forks have split huge pages. Then import what ranks need later."""
         self._spins.release()
         if self._collapsed:
             preload(PRELOADED_WHEN_IDLE)
@@ -91,7 +91,7 @@ class _Server:
         self._collapsed = True
 
     def _serve_one(self) -> bool:
-        """Serve the next request; return whether the kernel still runs."""
+        """Serve the next request. Return False if the kernel has exited."""
         try:
             header, descriptors, _, _ = socket.recv_fds(self._control, LENGTH.size, 5)
             if len(header) < LENGTH.size:
@@ -106,13 +106,13 @@ class _Server:
             else:
                 self._spins.release()
             self._control.sendall(LENGTH.pack(self._fork(body, descriptors)))
-        except ConnectionError:  # the kernel has died, before it read the last reply or this one
+        except ConnectionError:  # The kernel died before it read the last reply or this one.
             return False
         return True
 
     def _receive(self, size: int) -> bytes:
-        """Return the next ``size`` bytes; fewer where the kernel has ended."""
-        parts: list[bytes] = []  # MSG_WAITALL returns fewer after a signal, as when a rank ends
+        """Return the next ``size`` bytes, or fewer if the kernel has exited."""
+        parts: list[bytes] = []  # MSG_WAITALL would return fewer bytes after a signal, for example when a rank ends.
         while size and (part := self._control.recv(size)):
             parts.append(part)
             size -= len(part)
@@ -120,7 +120,7 @@ class _Server:
 
     def _fork(self, body: bytes, descriptors: list[int]) -> int:
         channel, stdout, stderr, payload, status = descriptors
-        if not _has_reader(status):  # this process was stopped, and the kernel has found another one
+        if not _has_reader(status):  # This process was stopped, and the kernel has started another server.
             for descriptor in descriptors:
                 os.close(descriptor)
             return 0
@@ -150,7 +150,7 @@ class _Server:
         for pid, pipe in list(self._children.items()):
             found, status, usage = os.wait4(pid, os.WNOHANG)
             if found:
-                with suppress(OSError):  # the kernel no longer reads it
+                with suppress(OSError):  # The kernel no longer reads the pipe.
                     os.write(pipe, STATUS.pack(status, usage.ru_maxrss))
                 os.close(pipe)
                 del self._children[pid]
@@ -159,7 +159,7 @@ class _Server:
         for pid in self._children:
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
-            with suppress(ProcessLookupError):  # it may have left its group
+            with suppress(ProcessLookupError):  # The rank may have left its group.
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -174,17 +174,18 @@ def preload(names: Sequence[str]) -> None:
     """Import modules that all ranks share."""
     with uncollected():
         for name in names:
-            with suppress(ImportError):  # IPython may be missing outside notebooks
+            with suppress(ImportError):  # IPython may be missing outside notebooks.
                 importlib.import_module(name)
         entry.prepare_forks()
-        gc.freeze()  # a collection in a rank would write to, and so copy, every page with an object
+        # Otherwise a garbage collection in a rank would write to every page with an object, and so copy it.
+        gc.freeze()
 
 
 def serve(descriptor: int) -> None:
     """Run the server process.
 
     Args:
-        descriptor: Its end of the control socket.
+        descriptor: The server's end of the control socket.
     """
     preload(PRELOADED)
     _Server(socket.socket(fileno=descriptor)).run()
