@@ -166,8 +166,8 @@ return 'lives'"""
     cell = _checked(kernel, body, method)
     assert cell.result_text == "('lives', 'lives')"
     warnings = kernel.value("list(run.warnings)")
-    assert any("the agent of rank 0 failed (SystemExit: the flush is broken) and goes on" in text for text in warnings)
-    assert any("and ended: metrics, prompts and debugging do not work" in text for text in warnings)
+    assert any("agent of rank 0 failed (SystemExit: the flush is broken) and continues" in text for text in warnings)
+    assert any("and ended: metrics, prompts and debugging no longer work" in text for text in warnings)
 
 
 @METHODS

@@ -237,7 +237,7 @@ def test_a_stall_under_a_condition_on_the_rank_is_among_the_warnings(kernel: Ker
     kernel.check("stall.STALL_SECONDS, before = 2.5, stall.STALL_SECONDS")
     cell = kernel.check("run = go(guarded)")
     try:
-        kernel.wait_for(lambda: "stands still" in cell.stderr)
+        kernel.wait_for(lambda: "has stalled" in cell.stderr)
         [warning] = kernel.value("run.warnings")
     finally:
         kernel.check("stall.STALL_SECONDS = before")
@@ -332,11 +332,11 @@ def test_a_stall_is_diagnosed_automatically_once(kernel: Kernel) -> None:
         assert kernel.value("before") == 10
         cell = kernel.check("run = go(skips); until(lambda: '#4' in run.diagnose().verdict)")
         kernel.check("stall.STALL_SECONDS = 2.5")
-        kernel.wait_for(lambda: "stands still" in cell.stderr)
+        kernel.wait_for(lambda: "has stalled" in cell.stderr)
         kernel.pump(2.5)
     finally:
         kernel.check("stall.STALL_SECONDS = before")
-    assert cell.stderr.count("stands still: rank 1 never reached all_reduce #4 (f32 [128]); it is at Cell In[") == 1
+    assert cell.stderr.count("has stalled: rank 1 never reached all_reduce #4 (f32 [128]); it is at Cell In[") == 1
     assert kernel.value("[len(run.diagnoses), run.status]") == [1, "running"]
 
 

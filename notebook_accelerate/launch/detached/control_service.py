@@ -173,7 +173,7 @@ class ControlService:
 
     def _main(self) -> None:
         while not self._over:
-            dispatch(self._selector, self._patience())
+            dispatch(self._selector, self._select_timeout())
             self._send_news()
             if self._kernels:
                 self._last_attached = time.monotonic()
@@ -181,7 +181,7 @@ class ControlService:
         for kernel in list(self._kernels):
             self._drop(kernel)
 
-    def _patience(self) -> float | None:
+    def _select_timeout(self) -> float | None:
         """Return how many seconds to wait for commands and new records; None means no limit."""
         if self._stream.has_waiting:
             return max(0.0, self._batch_due - time.monotonic())

@@ -1,4 +1,4 @@
-"""Commands to a run's supervisor: queued by any thread, carried out on the run's thread; and the clock they suspend."""
+"""Commands for a run's supervisor, queued by any thread and executed on the run's thread, and the run's clock."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 
 class CommandTarget(Protocol):
-    """Carries out commands: the ranks of an attempt, or `WaitingTarget` while there are no ranks."""
+    """Executes commands: the ranks of an attempt, or `WaitingTarget` while there are no ranks."""
 
     def stop(self, grace: float, reason: StopReason) -> None:
-        """Begin to stop the ranks, or cease to wait for them, for this reason."""
+        """Start to stop the ranks, or stop waiting for them, for this reason."""
 
     def interrupt(self, ranks: Iterable[int]) -> None:
         """Send SIGINT to these ranks."""
 
     def show_under(self, cell: object) -> None:
-        """Show what the run writes from now on under another cell."""
+        """Show the run's further output under another cell."""
 
 
 Command = Callable[[CommandTarget], None]
@@ -37,7 +37,7 @@ class CommandQueue:
     """The `RunCommands` of a supervised run.
 
     Attributes:
-        wake: Readable while commands wait.
+        wake: Readable while commands are queued.
         prompts: The ranks that wait for a line of text.
         requests: Requests to the ranks, matched with their replies.
         clock: The clock of the run's time limits.
@@ -48,7 +48,7 @@ class CommandQueue:
     def __init__(self) -> None:
         self.prompts, self.requests, self.clock = PromptQueue(), RankRequests(), PausableClock()
         self.wake = WakeDescriptor()
-        self._waiting: deque[Command] = deque()  # no lock: signal handlers post too
+        self._waiting: deque[Command] = deque()  # A lock could deadlock, because signal handlers post commands too.
         self._stopping = False
 
     # ---- any thread
@@ -70,7 +70,7 @@ class CommandQueue:
         self.post(lambda target: target.show_under(cell))
 
     def hold_clock(self, rank: int) -> None:
-        # On whatever the thread waits for: a rank may be paused just before its start or just after its end.
+        # Not through a method of the target: a rank may be paused just before it starts or just after it ends.
         self.post(lambda _: self.clock.pause(paused(rank)))
 
     def release_clock(self, rank: int) -> None:
@@ -79,22 +79,22 @@ class CommandQueue:
     # ---- the run's thread
 
     def stopping(self) -> bool:
-        """Whether the run was told to stop."""
+        """Return whether a stop of the run was requested."""
         return self._stopping
 
     def carry_out(self, target: CommandTarget) -> None:
-        """Carry out the commands that wait."""
+        """Execute the queued commands."""
         self.wake.clear()
         while self._waiting:
             self._waiting.popleft()(target)
 
     def close(self) -> None:
-        """Close the descriptor; later commands have no effect."""
+        """Close the descriptor. Later commands have no effect."""
         self.wake.close()
 
 
 def paused(rank: int) -> Hashable:
-    """Return the clock holder for a paused rank; a rank that waits at a prompt uses its number instead."""
+    """Return the clock holder for a paused rank. A rank that waits at a prompt uses its number instead."""
     return ("paused", rank)
 
 
@@ -106,8 +106,8 @@ class WaitingTarget:
         on_stop: Called with the grace period of every stop.
 
     Attributes:
-        stop_reason: Why the waiting stops; None while it continues. It is never reset: a stop that arrives together
-            with the awaited event must be seen by the next wait.
+        stop_reason: Why to stop waiting, or None to continue. It is never reset: if a stop arrives together with the
+            awaited event, the next wait must see it.
     """
 
     def __init__(self, publisher: Publisher, on_stop: Callable[[float], None] = lambda _: None) -> None:
@@ -123,13 +123,13 @@ class WaitingTarget:
         self._publisher.show_under(cell)
 
     def interrupt(self, ranks: Iterable[int]) -> None:
-        """Do nothing: there are no ranks."""
+        """Do nothing, because there are no ranks."""
 
 
 class PausableClock:
-    """Seconds on ``time.monotonic`` that count for a run's time limits; safe from any thread.
+    """The seconds on ``time.monotonic`` that count toward a run's time limits. Safe to use from any thread.
 
-    Seconds do not count while the run waits for its user, or the machine sleeps.
+    Seconds do not count while the run waits for its user or the machine sleeps.
 
     Attributes:
         started: The clock's time at its creation.
@@ -138,13 +138,13 @@ class PausableClock:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._holders: set[Hashable] = set()
-        self._held_at = self._left_out = 0.0
+        self._held_at = self._excluded = 0.0
         self.started = self.now()
 
     def now(self) -> float:
-        """Return the seconds that count so far."""
+        """Return the number of seconds that count so far."""
         with self._lock:
-            return (self._held_at if self._holders else time.monotonic()) - self._left_out
+            return (self._held_at if self._holders else time.monotonic()) - self._excluded
 
     def pause(self, holder: Hashable) -> None:
         """Suspend the clock until ``holder``, such as a rank that waits for the user, resumes it."""
@@ -154,18 +154,18 @@ class PausableClock:
             self._holders.add(holder)
 
     def resume(self, holder: Hashable) -> None:
-        """End the suspension by ``holder``, if there is one; the clock resumes when no holder is left."""
+        """End the suspension by ``holder``, if there is one. The clock resumes when there is no other holder."""
         with self._lock:
             if holder in self._holders:
                 self._holders.discard(holder)
                 if not self._holders:
-                    self._left_out += time.monotonic() - self._held_at
+                    self._excluded += time.monotonic() - self._held_at
 
-    def leave_out(self, seconds: float) -> None:
-        """Do not count the last ``seconds``: this process did not run."""
+    def exclude(self, seconds: float) -> None:
+        """Exclude the last ``seconds``, because this process did not run."""
         with self._lock:
             if not self._holders:
-                self._left_out += seconds
+                self._excluded += seconds
 
     @property
     def suspended(self) -> bool:

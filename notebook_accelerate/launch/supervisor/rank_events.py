@@ -1,4 +1,4 @@
-"""Handles everything the ranks of one attempt send: events, output and exits."""
+"""Handle everything that the ranks of one attempt send: events, output and exits."""
 
 from __future__ import annotations
 
@@ -79,20 +79,21 @@ if TYPE_CHECKING:
 STEP_COMPARISON_SECONDS = 0.5
 """Minimum seconds between two comparisons of all ranks' steps."""
 _NO_SIGNS_OF_LIFE = frozenset({HeartbeatEvent, ResourceEvent, DeviceMemoryEvent, DeviceUseEvent})
-"""Events that a rank's agent, or its host, sends while the rank itself does nothing."""
+"""Events that a rank's agent or host sends even if the rank itself does nothing."""
 
 
 class RankEventHandler:
-    """Handles what the ranks of one attempt send; the supervisor's `RankListener`.
+    """Handles what the ranks of one attempt send, as the supervisor's `RankListener`.
 
     Args:
         supervisor: The run's supervisor.
         selector: Ranks are registered here as they start.
         ranks: Ranks are added here as they start.
-        stops: The attempt's stop sequence; it decides what failures and exits mean.
+        stops: The attempt's stop sequence, which decides what failures and exits mean.
 
     Attributes:
-        last_activity: When a rank had last sent anything or moved as `record` was called, by the run's clock.
+        last_activity: The last call of `record` before which a rank had sent anything or made progress, by the run's
+            clock.
         stall: Detects that no rank makes progress.
     """
 
@@ -102,28 +103,28 @@ class RankEventHandler:
         self._supervisor, self._selector, self._ranks, self._stops = supervisor, selector, ranks, stops
         self._journal, self._publisher, self._clock = supervisor.journal, supervisor.publisher, supervisor.clock
         self._prompts, self._requests = supervisor.commands.prompts, supervisor.commands.requests
-        self._all = ranks.all  # read for every event
+        self._all = ranks.all  # Keep a direct reference: it is read for every event.
         self._label = functools.partial(line_label, supervisor.config.log_line_prefix_template)
         self._comparison_due = 0.0
         self._exit_waits: set[str] = set()
         self._unrecorded: list[Record] = []
-        self._active = False  # whether a rank has sent anything, or moved, since the last call of `record`
+        self._active = False  # Whether a rank has sent anything or made progress since the last call of `record`.
         self._checks = sanity_checks.SanityChecks(len(supervisor.state.ranks))
         self.last_activity = self._clock.now()
         self.stall = StallDetector(supervisor)
 
     def add(self, process: RankProcess) -> None:
-        """Start to listen to a rank that has started."""
+        """Start listening to a rank that has started."""
         label = self._label(process.rank, process.local_rank)
         output = RankOutput(process.rank, label, self._keep_lines, self._publisher)
-        self._ranks.add(SupervisedRank(process, output))  # first: what is not known here is not reaped
-        # First: an attached kernel may send a request as soon as it knows that the rank has started.
+        self._ranks.add(SupervisedRank(process, output))  # Add it first: a rank that is not known here is not reaped.
+        # Open requests before recording the start: an attached kernel may send a request as soon as it sees that event.
         self._requests.open(process.rank, process.channel, process.capture_stacks)
         self._journal.append(RankStarted(process.rank, process.pid, process.node, process.host))
         process.connect(self._selector, self)
 
     def finish(self) -> None:
-        """Report what the sanity checks find once the last rank has ended."""
+        """Report what the sanity checks find after the last rank."""
         self.warn(self._checks.finish())
 
     def warn(self, warnings: list[str]) -> None:
@@ -136,7 +137,7 @@ class RankEventHandler:
         self._unrecorded.append(Record(rank, steady_time.now(), LogEvent(stream, text)))
 
     def record(self) -> None:
-        """Append what has arrived since the last call to the journal: once for all ranks that have sent something."""
+        """Append what has arrived since the last call to the journal, once for all ranks."""
         if self._active:
             self._active, self.last_activity = False, self._clock.now()
         records, self._unrecorded = self._unrecorded, []
@@ -162,7 +163,10 @@ class RankEventHandler:
         self._handle(supervised, self._decode(supervised, Decoder(), data))
 
     def _decode(self, supervised: SupervisedRank, decoder: Decoder, data: bytes) -> list[Stamped]:
-        """Return the events that ``data`` completes. A channel with other data is read, so that its rank goes on."""
+        """Return the events that ``data`` completes.
+
+        After invalid data the channel is still read, so that the rank does not block, but its data is ignored.
+        """
         if supervised.channel_error:
             return []
         try:
@@ -184,7 +188,7 @@ class RankEventHandler:
                 self._active = True
         for event in handled:
             if type(event) is not HeartbeatEvent:
-                self.record()  # what a handler appends to the journal comes after what the ranks sent before
+                self.record()  # Record what the ranks have sent so far before the handler appends its own events.
             _HANDLERS[type(event)](self, supervised, event)
 
     def _on_status(self, supervised: SupervisedRank, event: StatusEvent) -> None:
@@ -195,7 +199,7 @@ class RankEventHandler:
         supervised.outcome, rank = event, supervised.process.rank
         descriptors = supervised.process.take_descriptors(2) if event.sizes is not None else ()
         result = rank_result.received(event, descriptors, rank)
-        supervised.outcome = ResultEvent(b"")  # the payload may be large
+        supervised.outcome = ResultEvent(b"")  # Drop the payload, which may be large.
         self._journal.append(RankReturned(rank, result))
         if event.error and event.error not in self._journal.state.warnings:
             self.warn([event.error])
@@ -211,11 +215,12 @@ class RankEventHandler:
         self._stops.fail(failures.from_event(rank, event, self._supervisor.exceptions), supervised)
 
     def _on_display(self, supervised: SupervisedRank, event: DisplayEvent) -> None:
-        supervised.process.drain(self, channel=False)  # what it wrote before, also to standard error
+        # Show the output written before the display first, including standard error.
+        supervised.process.drain(self, channel=False)
         supervised.output.display(event)
 
     def _on_reply(self, supervised: SupervisedRank, event: Reply) -> None:
-        if isinstance(event, CellReply):  # output of the cell is handled before its end
+        if isinstance(event, CellReply):  # Handle the cell's output before the reply, which marks its end.
             supervised.process.drain(self, channel=False)
             supervised.output.settle()
             self._publisher.flush(force=True)
@@ -225,15 +230,15 @@ class RankEventHandler:
         supervised.process.open_dump(event.path)
 
     def _on_agent_failed(self, supervised: SupervisedRank, event: AgentFailedEvent) -> None:
-        what = "ended: metrics, prompts and debugging do not work there any more" if event.ended else "goes on"
+        what = "ended: metrics, prompts and debugging no longer work there" if event.ended else "continues"
         self.warn([f"the agent of rank {supervised.process.rank} failed ({event.error}) and {what}"])
 
     def _on_exit_wait(self, supervised: SupervisedRank, event: ExitWaitEvent) -> None:
-        if event.text not in self._exit_waits:  # all ranks usually wait for the same
+        if event.text not in self._exit_waits:  # All ranks usually wait for the same thing.
             self._exit_waits.add(event.text)
             self.warn([f"rank {supervised.process.rank} does not end: {tracebacks.name_cells(event.text)}"])
 
-    # ---- signs of progress, or of none
+    # ---- progress and the lack of it
 
     def _on_group_timeout(self, supervised: SupervisedRank, event: GroupTimeoutEvent) -> None:
         self.stall.group_timeout = event.seconds
@@ -258,14 +263,14 @@ class RankEventHandler:
         process = supervised.process
         prompt = Prompt(process.rank, event, process.channel, self._clock.resume)
         if prompt.of_debugger and self._stops.stopping:
-            prompt.answer(None)  # interrupted before it received its last answer: it asks again
+            prompt.answer(None)  # The debugger was interrupted before it received its last answer, and asks again.
             return
         known = prompt.of_debugger and prompt.rank in self._prompts.debugged()
         if not (self._supervisor.config.block or self._prompts.shown_in_cell or known):
             self._publisher.line("stderr", f"rank {prompt.rank} {_how_to_answer(prompt)}")
         self._publisher.flush(force=True)
         self._clock.pause(prompt.rank)
-        # First: an attached kernel may answer as soon as it knows of the prompt.
+        # Queue the prompt first: an attached kernel may answer as soon as it sees the event.
         self._prompts.put(prompt)
         self._journal.append(
             PromptOpened(prompt.rank, event.number, event.kind, event.prompt, event.password, event.shown)
@@ -296,7 +301,7 @@ class RankEventHandler:
     # ---- exits
 
     def take_end(self, rank: int) -> None:
-        """Handle the end of a rank, if it has ended, and everything it sent before; see ``RankListener.take_end``."""
+        """Check whether a rank has ended. If so, handle everything it sent before, then its end."""
         supervised = self._all[rank]
         end = None if supervised.ended else supervised.process.poll()
         if end is None:
@@ -309,7 +314,7 @@ class RankEventHandler:
 
     def _forget(self, supervised: SupervisedRank) -> None:
         rank = supervised.process.rank
-        supervised.output.finish()  # a process that the rank left running may keep its streams open
+        supervised.output.finish()  # A process that outlives the rank may keep its streams open.
         supervised.process.disconnect(self._selector)
         supervised.process.close()
         self._ranks.remove(supervised)
@@ -317,7 +322,7 @@ class RankEventHandler:
         self.forget_prompt(rank)
 
     def forget_prompt(self, rank: int) -> None:
-        """Drop the prompt of a rank that has ended, and let the clock go on that it held."""
+        """Drop the prompt of a rank that has ended, and resume the clock if the rank held it."""
         self._clock.resume(rank)
         self._clock.resume(paused(rank))
         self._drop_prompt(rank)

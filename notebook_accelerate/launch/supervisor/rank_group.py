@@ -1,4 +1,4 @@
-"""The ranks of one attempt: starts them, waits for what they send, and reaps them; and their time limits."""
+"""Start the ranks of one attempt, handle what they send, enforce their time limits, and reap them."""
 
 from __future__ import annotations
 
@@ -37,29 +37,31 @@ if TYPE_CHECKING:
 
 
 UNKILLABLE_SECONDS = 20.0
-"""How long a rank may take to end after SIGKILL: a driver that frees a device's memory takes seconds."""
+"""How long a rank may take to end after SIGKILL. A driver takes seconds to free a device's memory."""
 ABANDON_SECONDS = 5.0
-"""Seconds to wait for the end of a killed rank."""
+"""How long to wait for the end of a killed rank."""
 LONGEST_WAIT = 1.0
-"""Maximum seconds that the event loop sleeps, so that it soon detects that it did not run."""
+"""Maximum seconds that the event loop sleeps, so that it soon detects that it has not run."""
 GAP_SECONDS = 1.0
 """If the loop wakes up later than this, it did not run: the machine slept, or the kernel was stopped."""
 PAUSED_RANKS, PAUSE_PER_RANK = 32, 40e-6
-"""From this many ranks on, the loop pauses after each turn, 20 ms for 512 ranks: a wake-up for every event costs more
-than its handling."""
+"""The loop pauses after each turn if there are at least this many ranks, 20 ms for 512 ranks.
+
+Waking up for every event would cost more than handling the event.
+"""
 
 
 class RankGroup:
-    """The ranks of one attempt, from their start until the last one is reaped; a `CommandTarget`.
+    """The ranks of one attempt, from their start until the last one is reaped. A `CommandTarget`.
 
     Args:
         supervisor: The run's supervisor.
         plan: The launch plan.
 
     Attributes:
-        selector: What the event loop waits on.
+        selector: Registers everything that the event loop waits on.
         events: Handles everything the ranks send.
-        stops: Decides when they are stopped, and how each rank's end is judged.
+        stops: Decides when the ranks are stopped, and how each rank's end is judged.
         after_turn: Called after every turn of the event loop.
     """
 
@@ -77,7 +79,7 @@ class RankGroup:
     # ---- start
 
     def start(self, backend: ProcessBackend, attempt: int, inherited: InheritedState) -> None:
-        """Start every rank; on failure, kill the ranks that had started."""
+        """Start all ranks. If one fails to start, kill those that were started."""
         nodes = range(len(self._plan.sizes)) if self._plan.sizes else (self._plan.node,)
         plans = [self._plan if node == self._plan.node else on_node(self._plan, node) for node in nodes]
         orders = [self._order(plan, at, attempt, inherited) for plan in plans for at in range(plan.num_processes)]
@@ -107,7 +109,7 @@ class RankGroup:
             as_accelerate=config.as_accelerate or accelerate_alias.is_installed(),
             report_from=config.report_from,
             automatic_metrics=config.automatic_metrics,
-            result_bytes=CHANNEL_BYTES if here else None,  # files of one machine cannot be opened on another
+            result_bytes=CHANNEL_BYTES if here else None,  # Files of one machine cannot be opened on another.
         )
 
     # ---- commands
@@ -122,7 +124,7 @@ class RankGroup:
                 self._ranks.living[rank].process.send_signal(signal.SIGINT)
 
     def stop(self, grace: float, reason: StopReason) -> None:
-        """Begin the stop sequence of this attempt."""
+        """Start the stop sequence of this attempt."""
         self.stops.stop(grace, reason)
 
     def _carry_out(self) -> None:
@@ -134,8 +136,8 @@ class RankGroup:
         """Handle what the ranks send and watch them until the last one is reaped."""
         living = self._ranks.living
         while living:
-            self._wait(self._patience())
-            self._take_steps()
+            self._wait(self._select_timeout())
+            self._check_deadlines()
             self.events.record()
             self._supervisor.publisher.flush()
             if len(living) >= PAUSED_RANKS:
@@ -148,11 +150,11 @@ class RankGroup:
         ready = self.selector.select(timeout)
         late = time.monotonic() - begin - timeout
         if late > GAP_SECONDS:
-            self._supervisor.clock.leave_out(late)
+            self._supervisor.clock.exclude(late)
         call_ready(self.selector, ready)
         self.events.record()
 
-    def _patience(self) -> float:
+    def _select_timeout(self) -> float:
         """Return how many seconds the loop may sleep before its next deadline."""
         waits = [LONGEST_WAIT]
         if (due := self.stops.next_due()) is not None:
@@ -165,12 +167,13 @@ class RankGroup:
             waits.append(self._supervisor.config.monitor_interval)
         return max(0.0, min(waits))
 
-    def _take_steps(self) -> None:
+    def _check_deadlines(self) -> None:
         self._check_limits()
         if self.stops.hold_when_due():
             self._hold()
         if (due := self.stops.next_due()) is not None and due <= time.monotonic():
-            dispatch(self.selector, 0)  # before ranks are stopped: on a busy machine many events may be pending
+            # Handle pending events before stopping ranks: on a busy machine there may be many.
+            dispatch(self.selector, 0)
         if time.monotonic() >= self._guard_due:
             self._guard_due = time.monotonic() + LONGEST_WAIT
             orphan_guard.ensure()
@@ -198,12 +201,12 @@ class RankGroup:
     def _check_limits(self) -> None:
         reason = self._limits.reached()
         if reason:
-            # The reason is fixed first: the diagnosis sends signals, which can end the call the ranks are stuck in.
+            # Set the reason first: the diagnosis sends signals, which can end the call that the ranks are stuck in.
             self.stops.reason = StopReason(RunTimeoutError, reason)
             self.events.stall.diagnose_then(partial(self._give_up, reason))
 
     def _give_up(self, reason: str, found: Diagnosis | None) -> None:
-        if not self._ranks.living:  # they ended while they were diagnosed; another attempt may have begun
+        if not self._ranks.living:  # The ranks ended while they were diagnosed. Another attempt may have started.
             return
         self.stop(
             DEFAULT_GRACE, StopReason(RunTimeoutError, f"{reason}; {found.verdict}" if found is not None else reason)
@@ -212,7 +215,7 @@ class RankGroup:
     # ---- queries
 
     def verdicts(self) -> tuple[RankFailure, ...]:
-        """Return the failures, the first one first, with explanations where they are known."""
+        """Return the failures in order of time, with explanations if they are known."""
         found = failures.ordered(self.stops.failures)
         store, lines = self._supervisor.journal.store, failures.LAST_LINES
         last = {failure.rank: [line.text for line in store.log_lines(failure.rank)][-lines:] for failure in found}
@@ -221,17 +224,17 @@ class RankGroup:
         return tuple(failures.with_leavers(explained, returned))
 
     def pids(self) -> dict[int, int]:
-        """Return the process ids by rank of the ranks on this machine."""
+        """Return the process ids, by rank, of the ranks on this machine."""
         return {rank: each.process.pid for rank, each in self._ranks.all.items() if not each.process.host}
 
     def listen(self, source: HasFileno, call: Callable[[], object]) -> None:
-        """Call ``call`` on this thread whenever ``source`` is readable, while the ranks live."""
+        """Call ``call`` on this thread whenever ``source`` is readable, while there are running ranks."""
         self.selector.register(source, selectors.EVENT_READ, call)
 
     # ---- the end
 
     def abandon(self) -> None:
-        """Kill and reap all ranks, in whatever state they are."""
+        """Kill and reap all ranks, whatever state they are in."""
         for rank in list(self._ranks.living.values()):
             self._kill(rank)
         self.events.record()
@@ -258,7 +261,7 @@ class RankGroup:
         self._ranks.remove(rank)
         self._supervisor.commands.requests.close(process.rank)
         self.events.forget_prompt(process.rank)
-        with suppress(TransitionError):  # the process is gone, whatever has been recorded of it
+        with suppress(TransitionError):  # The process is gone, whatever state was recorded for it.
             state = self._supervisor.state.rank(process.rank).state
             self._supervisor.journal.append(RankExited(process.rank, state if state in ENDED else "stopped", "SIGKILL"))
 
@@ -276,7 +279,7 @@ def _launch_environment(supervisor: Supervisor, plan: LaunchPlan, attempt: int) 
 
 
 def _display_variables() -> dict[str, str]:
-    """Return what plotly chooses in a kernel: in a rank it finds none, and would open a browser."""
+    """Return plotly's choice for a kernel. In a rank it would not detect the notebook and would open a browser."""
     if not in_kernel() or "PLOTLY_RENDERER" in os.environ:
         return {}
     return {"PLOTLY_RENDERER": "plotly_mimetype+notebook"}
@@ -286,29 +289,29 @@ def _display_variables() -> dict[str, str]:
 
 
 class TimeLimits:
-    """The limits of one attempt, by the run's clock.
+    """The time limits of one attempt, by the run's clock.
 
     Args:
         supervisor: The run's supervisor.
-        events: Records when a rank was last active, and which collectives wait.
-        stops: The limits are not in force once the attempt is being stopped.
+        events: Records when a rank was last active, and which collectives are waiting.
+        stops: The limits do not apply once the attempt is being stopped.
     """
 
     def __init__(self, supervisor: Supervisor, events: RankEventHandler, stops: StopSequence) -> None:
         self._config, self._clock, self._events, self._stops = supervisor.config, supervisor.clock, events, stops
 
     def seconds_left(self) -> float | None:
-        """Return the seconds until the next limit; None when none is in force."""
+        """Return the seconds until the next limit, or None if no limit applies."""
         now = self._clock.now()
         return min((due - now for due, _ in self._limits()), default=None)
 
     def reached(self) -> str:
-        """Return the reason to stop the run; "" while no limit is reached."""
+        """Return the reason to stop the run, or "" if no limit is reached."""
         now = self._clock.now()
         return next((reason for due, reason in self._limits() if now >= due), "")
 
     def _limits(self) -> list[tuple[float, str]]:
-        """Return when each limit is reached, by the run's clock, and the reason then."""
+        """Return the time, by the run's clock, at which each limit is reached, with the reason to stop."""
         stops, stall = self._stops, self._events.stall
         if stops.reason or stops.failures or stops.held or self._clock.suspended or stall.busy:
             return []

@@ -1,4 +1,4 @@
-"""The supervisor of a run's ranks: starts, watches and restarts them, and decides how the run ended."""
+"""The supervisor of a run's ranks. It starts, watches and restarts them, and decides how the run ended."""
 
 from __future__ import annotations
 
@@ -34,24 +34,25 @@ if TYPE_CHECKING:
 class RankSupervisor(Supervisor):
     """Supervises one run: starts the ranks of each attempt, watches them, and restarts them after a failure.
 
-    Ranks on other machines are the business of a subclass, `launch.hosts.first_notebook.FirstNotebook`.
+    The subclass `launch.hosts.first_notebook.FirstNotebook` adds ranks on other machines.
     """
 
     _backend: ProcessBackend | None = None
 
     def _main(self, plan: LaunchPlan) -> None:
         super()._main(plan)
-        backend, self._backend = self._backend, None  # it refers to this object, which has the run's results
+        # Drop the backend, which refers to this object and so keeps the run's results alive.
+        backend, self._backend = self._backend, None
         if backend is not None:
             backend.prepare_next()
 
-    # ---- what the ranks of this machine need
+    # ---- resources for the ranks of this machine
 
     def reserve(self, plan: LaunchPlan) -> LaunchPlan:
         """Return the plan with a port and a private folder, if this machine has several ranks.
 
         Raises:
-            LaunchError: The ranks cannot reach each other: torch would report it after minutes only.
+            LaunchError: The ranks cannot reach each other. Torch would report this only after minutes.
         """
         if plan.accelerator == "tpu" and plan.variables:
             plan = replace(plan, variables={**plan.variables, **_tpu_addresses(plan.num_processes)})
@@ -64,7 +65,8 @@ class RankSupervisor(Supervisor):
             )
         store = ports.make_store_folder(self.id)
         port, note = ports.reserve(self.id, plan.port, fixed=False)
-        if note and plan.port != ports.DEFAULT:  # only code that starts torch's own group uses the default
+        # The default port matters only to code that creates torch's process group itself.
+        if note and plan.port != ports.DEFAULT:
             self.journal.append(NoteAdded(note))
         return replace(plan, port=port, store=store)
 
@@ -81,14 +83,14 @@ class RankSupervisor(Supervisor):
                 text = f"{self._ended_text()}, before all nodes had joined: {gathered.text}"
                 return RunEnded("stopped", gathered.error.__name__, text)
             group = self._supervised(gathered, number)
-            if self.state.ended is not None:  # its ranks were held after a failure, and are released now
+            if self.state.ended is not None:  # The ranks were held after a failure and have been released.
                 return RunEnded(self.state.status, self.state.error, self.state.message)
             if not self._restarts(group, number):
                 return self._verdict(group)
         raise AssertionError("every run has a last attempt")
 
     def _supervised(self, plan: LaunchPlan, number: int) -> RankGroup:
-        """Start the ranks of an attempt and supervise them until they have ended."""
+        """Start the ranks of an attempt and supervise them until they end."""
         self.journal.append(AttemptStarted(number))
         self.journal.free_old_results()
         group = self._start_group(plan, number)
@@ -107,7 +109,7 @@ class RankSupervisor(Supervisor):
         assert self._inherited is not None, "given with the call"
         self._backend = process_backend(plan.start_method)(*self._call)
         if number >= self.config.max_restarts:
-            self._call = None  # the ranks have the arguments, which may be large
+            self._call = None  # The ranks have received the arguments, which may be large.
         group = RankGroup(self, plan)
         backend = self._with_hosts(self._backend, group)
         backend.configure(self.config, self.note, self.commands.stopping)
@@ -118,7 +120,7 @@ class RankSupervisor(Supervisor):
     # ---- the end of an attempt
 
     def _restarts(self, group: RankGroup, number: int) -> bool:
-        """Record the end of an attempt; return whether another follows."""
+        """Record the end of an attempt. Return whether another attempt follows."""
         found, reason = group.verdicts(), group.stops.reason
         again = self._can_restart(group, found) and number < self.config.max_restarts
         makes_room = again and reason is not None
@@ -131,16 +133,16 @@ class RankSupervisor(Supervisor):
         return again
 
     def _verdict(self, group: RankGroup) -> RunEnded:
-        """Record how the last attempt ended and return how that ends the run."""
+        """Record how the last attempt ended, and return how the run ends."""
         found, reason = self.state.failures, group.stops.reason
-        ended = self._own_verdict(found, reason)
+        ended = self._local_outcome(found, reason)
         outcome = failures.headline(found) if ended.status == "failed" and found else ended.status
         if ended.status == "failed" and not found:
             outcome = ended.message
         self.journal.append(AttemptEnded(outcome))
         return ended
 
-    def _own_verdict(self, found: tuple[RankFailure, ...], reason: StopReason | None) -> RunEnded:
+    def _local_outcome(self, found: tuple[RankFailure, ...], reason: StopReason | None) -> RunEnded:
         if found:
             return failures.failed(self.id, self.state)
         if reason is not None:
@@ -153,20 +155,20 @@ class RankSupervisor(Supervisor):
     # ---- other machines
 
     def _gathered(self, plan: LaunchPlan, number: int) -> LaunchPlan | StopReason:
-        """Return the plan of attempt ``number`` once the run's hosts have joined, or why it was stopped before."""
+        """Return the plan of attempt ``number`` once the run's hosts have joined, or why the run was stopped."""
         return plan
 
     def _with_hosts(self, own: ProcessBackend, group: RankGroup) -> ProcessBackend:
-        """Return the backend that starts the ranks of ``group``: ``own``, or one that also starts those of hosts."""
+        """Return ``own``, or a backend that also starts the ranks of other hosts."""
         return own
 
     def _can_restart(self, group: RankGroup, found: Sequence[RankFailure]) -> bool:
-        """Return whether another attempt can run after one that ended with the failures ``found``."""
+        """Return whether another attempt can follow one with the failures ``found``."""
         return bool(found) and group.stops.reason is None
 
 
 def _tpu_addresses(ranks: int) -> dict[str, str]:
-    """Return what torch_tpu's runtimes must agree on before they start: an address for each, and a profiling session.
+    """Return the variables that torch_tpu's runtimes must share: one address per rank and a profiling session.
 
     Source: ``torch.tpu.distributed.set_tpu_launch_env`` of torch_tpu 0.2.0.
     """

@@ -1,4 +1,4 @@
-"""Detects that no rank of a run makes progress, and starts a diagnosis."""
+"""Detect that no rank of a run makes progress, and start a diagnosis."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 STALL_SECONDS = 10.0
-"""The run is diagnosed when no rank has made progress for this long while some wait in a collective."""
+"""The run is diagnosed if no rank has made progress for this long while some wait in a collective."""
 STALL_CHECK_SECONDS = 0.5
 """Minimum seconds between two checks of all ranks."""
 
 
 class StallDetector:
-    """Detects stalls of one attempt; its methods run on the run's thread, the diagnosis on a separate one.
+    """Detects stalls of one attempt. Its methods run on the run's thread, the diagnosis on a separate one.
 
-    All times are by the run's clock: a suspended clock or a sleeping machine is no stall.
+    All times are by the run's clock, so a suspended clock or a sleeping machine does not count as a stall.
 
     Attributes:
         busy: Whether a diagnosis is in progress.
-        group_timeout: Time limit of a collective in seconds; None if the process group has none.
+        group_timeout: Time limit of a collective in seconds, or None if the process group has no limit.
     """
 
     def __init__(self, supervisor: Supervisor) -> None:
@@ -45,7 +45,7 @@ class StallDetector:
         self.group_timeout: float | None = None
 
     def note(self, rank: int, beat: HeartbeatEvent) -> bool:
-        """Record a heartbeat; return whether the rank has made progress since its last one."""
+        """Record a heartbeat. Return whether the rank has made progress since the last one."""
         before, now = self._beats.get(rank), self._clock.now()
         moves = before is None or before.moved != beat.moved
         self._beats[rank] = beat
@@ -68,18 +68,18 @@ class StallDetector:
         self._first = None if changed else self._first
 
     def limits(self) -> list[tuple[float, str]]:
-        """Return when the first collective reaches its group's time limit, by the run's clock, and the stop reason."""
+        """Return the time limit of the oldest waiting collective, by the run's clock, with the reason to stop."""
         if self.group_timeout is None:
             return []
         text = f"a collective reached the process group's timeout of {self.group_timeout:g} s"
-        # Wait for one more heartbeat from the same collective: the rank may have continued meanwhile.
+        # Wait for another heartbeat from the same collective, because the rank may have continued since the last one.
         patience = self.group_timeout + 1.5 * HEARTBEAT_SECONDS
         if self._first is None and self._waiting_since:
             self._first = min(since for _, since in self._waiting_since.values())
         return [] if self._first is None else [(self._first + patience, text)]
 
     def _is_look_due(self) -> bool:
-        """Whether to check all ranks again; checks are not made for every heartbeat."""
+        """Return whether to check all ranks again. Doing so for every heartbeat would be too expensive."""
         if time.monotonic() < self._look_due:
             return False
         self._look_due = time.monotonic() + STALL_CHECK_SECONDS
@@ -93,15 +93,15 @@ class StallDetector:
         return all(now - self._moved[rank] > STALL_SECONDS for rank in alive)
 
     def _report(self, found: Diagnosis | None) -> None:
-        """Report a stall in the journal; print the first one."""
-        if not self._stall or self._supervisor.state.ended is not None:  # a rank has moved during the diagnosis
+        """Record a stall in the journal. Print only the first one."""
+        if not self._stall or self._supervisor.state.ended is not None:  # A rank made progress during the diagnosis.
             return
         idle = self._clock.now() - max(self._moved.values(), default=self._clock.now())
         self._supervisor.journal.append(RunStalled(steady_time.now() - idle, found.cause if found is not None else ""))
         if not self._printed:
             self._printed = True
             verdict = found.verdict if found is not None else "no rank makes progress"
-            self._supervisor.show(f"run {self._supervisor.id} stands still: {verdict}", "stderr")
+            self._supervisor.show(f"run {self._supervisor.id} has stalled: {verdict}", "stderr")
 
     def _end_stall(self) -> None:
         if self._stall:
@@ -110,7 +110,7 @@ class StallDetector:
                 self._supervisor.journal.append(RunMoved())
 
     def diagnose_then(self, report: Callable[[Diagnosis | None], None]) -> None:
-        """Diagnose the run on another thread, then call ``report(diagnosis)`` on the run's thread; None: it failed."""
+        """Diagnose the run on another thread, then call ``report`` on the run's thread (None: the diagnosis failed)."""
         self.busy = True
         supervisor = self._supervisor
 

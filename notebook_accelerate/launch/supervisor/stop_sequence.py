@@ -1,8 +1,8 @@
 """The stop sequence: the one place that decides when the ranks of an attempt are stopped, and sends the signals.
 
-Every cause that ends an attempt is handled here: the stop button and ``run.stop()``, time limits, a rank's failure,
-the end of the kernel. A stop sends SIGINT, SIGTERM and SIGKILL in turn;
-`STOP_TRANSITIONS` in `launch.state.run_state` lists its phases.
+Every cause that ends an attempt is handled here: the stop button and ``run.stop()``, time limits, a rank's failure, the
+end of the kernel. A stop sends SIGINT, SIGTERM and SIGKILL in turn. `STOP_TRANSITIONS` in `launch.state.run_state`
+lists its phases.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.supervisor.supervised_ranks import SupervisedRank
 
 SETTLE_SECONDS = 0.3
-"""Seconds after the first failure in which the other ranks may fail or finish, before they are stopped."""
+"""How long after the first failure the other ranks may fail or finish before they are stopped."""
 FAILURE_GRACE = 2.0
-"""Seconds from KeyboardInterrupt to SIGKILL for the remaining ranks after a failure."""
+"""Seconds from SIGINT to SIGKILL for the remaining ranks after a failure."""
 TERMINATE_AT = 0.6
-"""Fraction of the grace period after which SIGTERM follows SIGINT."""
+"""Fraction of the grace period between SIGINT and SIGTERM."""
 SIGNALS = {"interrupting": signal.SIGINT, "terminating": signal.SIGTERM, "killing": signal.SIGKILL}
-"""The signal of each phase: a rank that dies of another signal has failed by itself."""
+"""The signal of each phase. A rank that dies of another signal has failed by itself."""
 
 
 @dataclass(frozen=True)
 class StopReason:
-    """Why a run is stopped: the error it ends with, and its text."""
+    """Why a run is stopped: the error it ends with, and its message."""
 
     error: type[WorkerError]
     text: str
@@ -54,15 +54,16 @@ class StopSequence:
 
     Args:
         journal: The run's journal.
-        prompts: Prompts of debuggers are answered with end of file when a stop begins.
-        hold: Whether ranks are held for the debugger after a failure, instead of being stopped.
+        prompts: Debugger prompts are answered with end of file when a stop starts.
+        hold: Whether to hold the ranks for the debugger after a failure, instead of stopping them.
 
     Attributes:
-        stopping: Whether the ranks are being stopped, or will be once the peers of a failed rank have settled.
+        stopping: Whether the ranks are being stopped, or will be once the peers of a failed rank have had time to fail
+            or finish.
         held: Whether the ranks were held for the debugger after a failure.
         failures: The failures, in the order in which they were reported.
-        reason: Why the ranks are stopped, when no failure is the cause.
-        killed_at: When SIGKILL was sent, by ``time.monotonic``; None before.
+        reason: Why the ranks are stopped, if a failure is not the cause.
+        killed_at: When SIGKILL was sent, by ``time.monotonic``, or None before that.
     """
 
     def __init__(self, journal: Journal, prompts: PromptQueue, *, hold: bool) -> None:
@@ -80,7 +81,7 @@ class StopSequence:
     # ---- causes of a stop
 
     def stop(self, grace: float, reason: StopReason) -> None:
-        """Schedule the signals; SIGKILL is due after ``grace`` seconds, or now if this is called again."""
+        """Schedule the signals. SIGKILL is due after ``grace`` seconds, or immediately if this is called again."""
         if self._user_stopped and self.stopping:
             self._steps = [(time.monotonic(), "killing")]
             return
@@ -89,7 +90,7 @@ class StopSequence:
         self._begin(grace, reason)
 
     def make_room(self, reason: StopReason) -> bool:
-        """Stop to restart with another host, for ``reason``; return whether that begins now."""
+        """Stop the ranks to restart with another host. Return False if they are being stopped already."""
         if self.stopping:
             return False
         self.reason = reason
@@ -97,8 +98,8 @@ class StopSequence:
         return True
 
     def fail(self, failure: RankFailure, rank: SupervisedRank) -> None:
-        """Record the failure of a rank; the others are stopped, or held for the debugger."""
-        if self._state_of(rank) in ENDED:  # a held rank reports its failure again when it ends
+        """Record the failure of a rank. The others are stopped, or held for the debugger."""
+        if self._state_of(rank) in ENDED:  # A held rank reports its failure again when it ends.
             return
         if self.held or self._only_lost_a_stopped_one(failure):
             self._journal.append(RankStopped(failure.rank))
@@ -115,9 +116,9 @@ class StopSequence:
             self._schedule(FAILURE_GRACE, time.monotonic() + SETTLE_SECONDS)
 
     def _only_lost_a_stopped_one(self, failure: RankFailure) -> bool:
-        """Whether a rank that still runs has lost its connection to a rank that the stop has already ended."""
+        """Return whether a running rank failed only because the stop has already ended one of its peers."""
         if not self.stopping or self.failures or self.reason is None or self.reason.error is WorkerError:
-            return False  # after a failure, everything is reported
+            return False  # After a failure, report everything.
         return failures.looks_like_lost_peer(failure)
 
     def _settle_until_held(self) -> None:
@@ -130,7 +131,8 @@ class StopSequence:
         self._schedule(grace, time.monotonic())
         for prompt in self._prompts.open_prompts():
             if prompt.of_debugger:
-                prompt.answer(None)  # a debugger handles KeyboardInterrupt itself
+                # A debugger handles KeyboardInterrupt itself, so the interrupt would not end its prompt.
+                prompt.answer(None)
 
     def _schedule(self, grace: float, start: float) -> None:
         delays = {"interrupting": 0.0, "terminating": grace * TERMINATE_AT, "killing": grace}
@@ -138,7 +140,7 @@ class StopSequence:
         self._steps = [(start + delay, phase) for phase, delay in delays.items()]
 
     def _enter(self, phase: str, reason: StopReason | None = None) -> None:
-        """Record a phase; a stop that begins again with another grace period never returns to an earlier one."""
+        """Record a phase. A repeated stop with another grace period never returns to an earlier phase."""
         if STOP_PHASES.index(phase) > STOP_PHASES.index(self._phase):
             self._phase = phase
             self._journal.append(StopAdvanced(phase, reason.text if reason is not None else ""))
@@ -146,12 +148,12 @@ class StopSequence:
     # ---- due actions
 
     def next_due(self) -> float | None:
-        """Return when the next action is due, in ``time.monotonic`` seconds; None when none is."""
+        """Return when the next action is due, in ``time.monotonic`` seconds, or None."""
         dues = [due for due, _ in self._steps[:1]] + ([self._hold_at] if self._hold_at is not None else [])
         return min(dues, default=None)
 
     def hold_when_due(self) -> bool:
-        """Hold the ranks once the others have had time to fail too; return whether they are held from now on."""
+        """Hold the ranks once the others have had time to fail too. Return whether this call started to hold them."""
         if self._hold_at is None or time.monotonic() < self._hold_at:
             return False
         self._hold_at, self.held = None, True
@@ -159,7 +161,7 @@ class StopSequence:
         return True
 
     def signal_when_due(self, living: Iterable[RankProcess]) -> None:
-        """Send the signals that are due to every living rank."""
+        """Send the signals that are due to all running ranks."""
         ranks = list(living) if self._steps else []
         while self._steps and self._steps[0][0] <= time.monotonic():
             _, phase = self._steps.pop(0)
@@ -173,7 +175,7 @@ class StopSequence:
     # ---- how a rank ended
 
     def rank_exited(self, rank: SupervisedRank, end: Exit) -> None:
-        """Record the end of a rank's process: whether the rank succeeded, failed or was stopped."""
+        """Record how a rank's process ended: whether the rank succeeded, failed or was stopped."""
         number = rank.process.rank
         if rank.outcome is None and self._died_by_itself(end):
             kills = self._oom_kills_on(rank.process.host)
@@ -182,18 +184,18 @@ class StopSequence:
         if state not in ENDED:
             state = "succeeded" if isinstance(rank.outcome, ResultEvent) else "stopped"
         self._journal.append(RankExited(number, state, failures.exit_text(end)))
-        if self.held and not self.stopping:  # its debugger was quit: release the others too
+        if self.held and not self.stopping:  # The rank's debugger was quit, so release the others too.
             self._begin(FAILURE_GRACE)
 
     def _oom_kills_on(self, host: str) -> int | None:
-        """Return the out-of-memory kills since the attempt began; None where they are not known, as on other hosts."""
+        """Return the out-of-memory kills since the attempt started, or None if unknown, as for other hosts."""
         now = None if host else failures.oom_kill_count()
         return None if now is None or self._oom_kills is None else now - self._oom_kills
 
     def _died_by_itself(self, end: Exit) -> bool:
-        """Whether a rank that reported no outcome ended on its own, and not because of the stop."""
+        """Return whether a rank that reported no outcome ended by itself rather than because of the stop."""
         untouched = self.reason is None and not self._signalled
-        gone = self.reason is None and bool(end.lost)  # a signal to a rank cannot lose its machine
+        gone = self.reason is None and bool(end.lost)  # Signals sent to a rank cannot cause the loss of its machine.
         return untouched or gone or end.signal not in (None, *SIGNALS.values())
 
     def _state_of(self, rank: SupervisedRank) -> str:

@@ -21,8 +21,8 @@ class SupervisedRank:
 
     Attributes:
         decoder: Decodes what arrives on its channel.
-        outcome: The result or failure that it reported; None until it reports one.
-        channel_error: Why nothing that arrives on its channel is read any more; "" while it is.
+        outcome: The result or failure that it reported, or None before that.
+        channel_error: Why its channel is no longer decoded, or "" if it is.
         ended: Whether its process has been reaped.
     """
 
@@ -37,13 +37,13 @@ class SupervisedRank:
 class SupervisedRanks:
     """The ranks of one attempt.
 
-    Hundreds of ranks report continuously, so the handling of a report must not iterate over all ranks. There is a
-    table for each property that every report needs.
+    Hundreds of ranks report continuously, so the handling of a report must not iterate over all ranks. There is a table
+    for each property that every report needs.
 
     Attributes:
         all: Every rank that was started.
         living: The ranks that have not been reaped.
-        polled: The living ranks whose end can be detected by polling only.
+        polled: The living ranks whose end can be detected only by polling.
     """
 
     def __init__(self) -> None:
@@ -58,12 +58,12 @@ class SupervisedRanks:
         self.poll_if_needed(rank)
 
     def poll_if_needed(self, rank: SupervisedRank) -> None:
-        """Poll a living rank from now on if its end is not reported."""
+        """Poll a living rank from now on, if its end is not reported."""
         if rank.process.needs_polling and not rank.ended:
             self.polled[rank.process.rank] = rank
 
     def remove(self, rank: SupervisedRank) -> None:
-        """Remove a reaped rank from the living ones."""
+        """Remove a reaped rank from the living ranks."""
         rank.ended = True
         for table in (self.living, self.polled):
             table.pop(rank.process.rank, None)

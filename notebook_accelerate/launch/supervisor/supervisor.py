@@ -1,4 +1,4 @@
-"""Sees a run through on its thread: the base of all supervisors, from the launch to the last event of the journal."""
+"""The base of all supervisors, which run a launch on a thread, from its start to the last event of the journal."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 
 
 class Supervisor(ABC):
-    """Sees a run through on a thread of its own, and ends the run whatever happens there.
+    """Runs a launch on its own thread, and ends the run whatever happens there.
 
-    A `RankSupervisor` supervises the run's ranks; a `JoinedNotebook` runs its ranks for the notebook that does. The
-    parts of a supervisor share it: it has what they need of the run.
+    A `RankSupervisor` supervises the run's ranks. A `JoinedNotebook` runs its ranks for the notebook that supervises
+    them. The parts of a supervisor hold a reference to it and read the run's shared objects from it.
 
     Args:
-        run: The run; not kept, because its user may drop it.
+        run: The run. It is not stored, because its user may drop it.
         commands: The user's commands, the prompts, and the requests to ranks.
-        publisher: Shows output in the notebook; used on the run's thread once that has started.
+        publisher: Shows output in the notebook. After the run's thread has started, it is used on that thread only.
 
     Attributes:
         id: The run's number in this kernel.
         config: Configuration of the launch.
         function_name: Name of the launched function.
-        journal: Events of the run are appended here.
+        journal: Receives the run's events.
         commands: The commands.
         publisher: The publisher.
         exceptions: Unpickles the exceptions of the ranks.
-        started: Set once all ranks have started, or failed to start; or earlier, where that may take minutes.
+        started: Set once all ranks have started or failed to start, or earlier if that may take minutes.
         over: Set once the run has ended.
         problem: The error that prevented the start of the ranks.
     """
@@ -59,7 +59,7 @@ class Supervisor(ABC):
     # ---- the launching thread
 
     def reserve(self, plan: LaunchPlan) -> LaunchPlan:
-        """Reserve what the ranks of this machine need, and return the plan with it; the end of the run releases it."""
+        """Reserve what this machine's ranks need until the run ends, and return the plan with it."""
         return plan
 
     def start(
@@ -68,7 +68,7 @@ class Supervisor(ABC):
         """Run ``function(*arguments)`` on the thread.
 
         Args:
-            plan: The plan, as `reserve` has returned it.
+            plan: The plan that `reserve` returned.
             function: The launched function.
             arguments: Its arguments.
             inherited: State that ranks inherit from the launching thread.
@@ -78,7 +78,7 @@ class Supervisor(ABC):
         thread = threading.Thread(target=self._main, args=(plan,), name=name, daemon=True)
         try:
             thread.start()
-        except RuntimeError as problem:  # the system allows no more threads
+        except RuntimeError as problem:  # The system refuses to create another thread.
             self.fail(problem)
 
     def fail(self, problem: BaseException) -> None:
@@ -96,7 +96,7 @@ class Supervisor(ABC):
             self._end(ended)
 
     def _outcome(self, plan: LaunchPlan) -> RunEnded:
-        """Run to the end and return how it ended; the frame of an error must not refer to the error."""
+        """Run to the end and return how it ended. A method, so that an error's own frame does not refer to it."""
         try:
             return self._run(plan)
         except BaseException as problem:  # noqa: BLE001 - raised by the caller, or recorded in the run
@@ -109,7 +109,7 @@ class Supervisor(ABC):
     def _ended_by(self, problem: BaseException) -> RunEnded:
         if not self.started.is_set():
             self.problem = failures.system_error(problem) if isinstance(problem, OSError) else problem
-        if isinstance(problem, RunStoppedError):  # before the ranks had started
+        if isinstance(problem, RunStoppedError):  # The run was stopped before its ranks had started.
             return RunEnded("stopped", "RunStoppedError", str(problem))
         text = f"the launch failed: {type(problem).__name__}: {problem}"
         return RunEnded("failed", "WorkerError", text, problem)
@@ -117,7 +117,7 @@ class Supervisor(ABC):
     # ---- the end
 
     def _end(self, ended: RunEnded) -> None:
-        """Release the run's resources and end it, even if showing or closing fails: other threads wait for the end."""
+        """Release the run's resources and end it even if a step fails, because other threads wait for the end."""
         steps: list[Callable[[], object]] = [
             partial(self._disconnect, ended),
             self.commands.close,
@@ -128,7 +128,7 @@ class Supervisor(ABC):
             self.started.set,
             self.over.set,
         ]
-        with ExitStack() as stack:  # calls the last one that it was given first
+        with ExitStack() as stack:  # The stack calls the last registered step first.
             for step in reversed(steps):
                 stack.callback(step)
 
@@ -155,15 +155,15 @@ class Supervisor(ABC):
 
     @property
     def state(self) -> RunState:
-        """The run after the last event."""
+        """The run's state after the last event."""
         return self.journal.state
 
     def show(self, text: str, stream: str = "stdout") -> None:
-        """Show a line of the launch itself."""
+        """Show a line about the launch itself."""
         self.publisher.line(stream, text)
         self.publisher.flush(force=True)
 
     def note(self, text: str, *, shown_as: str | None = None) -> None:
-        """Record a remark for panel and report, and show it (as ``shown_as``, if given)."""
+        """Record a note for the panel and the report, and show it (as ``shown_as``, if given)."""
         self.journal.append(NoteAdded(text))
         self.show(text if shown_as is None else shown_as, "stderr")

@@ -317,11 +317,11 @@ def test_waits_that_overlap_suspend_the_clock_from_the_first_to_the_last(clock: 
 def test_seconds_that_are_left_out_do_not_count(clock: _Clock) -> None:
     watch = PausableClock()
     clock.now += 10
-    watch.leave_out(4.0)
+    watch.exclude(4.0)
     assert watch.now() == 1006
     watch.pause(0)
     clock.now += 10
-    watch.leave_out(9.0)  # they do not count already
+    watch.exclude(9.0)  # they do not count already
     watch.resume(0)
     assert watch.now() == 1006
 
