@@ -201,8 +201,8 @@ def test_a_name_without_an_address_is_refused(join: Start, name: str) -> None:
                 pytest.skip("no server answers for names here")
     command = join(f"{name}:29500", "--join_timeout", "600")
     assert command.exit_code() == 1
-    assert f"join: this machine knows no address of '{name}', where the first notebook is to listen (" in command.err
-    assert "; pass the address, as 10.0.0.1:29500\n" in command.err
+    assert f"join: this machine cannot resolve '{name}', where the first notebook should listen (" in command.err
+    assert "; pass its address, for example 10.0.0.1:29500\n" in command.err
 
 
 def test_the_run_keeps_waiting_for_a_command_with_its_secret(first: Kernel, join: Start) -> None:
@@ -210,7 +210,7 @@ def test_the_run_keeps_waiting_for_a_command_with_its_secret(first: Kernel, join
     first.wait_for(lambda: "1 of 3 nodes" in cell.stdout, LIMIT)
     wrong = join(where, secret="wrong-4711")
     assert wrong.exit_code() == 1
-    assert f"join: the run at {where} has another secret, or is none; pass the secret of the first" in wrong.err
+    assert f"join: {where} is not a run, or has another secret; pass the secret of the first" in wrong.err
     leaves = join(where)
     leaves.wait_until_it_prints("2 of 3 nodes")
     leaves.process.send_signal(signal.SIGINT)
@@ -226,7 +226,7 @@ def test_one_command_too_many_is_refused(first: Kernel, join: Start) -> None:
     command, _ = begin(first, join)
     late = join(command.process.args[len(JOIN)])  # type: ignore[index]
     assert late.exit_code() == 1
-    assert "join: the run has its 2 nodes already: " in late.err
+    assert "join: the run already has its 2 nodes: " in late.err
     assert f"{HOST} (process {command.process.pid})" in late.err
     first.check("run.stop()", LIMIT)
     assert command.exit_code() == 1

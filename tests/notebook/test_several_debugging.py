@@ -94,7 +94,7 @@ def test_breakpoints_are_answered_in_the_first_notebook_and_suspend_the_clock(pa
             assert pair.values("run.status") == ["running", "running"]
         else:
             shows(pair, 1, cells[1], "rank 1 waits for its debugger in the first notebook")
-            assert "is steered in the notebook of node 0" in said(pair.kernels[1].run("run.debug()", LIMIT))
+            assert "is controlled by the notebook of node 0" in said(pair.kernels[1].run("run.debug()", LIMIT))
         prompts = first.types("p value", "c")
         assert f"[rank {rank}] {40 + rank}" in first.check("run.debug()", LIMIT).plain
         assert len(prompts) == 2
@@ -202,7 +202,7 @@ def test_warm_ranks_span_two_notebooks(pair: Notebooks) -> None:
     assert "[rank 1] 'Ada'" in asked.plain
     assert prompts[2] == "[rank 1] who? "
     first.answer = None
-    assert "is steered in the notebook of node 0" in said(second.run("%%rank 1\nthere", LIMIT))
+    assert "is controlled by the notebook of node 0" in said(second.run("%%rank 1\nthere", LIMIT))
     assert "[rank 1] 8" in first.check("%%rank 1\nthere + 1", LIMIT).stdout
     with patient(first, warm=True):
         endless = first.submit("%%ranks\nimport time\nprint('on', rank)\ntime.sleep(600)")
@@ -243,9 +243,9 @@ def grows():
         assert kernel.value(f"{name}.status == 'succeeded' or str({name}.error)") is True
         assert set(kernel.value(f"{name}.results")) == {3}
     who = f"{HOST} (kernel {second.pid})"
-    assert "the run began without this node, with 2 of 3: " in late.plain
+    assert "the run started without this node, with 2 of 3: " in late.plain
     for index, cell in enumerate(cells):
-        shows(pair, index, cell, f"attempt 1 ended (a late node joins, {who}: all restart with it); starting")
+        shows(pair, index, cell, f"attempt 1 ended (a late node joins, {who}: all nodes restart to include it)")
     assert second.value("late.attempts[0].number") > 0
 
 
@@ -262,7 +262,7 @@ def test_a_late_notebook_receives_the_members_of_the_run(pair: Notebooks, num_no
     second.check(f"late = {call}", LIMIT)
     assert second.value("late.wait(100)", LIMIT)
     text = second.value("str(late.error)")
-    how = "the run has its 2 nodes already: " if num_nodes == 2 else "began without this node, with 2 of 3: "
+    how = "the run already has its 2 nodes: " if num_nodes == 2 else "started without this node, with 2 of 3: "
     assert how in text
     assert all(f"{HOST} (kernel {kernel.pid})" in text for kernel in pair.kernels)
     assert pair.values("run.status") == ["running", "running"]

@@ -75,7 +75,7 @@ def test_c10d_generates_a_secret_and_prints_it(pair: Notebooks) -> None:
     first = pair.kernels[0].submit(f"run = launch(meet, num_processes=1, {options})")
     pair.kernels[0].wait_for(lambda: "1 of 2 nodes" in first.stdout, LIMIT)
     refused = said(pair.kernels[1].run(f"launch(meet, num_processes=1, {options})", LIMIT))
-    assert "another notebook of this run listens already, and shows the run's secret; pass it here too" in refused
+    assert "another notebook of this run is already listening and shows the run's secret; pass it here too" in refused
     line = next(line for line in first.stdout.splitlines() if "in another notebook: " in line)
     call = line.partition(": ")[2].replace("notebook_launcher(meet, args", "run = notebook_launcher(meet, ()")
     assert "'secret': '" in call
@@ -144,7 +144,7 @@ def test_ranks_of_other_notebooks_can_be_asked_and_inspected(pair: Notebooks) ->
     first, second = pair.kernels
     asked = first.value("{str(r): v for r, v in run.ask('fail * 10 + value.item()', timeout=60).items()}", LIMIT)
     assert asked == {"0": -7.0, "1": -7.0, "2": -7.0}
-    assert f"is steered in the notebook of node 0 ({HOST})" in said(second.run("run.ask('fail')", LIMIT))
+    assert f"is controlled by the notebook of node 0 ({HOST})" in said(second.run("run.ask('fail')", LIMIT))
     stacks = first.value("str(run.stacks())", LIMIT)
     assert "in meet" in stacks
     assert "rank 0" in stacks or "ranks 0" in stacks
@@ -201,7 +201,7 @@ def test_a_notebook_with_another_secret_is_refused(pair: Notebooks, backend: str
     pair.kernels[0].wait_for(lambda: "1 of 2 nodes" in first.stdout, LIMIT)
     place = "node_rank=1, " if backend == "static" else ""
     second = pair.kernels[1].run(f"launch(meet, {place}{common}, rdzv_conf={settings[1]})", LIMIT)
-    assert f"LaunchError: the run at 127.0.0.1:{port} has another secret, or is none" in said(second)
+    assert f"LaunchError: 127.0.0.1:{port} is not a run, or has another secret" in said(second)
     assert not first.finished, "no notebook has joined"
     pair.kernels[0].interrupt()
     pair.kernels[0].finish(first, LIMIT)

@@ -1,4 +1,4 @@
-"""The commands of a run that a process of its own supervises: sent over its socket."""
+"""Send commands over its socket to the process that supervises a detached run."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from notebook_accelerate.telemetry.store import Record
 CAPTURE_SECONDS = 10.0
 """Seconds to wait for the stacks of a rank that cannot reply."""
 AGAIN_SECONDS = 0.1
-"""Seconds after which a kernel that has lost its connection looks whether the process is still there."""
+"""How often, in seconds, a disconnected kernel checks that the supervisor is still alive."""
 SEND_SECONDS = 2.0
 """Seconds that a command waits for a reconnection, or for the supervisor to read."""
 STATE_SECONDS = 5.0
-"""Seconds to wait for the state of the ranks; a suspended process sends none."""
+"""Seconds to wait for the state of the ranks. A suspended process does not send it."""
 PING_SECONDS = 1.0
 """Seconds between pings to the supervisor of a run that is being stopped."""
 ANSWER_SECONDS = 5.0
@@ -51,17 +51,18 @@ class ControlClient:
     """The `RunCommands` of a detached run.
 
     Args:
-        path: The socket of its process.
-        process: Its process, which is killed if it does not answer while the run is being stopped; None: never.
-        version: The `control_protocol.VERSION` of its process. A process of version 0 does not reply to pings, so it
-            is killed only if it stays suspended.
+        path: The socket of the run's process.
+        process: The run's process, which is killed if it does not answer while the run is being stopped. None: never
+            kill it.
+        version: The `control_protocol.VERSION` of the process. A process of version 0 does not reply to pings, so it is
+            killed only if it stays suspended.
 
     Raises:
-        BlockingIOError: Its process accepts no connections now.
-        OSError: Its process does not listen there.
+        BlockingIOError: The process does not accept connections at the moment.
+        OSError: The process does not listen on the socket.
 
     Attributes:
-        report: Called with a sentence if its process does not answer.
+        report: Called with a sentence if the process does not answer.
     """
 
     refusal = ""
@@ -84,19 +85,19 @@ class ControlClient:
         threading.Thread(target=self._main, name="notebook-accelerate-attached", daemon=True).start()
 
     def follow(self, reader: JournalReader, on_end: Callable[[], None]) -> bool:
-        """Receive the run's records from now on, over each connection from the position after the last one.
+        """Receive the run's records from now on, resuming after the last one whenever the connection changes.
 
         Args:
             reader: Receives the records, on the client's thread.
             on_end: Called on that thread when the process stops sending records.
 
         Returns:
-            Whether the run's history has arrived; False if its process does not send it in time. It may do so later.
+            Whether the run's history has arrived. False if the process does not send it in time; it may do so later.
         """
         if self._version < 2:
             self.requests.elsewhere = (
-                "this run was launched with an earlier version of notebook_accelerate: from here it can be watched and "
-                "stopped; restart its launch to use the debugger"
+                "this run was launched with an earlier version of notebook_accelerate: from here it can only be "
+                "watched and stopped; restart its launch to use the debugger"
             )
             return False
         self._reader, self._on_end = reader, on_end
@@ -108,7 +109,7 @@ class ControlClient:
         return self._known.is_set()
 
     def close(self) -> None:
-        """Disconnect from the run without stopping it; it is not followed any longer."""
+        """Disconnect from the run without stopping it, and stop following it."""
         self._left = True
         self._channel.shut()
 
@@ -116,16 +117,16 @@ class ControlClient:
 
     @property
     def connected(self) -> bool:
-        """Whether this kernel is connected to the process of the run."""
+        """Whether this kernel is connected to the run's process."""
         return not (self._over or self._left)
 
     @property
     def is_following(self) -> bool:
-        """Whether the process of the run sends its records, or will when it answers."""
+        """Whether the run's process sends its records, or will do so when it answers."""
         return self._reader is not None
 
     def stop(self, grace: float) -> None:
-        """See ``RunCommands.stop``; a process that does not answer is killed after ``grace`` and some seconds."""
+        """Stop the run. A process that does not answer is killed after the grace period and `ANSWER_SECONDS`."""
         self._send(protocol.StopCommand(float(grace)))
         if self._process is not None and not self._stop_watched:
             self._stop_watched = True
@@ -144,7 +145,10 @@ class ControlClient:
         self._stop_watched = False
 
     def _replies(self, process: ProcessIdentity) -> bool:
-        """Wait `PING_SECONDS`; return whether the supervisor replied, or if it cannot, whether it is not suspended."""
+        """Wait `PING_SECONDS`.
+
+        Return whether the supervisor replied, or, for version 0, whether it is not suspended.
+        """
         heard = self._heard
         if self._version >= 1:
             self._send(protocol.PingCommand())
@@ -156,7 +160,7 @@ class ControlClient:
         self._send(protocol.InterruptCommand(list(ranks)))
 
     def show_under(self, cell: object) -> None:
-        """Do nothing: the run shows its output in its panel."""
+        """Do nothing, because the run shows its output in its panel."""
 
     def hold_clock(self, rank: int) -> None:
         """See ``RunCommands.hold_clock``."""
@@ -171,8 +175,8 @@ class ControlClient:
         try:
             channel.send(*events)
         except ChannelClosedError:
-            channel.shut()  # it may have sent a part of the command
-            with self._changed:  # another connection may follow, unless the run is over
+            channel.shut()  # The channel may have sent only a part of the command.
+            with self._changed:  # Another connection may follow, unless the run is over.
                 self._changed.wait_for(lambda: self._over or self._channel is not channel, SEND_SECONDS)
             with suppress(ChannelClosedError):
                 self._channel.send(*events)
@@ -188,7 +192,8 @@ class ControlClient:
 
     def _main(self) -> None:
         while True:
-            with suppress(Exception):  # also if the process sends something else: this thread must report its end
+            # Suppress every error, even after invalid data: this thread must report the end of the process.
+            with suppress(Exception):
                 while True:
                     found = self._channel.receive()
                     self._heard += len(found)
@@ -212,7 +217,7 @@ class ControlClient:
         on_end()
 
     def _connect_again(self) -> bool:
-        """Connect once more, unless the run is over: its process drops a kernel that was stopped and read nothing."""
+        """Reconnect, unless the run is over. The process disconnects a kernel that was suspended and did not read."""
         channel = None
         while channel is None and not self._left:
             time.sleep(AGAIN_SECONDS)
@@ -265,7 +270,7 @@ class ControlClient:
                 self._known.set()
 
     def on_records(self, records: Sequence[Record]) -> None:
-        """Open and close the ranks' requests and prompts; called with the new records of the run's journal."""
+        """Open and close the ranks' requests and prompts. Called with the new records of the run's journal."""
         for record in records:
             event = record.event
             if isinstance(event, RankStarted):
@@ -287,12 +292,13 @@ def _connected(path: Path) -> Channel:
     """Return a channel to the process that listens at a path.
 
     Raises:
-        BlockingIOError: The process that listens there accepts no connections now.
-        OSError: No process listens there, or one of another user.
+        BlockingIOError: The process does not accept connections at the moment.
+        OSError: No process listens there, or it belongs to another user.
     """
     connection = socket.socket(socket.AF_UNIX)
     seconds = int(SEND_SECONDS)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))  # for connect(), too
+    # This timeout applies to connect() as well.
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
     try:
         with protocol.short_path(path) as address:
             connection.connect(address)
@@ -305,7 +311,7 @@ def _connected(path: Path) -> Channel:
 
 
 class _RankChannel:
-    """Sends to a rank through the process of its run."""
+    """Sends events to a rank through the run's process."""
 
     def __init__(self, client: ControlClient, rank: int) -> None:
         self._client, self._rank = client, rank
@@ -320,7 +326,7 @@ class _RankChannel:
 
 
 def warn(text: str) -> None:
-    """Warn the user from a thread, which must not end if warnings are errors."""
+    """Warn the user from a thread, which must not end even if warnings are errors."""
     with suppress(Warning):
         warnings.warn(text, stacklevel=3)
 

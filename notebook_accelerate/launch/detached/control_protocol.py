@@ -1,4 +1,4 @@
-"""The socket between the process of a detached run and the kernels attached to it, and the messages on it."""
+"""The socket between the process of a detached run and the kernels attached to it, and the messages sent over it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _CREDENTIALS = struct.Struct("3i")
 
 @dataclass(slots=True)
 class FollowCommand(Event):
-    """Send the run's records from ``position`` on; 0 means from the beginning.
+    """Send the run's records from ``position`` on, or from the beginning if it is 0.
 
-    Records follow as `RecordsEvent`, after a `HistoryEvent` if the process no longer holds that position.
+    The records follow as `RecordsEvent`. If the process no longer holds that position, a `HistoryEvent` comes first.
     """
 
     position: int
@@ -36,7 +36,7 @@ class FollowCommand(Event):
 
 @dataclass(slots=True)
 class StopCommand(Event):
-    """Stop the run; its ranks have ``grace`` seconds to end."""
+    """Stop the run. Its ranks have ``grace`` seconds to end."""
 
     grace: float
 
@@ -50,7 +50,7 @@ class InterruptCommand(Event):
 
 @dataclass(slots=True)
 class ClockCommand(Event):
-    """Suspend the run's time limits for a rank that the user holds, or let them go on."""
+    """Suspend the run's time limits for a rank that the user holds, or resume them."""
 
     rank: int
     held: bool
@@ -58,7 +58,7 @@ class ClockCommand(Event):
 
 @dataclass(slots=True)
 class AnswerCommand(Event):
-    """Answer prompt ``number`` of a rank; None means end of file."""
+    """Answer prompt ``number`` of a rank. None means end of file."""
 
     rank: int
     number: int
@@ -67,7 +67,7 @@ class AnswerCommand(Event):
 
 @dataclass(slots=True)
 class CaptureCommand(Event):
-    """Read the stacks of a rank that cannot reply; `CapturedEvent` with the same number follows."""
+    """Read the stacks of a rank that cannot reply. The reply is a `CapturedEvent` with the same number."""
 
     rank: int
     number: int
@@ -94,7 +94,7 @@ class RelayedEvent(Event):
 
 @dataclass(slots=True)
 class RecordsEvent(Event):
-    """The next records of the run, as frames of a journal; a kernel that has them is at ``position``."""
+    """The next records of the run, as frames of a journal. ``position`` is the position after them."""
 
     position: int
     payload: bytes
@@ -102,7 +102,7 @@ class RecordsEvent(Event):
 
 @dataclass(slots=True)
 class HistoryEvent(Event):
-    """A part of a journal with all records before ``position``, in its format; 0 means that more parts follow."""
+    """A part of a journal with all records before ``position``. If it is 0, more parts follow."""
 
     position: int
     payload: bytes
@@ -110,21 +110,21 @@ class HistoryEvent(Event):
 
 @dataclass(slots=True)
 class PingCommand(Event):
-    """Ask for a `PongEvent`."""
+    """Request a `PongEvent`."""
 
 
 @dataclass(slots=True)
 class PongEvent(Event):
-    """Shows that the process of the run answers."""
+    """The reply to `PingCommand`, which shows that the run's process is responsive."""
 
 
 def relayed(rank: int, event: Event) -> RelayedEvent:
-    """Return an event of a rank, or for one, as it travels between the process of the run and a kernel."""
+    """Return an event of a rank, or for one, as sent between the run's process and a kernel."""
     return RelayedEvent(rank, encode([Stamped(steady_time.now(), event)]))
 
 
 def fits(event: Event) -> bool:
-    """Return whether the fields of an event have their types: a peer may send any JSON."""
+    """Return whether the fields of an event have the right types, because a peer may send any JSON."""
     return all(_fits(hint, getattr(event, name)) for name, hint in _hints(cast("Any", type(event))).items())
 
 
@@ -140,7 +140,7 @@ def _fits(hint: Any, value: object) -> bool:
         return isinstance(value, list) and all(_fits(parts[0], item) for item in value)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(part, value) for part in parts)
-    if hint is float:  # comparisons, because math.isfinite() raises an error for a large int
+    if hint is float:  # Compare, because math.isfinite() raises an error for a large int.
         return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
     return type(value) is hint
 
@@ -149,10 +149,10 @@ def _fits(hint: Any, value: object) -> bool:
 
 
 def listen(path: Path) -> socket.socket:
-    """Return a socket that listens at a path, which only the user can connect to.
+    """Return a socket that listens at a path. Only this user can connect to it.
 
     Raises:
-        OSError: It cannot be created.
+        OSError: The socket cannot be created.
     """
     listener = socket.socket(socket.AF_UNIX)
     try:
@@ -170,7 +170,7 @@ def listen(path: Path) -> socket.socket:
 
 
 class short_path:  # noqa: N801 - a context manager
-    """The address of a socket, through its folder's descriptor where the path is longer than addresses may be."""
+    """The address of a socket. If its path is too long for an address, it leads through the folder's descriptor."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._descriptor = path, -1
@@ -187,8 +187,8 @@ class short_path:  # noqa: N801 - a context manager
 
 
 def is_own(connection: socket.socket) -> bool:
-    """Whether a process of this user is at the other end, where the system tells."""
+    """Return whether the process at the other end belongs to this user, as far as the system can check."""
     if not hasattr(socket, "SO_PEERCRED"):
-        return True  # the folder's mode decides
+        return True  # The folder's permissions decide instead.
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(found)[1] == os.getuid())

@@ -1,4 +1,4 @@
-"""Serves kernels that attach to a detached run: sends them its records, and carries out their commands."""
+"""Serve kernels that attach to a detached run: send them its records and execute their commands."""
 
 from __future__ import annotations
 
@@ -36,33 +36,33 @@ BATCH_SECONDS = 0.02
 UNREAD_SECONDS = 30.0
 """Seconds after which a kernel that stops reading is disconnected. It reconnects when it resumes."""
 CHECK_SECONDS = 1.0
-"""Seconds between checks for kernels that have stopped reading, and between reads of the journal for none."""
+"""Seconds between checks for kernels that stopped reading, and between reads of the journal if no kernel follows."""
 MAX_UNREAD_BYTES = 64 << 20
-"""Most bytes that wait for a kernel behind the message that it is reading; with more it is dropped."""
+"""Maximum bytes queued for a kernel behind the message that it is reading. A kernel with more is disconnected."""
 MAX_COMMAND_BYTES = 64 << 20
-"""Most bytes of a frame from a kernel."""
+"""Maximum bytes of a frame from a kernel."""
 DRAIN_SECONDS = 2.0
-"""Maximum time, in seconds, to wait at the end of a run until kernels have read their queued messages."""
+"""Maximum seconds to wait at the end of a run until kernels have read their queued messages."""
 MAX_CAPTURES = 16
-"""Maximum number of waiting and running captures of stacks; each takes seconds if its rank is suspended."""
+"""Maximum number of waiting and running captures of stacks. Each takes seconds if its rank is suspended."""
 MAX_ASKED = 10_000
-"""Most requests of kernels that wait for a rank's reply; the replies to older ones are discarded."""
+"""Maximum requests that wait for a rank's reply. The replies to older ones are discarded."""
 MAX_HELD_BYTES = 16 << 20
-"""Most bytes of encoded records that are held for kernels; one that is further behind receives the history."""
+"""Maximum bytes of encoded records held for kernels. A kernel that is further behind receives the history."""
 PART_BYTES = 1 << 20
-"""Bytes of a part of the history."""
+"""Bytes in each part of the history."""
 
 
 class AttachedKernel:
-    """An attached kernel, with a queue of the messages that it has not read; sending never blocks.
+    """An attached kernel, with a queue of the messages that it has not read. Sending never blocks.
 
     Args:
-        connection: The connection to it.
+        connection: The connection to the kernel.
 
     Attributes:
-        channel: Its commands.
-        position: The position of the next record to send to it; None: it does not follow the run.
-        history: The parts of the history that remain to be sent, and the position after them.
+        channel: Receives the kernel's commands.
+        position: The position of the next record to send, or None if the kernel does not follow the run.
+        history: The position after the history, and its parts that remain to be sent.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -120,7 +120,7 @@ class ControlService:
 
     Args:
         run: The run.
-        path: The socket, in a folder that only the user can enter.
+        path: The socket, in a folder that only this user can enter.
 
     Raises:
         OSError: The socket cannot be opened.
@@ -131,7 +131,8 @@ class ControlService:
         self._selector = DispatchSelector()
         self._wake, self._over = WakeDescriptor(), False
         self._stream, self._batch_due = RecordStream(run, self._wake.set), 0.0
-        self._listener = protocol.listen(path)  # after the stream: an error there leaves no file of a socket
+        # Create the socket after the stream, so that an error there does not leave a socket file behind.
+        self._listener = protocol.listen(path)
         run.add_done_callback(lambda _: self._wake.set())
         self._selector.register(self._wake, selectors.EVENT_READ, self._wake.clear)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
@@ -146,7 +147,7 @@ class ControlService:
         self._thread.start()
 
     def close(self) -> None:
-        """Wait up to `DRAIN_SECONDS` until kernels have read their messages; close the socket and the connections."""
+        """Wait up to `DRAIN_SECONDS` for kernels to read their messages, then close the socket and the connections."""
         self._over = True
         self._wake.set()
         self._thread.join()
@@ -162,7 +163,7 @@ class ControlService:
 
     @property
     def unattended_seconds(self) -> float:
-        """Seconds since the last kernel has left; 0.0 while one is attached."""
+        """Seconds since the last kernel left, or 0.0 while a kernel is attached."""
         return 0.0 if self._kernels else time.monotonic() - self._last_attached
 
     def _relay(self, rank: int, reply: Reply) -> None:
@@ -182,13 +183,13 @@ class ControlService:
             self._drop(kernel)
 
     def _select_timeout(self) -> float | None:
-        """Return how many seconds to wait for commands and new records; None means no limit."""
+        """Return how many seconds to wait for commands and new records, or None for no limit."""
         if self._stream.has_waiting:
             return max(0.0, self._batch_due - time.monotonic())
         return CHECK_SECONDS if self._kernels else None
 
     def _drain(self) -> None:
-        """Send the run's last events, and wait until all kernels have read them, or for `DRAIN_SECONDS`."""
+        """Send the run's last events, and wait up to `DRAIN_SECONDS` until all kernels have read them."""
         self._selector.unregister(self._listener)
         deadline = time.monotonic() + DRAIN_SECONDS
         self._batch_due = 0.0
@@ -216,7 +217,7 @@ class ControlService:
                 self._watch(kernel)
 
     def _next_records(self, kernel: AttachedKernel) -> Event | None:
-        """Return the next records for a kernel: a kernel that reads slowly falls behind, and receives the history."""
+        """Return the next records for a kernel. A kernel that has fallen too far behind receives the history."""
         if kernel.position is None:
             return None
         if kernel.history is None and not self._stream.holds(kernel.position):
@@ -235,7 +236,7 @@ class ControlService:
         return protocol.RecordsEvent(kernel.position, data)
 
     def _watch(self, kernel: AttachedKernel) -> None:
-        """Wait for room in a connection only while something waits for it."""
+        """Wait for room in a connection only while messages are queued for it."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if kernel.has_unread else 0)
         if self._selector.get_key(kernel).events != events:
             self._selector.modify(kernel, events, partial(self._receive, kernel))
@@ -262,7 +263,7 @@ class ControlService:
         """Disconnect a kernel after an error. A bad peer must not end the service, which is needed to stop the run."""
         try:
             yield
-        except Exception:  # noqa: BLE001 - the same
+        except Exception:  # noqa: BLE001 - a bad peer must not end the service
             self._drop(kernel)
 
     def _drop(self, kernel: AttachedKernel) -> None:
@@ -296,7 +297,7 @@ class ControlService:
             kernel.position, kernel.history = event.position, None
 
     def _reply(self, kernel: AttachedKernel | None, event: Event) -> None:
-        """Send an event to the kernel that asked for it, unless that kernel has left."""
+        """Send an event to the kernel that requested it, unless that kernel has left."""
         if kernel in self._kernels:
             with self._dropped_on_error(kernel):
                 kernel.send(event)
@@ -314,7 +315,7 @@ class ControlService:
 
     def _start_capture(self, kernel: AttachedKernel, order: protocol.CaptureCommand) -> None:
         if self._capturing >= MAX_CAPTURES:
-            problem = f"its stacks were not read: {MAX_CAPTURES} captures are under way; try again in some seconds"
+            problem = f"its stacks were not read: {MAX_CAPTURES} captures are in progress; try again in a few seconds"
             self._reply(kernel, protocol.CapturedEvent(order.number, "", problem=problem))
         else:
             self._capturing += 1
@@ -322,7 +323,7 @@ class ControlService:
 
     def _capture(self, kernel: AttachedKernel, order: protocol.CaptureCommand) -> None:
         stacks = ProcessStacks()
-        with suppress(Exception):  # the kernel waits for a reply
+        with suppress(Exception):  # Reply even after an error, because the kernel waits for it.
             stacks = self._commands.requests.capture_stacks(order.rank)
         found = protocol.CapturedEvent(order.number, stacks.dump, list(stacks.native), stacks.suspended, stacks.problem)
         self._captured.append((kernel, found))
@@ -333,13 +334,13 @@ class ControlService:
 
 
 class RecordStream:
-    """Numbers the records of a run from its start, and encodes them as a journal has them.
+    """Numbers the records of a run from its start, and encodes them as frames of a journal.
 
-    Any thread may append to the run's journal; one thread reads the stream.
+    Any thread may append to the run's journal. A single thread reads the stream.
 
     Args:
         run: The run.
-        wake: Called when records arrive and all earlier ones were read.
+        wake: Called when records arrive after all earlier ones were read.
 
     Attributes:
         end: The position after the last record that was read from the journal.
@@ -354,7 +355,7 @@ class RecordStream:
         self._held_bytes = 0
         with run.journal.locked():
             self._run_events = len(run.journal.records)
-            # Positions begin at 1, so that position 0, which a new kernel has, is never held: it receives the history.
+            # Positions start at 1, so position 0 of a new kernel is never held, and the kernel receives the history.
             self.end = self._begin = self._run_events + 1
             self.close = run.journal.subscribe(self._on_records, ordered=True)
 
@@ -365,11 +366,11 @@ class RecordStream:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether there are records to read from the journal."""
+        """Whether the journal has records that were not read yet."""
         return bool(self._waiting)
 
     def advance(self, *, hold: bool) -> None:
-        """Read what the journal has now.
+        """Read the records that the journal has now.
 
         Args:
             hold: Whether to hold the records for kernels.
@@ -393,9 +394,9 @@ class RecordStream:
             self._held_bytes, self._begin = 0, self.end
 
     def _readable(self) -> int:
-        """Return how many waiting records may be sent: kernels learn of the run's end when it is saved.
+        """Return how many waiting records may be sent. The run's end is sent only after it was saved.
 
-        A kernel that reads the run's folder then finds its end and its results there.
+        A kernel that then reads the run's folder finds the end and the results in it.
         """
         if self._run.done or self._run.journal.state.unsaved:
             return len(self._waiting)
@@ -410,20 +411,20 @@ class RecordStream:
             self._held_bytes -= len(dropped)
 
     def holds(self, position: int) -> bool:
-        """Whether all records from a position on are held."""
+        """Return whether all records from a position on are held."""
         return self._begin <= position <= self.end
 
     def after(self, position: int) -> tuple[int, bytes] | None:
-        """Return the next held records after a position, and the position after them; None at the end."""
+        """Return the next held records after a position, with the position after them, or None at the end."""
         found = None
-        for part in reversed(self._held):  # most kernels are near the end
+        for part in reversed(self._held):  # Search from the end, because most kernels are near it.
             if part[0] <= position:
                 break
             found = part
         return found
 
     def history(self) -> tuple[int, Iterator[bytes]] | None:
-        """Return a position and all records before it, as parts of a journal; None while the run's end is saved."""
+        """Return a position and all records before it, as parts of a journal, or None while the end is being saved."""
         with self._run.journal.locked():
             self.advance(hold=True)
             if self._waiting:

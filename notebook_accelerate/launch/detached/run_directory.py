@@ -1,4 +1,4 @@
-"""Where the detached runs of a user are found: a file for each, and a socket while its process lives."""
+"""The directory of a user's detached runs, with a file for each run and a socket while its process is alive."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from notebook_accelerate.hardware import device_table, guarded_files
 from notebook_accelerate.hardware.process_liveness import parse_identity, this_process
 
 LISTED_SECONDS = 30 * 86400.0
-"""Seconds after which a detached run is listed no more; its folder stays."""
+"""Seconds after which a detached run is no longer listed. Its folder remains."""
 _MAX_ENTRY_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class DetachedEntry:
-    """A detached run as other kernels find it.
+    """The entry of a detached run, which lets other kernels find it.
 
     Attributes:
         name: The run's name.
-        folder: Where it is kept.
-        socket: Where its process is steered.
+        folder: The folder where it is kept.
+        socket: The socket over which its process is controlled.
         created: When it was launched, in seconds since the epoch.
         process: The identity of its process; see ``hardware.process_liveness``.
-        origin: Where it was launched: "folder", and where they are known "notebook" and "pid".
+        origin: Where it was launched: "folder", and "notebook" and "pid" if they are known.
         accelerator: Device type of its ranks.
-        visible: The variables that restrict its devices, as CUDA_VISIBLE_DEVICES.
+        visible: The variables that restrict its devices, such as CUDA_VISIBLE_DEVICES.
         version: The version of the messages that its process understands; see ``control_protocol.VERSION``.
     """
 
@@ -53,49 +53,51 @@ class DetachedEntry:
 
     @property
     def lives(self) -> bool:
-        """Whether the process of the run has not ended."""
+        """Whether the run's process is alive."""
         identity, here = parse_identity(self.process), this_process()
         if identity is None or identity.machine != here.machine:
             return False
-        # Without a machine ID (macOS has no /proc), use the lock on the run's name.
+        # Without a machine ID (macOS has no /proc), check the lock on the run's name.
         return not identity.has_ended() if here.machine else _is_claimed(self.name)
 
     @property
     def has_ended(self) -> bool:
-        """Whether its process is known to have ended; False also for one of another machine or container."""
+        """Whether the process is known to have exited. False also for a process on another machine or container."""
         identity = parse_identity(self.process)
         return identity is None or identity.has_ended()
 
     def shares_devices(self, accelerator: str, visible: Mapping[str, str]) -> bool:
-        """Whether ranks of another run with these variables may use the same devices.
+        """Return whether ranks of another run with these variables may use the same devices.
 
         Args:
-            accelerator: Device type of these ranks.
-            visible: As the attribute.
+            accelerator: Device type of the other run's ranks.
+            visible: Variables of the other run; see the attribute.
         """
         return self.accelerator == accelerator != "cpu" and device_table.share_devices(self.visible, visible)
 
 
 def state_folder() -> Path:
-    """Return the user's folder for what outlives a process.
+    """Return the user's folder for data that outlives a process.
 
     Raises:
-        LaunchError: The user has no home, and XDG_STATE_HOME is not set.
+        LaunchError: The user has no home directory, and XDG_STATE_HOME is not set.
     """
     base = os.environ.get("XDG_STATE_HOME", "")
-    home = os.environ.get("HOME", os.path.expanduser("~"))  # noqa: PTH111 - "~" where the user database has none
+    home = os.environ.get("HOME", os.path.expanduser("~"))  # noqa: PTH111 - "~" if the user database has no home
     if base.startswith("/"):
         return Path(base) / "notebook-accelerate"
     if not home.startswith("/"):
-        raise LaunchError("detached runs are recorded in the user's home, and there is none; set XDG_STATE_HOME")
+        raise LaunchError(
+            "detached runs are recorded in the user's home directory, which does not exist; set XDG_STATE_HOME"
+        )
     return Path(home) / ".local" / "state" / "notebook-accelerate"
 
 
 def runs_folder() -> Path:
-    """Return the folder of the detached runs that are launched without ``save``; nobody else can enter a new one.
+    """Return the folder of detached runs that are launched without ``save``. A new one is private to the user.
 
     Raises:
-        LaunchError: The user has no home, or others can replace what is in the folder.
+        LaunchError: The user has no home directory, or other users can replace the folder's contents.
     """
     folder = state_folder() / "runs"
     try:
@@ -106,7 +108,7 @@ def runs_folder() -> Path:
 
 
 def new_socket() -> Path:
-    """Return an unused path for a socket, in a folder of the user that nobody else can enter.
+    """Return an unused path for a socket, in a private folder of the user.
 
     Raises:
         LaunchError: There is no such folder.
@@ -156,12 +158,12 @@ def check_records() -> None:
         guarded_files.check_folder(_entries_folder(), private=False)
     except guarded_files.ForeignFileError as error:
         raise LaunchError(_advice(error)) from error
-    except OSError:  # the user has not launched a detached run yet
+    except OSError:  # The folder does not exist before the user's first detached run.
         pass
 
 
 def entries() -> list[DetachedEntry]:
-    """Return the user's detached runs, the oldest first; those that ended are forgotten with their folders."""
+    """Return the user's detached runs, the oldest first. Ended runs are forgotten when their folders are gone."""
     found = []
     for path in _files():
         entry = _read(path)
@@ -179,14 +181,14 @@ def entries() -> list[DetachedEntry]:
 
 
 def _remove_socket(path: Path) -> None:
-    """Remove the socket of a process that was killed; the file of a run may name any other path."""
+    """Remove the socket of a process that was killed. Nothing else is removed, because an entry may name any path."""
     with suppress(OSError):
         if stat.S_ISSOCK(path.lstat().st_mode):
             path.unlink()
 
 
 def is_gone(folder: Path) -> bool:
-    """Whether a folder was deleted; a disk that does not answer now, or that this user may not enter, has it still."""
+    """Return True only if the folder is known to be gone. An unreachable or unreadable disk counts as "not deleted"."""
     try:
         return not stat.S_ISDIR(folder.stat().st_mode)
     except OSError as error:
@@ -194,14 +196,14 @@ def is_gone(folder: Path) -> bool:
 
 
 def claim_name(name: str) -> int | None:
-    """Claim the name of a detached run, which one process at a time can have.
+    """Claim the name of a detached run. Only one process at a time can hold a name.
 
     Returns:
-        The descriptor of a locked file, or None if another process has claimed the name. The name is taken until
-        `release_name`, or until all processes that have the file open have ended.
+        The descriptor of a locked file, or None if another process holds the name. The name is held until
+        `release_name`, or until all processes that have the file open have exited.
 
     Raises:
-        LaunchError: Others can replace what is in the folder of these files.
+        LaunchError: Other users can replace the contents of the folder.
         OSError: The file cannot be created.
     """
     try:
@@ -217,11 +219,11 @@ def claim_name(name: str) -> int | None:
         with suppress(FileNotFoundError):
             if os.path.samestat(path.stat(), os.fstat(descriptor)):
                 return descriptor
-        os.close(descriptor)  # who had the name has removed the file since it was opened here
+        os.close(descriptor)  # The previous holder removed the file after it was opened here, so try again.
 
 
 def _is_claimed(name: str) -> bool:
-    """Whether a running process holds the lock on a name."""
+    """Return whether a running process holds the lock on a name."""
     try:
         descriptor = os.open(_claim_file(name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -237,13 +239,13 @@ def _lock(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # a file system without locks
+    except OSError:  # The file system does not support locks.
         pass
     return True
 
 
 def release_name(name: str, descriptor: int) -> None:
-    """Release a name that `claim_name` has claimed, also if other processes have the file open."""
+    """Release a name that `claim_name` has claimed, even if other processes have the file open."""
     with suppress(OSError):
         _claim_file(name).unlink()
     with suppress(OSError):
@@ -271,7 +273,7 @@ def _read(path: Path) -> DetachedEntry | None:
     try:
         content = guarded_files.parse_json(guarded_files.read_file(path, _MAX_ENTRY_BYTES, own=True))
         guarded_files.check_depth(content)
-        known = {each.name for each in fields(DetachedEntry)}  # a newer version may have more
+        known = {each.name for each in fields(DetachedEntry)}  # A newer version may have more fields.
         entry = DetachedEntry(**{name: value for name, value in content.items() if name in known})
     except (OSError, ValueError, TypeError, AttributeError):
         return None

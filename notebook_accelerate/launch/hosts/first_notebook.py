@@ -1,4 +1,4 @@
-"""The first notebook's side of a run on several machines: the hosts that have joined, and how they are waited for."""
+"""The first notebook's side of a run on several machines: wait for the hosts and keep track of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry.store import Record
 
 JOIN_SECONDS, LAST_CALL_SECONDS = 600.0, 30.0
-"""torch's defaults for ``join_timeout`` and ``last_call_timeout``."""
+"""Torch's defaults for ``join_timeout`` and ``last_call_timeout``."""
 WAIT_SECONDS = 0.2
 MAX_NAMED = 8
 _KEPT_HERE = (
@@ -53,17 +53,17 @@ _KEPT_HERE = (
     run_events.NoteAdded,
     run_events.RunEnded,
 )
-"""Events of the journal that are not sent to other notebooks: each has its own, or receives it in another message."""
+"""Events that are not sent to other notebooks, which record their own or receive the data in another message."""
 
 
 class FirstNotebook(RankSupervisor):
-    """Supervises a run on several machines: waits for the hosts on the others, and has them run their ranks.
+    """Supervises a run on several machines: waits for the hosts on the others, and makes them run their ranks.
 
     Args:
-        run: The run; see `Supervisor`, as for ``commands`` and ``publisher``.
+        run: The run; see `Supervisor`, also for ``commands`` and ``publisher``.
         commands: The user's commands.
         publisher: Shows output in the notebook.
-        secret: The secret to print for the hosts; "" where the user has given it.
+        secret: The secret to print for the hosts, or "" if the user provided it.
     """
 
     def __init__(self, run: Run, commands: CommandQueue, publisher: Publisher, secret: str = "") -> None:
@@ -82,16 +82,18 @@ class FirstNotebook(RankSupervisor):
         """Accept hosts from now on.
 
         Args:
-            address: The address of this machine that they know.
+            address: The address of this machine that the hosts know.
             port: The port.
-            secret: The secret that they share.
-            must: Whether this is the first notebook in any case, which has the address only behind a gateway.
+            secret: The secret shared with the hosts.
+            must: Whether this must be the first notebook, even if the address belongs to a gateway in front of this
+                machine.
 
         Raises:
-            OSError: The port is taken, or the address is not this machine's.
+            OSError: The port is taken, or the address does not belong to this machine.
         """
 
-        def report(text: str) -> None:  # on the listener's thread: only the run's thread may use the publisher
+        # Called on the listener's thread, but only the run's thread may use the publisher.
+        def report(text: str) -> None:
             self.commands.post(lambda _: self.note(text, shown_as=f"⚠ {text}"))
 
         alive = keep_alive(self.config)
@@ -104,7 +106,7 @@ class FirstNotebook(RankSupervisor):
             self._listener = HostListener(everywhere, secret.encode(), port, report=report, keep_alive=alive)
 
     def reserve(self, plan: LaunchPlan) -> LaunchPlan:
-        """Return the plan as it is: the port of the process group is reserved for each attempt."""
+        """Return the plan unchanged. The port of the process group is reserved separately for each attempt."""
         self._plan, self._own = plan, notebook_hello(0, plan, self.config)
         return plan
 
@@ -117,16 +119,16 @@ class FirstNotebook(RankSupervisor):
         return [self._own, *(host.hello for host in self._hosts)]
 
     def _gathered(self, plan: LaunchPlan, number: int) -> LaunchPlan | StopReason:
-        """Return the plan once the hosts have joined, or why the run was stopped before.
+        """Return the plan once the hosts have joined, or the reason why the run was stopped before.
 
         Raises:
-            LaunchError: Not enough hosts have joined in time.
+            LaunchError: Not enough hosts joined in time.
         """
         if not self.config.block:
-            self.started.set()  # the hosts may take minutes, in which the run can be stopped
+            self.started.set()  # The hosts may take minutes to join, and the run can be stopped during that time.
         if not self._shown:
             for line in instruction_lines(self.config, self.function_name, self._secret):
-                if not self._secret:  # a report must not have it
+                if not self._secret:  # Never put the secret into a report: reports are shared.
                     self.journal.append(run_events.NoteAdded(line))
                 self.show(f"  {line}")
         deadline, last_call = time.monotonic() + join_seconds(self.config), 0.0
@@ -136,7 +138,7 @@ class FirstNotebook(RankSupervisor):
             selector.register(self._listener, selectors.EVENT_READ, lambda: self._accept(selector))
             for host in self._hosts:
                 host.connect(selector)
-            dispatch(selector, 0)  # a host may have arrived, or been lost, since the last attempt
+            dispatch(selector, 0)  # A host may have arrived or been lost since the last attempt.
             self._drop_lost()
             while not self._is_complete(number, last_call):
                 dispatch(selector, WAIT_SECONDS)
@@ -161,13 +163,16 @@ class FirstNotebook(RankSupervisor):
         return self.config.min_nodes or self.config.num_nodes
 
     def _is_complete(self, number: int, last_call: float) -> bool:
-        """Whether the hosts are there: all, or at a restart enough, or enough and no other for some time."""
+        """Return whether all hosts have joined, or enough of them at a restart or after the last call."""
         count = len(self._hosts) + 1
         enough = count >= self._least
         return count == self.config.num_nodes or (enough and (number > 0 or 0 < last_call <= time.monotonic()))
 
     def _joined(self, number: int) -> LaunchPlan | StopReason:
-        """Number the hosts and their ranks, and return the plan; a reason where the run is stopped meanwhile."""
+        """Number the hosts and their ranks, and return the plan.
+
+        If a host is lost, wait for another, and return a reason if the run is stopped.
+        """
         if self.config.rdzv_backend == "static":
             self._hosts = _in_asked_order(self._hosts)
         for index, host in enumerate(self._hosts, 1):
@@ -196,7 +201,7 @@ class FirstNotebook(RankSupervisor):
         return plan
 
     def _store_port(self) -> int:
-        """Reserve a port for the store that rank 0 serves: a new one for each attempt."""
+        """Reserve a port for the store that rank 0 serves. Each attempt uses a new port."""
         self._release_port()
         port, _ = ports.reserve((self.id, "store"), 0, fixed=False)
         return port
@@ -215,10 +220,10 @@ class FirstNotebook(RankSupervisor):
             parts[MAX_NAMED - 1 :] = [f"… {parts[-1]}"]
         return f"{f'all {count} nodes have' if count > 1 else 'one node has'} joined: {'; '.join(parts)}"
 
-    # ---- hosts that come and go while the run waits
+    # ---- hosts that arrive and disappear while the run waits
 
     def _accept(self, selector: DispatchSelector | None) -> None:
-        """Handle what hosts have sent, and admit or refuse new ones; without a selector, while ranks run."""
+        """Handle what hosts have sent, and admit or refuse new hosts. While ranks run, ``selector`` is None."""
         self._listener.dispatch()
         while (incoming := self._listener.next_host(0.0)) is not None:
             if (host := self._made(incoming)) is not None:
@@ -240,7 +245,7 @@ class FirstNotebook(RankSupervisor):
             host.close(facts_of.late_text(self._members, self.config.num_nodes, self.config.max_restarts))
 
     def _made(self, incoming: IncomingHost) -> HostConnection | None:
-        """Return the host behind a connection; None if it cannot take part."""
+        """Return the connection of a new host, or None if the host cannot take part."""
         host, hello = HostConnection(incoming), incoming.hello
         hello.processes = hello.processes or self._plan.num_processes
         if reason := self._refusal(hello):
@@ -263,7 +268,7 @@ class FirstNotebook(RankSupervisor):
             self._hosts.remove(host)
             host.close()
             reason = host.lost.removeprefix(f"{host.name} ")
-            self.note(f"{host.hello.title} does not join any more: it {reason}")
+            self.note(f"{host.hello.title} is no longer joining: it {reason}")
 
     def _show_waiting(self, *, again: bool = False) -> None:
         text = facts_of.waiting_text(self.config.rdzv_backend, self.config.num_nodes, self._members)
@@ -275,7 +280,7 @@ class FirstNotebook(RankSupervisor):
         self._shown = text
 
     def _why_stopped(self) -> StopReason | None:
-        """Return why the waiting stops, and record it; None while it continues."""
+        """Return why to stop waiting, and record it, or None to continue."""
         limit, clock = self.config.timeout, self.clock
         if limit is not None and clock.now() > clock.started + limit:
             self._wait.stop(0, StopReason(RunTimeoutError, f"the run reached its timeout of {limit:g} s"))
@@ -293,14 +298,14 @@ class FirstNotebook(RankSupervisor):
         return HostBackend(own, self._plan.num_processes, self._hosts)
 
     def _stop_to_make_room(self, group: RankGroup) -> None:
-        """Stop to let a late host join, unless a debugger is in use."""
+        """Stop the ranks to let a late host join, unless a debugger is in use."""
         busy = self.clock.suspended or group.stops.failures or group.stops.held
         late = any(not host.lost and not host.ranks for host in self._hosts)
         if late and self._makes_room is not None and not busy and group.stops.make_room(self._makes_room):
             self.show(self._makes_room.text)
 
     def _handle(self, event: Event, host: HostConnection) -> None:
-        """Handle what a host sends about the whole run."""
+        """Handle a host's message about the whole run."""
         if isinstance(event, protocol.StopRequest):
             name = host.name if host.node > 0 else host.hello.title
             reason = StopReason(RunStoppedError, f"{name}: it was stopped")
@@ -309,7 +314,7 @@ class FirstNotebook(RankSupervisor):
             target.stop(event.grace, reason)
 
     def _can_restart(self, group: RankGroup, found: Sequence[RankFailure]) -> bool:
-        """Return whether the remaining hosts can run another attempt, also after a stop to include a late host."""
+        """Return whether the remaining hosts can run another attempt, including after a stop for a late host."""
         self._group = None
         for host in self._hosts:
             host.disconnect()
@@ -333,10 +338,10 @@ class FirstNotebook(RankSupervisor):
         few = len(self._hosts) + 1 < self.config.num_nodes
         return self.config.rdzv_backend == "c10d" and few and number < self.config.max_restarts
 
-    # ---- to the other notebooks
+    # ---- messages to the other notebooks
 
     def _stream(self, records: Sequence[Record]) -> None:
-        """Send what the journal says of the run to the other notebooks."""
+        """Send the journal's events about the run to the other notebooks."""
         if records[0].rank != run_events.RUN:
             return
         wanted = [record._replace(event=self._abroad(record.event)) for record in records]
@@ -349,7 +354,7 @@ class FirstNotebook(RankSupervisor):
             self._send_end(ended, held=True)
 
     def _abroad(self, event: Event) -> Event:
-        """Return an event of the journal as other notebooks receive it: with this one's name at its cells and stop."""
+        """Return an event as other notebooks receive it, with this node's name added to its cells and its stop."""
         event = without_result(name_cells_in(event, " of node 0"), "")
         if isinstance(event, run_events.StopAdvanced) and event.reason == USER_STOP.text:
             return replace(event, reason=f"{node_name(0, self._own.host)}: {event.reason}")
@@ -357,25 +362,26 @@ class FirstNotebook(RankSupervisor):
 
     def _send_end(self, ended: run_events.RunEnded, *, held: bool = False) -> None:
         message = ended.message
-        if re.search(rf"( s|had joined): {USER_STOP.text}$", message):  # not that of another node
+        # Only if this node stopped the run, not another one.
+        if re.search(rf"( s|had joined): {USER_STOP.text}$", message):
             message = f"{message.removesuffix(USER_STOP.text)}{node_name(0, self._own.host)}: {USER_STOP.text}"
         for host in self._hosts:
             host.send(protocol.RunOverEvent(ended.status, ended.error, message, held))
 
     def _disconnect(self, ended: run_events.RunEnded) -> None:
-        if self._unsubscribe is None:  # the run did not start
+        if self._unsubscribe is None:  # The run did not start.
             return
         self._unsubscribe()
         self._send_end(ended)
         for host in self._hosts:
             host.close()
-        self._hosts.clear()  # they refer to this object, which has the run's results
+        self._hosts.clear()  # The hosts refer to this object, and so would keep the run's results alive.
         self._release_port()
 
     def _release(self) -> None:
         self._listener.close()
         self._listener.wait_until_free()
-        del self._listener  # it refers to this object, which has the run's results
+        del self._listener  # It refers to this object, and so would keep the run's results alive.
         super()._release()
 
 
@@ -389,13 +395,16 @@ def _setting(config: LaunchConfig, name: str, default: float) -> float:
 
 
 def keep_alive(config: LaunchConfig) -> tuple[float, float]:
-    """Return the seconds between two keep-alives, and those without one after which a host is lost."""
+    """Return the keep-alive interval, and the silence after which a host counts as lost, in seconds."""
     interval = _setting(config, "keep_alive_interval", 5)
     return interval, interval * _setting(config, "keep_alive_max_attempt", 3)
 
 
 def _in_asked_order(hosts: list[HostConnection]) -> list[HostConnection]:
-    """Return hosts by the ``node_rank`` that each asked for; the others fill the gaps, in the order of arrival."""
+    """Return the hosts sorted by the ``node_rank`` that each requested.
+
+    The others fill the gaps in order of arrival.
+    """
     asked = {host.hello.node: host for host in hosts if host.hello.node > 0}
     others = iter([host for host in hosts if host.hello.node <= 0])
     return [asked.get(number) or next(others) for number in range(1, len(hosts) + 1)]

@@ -1,4 +1,4 @@
-"""Starts the ranks of an attempt on all hosts. Not in ``remote``, where no module may import pickle."""
+"""Start the ranks of an attempt on all hosts. Modules in ``remote`` may not import pickle, so it is outside."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 START_SECONDS = 120.0
-"""Seconds that a host has to start its ranks."""
+"""How many seconds a host may take to start its ranks."""
 PART_BYTES = 1 << 20
 
 
 class HostBackend(ProcessBackend):
-    """Starts the ranks of this machine, and has the hosts start theirs at the same time.
+    """Starts the ranks of this machine, and makes the other hosts start theirs at the same time.
 
     Args:
         own: Starts the ranks of this machine.
-        count: Their number.
-        hosts: The connections to the others, in order.
+        count: The number of ranks on this machine.
+        hosts: The connections to the other hosts, in order.
     """
 
     def __init__(self, own: ProcessBackend, count: int, hosts: Sequence[HostConnection]) -> None:
@@ -52,7 +52,7 @@ class HostBackend(ProcessBackend):
                 if connection.hello.kind == COMMAND:
                     pickled = pickled or last.enter_context(closing(FunctionBackend(self.function, self.arguments)))
                     pickled.send(connection, theirs[connection.node])
-                else:  # it has arguments for the Accelerator too, which need not be picklable
+                else:  # A notebook has its own arguments for the Accelerator, which do not have to be picklable.
                     own = [replace(order, accelerator=None) for order in theirs[connection.node]]
                     connection.send(StartOrder(pickle.dumps(own)))
         self._own.start_ranks(orders[: self._count], started)
@@ -68,15 +68,16 @@ class HostBackend(ProcessBackend):
 
 
 class FunctionBackend(PickledBackend):
-    """Sends hosts the function and its arguments, pickled, with the orders of their ranks."""
+    """Sends hosts the pickled function and arguments, followed by the orders of their ranks."""
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
-        """Not supported: hosts start the ranks."""
+        """Not supported, because hosts start the ranks."""
         raise NotImplementedError
 
     def send(self, connection: HostConnection, orders: Sequence[WorkerOrder]) -> None:
-        """Send a host the function and its orders; the function once, whatever the number of its ranks."""
-        content = mmap.mmap(self._payload, 0, access=mmap.ACCESS_READ)  # it is read when this object may be closed
+        """Send a host its orders and the function, which is sent only once whatever the number of ranks."""
+        # Map the file, because the parts are read lazily, maybe after this object was closed.
+        content = mmap.mmap(self._payload, 0, access=mmap.ACCESS_READ)
         parts = range(0, len(content), PART_BYTES)
         connection.send_each(FunctionEvent(content[begin : begin + PART_BYTES]) for begin in parts)
         orders = [completed_for_another_machine(self.complete(order)) for order in orders]
@@ -90,13 +91,14 @@ def take_ranks(
     seconds: float,
     stopping: Callable[[], bool],
 ) -> None:
-    """Wait until a host has started its ranks; those of a host that is lost end at once, and with them the attempt.
+    """Wait until a host has started its ranks. If it is lost, its ranks and the attempt end immediately.
 
     Args:
         connection: The connection to the host.
         orders: The orders of its ranks.
-        started: Called with the ranks when all have started: a connection for one attempt closes with its last rank.
-        seconds: Seconds that each rank has to start.
+        started: Called with the ranks once all have started, because a connection for one attempt closes with its last
+            rank.
+        seconds: How many seconds each rank may take to start.
         stopping: Returns whether the run is being stopped.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Facts that hosts exchange: which hosts fit into one run, the run's secret, and the cells of their notebooks."""
+"""Facts that hosts exchange: which hosts can share a run, the run's secret, and the cells of their notebooks."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 
 MAX_PROCESSES = 4096
-"""More ranks on one host are a mistake."""
+"""The limit for ranks on one host. A larger number is taken for a mistake."""
 
 
 def own_hello(**values: Any) -> HelloEvent:
-    """Return what this process tells about itself."""
+    """Return the first message of this process, which describes it."""
     return HelloEvent(host=platform.node() or socket.gethostname(), pid=os.getpid(), versions=own_versions(), **values)
 
 
 def notebook_hello(node: int, plan: LaunchPlan, config: LaunchConfig) -> HelloEvent:
-    """Return what this notebook tells about itself."""
+    """Return the first message of this notebook, which describes it."""
     return own_hello(
         kind=NOTEBOOK,
         node=node,
@@ -45,17 +45,18 @@ def notebook_hello(node: int, plan: LaunchPlan, config: LaunchConfig) -> HelloEv
 
 
 def own_versions() -> dict[str, str]:
-    """Return the versions that must match between the machines of a run; a package that is missing is left out."""
+    """Return the versions that must match between the machines of a run, without packages that are not installed."""
     packages = {"torch": "torch", "notebook_accelerate": "notebook-accelerate"}
     found = {name: version for name, package in packages.items() if (version := installed_version(package))}
     return {"python": platform.python_version(), **found}
 
 
 def same_version(name: str, one: str, other: str) -> bool:
-    """Return whether two versions fit.
+    """Return whether two versions are compatible.
 
-    Python must match in its minor version (cloudpickle carries byte code), torch without its build (CPU and CUDA builds
-    of one version are compatible), and this package in its full version (its processes exchange messages).
+    Python must match in its minor version, because cloudpickle sends byte code. Torch must match except for its build,
+    because CPU and CUDA builds of one version are compatible. This package must match in its full version, because its
+    processes exchange messages.
     """
     if name == "python":
         return one.split(".")[:2] == other.split(".")[:2]
@@ -63,7 +64,7 @@ def same_version(name: str, one: str, other: str) -> bool:
 
 
 def version_differences(who: str, found: Mapping[str, str], wanted: Mapping[str, str], whose: str) -> list[str]:
-    """Return a sentence for each version that does not match; see `same_version`."""
+    """Return one sentence per version that does not match; see `same_version`."""
     sentences = []
     for name, version in wanted.items():
         own = found.get(name, "")
@@ -74,12 +75,15 @@ def version_differences(who: str, found: Mapping[str, str], wanted: Mapping[str,
 
 
 def listed(hosts: Iterable[HelloEvent], separator: str = ", ") -> str:
-    """Return a text that lists hosts."""
+    """Return the titles of hosts, joined into one text."""
     return separator.join(host.title for host in hosts)
 
 
 def waiting_text(backend: str, num_nodes: int, arrived: Sequence[HelloEvent]) -> str:
-    """Return one line with the hosts that have arrived and those that are missing; the first notebook is the first."""
+    """Return a line about the hosts that have joined and those that are missing.
+
+    ``arrived`` starts with this notebook.
+    """
     text = f"{len(arrived)} of {num_nodes} nodes have joined"
     if backend == "static":
         missing = _missing(num_nodes, arrived)
@@ -90,7 +94,7 @@ def waiting_text(backend: str, num_nodes: int, arrived: Sequence[HelloEvent]) ->
 
 
 def timeout_text(backend: str, num_nodes: int, arrived: Sequence[HelloEvent], seconds: float) -> str:
-    """Return the message that names the hosts missing at the join timeout."""
+    """Return the message about the hosts that are missing at the join timeout."""
     text = waiting_text(backend, num_nodes, arrived).partition(";")[0]
     limit = f"within {seconds:g} s (rdzv_conf={{'join_timeout': {seconds:g}}})"
     if backend == "static":
@@ -100,10 +104,10 @@ def timeout_text(backend: str, num_nodes: int, arrived: Sequence[HelloEvent], se
 
 
 def _missing(num_nodes: int, arrived: Sequence[HelloEvent]) -> str:
-    """Return "node 1", "nodes 1, 2" or "1 of nodes 1, 2" for the nodes that are missing; "" when none is."""
+    """Return the missing nodes as "node 1", "nodes 1, 2" or "1 of nodes 1, 2", or "" if no node is missing."""
     asked = {host.node for host in arrived}
     free = [number for number in range(num_nodes) if number not in asked]
-    unnumbered = sum(host.node < 0 for host in arrived)  # they fill gaps once all have joined
+    unnumbered = sum(host.node < 0 for host in arrived)  # Hosts without a number fill the gaps once all have joined.
     if len(free) == unnumbered:
         return ""
     shown = ", ".join(map(str, free[:10])) + (", …" if len(free) > 10 else "")
@@ -112,7 +116,7 @@ def _missing(num_nodes: int, arrived: Sequence[HelloEvent]) -> str:
 
 
 def late_text(members: Sequence[HelloEvent], num_nodes: int, max_restarts: int) -> str:
-    """Return the message to a host that arrives after the start of the run, and cannot join it.
+    """Return the message for a host that arrives after the start of the run and cannot join it.
 
     Args:
         members: The hosts of the run.
@@ -123,33 +127,33 @@ def late_text(members: Sequence[HelloEvent], num_nodes: int, max_restarts: int) 
     again = "stop it, and start it on every node again"
     if len(members) < num_nodes:
         return (
-            f"the run began without this node, with {len(members)} of {num_nodes}: {who}; it includes another by "
-            f"a restart, and max_restarts={max_restarts} leaves none. To include this one, {again}: a function that "
-            "loads the newest checkpoint resumes there"
+            f"the run started without this node, with {len(members)} of {num_nodes}: {who}; another can join only at "
+            f"a restart, and max_restarts={max_restarts} allows no further one. To include this node, {again}: a "
+            "function that loads the newest checkpoint resumes there"
         )
     more = f"num_nodes={num_nodes + 1}"
-    return f"the run has its {num_nodes} nodes already: {who}. To include this one, {again}, with {more}"
+    return f"the run already has its {num_nodes} nodes: {who}. To include this node, {again}, with {more}"
 
 
 def late_join_text(members: Sequence[HelloEvent], num_nodes: int) -> str:
-    """Return the message to a late host while it waits to join."""
+    """Return the message for a late host while it waits to join."""
     who = listed(members)
-    return f"the run began without this node, with {len(members)} of {num_nodes}: {who}; they restart with it"
+    return f"the run started without this node, with {len(members)} of {num_nodes}: {who}; they restart to include it"
 
 
 def joining_text(host: HelloEvent) -> str:
-    """Return the message of the run about a late host."""
-    return f"a late node joins, {host.title}: all restart with it"
+    """Return the run's message about a late host."""
+    return f"a late node joins, {host.title}: all nodes restart to include it"
 
 
 def problem(host: HelloEvent, members: Sequence[HelloEvent], backend: str) -> str:
-    """Return why a host cannot join ``members``, the first notebook first; "" when it can."""
+    """Return why a host cannot join ``members`` (the first notebook first), or "" if it can."""
     first = members[0]
     if not 0 <= host.processes <= MAX_PROCESSES:
         return f"{host.title} would start {host.processes} ranks; at most {MAX_PROCESSES} are allowed"
     if host.num_nodes and host.num_nodes != first.num_nodes:
         given = " and ".join(map(str, sorted({host.num_nodes, first.num_nodes})))
-        return f"the nodes have different num_nodes={given}; pass the same"
+        return f"the nodes have different num_nodes={given}; pass the same num_nodes everywhere"
     twice = [each for each in members if host.node >= 0 and each.node == host.node]
     if backend == "static" and twice:
         who = f"{twice[0].title} and {host.title}"
@@ -158,20 +162,20 @@ def problem(host: HelloEvent, members: Sequence[HelloEvent], backend: str) -> st
         host.kind == NOTEBOOK and host.accelerator != first.accelerator
     ):
         kinds = " and ".join(sorted({host.accelerator, first.accelerator}))
-        return f"the nodes have different devices, {kinds}; to train on the CPU everywhere pass cpu=True"
+        return f"the nodes have different devices, {kinds}; to train on the CPU everywhere, pass cpu=True"
     return _version_problem(host, first)
 
 
 def _version_problem(host: HelloEvent, first: HelloEvent) -> str:
-    """Return why the versions of a host do not fit; a notebook with another torch only gets a note."""
+    """Return why the versions of a host are incompatible. A notebook with another torch only causes a note."""
     exact = ("notebook_accelerate",) if host.kind == NOTEBOOK else tuple(first.versions)
     wanted = {name: first.versions.get(name, "") for name in exact}
     found = version_differences(host.title, host.versions, wanted, "the first notebook")
-    return f"{found[0]}: install the same version there" if found else ""
+    return f"{found[0]}: install the same version on it" if found else ""
 
 
 def version_note(hosts: Sequence[HelloEvent]) -> str:
-    """Return a warning if the hosts have different versions of torch; "" otherwise."""
+    """Return a warning if the hosts have different versions of torch, or ""."""
     versions = [host.versions.get("torch", "") for host in hosts]
     if all(same_version("torch", version, versions[0]) for version in versions):
         return ""
@@ -181,19 +185,19 @@ def version_note(hosts: Sequence[HelloEvent]) -> str:
 
 # ---- the secret that the notebooks and commands of one run share
 
-SECRET_VARIABLE = "NOTEBOOK_ACCELERATE_SECRET"  # noqa: S105 - the name of a variable
+SECRET_VARIABLE = "NOTEBOOK_ACCELERATE_SECRET"  # noqa: S105 - a variable's name, not a secret
 
 
 def shared_secret(config: LaunchConfig) -> str:
-    """Return the secret that a launch was given; "" without one."""
+    """Return the secret that a launch was given, or ""."""
     return str((config.rdzv_conf or {}).get("secret") or os.environ.get(SECRET_VARIABLE, ""))
 
 
 def secret_for_command(file: str | None) -> str:
-    """Return the secret of a command: from a file, or from the environment.
+    """Return the secret of a command, from a file or the environment.
 
     Raises:
-        ValueError: There is none, or the file cannot be read.
+        ValueError: There is no secret, or the file cannot be read.
     """
     if file is not None:
         try:
@@ -214,7 +218,7 @@ def secret_for_command(file: str | None) -> str:
 
 
 def own_cells() -> dict[str, list[str]]:
-    """Return this notebook's cells, as ``CellsEvent`` has them."""
+    """Return this notebook's cells in the format of ``CellsEvent``."""
     return {filename: [cell_name(filename), source] for filename, source in cell_sources().items()}
 
 
@@ -222,7 +226,7 @@ class ForeignCells:
     """Adds the names and source lines of another notebook's cells to the events of its ranks.
 
     Args:
-        suffix: Returns the suffix of the names of cells, as " of node 1".
+        suffix: Returns the suffix for the names of cells, such as " of node 1".
     """
 
     def __init__(self, suffix: Callable[[], str]) -> None:
@@ -243,7 +247,7 @@ class ForeignCells:
         self._names.clear()
 
     def with_named_cells(self, event: Event) -> Event:
-        """Return a rank's event with its cells named as in this notebook."""
+        """Return a rank's event after replacing the file names of cells by the cells' names."""
         if isinstance(event, StacksReply):
             event.threads = {name: self._in_frames(frames) for name, frames in event.threads.items()}
         elif isinstance(event, (FailureEvent, CellReply)):
@@ -254,7 +258,7 @@ class ForeignCells:
 
     def in_text(self, text: str) -> str:
         """Return ``text`` with the file names of cells replaced by the cells' names."""
-        for filename, name in list(self._names.items()):  # another thread adds to them
+        for filename, name in list(self._names.items()):  # Iterate over a copy, because another thread adds entries.
             if filename in text:
                 text = text.replace(filename, name)
         return text
@@ -273,12 +277,15 @@ class ForeignCells:
 
 
 def name_cells_in(event: Event, suffix: str) -> Event:
-    """Return an event of the journal with this notebook's cells named, for another notebook."""
+    """Return a journal event with this notebook's cells named, to be sent to another notebook."""
     return _with_chains(event, lambda chain: tracebacks.with_named_cells(chain, suffix))
 
 
 def with_own_cells(event: Event, suffix: str) -> Event:
-    """Return another notebook's event of the journal; cells with ``suffix`` are this notebook's, and lose it."""
+    """Return a journal event of another notebook.
+
+    Names with ``suffix`` are this notebook's cells and lose the suffix.
+    """
 
     def own(chain: tuple[ExceptionInfo, ...]) -> tuple[ExceptionInfo, ...]:
         return tuple(info._replace(frames=tuple(map(here, info.frames))) for info in chain)

@@ -1,4 +1,4 @@
-"""Which part a notebook has in a run on several machines, and the supervisor of that part."""
+"""The supervisors of a notebook in a run on several machines: which part it plays, and how it joins a run."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ if TYPE_CHECKING:
 def supervisor_of_several(run: Run, commands: CommandQueue, publisher: Publisher) -> Supervisor:
     """Return the supervisor of this notebook's part of a run on several machines.
 
-    The first notebook supervises all ranks; another one runs its ranks for it. Without a secret, notebooks do not talk:
-    each runs its own ranks, as one of several torchrun commands would. With ``rdzv_backend="c10d"`` the first notebook
-    is the one that can listen at the address.
+    The first notebook supervises all ranks. The others run their ranks for it. Without a secret, notebooks do not
+    communicate: each runs its own ranks, as one of several torchrun commands would. With ``rdzv_backend="c10d"``, the
+    first notebook is the one that can listen at the address.
 
     Args:
-        run: The run; see `Supervisor`, as for the others.
+        run: The run; see `Supervisor`, also for the other arguments.
         commands: The user's commands.
         publisher: Shows output in the notebook.
 
@@ -74,24 +74,24 @@ def supervisor_of_several(run: Run, commands: CommandQueue, publisher: Publisher
             first.listen(address, port, made, must=must)
         except OSError as error:
             if error.errno == errno.EADDRINUSE and must:
-                raise PortInUseError(f"port {port} is taken on this machine; pass another everywhere") from None
+                raise PortInUseError(f"port {port} is taken on this machine; pass another port on every node") from None
             if error.errno not in (errno.EADDRINUSE, errno.EADDRNOTAVAIL) or must:
                 raise
         else:
             return first
     if not secret:
         raise LaunchError(
-            "another notebook of this run listens already, and shows the run's secret; pass it here too: "
+            "another notebook of this run is already listening and shows the run's secret; pass it here too: "
             f"rdzv_conf={{'secret': '...'}}, or set {SECRET_VARIABLE}"
         )
     return JoinedNotebook(run, commands, publisher, secret)
 
 
 class LoneNotebook(RankSupervisor):
-    """Supervises the ranks of a notebook that does not talk to the others, and prints that it does not."""
+    """Supervises the ranks of a notebook that does not communicate with the others, and prints that fact."""
 
     def reserve(self, plan: LaunchPlan) -> LaunchPlan:
-        """Return the plan with the interface to the machine of rank 0, whose port is reserved if it is this one."""
+        """Return the plan with the network interface towards rank 0. Reserve the port if rank 0 is on this machine."""
         ports.reserve(self.id, plan.port, fixed=True, here=plan.node == 0)
         return replace(plan, run_name=self.config.rdzv_id, interface=interface_to(plan.master_addr))
 
@@ -102,14 +102,14 @@ class LoneNotebook(RankSupervisor):
         return super()._run(plan)
 
 
-# ---- another notebook's part: it runs its ranks for the first notebook, and shows them
+# ---- the part of another notebook, which runs its ranks for the first notebook and shows them
 
 
 class JoinedNotebook(Supervisor):
-    """Supervisor of a joined run: runs the ranks of this notebook for the first one.
+    """The supervisor of a joined run, which runs the ranks of this notebook for the first one.
 
     Args:
-        run: The run; see `Supervisor`, as for ``commands`` and ``publisher``.
+        run: The run; see `Supervisor`, also for ``commands`` and ``publisher``.
         commands: The user's commands.
         publisher: Shows output in the notebook.
         secret: The run's secret.
@@ -132,7 +132,7 @@ class JoinedNotebook(Supervisor):
         super()._record_end(ended)
 
     def _leave_ranks(self) -> None:
-        """Record the ends that the first notebook, which is lost, does not report."""
+        """Record the ends of the ranks, which the first notebook cannot report because it is lost."""
         for info in self.state.ranks:
             if not info.exited:
                 state = info.state if info.state in ("succeeded", "failed") else "stopped"
@@ -145,7 +145,7 @@ class JoinedNotebook(Supervisor):
         hello = notebook_hello(config.node_rank if config.rdzv_backend == "static" else -1, plan, config)
         where = config.rendezvous_address
         if not config.block:
-            self.started.set()  # the others may take minutes
+            self.started.set()  # The other hosts may take minutes to join.
         stopping = self.commands.stopping
         self.show(f"joining the run at {where[0]}:{where[1]}")
         stream = connect(where, self._secret, hello, join_seconds(config), keep_alive(config), stopping)
@@ -164,7 +164,7 @@ class JoinedNotebook(Supervisor):
         return self._without_first(host)
 
     def _start(self, message: protocol.StartOrder) -> None:
-        """Run this notebook's ranks of an attempt; returns when they have ended."""
+        """Run this notebook's ranks of an attempt, and return when they have finished."""
         assert self._call is not None, "dropped at the end only"
         assert self._inherited is not None, "given with the call"
         assert self._host is not None, "it has sent the message"
@@ -187,7 +187,7 @@ class JoinedNotebook(Supervisor):
         return run_events.RunEnded("failed", "WorkerDiedError", f"run {self.id} failed: {text}")
 
     def _send_stop(self, grace: float) -> None:
-        """Have the first notebook stop the run; a second time, leave it."""
+        """Request the first notebook to stop the run. Called a second time, leave the run."""
         self._stops += 1
         assert self._host is not None, "commands are carried out once it is there"
         if self._stops > 1:
@@ -197,12 +197,12 @@ class JoinedNotebook(Supervisor):
 
 
 class NotebookHost(Host):
-    """The host of a notebook: shows what its ranks send, besides relaying it.
+    """The host of a notebook. In addition to relaying what its ranks send, it shows their output.
 
     Args:
         stream: The stream to the first notebook.
         supervisor: This notebook's supervisor.
-        plan: This notebook's plan before all have joined.
+        plan: This notebook's plan before all hosts have joined.
 
     Attributes:
         plan: The plan.
@@ -219,7 +219,7 @@ class NotebookHost(Host):
         self.first, self._clock_offset = node_name(0, ""), 0.0
         super().__init__(stream)
 
-    # ---- from the first notebook
+    # ---- messages from the first notebook
 
     def seconds_until_due(self) -> float | None:
         return self._publisher.seconds_until_due()
@@ -235,11 +235,11 @@ class NotebookHost(Host):
             self.first, self._clock_offset = node_name(0, message.first), message.clock_offset
             self._supervisor.show("the first notebook has all ranks: stop, ask and debug them there")
             self._supervisor.commands.requests.elsewhere = (
-                f"run {self._supervisor.id} is steered in the notebook of {self.first}, which has all ranks: "
+                f"run {self._supervisor.id} is controlled by the notebook of {self.first}, which has all ranks: "
                 "ask and debug them there"
             )
             self._take_plan(pickle.loads(message.payload))
-        elif isinstance(message, protocol.RunOverEvent):  # its ranks are held for the debugger of the first notebook
+        elif isinstance(message, protocol.RunOverEvent):  # Its ranks are held for the debugger of the first notebook.
             self._journal.append(self.verdict(message))
         elif isinstance(message, protocol.JournalEvent):
             for record in pickle.loads(message.payload):
@@ -255,17 +255,19 @@ class NotebookHost(Host):
         self.send(protocol.CellsEvent(own_cells()))
 
     def verdict(self, over: protocol.RunOverEvent) -> run_events.RunEnded:
-        """Return how the run ended, with failures at this notebook's cells."""
+        """Return how the run ended, with failures located at this notebook's cells."""
         state, number = self._supervisor.state, self._supervisor.id
-        if over.status == "failed" and state.failures and state.status != "starting":  # else of an earlier attempt
+        # Otherwise the failures belong to an earlier attempt.
+        if over.status == "failed" and state.failures and state.status != "starting":
             return failures.failed(number, state)
         return run_events.RunEnded(over.status, over.error, re.sub(r"^run \d+ ", f"run {number} ", over.message))
 
     def _follow(self, record: Record) -> None:
-        """Append an event of the first notebook's journal, as far as it is about this notebook's ranks."""
+        """Append an event of the first notebook's journal, if it concerns the run or this notebook's ranks."""
         event = with_own_cells(record.event, f" of node {self._node}")
         rank = event.failure.rank if isinstance(event, run_events.RankFailed) else getattr(event, "rank", None)
-        if not self._own or (rank is not None and rank not in self._own):  # an attempt before it joined; another's
+        # The event belongs to another notebook's rank, or to an attempt before this notebook joined.
+        if not self._own or (rank is not None and rank not in self._own):
             return
         if isinstance(event, run_events.RankExited) and event.state == "succeeded" and rank in self._results:
             self._journal.append(run_events.RankReturned(event.rank, self._results[event.rank]), record.time)
@@ -283,7 +285,7 @@ class NotebookHost(Host):
             how = "failed" if self._supervisor.state.failures else "ended"
             self._supervisor.show(f"attempt {number} {how} ({event.outcome}); starting again", "stderr")
 
-    # ---- from the ranks
+    # ---- messages from the ranks
 
     def started(self, process: RankProcess) -> None:
         rank = process.rank
@@ -306,7 +308,7 @@ class NotebookHost(Host):
         super().take_frames(rank, data)
         try:
             messages = self._decoders[rank].feed(data)
-        except ChannelClosedError:  # the first notebook reports it
+        except ChannelClosedError:  # The first notebook reports the error.
             return
         self._journal.add([Record(rank, stamp, event) for stamp, event in messages])
         for _, event in messages:

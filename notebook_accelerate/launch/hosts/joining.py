@@ -1,4 +1,4 @@
-"""What hosts do that join a run: connect to the first notebook, and run the ranks that it orders."""
+"""Join a run as a host: connect to the first notebook, and run the ranks that it requests."""
 
 from __future__ import annotations
 
@@ -32,12 +32,15 @@ if TYPE_CHECKING:
 
 
 RETRY_SECONDS = 0.3
-"""Seconds between two tries to reach the first notebook, which may not have begun to listen."""
+"""Seconds between two attempts to reach the first notebook, which may not be listening yet."""
 SURE_SECONDS = 2.0
-"""Seconds after which an error that another try has not changed is final: a wrong secret, which an earlier run at the
-same port has too until it ends, and an unknown name. A first notebook that is killed refuses only once."""
+"""Seconds after which an error is final if another attempt has repeated it.
+
+The errors are a wrong secret and an unknown name. An earlier run at the same port may still cause the former until it
+ends. A first notebook that is killed causes it only once.
+"""
 UNKNOWN_NAME = {getattr(socket, name) for name in ("EAI_NONAME", "EAI_NODATA") if hasattr(socket, name)}
-"""Errors of the resolver that are no temporary failures, as `EAI_AGAIN` is."""
+"""Resolver errors that are permanent, unlike `EAI_AGAIN`."""
 HOST_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
@@ -49,18 +52,18 @@ def connect(
     keep_alive: tuple[float, float],
     stopping: Callable[[], bool] = lambda: False,
 ) -> Stream:
-    """Connect to the first notebook, trying again until it listens.
+    """Connect to the first notebook, retrying until it listens.
 
     Args:
         where: Address and port of its listener.
         secret: The run's secret.
-        hello: What this host tells about itself.
+        hello: The first message of this host.
         seconds: How long to try.
-        keep_alive: Seconds between two keep-alives, and those without one after which the other end is lost.
+        keep_alive: The keep-alive interval, and the silence after which the other end counts as lost, in seconds.
         stopping: Returns whether to give up.
 
     Raises:
-        LaunchError: The first notebook has another secret, has no known address, or does not listen.
+        LaunchError: The first notebook has another secret, its address is unknown, or it does not listen.
         RunStoppedError: The run is ``stopping``.
     """
     address, port = where
@@ -73,7 +76,7 @@ def connect(
             stream = connect_to_kernel(address, port, secret.encode(), hello, keep_alive, stopping)
             if _answers(stream, deadline, stopping):
                 return stream
-        except (AuthenticationError, OSError, UnicodeError) as error:  # UnicodeError: not a name
+        except (AuthenticationError, OSError, UnicodeError) as error:  # UnicodeError: the address is not a valid name.
             before, final = final, _final_text(error, where, hello)
             if final and final == before and time.monotonic() > begin + SURE_SECONDS:
                 raise LaunchError(final) from None
@@ -88,21 +91,21 @@ def connect(
 
 
 def _final_text(error: Exception, where: tuple[str, int], hello: HelloEvent) -> str:
-    """Return the message of an error that another try is unlikely to change; "" for others."""
+    """Return the message of an error that another attempt is unlikely to change, or ""."""
     address, port = where
     if isinstance(error, AuthenticationError):
-        return f"the run at {address}:{port} has another secret, or is none; pass the secret of the first notebook"
+        return f"{address}:{port} is not a run, or has another secret; pass the secret of the first notebook"
     if isinstance(error, UnicodeError) or (isinstance(error, socket.gaierror) and error.errno in UNKNOWN_NAME):
         example = f"10.0.0.1:{port}" if hello.kind == COMMAND else "master_addr='10.0.0.1' (or rdzv_endpoint)"
         return (
-            f"this machine knows no address of {address!r}, where the first notebook is to listen ({error}); "
-            f"pass the address, as {example}"
+            f"this machine cannot resolve {address!r}, where the first notebook should listen ({error}); "
+            f"pass its address, for example {example}"
         )
     return ""
 
 
 def _answers(stream: Stream, deadline: float, stopping: Callable[[], bool]) -> bool:
-    """Wait for the first message; return False where there is none: an earlier run at the port has just ended."""
+    """Wait for the first message. Return False if an earlier run at the port has just finished."""
     while time.monotonic() < deadline and not stopping():
         if stream.wait(RETRY_SECONDS):
             return True
@@ -113,12 +116,12 @@ def _answers(stream: Stream, deadline: float, stopping: Callable[[], bool]) -> b
 
 
 def adapt_orders(orders: Sequence[WorkerOrder], address: str, threads: int) -> None:
-    """Add what belongs to this machine to the orders of this host's ranks.
+    """Adapt the orders of this host's ranks to this machine.
 
     Args:
-        orders: The orders, as the first notebook has sent them.
-        address: Its address, to find the network interface on which the ranks reach each other.
-        threads: CPU threads of each rank at most.
+        orders: The orders that the first notebook sent.
+        address: The first notebook's address, used to find the network interface over which the ranks reach each other.
+        threads: Maximum CPU threads of each rank.
     """
     interface = interface_to(address)
     for order in orders:
@@ -128,7 +131,7 @@ def adapt_orders(orders: Sequence[WorkerOrder], address: str, threads: int) -> N
 
 
 def interface_to(address: str) -> str:
-    """Return the name of the interface on the way to an address; "" leaves the choice to the back end."""
+    """Return the network interface on the route to an address, or "" to leave the choice to the back end."""
     own = own_address(address, 9)
     return interface_of(own.partition("%")[0]) if own and HOST_INTERFACE_VARIABLES[0] not in os.environ else ""
 
@@ -138,7 +141,7 @@ class FunctionHost(Host):
 
     Args:
         stream: The stream to the kernel.
-        environment: This machine's variables for ranks; those of an order replace them.
+        environment: This machine's variables for ranks. The variables of an order override them.
     """
 
     def __init__(self, stream: Stream, environment: Mapping[str, str] | None = None) -> None:
@@ -146,7 +149,7 @@ class FunctionHost(Host):
         super().__init__(stream)
 
     def handle_message(self, message: Event) -> None:
-        """Handle a message of the kernel that is not for a rank; returns when the ranks that it starts have ended."""
+        """Handle a kernel message that is not for a rank. If it starts ranks, return when they have finished."""
         if isinstance(message, FunctionEvent):
             os.write(self._function, message.payload)
         elif isinstance(message, StartOrder):
@@ -176,7 +179,7 @@ def join(
     Args:
         where: Address and port of the run's first notebook.
         secret: The run's secret.
-        processes: Ranks to start; 0: as many as the first notebook starts itself.
+        processes: The number of ranks to start, or 0 for as many as the first notebook starts itself.
         seconds: How long to wait for the first notebook to listen.
         show: Called with lines for the user.
 
@@ -242,22 +245,22 @@ class CommandHost(FunctionHost):
         self._show("the ranks of this host have ended")
 
 
-# ---- the lines that the first notebook shows: what to type elsewhere, so that other hosts join the run
+# ---- the lines shown by the first notebook: what to type elsewhere so that other hosts join the run
 
 WARM = "warm_rank"
 """Name of the function that warm ranks run."""
 SCRIPTS = ("run_script", "run_module")
-"""Names of the functions that the command line's ranks run."""
+"""Names of the functions run by ranks that the command line starts."""
 _PASSED_ON = ("mixed_precision", "rdzv_endpoint", "rdzv_id", "max_restarts", "min_nodes")
 
 
 def instruction_lines(config: LaunchConfig, function: str, secret: str = "") -> list[str]:
-    """Return the cell and the command with which others join, and notes about them.
+    """Return the cell and the command that others use to join, and notes about them.
 
     Args:
         config: This node's configuration.
         function: Name of the training function.
-        secret: The run's secret, to be shown; "" where the user has given it, and knows it.
+        secret: The run's secret to be shown, or "" if the user provided it and knows it.
     """
     in_config = bool((config.rdzv_conf or {}).get("secret"))
     variable = "" if in_config else f"{SECRET_VARIABLE}={secret}" if secret else f"the same {SECRET_VARIABLE}"
@@ -265,7 +268,7 @@ def instruction_lines(config: LaunchConfig, function: str, secret: str = "") -> 
         lines = [_script_line(config, variable)]
     else:
         given = f", with the same {SECRET_VARIABLE}" if variable and not secret else ""
-        if variable and secret and function == WARM:  # the magic has no option for it
+        if variable and secret and function == WARM:  # The magic has no option for the secret.
             given = f", after %env {variable}"
         lines = [f"in another notebook{given}: {cell_line(config, function, secret)}"]
         if config.rdzv_backend == "static" and config.num_nodes > 2:
@@ -277,7 +280,7 @@ def instruction_lines(config: LaunchConfig, function: str, secret: str = "") -> 
 
 
 def alone_lines(config: LaunchConfig, function: str) -> list[str]:
-    """Return the lines of a notebook whose run has no secret: each notebook runs its own ranks, as torchrun does."""
+    """Return the lines for a run without a secret. Each notebook then runs its own ranks, as torchrun does."""
     if config.node_rank:
         return [
             "this node has no secret, and meets the others in torch only; if node 0 shows how to join, pass its secret"
@@ -303,24 +306,25 @@ def _script_line(config: LaunchConfig, secret: str = "") -> str:
 
 
 def command_line(config: LaunchConfig, secret: str = "") -> str:
-    """Return the command that joins a machine without a notebook; it contains the secret only if one is given."""
+    """Return the command that joins a machine without a notebook. It contains the secret only if one is given."""
     address, port = config.rendezvous_address
     where = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
     return f"{SECRET_VARIABLE}={secret or '<the same>'} python -m notebook_accelerate join {where}"
 
 
 def _address_lines(config: LaunchConfig, setting: str) -> list[str]:
-    """Return a note if the rendezvous' address is one that other machines cannot reach."""
+    """Return a note if other machines cannot reach the rendezvous' address."""
     address = config.rendezvous_address[0]
     if not _is_loopback(address):
         return []
-    own = own_address("192.0.2.1", 9)  # on the default route: reserved for documentation (RFC 5737)
+    # An address on the default route, reserved for documentation (RFC 5737). No packet is sent to it.
+    own = own_address("192.0.2.1", 9)
     example = f": {setting}={own if setting.startswith('-') else repr(own)}" if own else ""
     return [f"{address} is this machine itself; other machines need its address{example}"]
 
 
 def cell_line(config: LaunchConfig, function: str, secret: str = "") -> str:
-    """Return the call to run in another notebook; it contains the secret only if one is given."""
+    """Return the call to run in another notebook. It contains the secret only if one is given."""
     given = config.non_default()
     if function == WARM:
         return _start_line(config)

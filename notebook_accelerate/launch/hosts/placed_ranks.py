@@ -1,4 +1,4 @@
-"""Starts the ranks of a kernel on another machine; the kernel completes their orders, and a host adapts them."""
+"""Start the ranks of a kernel on another machine. The kernel completes their orders, and a host adapts them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ NOT_CARRIED = ("NOTEBOOK_ACCELERATE_SECRET", "NOTEBOOK_ACCELERATE_ON", "NOTEBOOK
 
 
 class PlacedBackend(SpawnBackend):
-    """Starts a rank from a payload that the kernel pickled.
+    """Starts ranks from a payload that the kernel pickled.
 
     Args:
-        payload: Descriptor of the payload's file; closed with this object.
+        payload: Descriptor of the payload's file, closed with this object.
     """
 
     def __init__(self, payload: int) -> None:
@@ -31,7 +31,7 @@ class PlacedBackend(SpawnBackend):
         self._payload, self._sources = payload, {}
 
     def complete(self, order: WorkerOrder) -> WorkerOrder:
-        """Return the order unchanged: the kernel has completed it."""
+        """Return the order unchanged, because the kernel has completed it."""
         return order
 
 
@@ -40,25 +40,25 @@ def _elsewhere() -> None:
 
 
 def completed_for_another_machine(order: WorkerOrder) -> WorkerOrder:
-    """Return an order, completed for this machine, with what another machine needs: called in the kernel."""
+    """Return an order adapted from this machine to another one. Called in the kernel."""
     carried = {
         name: value for name, value in os.environ.items() if name.startswith(CARRIED) and name not in NOT_CARRIED
     }
     order.environment = {**carried, **order.environment}
-    order.base_environment = order.time_offset = None  # use that machine's
+    order.base_environment = order.time_offset = None  # None: use the values of that machine.
     order.mark = 0
     return order
 
 
 def adapt_to_machine(order: WorkerOrder) -> None:
-    """Adapt an order to this machine: called there.
+    """Adapt an order to this machine, which runs the rank.
 
-    The working directory is the kernel's if it exists here, unless a runtime environment provides one; the import path
+    The working directory is the kernel's if it exists here, unless a runtime environment provides one. The import path
     is this machine's, followed by the kernel's folders that exist here.
     """
     environment = {name: value for name, value in os.environ.items() if not value.startswith("ray.util.")}
     environment.pop("RAY_LD_PRELOAD_ON_WORKERS", None)
-    order.mark = own_mark()  # what the rank starts ends with this process
+    order.mark = own_mark()  # The processes that the rank starts are killed when this process ends.
     order.base_environment = environment
     own = [entry for entry in sys.path if not entry.endswith("thirdparty_files")]
     known = {os.path.realpath(entry) for entry in own}

@@ -1,4 +1,4 @@
-"""Writes the file of a kept run's journal: appends whole frames, and replaces a long file with a thinned one."""
+"""Write the journal file of a kept run: append whole frames, and replace a long file with a thinned one."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from notebook_accelerate.telemetry.curves import m4
 from notebook_accelerate.telemetry.store import Record
 
 MAX_JOURNAL_BYTES = 64 << 20
-"""A larger journal is thinned: its curves to `KEPT_POINTS`, its output to `KEPT_LOG_BYTES`."""
+"""A larger journal is thinned, its curves to `KEPT_POINTS` and its output to `KEPT_LOG_BYTES`."""
 KEPT_POINTS = 700_000
-"""Points that stay of all curves of a run when its journal is thinned: 16 MiB."""
+"""Points of all curves together that remain when a run's journal is thinned: 16 MiB."""
 KEPT_LOG_BYTES = 8 << 20
-"""Bytes of output that stay of all ranks together when a journal is thinned; the newest ones."""
+"""Bytes of output of all ranks together that remain when a journal is thinned. The newest output remains."""
 _POINTS_PER_FRAME = 100_000
 
 
 class JournalFile:
-    """Appends to a journal. No descriptor stays open: ranks that are forked meanwhile would inherit it.
+    """Appends to a journal file. The file is reopened for each write, because forked ranks would inherit a descriptor.
 
     Args:
         path: The file, which is created.
 
     Attributes:
         path: The file.
-        size: Its bytes, all of them of whole frames.
+        size: Its size in bytes, counting whole frames only.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,21 +42,22 @@ class JournalFile:
 
     @property
     def is_lost(self) -> bool:
-        """Whether another process has deleted or shortened the file."""
+        """Whether another process has deleted or truncated the file."""
         try:
             return self.path.stat().st_size < self.size
         except FileNotFoundError:
             return True
 
     def append(self, data: bytes) -> None:
-        """Append frames; after an error the file is as it was before.
+        """Append frames. After an error, the file is as it was before.
 
         Raises:
-            OSError: They cannot be written.
+            OSError: The frames cannot be written.
         """
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
-            if os.fstat(descriptor).st_size > self.size:  # what an error left, and could not be removed then
+            # An earlier error left incomplete data, which could not be removed at that time.
+            if os.fstat(descriptor).st_size > self.size:
                 os.ftruncate(descriptor, self.size)
             _write_all(descriptor, data)
         except OSError:
@@ -68,7 +69,7 @@ class JournalFile:
         self.size += len(data)
 
     def sync(self) -> None:
-        """Have the system write the file to the disk; its new time shows that the writer lives."""
+        """Flush the file to disk. Its new modification time shows that the writer is alive."""
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             os.utime(descriptor)
@@ -78,19 +79,19 @@ class JournalFile:
 
     @property
     def is_long(self) -> bool:
-        """Whether the file is to be thinned. Where what stays is long itself, not again before it has grown by half."""
+        """Whether to thin the file. If the thinned file is long itself, wait until it has grown by half."""
         return self.size > max(MAX_JOURNAL_BYTES, self._thinned_size * 3 // 2)
 
     def thin(self) -> None:
-        """Replace the file with a smaller one, at once: of its curves and its output, a bounded part stays."""
+        """Replace the file atomically with a smaller one, which keeps a bounded part of its curves and output."""
         contents = read_journal(self.path)
         self.replace(thinned_frames(contents, last_lines(contents.journal, KEPT_LOG_BYTES)))
 
     def replace(self, frames: Iterable[bytes]) -> None:
-        """Write the file anew.
+        """Replace the contents of the file.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         data = b"".join([journal_format.MAGIC, *frames])
         replace_file(self.path, data)
@@ -98,7 +99,7 @@ class JournalFile:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a file, or replace it: it is complete, or as it was."""
+    """Create or replace a file atomically: it is either complete or unchanged."""
     part = path.with_name(path.name + ".new")
     with suppress(FileNotFoundError):
         part.unlink()
@@ -132,8 +133,8 @@ def thinned_frames(contents: JournalContents, lines: Sequence[Record], run_event
 
     Args:
         contents: The contents.
-        lines: The lines of output that the journal has.
-        run_events: How many of the events of the run itself to take; None: all.
+        lines: The lines of output to include.
+        run_events: Number of the run's own events to include, or None for all.
     """
     journal = contents.journal
     frames = [journal_format.encode_frame(section) for section in (contents.header, *contents.sections.values())]
@@ -153,7 +154,7 @@ def points_frames(journal: Journal, until: float | None = None) -> list[bytes]:
 
     Args:
         journal: The journal.
-        until: Seconds since the epoch; leave out later points.
+        until: Seconds since the epoch. Later points are omitted.
     """
     stores = (journal.store, journal.store.automatic)
     series = [(store, name, rank) for store in stores for name in store.metric_names() for rank in store.ranks_of(name)]
@@ -176,7 +177,7 @@ def points_frames(journal: Journal, until: float | None = None) -> list[bytes]:
 
 
 def last_lines(journal: Journal, most_bytes: int | None = None) -> Sequence[Record]:
-    """Return the newest lines of all ranks, within ``most_bytes`` in all (None: all lines), in order of time."""
+    """Return the newest lines of all ranks in order of time, limited to ``most_bytes`` in total (None: no limit)."""
     store = journal.store
     found = [
         Record(rank, line.time, LogEvent(line.stream, line.text))
@@ -190,7 +191,7 @@ def last_lines(journal: Journal, most_bytes: int | None = None) -> Sequence[Reco
     for index in range(len(found) - 1, -1, -1):
         event = found[index].event
         assert isinstance(event, LogEvent)
-        left -= len(json.dumps(event.text)) + 100  # about the JSON around it
+        left -= len(json.dumps(event.text)) + 100  # About the size of the JSON around the text.
         if left < 0:
             return found[index + 1 :]
     return found

@@ -1,7 +1,7 @@
-"""The file format of a kept run's journal; `docs/run_format.md` documents it.
+"""The file format of a kept run's journal, which `docs/run_format.md` documents.
 
-The file is a sequence of frames, each with a checksum, that hold JSON, and columns of numbers in thinned curves.
-Reading a journal runs no code of its writer: every value is checked against the type of its field.
+The file is a sequence of frames. Each has a checksum and holds JSON, and columns of numbers for thinned curves. Reading
+a journal does not run any code of its writer: every value is checked against the type of its field.
 """
 
 from __future__ import annotations
@@ -48,34 +48,34 @@ from notebook_accelerate.telemetry.debug_protocol import Collective
 from notebook_accelerate.telemetry.store import Record, to_float, to_int64
 
 FORMAT = 1
-"""Version of the format; files of a newer one are refused."""
+"""Version of the format. Files of a newer version are refused."""
 JOURNAL_NAME = "journal.nbac"
 """The name of the file in the folder of a run."""
 MAGIC = b"NBAC-RUN"
 """The first bytes of every journal."""
 FRAME = struct.Struct("<III")
-"""Head of a frame: bytes of its JSON, bytes of its payload, and the CRC-32 of these two numbers and all of them."""
+"""The head of a frame: the sizes of its JSON and its payload, and the CRC-32 of the sizes and both parts."""
 _LENGTHS = struct.Struct("<II")
 MAX_JSON_BYTES = 48 << 20
-"""Largest JSON of a frame: one event of a rank has at most 32 Mi characters."""
+"""Maximum size of a frame's JSON. A single event of a rank has at most 32 Mi characters."""
 MAX_PAYLOAD_BYTES = 16 << 20
-"""Largest payload of a frame."""
+"""Maximum size of a frame's payload."""
 MAX_ROWS = 500
-"""Most events of a frame."""
+"""Maximum number of events in a frame."""
 MAX_RANKS = 1 << 14
-"""Most ranks of a run; the highest rank that a journal may name is one less."""
+"""Maximum number of ranks in a run. The highest rank that a journal may name is one less."""
 MAX_CONTAINERS = 1 << 20
-"""Most lists and objects in the JSON of a frame: each takes 64 bytes of memory or more."""
+"""Maximum number of lists and objects in a frame's JSON. Each takes 64 bytes of memory or more."""
 LATEST_TIME = 253_000_000_000.0
 """The latest time accepted, in seconds since the epoch (year 9987): datetime ends at 9999."""
 _TIMES = frozenset({"time", "since", "until"})
-"""Names of fields that are such times."""
+"""Names of fields that hold such times."""
 
 RANK_EVENTS: tuple[type[Event], ...] = (
     MetricEvent, AutomaticMetricEvent, LogEvent, ProgressEvent, StepTimeEvent, ResourceEvent, DeviceMemoryEvent,
     DeviceUseEvent, DroppedEvent, TraceEvent, ShardingEvent, CheckpointEvent, EpochEvent,
 )  # fmt: skip
-"""The events of ranks that a journal holds: those that the store keeps."""
+"""The events of ranks that a journal contains, which are those that the store keeps."""
 _KINDS: dict[str, type[Event]] = {
     kind.__name__: kind
     for kind in (
@@ -84,18 +84,18 @@ _KINDS: dict[str, type[Event]] = {
     )
 }
 _OBJECTS = frozenset({"RunEnded.cause", "RankFailure.exception", "Diagnosis.name_place", "RankReturned.result"})
-"""Fields whose values are objects of the writer's process: they are not stored."""
+"""Fields whose values are objects of the writer's process. They are not stored."""
 _NAMES = {
     "Diagnosis": Diagnosis, "RankPosition": RankPosition, "LaunchPlan": LaunchPlan, "RankResult": RankResult,
     "RankFailure": RankFailure, "ExceptionInfo": ExceptionInfo, "FrameInfo": FrameInfo, "Collective": Collective,
     "Mapping": Mapping, "Sequence": Sequence, "Callable": collections.abc.Callable, "Any": Any, "Plain": Plain,
     "ClassVar": typing.ClassVar,
 }  # fmt: skip
-"""What annotations name that their modules import for type checkers only."""
+"""Names in annotations that their modules import for type checkers only."""
 
 
 class Frame(NamedTuple):
-    """One frame: a list of events as JSON rows, or a section, which is a JSON object with a key "kind"."""
+    """A frame: a list of events as JSON rows, or a section, which is a JSON object with a key "kind"."""
 
     content: Any
     payload: bytes
@@ -113,7 +113,7 @@ def encode_frame(content: object, payload: bytes = b"") -> bytes:
 
 
 def encode_records(records: Iterable[Record]) -> Iterator[bytes]:
-    """Return the frames of events; records of kinds that a journal does not hold are left out."""
+    """Return the frames of events. Records of kinds that a journal does not contain are omitted."""
     return encode_rows(row_of(record) for record in records if type(record.event).__name__ in _KINDS)
 
 
@@ -125,7 +125,7 @@ def encode_rows(rows: Iterable[list[Any]]) -> Iterator[bytes]:
 
 
 def _frames_of(rows: list[list[Any]]) -> Iterator[bytes]:
-    """Return the frames of rows, as few as their lengths allow; in a row that no frame holds, texts are shortened."""
+    """Return as few frames as possible for some rows. If a single row is too long, its texts are shortened."""
     frame = encode_frame(rows)
     if len(frame) <= MAX_JSON_BYTES:
         yield frame
@@ -155,10 +155,10 @@ def read_frames(data: bytes | memoryview) -> Iterator[tuple[Frame, int]]:
     """Read the complete frames of a journal, without its first bytes.
 
     Yields:
-        A frame, and where it ends.
+        A frame, and the position at which it ends.
 
     Raises:
-        ValueError: The data is damaged, other than at its end: a last frame that is not complete is left out.
+        ValueError: The data is damaged before its end. An incomplete last frame is ignored.
     """
     start, size = 0, len(data)
     while size - start >= FRAME.size:
@@ -166,7 +166,8 @@ def read_frames(data: bytes | memoryview) -> Iterator[tuple[Frame, int]]:
         body = start + FRAME.size
         end = body + text_length + payload_length
         if text_length > MAX_JSON_BYTES or payload_length > MAX_PAYLOAD_BYTES or not text_length:
-            if not bytes(data[start:]).strip(b"\0"):  # a file system that lost power may leave zeros at the end
+            # A file system may leave zeros at the end of a file after a power loss.
+            if not bytes(data[start:]).strip(b"\0"):
                 return
             raise ValueError(f"the frame at byte {start:,} cannot have {text_length:,} + {payload_length:,} bytes")
         if end > size:
@@ -189,9 +190,9 @@ def _parse(text: bytes) -> Any:
 
 
 def row_of(record: Record) -> list[Any]:
-    """Return the JSON row of an event: its kind, rank, time, and fields by name."""
+    """Return the JSON row of an event: its kind, rank, time, and a mapping of its fields."""
     event = record.event
-    if type(event) is MetricEvent:  # the commonest one; a rank may log anything, and the store keeps numbers only
+    if type(event) is MetricEvent:  # The most common event. A rank may log anything, but the store keeps only numbers.
         numbers = {str(name): number for name, value in event.values.items() if (number := to_float(value)) is not None}
         return ["MetricEvent", record.rank, record.time, {"values": numbers, "step": to_int64(event.step)}]
     values = {each.name: _to_json(getattr(event, each.name)) for each in _stored_fields(cast("Any", type(event)))}
@@ -206,9 +207,9 @@ Points = dict[tuple[str, int], tuple[list[int], list[float], list[float]]]
 
 
 def take_points(row: Any, points: Points) -> bool:
-    """Add the points of a row to ``points``; return False for a row that `record_of` must read.
+    """Add the points of a row to ``points``, or return False for a row that must be read by `record_of`.
 
-    Most rows of most journals are logged numbers with a step: reading them so takes a tenth of the time.
+    Most rows of most journals are logged numbers with a step. This function reads them in a tenth of the time.
     """
     try:
         kind, rank, time, fields_of_row = row
@@ -229,13 +230,13 @@ def take_points(row: Any, points: Points) -> bool:
 
 
 def record_of(row: object) -> Record | None:
-    """Return the event of a JSON row; None for a kind that this version does not know, and for values of no use.
+    """Return the event of a JSON row, or None for an unknown kind and for unusable values of a rank.
 
     Raises:
-        ValueError: The row is not of this format.
+        ValueError: The row does not have this format.
     """
     if not isinstance(row, list) or len(row) != 4:
-        raise ValueError(f"{_short(row)} is no event")
+        raise ValueError(f"{_short(row)} is not an event")
     name, rank, time, values = row
     kind = _KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
@@ -248,7 +249,7 @@ def record_of(row: object) -> Record | None:
     except ValueError:
         if lowest == RUN:
             raise
-        return None  # a rank may have sent anything
+        return None  # A rank may have sent anything.
 
 
 def _to_json(value: object) -> object:
@@ -273,7 +274,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def _build(kind: Any, values: object) -> Any:
-    """Return a dataclass with the fields of a JSON object; unknown fields, of a newer version, are left out."""
+    """Return a dataclass with the fields of a JSON object. Unknown fields, from newer versions, are ignored."""
     if not isinstance(values, dict):
         raise ValueError(f"the fields of {kind.__name__} are {_short(values)}")
     hints, found = _hints(kind), {}
@@ -286,18 +287,18 @@ def _build(kind: Any, values: object) -> Any:
         elif each.default is MISSING and each.default_factory is MISSING:
             raise ValueError(f"{kind.__name__} has no {each.name}")
     if kind is run_events.RankReturned:
-        found["result"] = RankResult(int)  # its reader replaces it
+        found["result"] = RankResult(int)  # The reader replaces this placeholder.
     return kind(**found)
 
 
 def _checked_time(time: float, what: str) -> float:
-    if not 0.0 <= time <= LATEST_TIME:  # nor NaN
+    if not 0.0 <= time <= LATEST_TIME:  # The comparison also excludes NaN.
         raise ValueError(f"{what} is {_short(time)}, which is not a time in seconds since the epoch")
     return time
 
 
 def _from_json(hint: Any, value: object, what: str) -> Any:
-    """Return a JSON value as the type ``hint``; raise ValueError where it is another one."""
+    """Return a JSON value as the type ``hint``. Raise ValueError if it has another type."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         guarded_files.check_depth(value)

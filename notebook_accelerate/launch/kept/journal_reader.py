@@ -1,4 +1,4 @@
-"""Reads journals: a file or frames into `JournalContents`, and the records of a run from both of its sources."""
+"""Read journals: decode a file or frames into `JournalContents`, and merge a run's records from its two sources."""
 
 from __future__ import annotations
 
@@ -33,18 +33,21 @@ from notebook_accelerate.telemetry.store import Record, SeriesTail
 from notebook_accelerate.telemetry.tracebacks import describe_error
 
 MAX_READ_BYTES = 512 << 20
-"""A larger file is not read: no journal of this package is."""
+"""A larger file is refused, because this package does not write such journals."""
 MAX_WORK = 1_500_000_000
-"""References that may be copied to read the events of a run: each copies those to its ranks, notes and attempts. Takes
-five seconds; a run of 16,000 ranks needs two thirds of it."""
+"""Maximum references to copy while reading the events of a run, which takes about five seconds.
+
+Each event copies the references to the run's ranks, notes and attempts. A run of 16,000 ranks needs two thirds of the
+limit.
+"""
 _RANK_WORK = 600
-"""Cost of creating a rank's state, in copied references."""
+"""Cost of creating a rank's state, measured in copied references."""
 _WARNING_WORK = 6
-"""Cost of comparing two warnings, in copied references."""
+"""Cost of comparing two warnings, measured in copied references."""
 _SECTIONS = frozenset({"code"})
-"""The sections that are kept, in addition to the header and the curves. Others, of a newer version, are left out."""
+"""The sections that are kept, in addition to the header and the curves. Others, from newer versions, are ignored."""
 MAX_LATEST = 20_000
-"""Events of ranks, other than metrics and output, that stay when a journal is thinned; the newest ones."""
+"""Maximum events of ranks, other than metrics and output, that remain when a journal is thinned. The newest remain."""
 _MAX_NAME_CHARS = 1000
 _LAST_BYTES = 256
 _POINT_BYTES = 24
@@ -52,22 +55,22 @@ PROBLEM_SECONDS = 1.0
 """Seconds to wait for the reason why a result is not saved."""
 
 ResultLoader = Callable[[int, Any], RankResult]
-"""Returns the result of a rank from what its event says about its file: None means no file, `...` nothing."""
+"""Returns the result of a rank, given the file description in its event. None: no file. `...`: no description."""
 
 
 # ---- a file
 
 
 def read_journal(path: Path, contents: JournalContents | None = None) -> JournalContents:
-    """Read a journal; a last event that was not written completely is left out.
+    """Read a journal. An incomplete last event is ignored.
 
     Args:
         path: The file.
-        contents: Empty contents to add it to; None creates them, without results.
+        contents: Empty contents to add the journal to. None creates contents without results.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        BrokenRunError: The file is damaged, too large, or no journal.
+        FileNotFoundError: The file does not exist.
+        BrokenRunError: The file is damaged, too large, or not a journal.
     """
     contents = JournalContents() if contents is None else contents
     with _open_journal(path) as file:
@@ -88,8 +91,8 @@ def read_header(path: Path) -> dict[str, Any]:
         path: The file.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        BrokenRunError: Its first frame is damaged or missing, or it is no journal.
+        FileNotFoundError: The file does not exist.
+        BrokenRunError: The file is not a journal, or its first frame is damaged or missing.
     """
     with _open_journal(path) as file:
         data = _frames_in(file, path)
@@ -105,21 +108,21 @@ def _frames_in(file: BinaryIO, path: Path) -> memoryview:
     data = memoryview(file.read(MAX_READ_BYTES))
     if bytes(data[: len(journal_format.MAGIC)]) != journal_format.MAGIC:
         raise BrokenRunError(
-            f"{path} is not a journal of a run: it does not begin with {journal_format.MAGIC.decode()}"
+            f"{path} is not a journal of a run: it does not start with {journal_format.MAGIC.decode()}"
         )
     return data[len(journal_format.MAGIC) :]
 
 
 def _no_header(path: Path) -> BrokenRunError:
-    return BrokenRunError(f"{path} has no header: the process that wrote it ended before it had begun")
+    return BrokenRunError(f"{path} has no header: the process that wrote it ended before it had written one")
 
 
 def _open_journal(path: Path) -> BinaryIO:
     """Open the file of a journal for reading.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        BrokenRunError: It is not a regular file, or too large.
+        FileNotFoundError: The file does not exist.
+        BrokenRunError: It is too large, or not a regular file.
     """
     try:
         file = os.fdopen(guarded_files.open_regular(path), "rb")
@@ -131,7 +134,7 @@ def _open_journal(path: Path) -> BinaryIO:
     if size > MAX_READ_BYTES:
         file.close()
         raise BrokenRunError(
-            f"{path} is not a journal of a run: it has {size:,} bytes, at most {MAX_READ_BYTES:,} are read"
+            f"{path} is not a journal of a run: it has {size:,} bytes, and the limit is {MAX_READ_BYTES:,}"
         )
     return file
 
@@ -143,7 +146,7 @@ def _identity(stream: BinaryIO) -> tuple[int, int]:
 
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Raise `BrokenRunError` for the errors of reading what is no journal."""
+    """Raise `BrokenRunError` for the errors that are caused by reading invalid data."""
     try:
         yield
     except (
@@ -159,7 +162,7 @@ def _reading(what: str) -> Iterator[None]:
         raise BrokenRunError(f"{what} is damaged: {describe_error(error)}") from error
 
 
-# ---- its frames
+# ---- the frames of a file
 
 
 @dataclass
@@ -169,16 +172,16 @@ class JournalContents:
     Attributes:
         load_result: Returns the results of ranks.
         journal: The events.
-        header: The section about the launch; empty before it was read.
+        header: The section about the launch. Empty before it was read.
         sections: The other sections of `_SECTIONS`, by kind.
-        stored: By rank, what its event says about the file of its result.
-        latest: The latest events of ranks that newer ones replace, by `replacement_key`.
-        run_events: Number of the events of the run itself that were read.
-        known: Number of those that the journal has, also from the process that writes the file.
-        work: What reading them took, which is limited to `MAX_WORK`.
-        end: Bytes of the file that were read.
+        stored: The description of each rank's result file, as its event contains it.
+        latest: The latest of the events of ranks that supersede each other, by `replacement_key`.
+        run_events: Number of the run's own events that were read.
+        known: Number of the run's own events in the journal, including those from the process that writes the file.
+        work: The cost of reading the run's own events, limited to `MAX_WORK`.
+        end: Number of bytes of the file that were read.
         identity: Device and inode of the file.
-        last: Its last bytes that were read: the inode of a file that was deleted may be given to the next one.
+        last: The last bytes that were read. They identify the file, because the inode of a deleted file may be reused.
     """
 
     load_result: ResultLoader = field(default=lambda _rank, _stored: RankResult(int))
@@ -195,15 +198,16 @@ class JournalContents:
     last: bytes = b""
 
     def same_file(self, stream: BinaryIO) -> bool:
-        """Whether an open file is the one that was read."""
-        found = os.pread(stream.fileno(), len(self.last), self.end - len(self.last))  # fewer after an error of the disk
+        """Return whether an open file is the one that was read."""
+        # The result may be shorter after an error of the writer's disk.
+        found = os.pread(stream.fileno(), len(self.last), self.end - len(self.last))
         return _identity(stream) == self.identity and self.last.startswith(found)
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Add the complete frames of bytes that follow those of the calls before.
+        """Add the complete frames of bytes that follow those of earlier calls.
 
         Raises:
-            ValueError: They are no frames of a journal.
+            ValueError: The bytes are not frames of a journal.
         """
         start = self.end
         for frame, end in journal_format.read_frames(data):
@@ -215,7 +219,7 @@ class JournalContents:
         """Add frames that do not come from the file.
 
         Raises:
-            ValueError: They are no complete frames of a journal.
+            ValueError: The data does not consist of complete frames of a journal.
         """
         read = 0
         for frame, end in journal_format.read_frames(data):
@@ -225,7 +229,7 @@ class JournalContents:
             raise ValueError("a frame is not complete")
 
     def add_frame(self, frame: Frame) -> None:
-        """Add a frame: events, or a section."""
+        """Add a frame, which contains events or a section."""
         content = frame.content
         if isinstance(content, list):
             self._take_rows(content)
@@ -250,7 +254,7 @@ class JournalContents:
 
     def _take_rows(self, rows: list[Any]) -> None:
         if not self.header:
-            raise ValueError("it does not begin with a header")
+            raise ValueError("it does not start with a header")
         points: Points = {}
         waiting: list[Record] = []
         for row in rows:
@@ -258,7 +262,7 @@ class JournalContents:
                 continue
             record = journal_format.record_of(row)
             if record is None:
-                if row[1] == RUN:  # of a newer version
+                if row[1] == RUN:  # The event comes from a newer version.
                     self._count_run_event()
                 continue
             if isinstance(record.event, RunEvent):
@@ -270,7 +274,7 @@ class JournalContents:
         self._add(points, waiting)
 
     def _add(self, points: Points, records: list[Record]) -> None:
-        """Add what was collected, and empty the collections."""
+        """Add the collected points and records, and clear the collections."""
         import numpy as np
 
         for (name, rank), (steps, times, values) in points.items():
@@ -295,7 +299,7 @@ class JournalContents:
             self.journal.append(event, record.time)
 
     def _count_run_event(self) -> bool:
-        """Count an event of the run itself; return whether the journal does not have it yet."""
+        """Count one of the run's own events. Return whether it is missing in the journal."""
         self.run_events += 1
         if self.run_events <= self.known:
             return False
@@ -303,7 +307,7 @@ class JournalContents:
         return True
 
     def note(self, record: Record) -> None:
-        """Keep an event of a rank in place of the one that it replaces."""
+        """Keep an event of a rank, in place of the one that it supersedes."""
         event, key = record.event, replacement_key(record)
         if key is None:
             return
@@ -320,10 +324,13 @@ class JournalContents:
 
 
 def _work_of(event: RunEvent, state: RunState) -> int:
-    """Return how many references applying an event to a state copies; a small file could take hours otherwise."""
+    """Return the number of references copied to apply an event.
+
+    Without a limit, reading a small file could take hours.
+    """
     if isinstance(event, RunPlanned):
         if not 0 <= event.count <= journal_format.MAX_RANKS:
-            raise ValueError(f"it has {event.count:,} ranks, at most {journal_format.MAX_RANKS:,} are read")
+            raise ValueError(f"it has {event.count:,} ranks, and the limit is {journal_format.MAX_RANKS:,}")
         return _RANK_WORK * event.count
     parts = (state.ranks, state.notes, state.warnings, state.diagnoses, state.attempts, state.prompts, state.paused)
     copied = sum(map(len, parts))
@@ -333,7 +340,7 @@ def _work_of(event: RunEvent, state: RunState) -> int:
 
 
 def replacement_key(record: Record) -> tuple[Any, ...] | None:
-    """Return the key by which a newer event of a rank replaces an older one; None if every event counts."""
+    """Return the key that newer and older events of a rank share if one replaces the other, or None."""
     event, names = record.event, type(record.event).latest_by
     return None if names is None else (type(event), record.rank, *(getattr(event, name) for name in names))
 
@@ -341,10 +348,10 @@ def replacement_key(record: Record) -> tuple[Any, ...] | None:
 def _check_header(section: dict[str, Any]) -> None:
     version = section.get("format")
     if section.get("kind") != "header" or type(version) is not int:
-        raise ValueError("it does not begin with a header")
+        raise ValueError("it does not start with a header")
     if version > journal_format.FORMAT:
         raise ValueError(
-            f"it has format {version}, and this version reads formats up to {journal_format.FORMAT}: "
+            f"it has format {version}, but this version reads formats up to {journal_format.FORMAT}: "
             "pip install -U notebook-accelerate"
         )
     for name, kind in {"name": str, "function": str, "config": dict, "process": dict, "arguments": dict}.items():
@@ -367,12 +374,12 @@ def _points_of(section: dict[str, Any], payload: bytes) -> tuple[str, int, Serie
         np.frombuffer(payload, dtype=kind, count=count, offset=8 * count * index)
         for index, kind in enumerate(("<i8", "<f8", "<f8"))
     ]
-    if not ((columns[1] >= 0) & (columns[1] <= journal_format.LATEST_TIME)).all():  # nor NaN
+    if not ((columns[1] >= 0) & (columns[1] <= journal_format.LATEST_TIME)).all():  # The comparison also excludes NaN.
         raise ValueError(f"the curve {name[:80]!r} has a point without a time")
     return name, rank, SeriesTail(columns[0], columns[1], columns[2], (0, 0), whole=True)
 
 
-# ---- a run, from its file and its process
+# ---- a run, from its file and from its process
 
 
 class JournalReader:
@@ -380,11 +387,11 @@ class JournalReader:
 
     Args:
         file: The file of the journal.
-        load_result: Returns the result of a rank; see `journal_file.ResultLoader`.
+        load_result: Returns the result of a rank; see `ResultLoader`.
 
     Attributes:
         contents: The journal, and the state of reading it.
-        position: The position after the last record that the process has sent; 0 before it has sent its history.
+        position: The position after the last record that the process has sent, or 0 before it has sent its history.
     """
 
     def __init__(self, file: Path, load_result: ResultLoader) -> None:
@@ -400,7 +407,7 @@ class JournalReader:
         """The journal."""
         return self.contents.journal
 
-    # ---- from the process
+    # ---- records from the process
 
     def restart(self) -> int:
         """Return the position from which to receive records over a new connection."""
@@ -409,12 +416,12 @@ class JournalReader:
             return self.position
 
     def take_history(self, position: int, data: bytes) -> None:
-        """Add a part of a journal with all records before ``position``; 0 means that more parts follow.
+        """Add a part of a journal with all records before ``position``. If it is 0, more parts follow.
 
         Raises:
-            BrokenRunError: It is no part of a journal.
+            BrokenRunError: The data is not a part of a journal.
         """
-        with self._lock, _reading("what the process of the run sends"):
+        with self._lock, _reading("the data sent by the run's process"):
             if self._history is None:
                 self._history = JournalContents(self._result_of)
             self._history.take_frames(data)
@@ -423,29 +430,29 @@ class JournalReader:
                 self.position, self._history = position, None
 
     def take_records(self, position: int, data: bytes) -> None:
-        """Add the next records; the reader is at ``position`` then.
+        """Add the next records. ``position`` is the position after them.
 
         Raises:
-            BrokenRunError: They are no frames of a journal.
+            BrokenRunError: The data does not consist of frames of a journal.
         """
-        with self._lock, _reading("what the process of the run sends"):
+        with self._lock, _reading("the data sent by the run's process"):
             if self.position:
                 self.contents.take_frames(data)
                 self.position = position
 
-    # ---- from the file
+    # ---- records from the file
 
     def read_file(self) -> None:
         """Add the new records of the file, which may have been replaced since the last call.
 
         Raises:
             BrokenRunError: The file is damaged.
-            OSError: It cannot be read.
+            OSError: The file cannot be read.
         """
         with self._lock:
             contents = self.contents
             with _open_journal(self.file) as stream:
-                # For a moment, the file may be shorter than what was read, after an error of the writer's disk.
+                # After an error of the writer's disk, the file may be shorter for a moment than what was read.
                 if contents.same_file(stream):
                     stream.seek(contents.end)
                     with _reading(str(self.file)):
@@ -456,11 +463,11 @@ class JournalReader:
                 return
             again = read_journal(self.file, JournalContents(self._result_of))
             self._merge(again)
-            if not self.position:  # otherwise the file may get records later that the process has already sent
+            if not self.position:  # Otherwise the file may later receive records that the process has already sent.
                 contents.end, contents.identity, contents.last = again.end, again.identity, again.last
 
     def _merge(self, again: JournalContents) -> None:
-        """Add what is new in a journal that was read from its beginning."""
+        """Add the new records of a journal that was read from its beginning."""
         contents = self.contents
         _add_news(contents, again)
         contents.header = contents.header or again.header
@@ -477,7 +484,7 @@ class JournalReader:
         return RankResult(lambda: self._read_result(rank), rank=rank)
 
     def _read_result(self, rank: int) -> Any:
-        """Read a result that the process of the run has announced; the journal's file names its file."""
+        """Read a result that the run's process has announced. The journal's file describes the result's file."""
         if rank not in self._stored:
             try:
                 self._stored = read_journal(self.file).stored
@@ -495,7 +502,8 @@ class JournalReader:
 
 def _add_news(contents: JournalContents, again: JournalContents) -> None:
     journal, other = contents.journal, again.journal
-    for record in other.records[contents.known :]:  # the journal may also have events that were added here
+    # Start at ``known``, because the journal may also contain events that were added here.
+    for record in other.records[contents.known :]:
         journal.append(record.event, record.time)  # type: ignore[arg-type]
     _add_points(journal.store, other.store)
     _add_points(journal.store.automatic, other.store.automatic)
@@ -518,7 +526,7 @@ def _add_points(store: Store, other: Store) -> None:
 
 
 def _newer(known: Mapping[tuple[Any, ...], Record], latest: Mapping[tuple[Any, ...], Record]) -> list[Record]:
-    """Return the records of ``latest`` that are not known; of counts, the difference."""
+    """Return the records added since the last read. Counters are returned as increments."""
     found = []
     for key, record in latest.items():
         before = known.get(key)

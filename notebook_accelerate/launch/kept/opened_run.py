@@ -1,4 +1,4 @@
-"""Opens kept runs: the same `Run`, read-only, and going on while its writer does."""
+"""Open kept runs as read-only `Run` objects, which keep updating while the run continues."""
 
 from __future__ import annotations
 
@@ -38,27 +38,27 @@ POLL_SECONDS = 0.25
 """Seconds between two reads of the file of a run that has not ended."""
 MAX_CELLS = 10_000
 MAX_CELL_CHARS = 1000
-"""Most names of cells that are taken from a journal, and the longest: they are kept until the kernel ends."""
+"""Maximum number and length of cell names taken from a journal, because they are kept until the kernel ends."""
 STALE_SECONDS = 60.0
-"""Seconds without a write after which a run of another machine, whose processes cannot be seen here, is lost."""
+"""A run on another machine, whose processes are not visible here, counts as lost after this time without a write."""
 
 
 def open_run(path: str | PathLike[str]) -> Run:
-    """Open a kept run, also one that another kernel runs or has run.
+    """Open a kept run, even if another kernel runs or has run it.
 
-    Opening runs no code of the run: metrics, output, failures and states are plain data. The results are pickled;
-    reading ``run.results`` unpickles them, which can run any code of whoever wrote the files.
+    Opening a run does not execute its code: metrics, output, failures and states are plain data. The results are
+    pickled. Reading ``run.results`` unpickles them, which can run any code of the files' author.
 
     Args:
         path: The run's folder, or the journal in it.
 
     Returns:
-        The run: read-only, with its panel, metrics, logs and report. While the process that runs it lives, it follows
-        the journal; when that process is gone without an end, its status is "lost".
+        The run: read-only, with its panel, metrics, logs and report. While the process that runs it is alive, it
+            follows the journal. If that process exits without recording an end, its status is "lost".
 
     Raises:
-        FileNotFoundError: There is no kept run.
-        BrokenRunError: The journal is damaged, or not of this package.
+        FileNotFoundError: There is no kept run at the path.
+        BrokenRunError: The journal is damaged, or does not belong to this package.
     """
     file = journal_path(path)
     reader = JournalReader(file, partial(_stored_result, file.parent))
@@ -71,7 +71,7 @@ def open_run(path: str | PathLike[str]) -> Run:
         if client is None or not client.follow(reader, poller.start):
             _read_whole_file(reader)
         if not reader.journal.state.started:
-            raise BrokenRunError(f"{file} has no events: the process that wrote it ended before the run had begun")
+            raise BrokenRunError(f"{file} has no events: the process that wrote it ended before the run started")
     except BaseException:
         if client is not None:
             client.close()
@@ -99,7 +99,7 @@ def _connect(folder: Path) -> tuple[ControlClient | None, str]:
                 return ControlClient(Path(entry.socket), process, entry.version), ""
             except BlockingIOError:
                 return None, (
-                    f"{process or UNKNOWN}, which supervises run {entry.name}, accepts no connections; "
+                    f"{process or UNKNOWN}, which supervises run {entry.name}, does not accept connections; "
                     "notebook_accelerate.shutdown(all=True) kills it"
                 )
             except OSError:
@@ -109,14 +109,14 @@ def _connect(folder: Path) -> tuple[ControlClient | None, str]:
 
 def _read_only(header: dict[str, Any], folder: Path) -> str:
     name, writer = header["name"], _writer_of(header)
-    return f"run {name} is read-only here: it was opened from {folder}, {writer} runs it"
+    return f"run {name} is read-only here: it was opened from {folder}, and {writer} runs it"
 
 
 def _read_whole_file(reader: JournalReader) -> None:
-    """Read the file of a run, and end its journal if the process that has written it is gone."""
+    """Read the file of a run, and end its journal if the process that wrote it is gone."""
     reader.read_file()
     if _is_open(reader.journal) and _has_ended(reader.contents, reader.file):
-        reader.read_file()  # it may have ended in an orderly way since it was read
+        reader.read_file()  # Read again, because the process may have recorded its end since the first read.
         _close_journal(reader.contents)
 
 
@@ -140,33 +140,36 @@ def journal_path(path: str | PathLike[str]) -> Path:
     """Return the file of the journal in a run's folder.
 
     Raises:
-        FileNotFoundError: There is none.
+        FileNotFoundError: There is no journal.
     """
     given = given_folder(path)
     file = given / JOURNAL_NAME if given.is_dir() else given
     if not file.is_file():
         raise FileNotFoundError(
-            f"{given} is no kept run: it has no {JOURNAL_NAME}; notebook_accelerate.runs('runs') lists a folder of runs"
+            f"{given} is not a kept run: it has no {JOURNAL_NAME}; "
+            "notebook_accelerate.runs('runs') lists a folder of runs"
         )
     return file
 
 
 def end_if_lost(contents: JournalContents, file: Path) -> None:
-    """End the journal of a run whose process is gone without an end."""
+    """End the journal of a run whose process is gone without having recorded an end."""
     if _is_open(contents.journal) and _has_ended(contents, file):
         _close_journal(contents)
 
 
 def _is_open(journal: Journal) -> bool:
-    """Return whether more records may follow: the run has not ended, or its ranks are held."""
+    """Return whether more records may follow, because the run is unfinished or its ranks are held."""
     return journal.state.started > 0 and (journal.state.ended is None or journal.state.held)
 
 
 def _close_journal(contents: JournalContents) -> None:
-    """Append what the process of the run would have recorded at its end."""
+    """Append the events that the run's process would have recorded at its end."""
     journal = contents.journal
     if journal.state.ended is None:
-        text = f"run {contents.header['name']} was lost: {_writer_of(contents.header)} is gone and has recorded no end"
+        text = (
+            f"run {contents.header['name']} was lost: {_writer_of(contents.header)} is gone and did not record an end"
+        )
         journal.append(RunLost(text), journal.last_time)
     if journal.state.held:
         journal.append(RanksReleased(), journal.last_time)
@@ -177,7 +180,7 @@ def _writer_of(header: dict[str, Any]) -> str:
 
 
 def _has_ended(contents: JournalContents, file: Path) -> bool:
-    """Whether the process that writes the journal is gone, as far as can be seen from here."""
+    """Return whether the process that writes the journal is gone, as far as is visible from this machine."""
     writer = parse_identity(contents.header["process"])
     here = this_process()
     if writer is not None and writer.machine and writer.machine == here.machine:
@@ -193,8 +196,8 @@ def _stored_result(folder: Path, rank: int, stored: object) -> RankResult:
     if type(size) is not int or not 0 <= size <= MAX_DETACHED_RESULT_BYTES:
         missing = RankResult(int, rank=rank)
         missing.free(
-            f"the result of rank {rank} was not kept: none above {MAX_RESULT_BYTES >> 20} MiB is, and none of "
-            "start_method='inline'"
+            f"the result of rank {rank} was not kept: results above {MAX_RESULT_BYTES >> 20} MiB, and results of "
+            "start_method='inline', are not kept"
         )
         return missing
     return RankResult(partial(_load_result, folder / result_name(rank), size, values.get("crc32")), size, rank=rank)
@@ -213,7 +216,9 @@ def _load_result(path: Path, size: int, checksum: object) -> Any:
     except ValueError:
         data = b""
     if len(data) != size or zlib.crc32(data) != checksum:
-        raise SerializationError(f"{path} is not the result that the run's journal names: it was changed or is damaged")
+        raise SerializationError(
+            f"{path} is not the result that the run's journal describes: it was changed or is damaged"
+        )
     return load_bytes(data)
 
 
@@ -221,7 +226,7 @@ class _ReadOnly(NoCommands):
     """The commands of a run that another process runs.
 
     Args:
-        text: The error of every command.
+        text: The error message of every command.
     """
 
     def __init__(self, text: str) -> None:
@@ -251,8 +256,8 @@ class _FilePoller:
         client: The connection to the process of a detached run.
 
     Attributes:
-        opened: Whether the run is open; until then, `open_run` itself reads the file.
-        over: Set when nobody refers to the run.
+        opened: Whether the run is open. Until then, `open_run` itself reads the file.
+        over: Set when the run is garbage-collected.
     """
 
     opened = False
@@ -263,7 +268,7 @@ class _FilePoller:
         self._lock, self._started = threading.Lock(), False
 
     def start(self) -> None:
-        """Poll the file on a thread; do nothing before the run is opened, or if the thread has been started."""
+        """Poll the file on a thread. Do nothing before the run is opened, or if the thread has been started."""
         with self._lock:
             if self._started or not self.opened or self.over.is_set() or not _is_open(self._reader.journal):
                 return
@@ -281,7 +286,7 @@ class _FilePoller:
         reader = self._reader
         try:
             reader.read_file()
-        except (BrokenRunError, OSError) as error:  # a disk may not answer for a while
+        except (BrokenRunError, OSError) as error:  # A disk may be unreachable for a while.
             if isinstance(error, BrokenRunError) or run_directory.is_gone(reader.file.parent):
                 self._note_problem(f"Cannot read the journal: {error}")
         if gone:

@@ -1,4 +1,4 @@
-"""The folder of a kept run: its name, its files, and what its journal says about the launch."""
+"""The folder of a kept run: its name, its files, and the journal's header about the launch."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _GIT_SECONDS = 10.0
 
 
 def create_folder(parent: str | os.PathLike[str], name: str, created: float) -> Path:
-    """Create the folder of a run: its date, time and name, with a number where that is taken.
+    """Create the folder of a run. Its name has the date, the time and the run's name, with a number if it is taken.
 
     Args:
-        parent: Folder of runs; created where it is missing.
+        parent: Folder of runs, which is created if it is missing.
         name: The run's name.
         created: Seconds since the epoch.
 
@@ -64,14 +64,14 @@ def _name_in_path(name: str) -> str:
 
 
 def _is_made_for(folder: Path, name: str) -> bool:
-    """Whether a folder's name is one that `create_folder` gives a run of this name, in any time zone."""
+    """Return whether `create_folder` may have given this name to the folder of the run, in any time zone."""
     return re.fullmatch(rf"[0-9]{{8}}-[0-9]{{6}}-{re.escape(_name_in_path(name))}(-[0-9]+)?", folder.name) is not None
 
 
 def new_header(
     name: str, number: int, function: Callable[..., Any], arguments: tuple[Any, ...], config: LaunchConfig, at: float
 ) -> dict[str, Any]:
-    """Return the first section of a journal: who runs what, and how.
+    """Return the first section of a journal, which describes the launch.
 
     Args:
         name: The run's name.
@@ -100,7 +100,7 @@ def new_header(
 def _working_folder() -> str:
     try:
         return str(Path.cwd())
-    except OSError:  # it was deleted
+    except OSError:  # The folder was deleted.
         return ""
 
 
@@ -114,7 +114,7 @@ def _stored_config(config: LaunchConfig) -> dict[str, Any]:
 
 
 def _plain(value: object, depth: int = 4) -> Any:
-    """Return a value as JSON has it; other objects as the name of their type."""
+    """Return a value as JSON can represent it. Other objects become the name of their type."""
     if value is None or type(value) in (bool, int):
         return value
     if type(value) is float:
@@ -138,20 +138,20 @@ def config_from(stored: Mapping[str, Any]) -> LaunchConfig:
     with suppress(TypeError, ValueError, AttributeError):
         return config.changed(**values)
     for name, value in values.items():
-        with suppress(TypeError, ValueError, AttributeError):  # another version may have had other values
+        with suppress(TypeError, ValueError, AttributeError):  # Another version may allow other values.
             config = config.changed(**{name: value})
     return config
 
 
 def environment_of(header: Mapping[str, Any]) -> dict[str, str]:
-    """Return the versions and the machine that a header names, as the report shows them."""
+    """Return the versions and the machine recorded in a header, as the report shows them."""
     found = header.get("environment")
     texts = found.items() if isinstance(found, dict) else ()
     return {name: text[:_TEXT_CHARS] for name, text in texts if isinstance(text, str)} or {"python": "not recorded"}
 
 
 def code_version(folder: Path) -> dict[str, Any]:
-    """Return the section about the code's version: the commit of a git repository, and whether files differ from it.
+    """Return the section about the code's version: the commit of a git repository, and whether files were changed.
 
     Args:
         folder: The folder of the code.
@@ -186,11 +186,11 @@ def _git(folder: Path, *command: str) -> str | None:
 SUMMARY_NAME = "summary.json"
 MAX_SUMMARY_BYTES = 4 << 20
 SUMMARY_SECONDS = 2.0
-"""Seconds that the process of a detached run has to write its last file, after the end of its journal."""
+"""How long the process of a detached run may take to write its last file after the end of its journal."""
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Return what the table of runs needs of a run that has ended; None where it has not, or its summary is no use."""
+    """Return the data for the table of runs, or None if the run is unfinished or its summary is unusable."""
     try:
         content = parse_json(read_file(folder / SUMMARY_NAME, MAX_SUMMARY_BYTES))
         check_depth(content)
@@ -201,12 +201,12 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def result_name(rank: int) -> str:
-    """Return the name of the file of a rank's pickled result."""
+    """Return the name of the file with a rank's pickled result."""
     return f"result-{rank}.pickle"
 
 
 def delete_run(journal: Path, name: str, started: float, *, lost: bool) -> None:
-    """Delete the files of an ended run, and the folder that was created for it if no other file is in it.
+    """Delete the files of an ended run, and the folder that was created for it if it contains no other files.
 
     Args:
         journal: The file of its journal.
@@ -215,7 +215,7 @@ def delete_run(journal: Path, name: str, started: float, *, lost: bool) -> None:
         lost: Whether its process ended without writing the last file.
 
     Raises:
-        FileNotFoundError: It has no journal.
+        FileNotFoundError: The run has no journal.
         OSError: A file cannot be deleted.
     """
     folder = journal.parent
@@ -224,12 +224,13 @@ def delete_run(journal: Path, name: str, started: float, *, lost: bool) -> None:
     while not (is_last := _is_summary_of(folder, name, started)) and time.monotonic() < deadline:
         time.sleep(0.05)
     files = [*_results(journal), *([folder / SUMMARY_NAME] if is_last else [])]
-    for file in [*files, journal]:  # the journal last: without it the rest of the run could not be found again
-        file.with_name(f"{file.name}.new").unlink(missing_ok=True)  # a write that was interrupted
+    # Delete the journal last, because without it the remaining files could not be found again.
+    for file in [*files, journal]:
+        file.with_name(f"{file.name}.new").unlink(missing_ok=True)  # A write may have been interrupted.
         file.unlink(missing_ok=True)
     folder = folder.resolve()
-    if _is_made_for(folder, name):  # otherwise it is the user's, with a copy of the journal
-        with suppress(OSError):  # other files are in it
+    if _is_made_for(folder, name):  # Otherwise the folder is the user's, with a copy of the journal.
+        with suppress(OSError):  # The folder contains other files.
             folder.rmdir()
 
 
@@ -239,7 +240,7 @@ def _is_summary_of(folder: Path, name: str, started: float) -> bool:
 
 
 def _results(journal: Path) -> list[Path]:
-    """Return the files of results that a journal names, of the size that it states."""
+    """Return the result files that a journal describes, if they have the size stated there."""
     try:
         stored = read_journal(journal).stored
     except (BrokenRunError, OSError):

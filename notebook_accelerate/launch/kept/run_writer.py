@@ -1,4 +1,4 @@
-"""The thread that writes the journal of a kept run while the run goes on."""
+"""Write the journal of a kept run on a thread while the run continues."""
 
 from __future__ import annotations
 
@@ -44,31 +44,31 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.state.rank_result import RankResult
 
 PERIOD = 0.5
-"""Seconds between two writes: what is missing of a run whose kernel is killed, beside the write itself."""
+"""Seconds between two writes. If the kernel is killed, at most this much is lost, plus the duration of a write."""
 SYNC_SECONDS = 10.0
-"""Seconds after which the system is asked to write the file to the disk."""
+"""Seconds after which the file is flushed to the disk."""
 RETRY_SECONDS = 10.0
-"""Seconds until the next try after an error of the disk."""
+"""Seconds until the next attempt after a disk error."""
 MAX_WAITING = 300_000
-"""Most events that wait for a slow disk; with more, every second droppable one of the older half is dropped."""
+"""Maximum events queued for a slow disk. Beyond it, every second droppable event of the older half is dropped."""
 MAX_WAITING_CHARS = 64 << 20
-"""Most characters of output that wait for a slow disk; with more, the oldest lines are dropped."""
+"""Maximum characters of output queued for a slow disk. Beyond it, the oldest lines are dropped."""
 MAX_RESULT_BYTES = 64 << 20
-"""Largest pickled result that is kept, in bytes, of a run whose kernel has it too."""
+"""Maximum size in bytes of a pickled result, for runs whose kernel has the result too."""
 MAX_DETACHED_RESULT_BYTES = 1 << 40
-"""Largest pickled result of a detached run: what the disk has room for."""
+"""Maximum size in bytes of a pickled result of a detached run. In effect, the disk is the limit."""
 END_SECONDS = 60.0
 """Seconds that the end of a run waits for a slow disk."""
 DETACHED_END_SECONDS = 3600.0
-"""Seconds that the end of a detached run waits for a disk that is full, to write its results and its end."""
+"""Seconds that the end of a detached run waits for a full disk, to write its results and its end."""
 STOPPED_END_SECONDS = 10.0
 """Seconds that the end of a detached run waits for a full disk if the user has stopped the run."""
 END_PERIOD = 2.0
-"""Seconds between two tries then."""
+"""Seconds between two attempts during that wait."""
 _WRITTEN: tuple[type[Event], ...] = (RunEvent, *journal_format.RANK_EVENTS)
-"""What a journal holds."""
+"""The events that a journal contains."""
 _ALL_OF = frozenset({CheckpointEvent, DroppedEvent, EpochEvent, TraceEvent})
-"""Events of ranks that are all written although newer ones replace them; of others, the last one of each period."""
+"""Events of ranks that are all written although newer ones supersede them. Of others, only the last one per period."""
 _WRITE_BYTES = 1 << 20
 
 
@@ -80,9 +80,9 @@ class RunWriter:
     Args:
         folder: The folder, which exists and is empty.
         header: The journal's first section.
-        journal: The run's journal; it has no events yet.
-        detached: Whether nothing else has the results: they are kept whatever their size, and the end waits for a disk
-            that is full.
+        journal: The run's journal, which must not contain events yet.
+        detached: Whether no other process has the results. If so, they are kept whatever their size, and the end of the
+            run waits for a full disk.
 
     Raises:
         OSError: The file cannot be created.
@@ -121,8 +121,8 @@ class RunWriter:
 
         Args:
             run: The run.
-            history: Frames of the run that it goes on with.
-            stopping: Returns whether the user has stopped the run, also after its end.
+            history: Frames of the run that this run continues.
+            stopping: Returns whether the user has stopped the run, even after its end.
         """
         self._unwritten += history
         self._stopping = stopping
@@ -147,14 +147,14 @@ class RunWriter:
                 self._keep(_without_old_lines(self._waiting, self._waiting_chars - MAX_WAITING_CHARS // 2))
 
     def _keep(self, kept: list[Record]) -> None:
-        """Let these records wait, of those that wait now, and count the others."""
+        """Keep only these of the queued records, and count the others as dropped."""
         for rank, count in (Counter(each.rank for each in self._waiting) - Counter(each.rank for each in kept)).items():
             self._dropped[rank] = self._dropped.get(rank, 0) + count
         self._waiting = kept
         self._waiting_chars = sum(len(each.event.text) for each in kept if type(each.event) is LogEvent)
 
     def _end(self, run: Run) -> None:
-        """Have everything written that was recorded; called before the waiting cell goes on."""
+        """Write everything that was recorded. Called before the waiting cell continues."""
         patience, self._was_stopped = 0.0, self._stopping() or self._journal.state.status == "stopped"
         if self._detached:
             patience = STOPPED_END_SECONDS if self._was_stopped else DETACHED_END_SECONDS
@@ -167,7 +167,7 @@ class RunWriter:
     # ---- on the writer's thread
 
     def _main(self) -> None:
-        self._code_thread.start()  # on a large repository git takes seconds
+        self._code_thread.start()  # A thread, because git takes seconds on a large repository.
         while True:
             over = self._over
             if over:
@@ -181,12 +181,12 @@ class RunWriter:
                 self._wake.wait(PERIOD)
 
     def _is_patient(self) -> bool:
-        """Return whether to wait for space on a full disk; False if the user has stopped the run after its end."""
+        """Return whether to wait for space on a full disk. False if the user has stopped the run after its end."""
         stopped_later = self._over and not self._was_stopped and self._stopping()
         return not stopped_later and time.monotonic() < self._patient_until
 
     def _find_code(self) -> None:
-        with suppress(Exception):  # a run is kept without it
+        with suppress(Exception):  # The run is kept without the code's version.
             self._code = run_folder.code_version(Path.cwd())
 
     def _write(self, *, last: bool) -> None:
@@ -202,7 +202,7 @@ class RunWriter:
             if self._problem and not last:
                 self._journal.append(SavingChanged(""))
             self._problem = ""
-        except Exception as error:  # noqa: BLE001 - the run must go on without the disk
+        except Exception as error:  # noqa: BLE001 - the run must continue without the disk
             self._retry_at = time.monotonic() + RETRY_SECONDS
             if not self._problem:
                 self._problem = describe_error(error)
@@ -211,7 +211,10 @@ class RunWriter:
                 self._journal.append(WarningAdded(text))
 
     def _take_waiting(self) -> tuple[list[Record], dict[int, int], int]:
-        """Store the results that wait; return the records that wait, what was dropped, and the number of run events."""
+        """Store the queued results.
+
+        Return the queued records, the numbers of dropped ones, and the number of run events.
+        """
         while True:
             with self._lock:
                 new = {rank: result for rank, result in self._results.items() if id(result) not in self._stored}
@@ -219,14 +222,15 @@ class RunWriter:
                     records, self._waiting, self._waiting_chars = self._waiting, [], 0
                     dropped, self._dropped, self._results = self._dropped, {}, {}
                     return records, dropped, self._run_events
-            for rank, result in new.items():  # before the events that name their files; a full disk may end this
+            # Store results before the events that name their files. A full disk may raise an error here.
+            for rank, result in new.items():
                 self._stored[id(result)] = self._contents.stored[rank] = self._store_result(rank, result)
 
     def _restore(self) -> None:
         """Write the journal again from memory, because another process has deleted the file.
 
         Raises:
-            OSError: It cannot be written; its folder was deleted, too, or the disk is full.
+            OSError: The file cannot be written, because its folder was deleted too or the disk is full.
         """
         records, dropped, count = self._take_waiting()
         for record in records:
@@ -266,7 +270,7 @@ class RunWriter:
     def _store_result(self, rank: int, result: RankResult) -> dict[str, Any] | None:
         try:
             pickled = result.pickled(MAX_DETACHED_RESULT_BYTES if self._detached else MAX_RESULT_BYTES)
-        except Exception as error:  # noqa: BLE001 - as of too little memory
+        except Exception as error:  # noqa: BLE001 - for example too little memory
             self._journal.append(WarningAdded(f"the result of rank {rank} is not kept: {describe_error(error)}"))
             return None
         if pickled is None:
@@ -276,7 +280,7 @@ class RunWriter:
         except OSError:
             if self._is_patient():
                 raise
-            return None  # the events are worth more than a result
+            return None  # The events are more important than a result.
         return {"bytes": len(pickled), "crc32": zlib.crc32(pickled)}
 
     def _append(self) -> None:
@@ -305,7 +309,7 @@ def _drop_key(record: Record) -> Hashable | None:
 
 
 def _without_old_lines(records: Sequence[Record], excess: int) -> list[Record]:
-    """Return records without the oldest lines, which have ``excess`` characters."""
+    """Return records without the oldest lines, which have ``excess`` characters in total."""
     kept = []
     for record in records:
         if type(record.event) is LogEvent and excess > 0:
@@ -316,7 +320,7 @@ def _without_old_lines(records: Sequence[Record], excess: int) -> list[Record]:
 
 
 def _worth_keeping(records: Sequence[Record]) -> list[Record]:
-    """Return the events to write: of those that replace each other, such as the progress of a rank, the last ones."""
+    """Return the events to write, keeping only the latest of events that supersede each other (such as progress)."""
     kept: list[Record] = []
     seen: set[tuple[Any, ...]] = set()
     for record in reversed(records):
@@ -328,13 +332,13 @@ def _worth_keeping(records: Sequence[Record]) -> list[Record]:
         elif key not in seen:
             seen.add(key)
             kept.append(record)
-        if kind is EpochEvent:  # the steps before it belong to an earlier epoch
+        if kind is EpochEvent:  # The steps before it belong to an earlier epoch.
             seen.discard((ProgressEvent, record.rank, True))
     return kept[::-1]
 
 
 def summary_of(header: dict[str, Any], code: dict[str, Any], journal: Journal) -> dict[str, Any]:
-    """Return what a table of runs shows of a run, from its journal."""
+    """Return the data for a table of runs, from the run's journal."""
     state, store = journal.state, journal.store
     last = {}
     for name in store.metric_names():

@@ -1,4 +1,4 @@
-"""Decides how a launch happens. Pure: it reads a configuration and facts, and starts nothing."""
+"""Decide how a launch happens. Planning is pure: it reads a configuration and facts, and starts nothing."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelFacts:
-    """What the planner knows about the kernel at the moment of a launch.
+    """Facts about the kernel at the moment of a launch.
 
     Attributes:
-        fork_hazard: Returns why forking this kernel is not safe; "" when it is. A function, because the check forks a
-            probe: the planner calls it only where the start method depends on the answer.
+        fork_hazard: Returns why forking this kernel is unsafe, or "". It is a function because the check forks a probe,
+            so the planner calls it only if the start method depends on the answer.
         can_fork: Whether this platform can fork at all.
         environment: The kernel's environment variables.
-        alias_hazard: Why ranks with the kernel's modules cannot serve this package as ``accelerate``; "" if they can.
-        peer_to_peer: Returns whether the GPUs can read each other's memory, or the driver says so only if it is true. A
-            function, because the check asks the driver.
+        alias_hazard: Why ranks with the kernel's modules cannot provide this package as ``accelerate``, or "".
+        peer_to_peer: Returns whether the GPUs can read each other's memory, or the driver reports only a real ability.
+            It is a function because the check queries the driver.
     """
 
     fork_hazard: Callable[[], str] = lambda: ""
@@ -48,20 +48,20 @@ class LaunchPlan:
         world_size: Ranks on all machines.
         first_rank: Global index of this machine's first rank.
         accelerator: Device type of the ranks ("cpu", "cuda", ...).
-        backend: Communication library of the process group ("gloo", "nccl", ...); "" for a single rank.
-        threads: CPU threads for each rank's operators; None leaves what the kernel has.
+        backend: Communication library of the process group ("gloo", "nccl", ...), or "" for a single rank.
+        threads: CPU threads for each rank's operators. None keeps the kernel's value.
         master_addr: Address of rank 0.
-        port: Requested port; the launch may have to use another.
-        loopback: Name of the loopback network interface the ranks are pinned to; "" on several machines.
-        store: Folder in which the ranks of this machine find each other; "" if they meet at `port`.
+        port: Requested port. The launch may have to use another.
+        loopback: Name of the loopback network interface that the ranks are pinned to, or "" on several machines.
+        store: Folder that the ranks of this machine use to find each other, or "" if they meet at `port`.
         node: Index of this node among those that run the function together.
         nodes: Number of nodes.
-        sizes: Number of ranks on each node, once all have joined; empty before, and for one machine.
-        interface: Name of the network interface on which the ranks of several nodes reach each other; "": unknown.
-        run_name: The run's name on all nodes; "" for one machine, and before the nodes have joined.
-        where: The cluster that the ranks run on, as the header names it; "" for this machine.
-        devices: Devices per process; the devices of one process share each batch.
-        variables: Environment variables that the device's runtime, or the run itself, needs; equal on all ranks.
+        sizes: Number of ranks on each node once all have joined. Empty before that, and for one machine.
+        interface: Name of the network interface over which ranks on several nodes reach each other, or "" if unknown.
+        run_name: The run's name on all nodes. "" for one machine, and before the nodes have joined.
+        where: Name of the cluster that the ranks run on, as in the header, or "" for this machine.
+        devices: Devices per process. The devices of one process share each batch.
+        variables: Environment variables for the device's runtime or the run itself, equal on all ranks.
     """
 
     start_method: str
@@ -103,7 +103,7 @@ def make_plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) 
     """Return how to launch ``config`` on ``hardware`` from a kernel with ``facts``.
 
     Raises:
-        ValueError: The configuration asks for something that this machine or this kernel does not have.
+        ValueError: The configuration requests something that this machine or this kernel does not have.
     """
     if config.cluster is not None:
         return _on_cluster(config, config.cluster)
@@ -115,7 +115,7 @@ def make_plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) 
     if accelerator == "tpu":
         num_processes = _tpu_processes(config, hardware)
     if accelerator == "mps" and num_processes > 1:
-        accelerator, count = "cpu", 0  # one MPS device cannot be shared by ranks
+        accelerator, count = "cpu", 0  # Ranks cannot share the one MPS device.
     if count and num_processes > count:
         raise ValueError(
             f"num_processes={num_processes}, but this machine has {count} {accelerator} device{'s' * (count > 1)}; "
@@ -147,7 +147,7 @@ def _tpu_processes(config: LaunchConfig, hardware: HardwareInfo) -> int:
     """Return the number of ranks on TPUs with torch_tpu, one device each.
 
     Raises:
-        ValueError: The configuration requests a number for which the devices form no mesh, or several machines.
+        ValueError: The configuration requests several machines, or a number of ranks that does not form a mesh.
     """
     from notebook_accelerate.hardware import tpu_environment
 
@@ -157,7 +157,7 @@ def _tpu_processes(config: LaunchConfig, hardware: HardwareInfo) -> int:
         what = f"TPU {hardware.tpu}" if hardware.tpu else "TPU of an unknown generation"
         raise ValueError(
             f"num_processes={asked} is not possible on this {what} with {hardware.count} devices: torch_tpu has no "
-            f"mesh of so many; pass num_processes={' or '.join(map(str, allowed))}, or "
+            f"mesh of this size; pass num_processes={' or '.join(map(str, allowed))}, or "
             "config=LaunchConfig(cpu=True) to train on the CPU"
         )
     if config.num_nodes > 1:
@@ -184,8 +184,8 @@ def _device_variables(
 def _xla_processes(config: LaunchConfig, chips: int, facts: KernelFacts) -> tuple[int, int]:
     """Return the number of ranks on XLA devices, and the number of devices of each.
 
-    torch_xla supports one process, or one for each chip. A single process uses all devices of the machine; several
-    processes with two devices each would leave one of the two idle.
+    torch_xla supports a single process, or one for each chip. A single process uses all devices of the machine. With
+    several processes of two devices each, one of the two devices would be idle.
 
     Raises:
         ValueError: The configuration requests another number of processes.
@@ -199,7 +199,7 @@ def _xla_processes(config: LaunchConfig, chips: int, facts: KernelFacts) -> tupl
         why = (
             f"its runtime puts {layout.devices} devices into one process"
             if layout.devices > 1 or layout.processes == 1
-            else f"this machine has {layout.processes} chips, of which torch_xla takes one or all"
+            else f"this machine has {layout.processes} chips, and torch_xla uses one or all of them"
         )
         raise ValueError(
             f"num_processes={asked} is not possible on XLA devices: {why}; pass num_processes={allowed}, "
@@ -223,7 +223,7 @@ def _on_cluster(config: LaunchConfig, cluster: RayCluster) -> LaunchPlan:
         accelerator="cpu" if on_cpu else "the cluster's devices",
         backend="gloo" if on_cpu and ranks > 1 else "",
         threads=_threads_in((config.env or {}).get("OMP_NUM_THREADS")) or max(1, int(cluster.cpus)),
-        master_addr="",  # the address of the first rank's node, once the rank has one
+        master_addr="",  # The address of the first rank's node is not known before the rank is placed.
         port=0,
         loopback="",
         where=cluster.description,
@@ -237,7 +237,7 @@ def joined(plan: LaunchPlan, sizes: Sequence[int], store: tuple[str, int], inter
         plan: The plan before they joined.
         sizes: Number of ranks on each node, in order.
         store: Address and port at which rank 0 serves the store of the process group.
-        interface: Name of the network interface between the nodes; "" leaves the choice to the back end.
+        interface: Name of the network interface between the nodes, or "" to leave the choice to the back end.
         run_name: The run's name on all nodes.
     """
     return replace(
@@ -257,7 +257,7 @@ def joined(plan: LaunchPlan, sizes: Sequence[int], store: tuple[str, int], inter
 
 
 def on_node(plan: LaunchPlan, node: int) -> LaunchPlan:
-    """Return the plan of another node of a run that all nodes have joined."""
+    """Return the plan of another node, after all nodes of the run have joined."""
     return replace(plan, node=node, first_rank=sum(plan.sizes[:node]), num_processes=plan.sizes[node], interface="")
 
 
@@ -298,7 +298,7 @@ def _start_method(config: LaunchConfig, num_processes: int, facts: KernelFacts, 
     if config.as_accelerate and facts.alias_hazard and facts.can_fork:
         return "zygote", facts.alias_hazard
     if config.detach and facts.can_fork:
-        return "zygote", "one import of torch for all ranks"  # the process of a detached run imports little
+        return "zygote", "one import of torch for all ranks"  # The process of a detached run imports little.
     if num_processes == 1 and config.num_nodes == 1 and not _needs_process(config):
         return "inline", "one process: the kernel itself"
     if not facts.can_fork:
@@ -311,7 +311,7 @@ def _start_method(config: LaunchConfig, num_processes: int, facts: KernelFacts, 
 def _asked_method(config: LaunchConfig, num_processes: int, facts: KernelFacts) -> tuple[str, str]:
     method = config.start_method
     if method == "inline" and (num_processes > 1 or config.num_nodes > 1):
-        raise ValueError(f"start_method='inline' runs one process, {num_processes} were asked for; pass 'auto'")
+        raise ValueError(f"start_method='inline' runs one process, but {num_processes} are requested; pass 'auto'")
     if method == "inline" and (needed := _needs_process(config)):
         raise ValueError(f"start_method='inline' cannot do {needed}; pass start_method='auto'")
     if method in ("fork", "zygote") and not facts.can_fork:
@@ -327,7 +327,7 @@ def _asked_method(config: LaunchConfig, num_processes: int, facts: KernelFacts) 
 
 
 def _needs_process(config: LaunchConfig) -> str:
-    """Return the settings that need a separate process, as the user wrote them; "" when there are none."""
+    """Return the settings that need a separate process, as the user wrote them, or ""."""
     needed = [
         name
         for name in ("timeout", "hang_timeout", "max_restarts", "env", "debug")
@@ -356,13 +356,13 @@ def rank_environment(plan: LaunchPlan, local_rank: int) -> dict[str, str]:
     }
     if plan.threads is not None:
         env["OMP_NUM_THREADS"] = str(plan.threads)
-    if plan.run_name:  # as under torchrun, ranks find a store that is served already
+    if plan.run_name:  # As under torchrun, ranks find a store that is already served.
         env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         env["TORCHELASTIC_RUN_ID"] = plan.run_name
         if rank == 0:
             env[environ.SERVED_STORE] = f"{plan.master_addr}:{plan.port}"
     if interface := plan.loopback or plan.interface:
-        # gloo's default is the interface of the host name, which need not reach the other ranks or notebooks.
+        # By default, gloo uses the interface of the host name, which may not reach the other ranks or notebooks.
         env["GLOO_SOCKET_IFNAME"] = env["TP_SOCKET_IFNAME"] = interface
     if plan.loopback:
         env["NCCL_SOCKET_IFNAME"] = plan.loopback

@@ -183,7 +183,7 @@ def test_the_variable_sets_the_folder_and_a_file_in_its_place_is_an_error(
         launch(int, save=tmp_path / "file")
     with pytest.raises(ValueError, match="name='a b' is not allowed"):
         LaunchConfig(name="a b")
-    with pytest.raises(FileNotFoundError, match=r"is no kept run"):
+    with pytest.raises(FileNotFoundError, match=r"is not a kept run"):
         open_run(tmp_path)
 
 
@@ -207,7 +207,7 @@ def test_a_run_whose_writer_exited_is_lost(tmp_path: Path) -> None:
     assert (lost.status, lost.ended, lost.wait()) == ("lost", START + 4, True)
     assert [(info.state, info.exit) for info in lost.ranks] == [("lost", "lost")] * 2
     assert lost.metrics["loss"].values.tolist() == [step / 8 for step in range(5)]
-    with pytest.raises(RunLostError, match="is gone and has recorded no end"):
+    with pytest.raises(RunLostError, match="is gone and did not record an end"):
         _ = lost.results
     assert "lost" in str(lost.report())
     assert runs(tmp_path / "runs")[0].status == "lost"
@@ -333,7 +333,7 @@ def test_sizes_are_bounded(tmp_path: Path) -> None:
     with pytest.raises(BrokenRunError, match="at most"):
         open_run(path)
     path.write_bytes(b"PK\x03\x04 something else")
-    with pytest.raises(BrokenRunError, match="does not begin with"):
+    with pytest.raises(BrokenRunError, match="does not start with"):
         open_run(path)
 
 

@@ -404,7 +404,7 @@ def test_captures_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     try:
         channel.send(*[protocol.CaptureCommand(0, number) for number in range(limit + 3)])
-        problem = f"its stacks were not read: {limit} captures are under way; try again in some seconds"
+        problem = f"its stacks were not read: {limit} captures are in progress; try again in a few seconds"
         assert replies(3) == [(number, "", problem) for number in range(limit, limit + 3)]
         resumed.set()
         assert replies(limit) == [(number, "seen", "") for number in range(limit)]

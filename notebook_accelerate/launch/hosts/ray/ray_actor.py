@@ -1,4 +1,4 @@
-"""The code of a Ray actor, which is the host of one node: it starts the ranks there as child processes.
+"""The code of a Ray actor, which is the host of one node and starts the ranks there as child processes.
 
 The actor itself never loads the user's function.
 """
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
 RAY_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 TUNNEL_BYTES = 1 << 20
 TUNNEL_SECONDS = 10.0
-"""Seconds that a tunnel waits for its connection, and then for data."""
+"""How many seconds a tunnel waits for its connection, and then for data."""
 KILLED_SECONDS = 1.0
-"""Seconds after the end of a killed rank in which an actor that Ray ends has ended itself."""
+"""If Ray ends an actor, the actor exits within this many seconds after its ranks were killed."""
 
 
 class ActorHost(FunctionHost):
     """The host in an actor.
 
-    Ray's workers kill their child processes before they end, as when their node is lost (Ray 2.60, `QuickExit`). The
-    ranks have then not failed by themselves, and this host is lost a moment later: it waits for that moment before it
-    reports the end of a rank by a SIGKILL that the kernel has not ordered.
+    Ray's workers kill their child processes before they exit, for example when their node is lost (Ray 2.60,
+    `QuickExit`). The ranks have then not failed by themselves, and this host is lost a moment later. It therefore waits
+    for that moment before it reports that a rank was killed by a SIGKILL that the kernel did not request.
     """
 
     _killed_by_order = _has_waited = False
 
     def report_end(self, rank: int, end: Exit) -> None:
         if end.signal == signal.SIGKILL and not (self._killed_by_order or self._has_waited):
-            self._has_waited = True  # the attempt has failed: the other ranks are killed too
+            self._has_waited = True  # Wait only once: the attempt has failed, so the other ranks are killed too.
             time.sleep(KILLED_SECONDS)
         super().report_end(rank, end)
 
@@ -56,11 +56,11 @@ class ActorHost(FunctionHost):
 
 
 class NodeHost:
-    """What the actor of one node does; the driver calls its methods.
+    """The work of the actor of one node. The driver calls its methods.
 
-    Where the actor cannot reach the kernel, it connects to a port of its own, the tunnel, and calls of this actor carry
-    what that connection sends and receives. The tunnel does not know the run's secret: the stream is authenticated and
-    encrypted from end to end.
+    If the actor cannot reach the kernel, it connects to a local port, the tunnel. Calls of this actor then
+    carry what that connection sends and receives. The tunnel does not know the run's secret, because the stream is
+    authenticated and encrypted from end to end.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class NodeHost:
         self._accepting = threading.Lock()
 
     def open_tunnel(self) -> None:
-        """Send the stream to the kernel through calls of this actor instead of a connection of its own."""
+        """Send the stream to the kernel through calls of this actor instead of a direct connection."""
         self._tunnel = socket.create_server(("127.0.0.1", 0), backlog=1)
 
     def serve(
@@ -78,16 +78,16 @@ class NodeHost:
         """Run ranks for the kernel until it leaves or is lost.
 
         Args:
-            address: Where the kernel listens.
+            address: Address at which the kernel listens.
             port: Port of the kernel's listener.
             secret: The run's secret.
             node: Index of this machine in the run.
             host: Name of this machine.
             own_address: Address of this machine.
-            devices: The variables in which its ranks find their devices.
+            devices: The variables that list the devices of its ranks.
         """
         where: tuple[str, int] = self._tunnel.getsockname() if self._tunnel else (address, port)
-        rendezvous, _ = ports.reserve(os.getpid(), 0, fixed=False)  # held until the actor ends
+        rendezvous, _ = ports.reserve(os.getpid(), 0, fixed=False)  # Held until the actor ends.
         interface = interface_of(own_address)
         network = {name: interface for name in RAY_INTERFACE_VARIABLES if interface and name not in os.environ}
         stream = connect_to_kernel(*where, secret, HelloEvent(node, host, port=rendezvous))
@@ -96,7 +96,7 @@ class NodeHost:
                 serving.handle_message(message)
 
     def _connected(self) -> socket.socket | None:
-        """Return the tunnel's connection; None when there was none in time."""
+        """Return the tunnel's connection, or None if it did not arrive in time."""
         with self._accepting:
             if self._connection is None and self._tunnel is not None and _readable(self._tunnel):
                 connection, peer = self._tunnel.accept()
@@ -108,7 +108,7 @@ class NodeHost:
             return self._connection
 
     def push(self, data: bytes) -> None:
-        """Accept data for the tunnel from the kernel; ``b""`` is the end."""
+        """Accept data for the tunnel from the kernel. Empty bytes mean the end."""
         while (connection := self._connected()) is None:
             pass
         with suppress(OSError):
@@ -118,7 +118,7 @@ class NodeHost:
                 connection.shutdown(socket.SHUT_WR)
 
     def pull(self) -> bytes | None:
-        """Return data for the kernel: ``b""`` at the end, None when none arrived in time."""
+        """Return data for the kernel: empty bytes at the end, or None if no data arrived in time."""
         connection = self._connected()
         if connection is None or not _readable(connection):
             return None
@@ -129,16 +129,16 @@ class NodeHost:
 
 
 def _is_own(peer: tuple[str, int]) -> bool:
-    """Return whether this process has opened a connection: any user of the machine can connect to the tunnel."""
+    """Return whether this process opened a connection, because any user of the machine can connect to the tunnel."""
     process = psutil.Process()
-    connections = getattr(process, "net_connections", None) or process.connections  # psutil < 6
+    connections = getattr(process, "net_connections", None) or process.connections  # psutil before version 6
     # libzmq opens an IPv6 socket, so its address is an IPv4-mapped one.
     own = [(each.laddr.ip.removeprefix("::ffff:"), each.laddr.port) for each in connections("tcp") if each.laddr]
     return peer in own
 
 
 def _readable(waiting: socket.socket) -> bool:
-    """Wait for a socket, without a timeout of its own: that would also apply to a concurrent push, and truncate it."""
+    """Wait for a socket with poll. A timeout of the socket would also apply to a concurrent push and truncate it."""
     waiter = select.poll()
     waiter.register(waiting, select.POLLIN)
     return bool(waiter.poll(TUNNEL_SECONDS * 1000))

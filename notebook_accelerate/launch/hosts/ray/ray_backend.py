@@ -1,7 +1,7 @@
-"""Ranks on a Ray cluster: one actor per node, which is the host of the ranks there.
+"""Run ranks on a Ray cluster, with one actor per node as the host of the ranks there.
 
 This is the kernel's part. It starts a driver process (see ``ray_driver``), listens until every node's actor has
-connected, and then has them start their ranks as it has other hosts. The kernel itself never imports Ray;
+connected, and then makes the actors start their ranks, like other hosts. The kernel itself never imports Ray;
 ``ray_driver`` gives the reason.
 """
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.2
 REASON_SECONDS = 45.0
-"""Seconds that a broken connection waits for Ray's reason: longer than the driver's own limit."""
+"""How long to wait for Ray's reason after a connection breaks. It is longer than the driver's own limit."""
 LEAVE_SECONDS, GIVE_UP_SECONDS = 10.0, 3.0
 
 
@@ -49,21 +49,21 @@ class DriverProcess:
     """The kernel's driver process.
 
     Args:
-        cluster: Its secrets are removed from the texts of Ray.
+        cluster: The cluster, whose secrets are removed from Ray's texts.
 
     Attributes:
-        channel: Sends orders to it.
-        ends: Why the actors of nodes have ended; "" where their ranks have ended.
-        connected: The nodes whose connections are open; the last one ends it.
+        channel: Sends orders to the driver.
+        ends: Why the actor of each node has exited, or "" if its ranks have finished.
+        connected: The nodes with open connections. The driver ends with the last one.
     """
 
     def __init__(self, cluster: RayCluster) -> None:
         self._cluster = cluster
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
-        self.channel.queues = True  # a driver that does not read must not block the kernel
+        self.channel.queues = True  # A driver that does not read must not block the kernel.
         kernel_descriptors.add(ours.fileno())
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - kept as long as the process
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - kept open while the process runs
         call = (
             f"from notebook_accelerate.launch.hosts.ray.ray_driver import main; main({theirs.fileno()}, {os.getpid()})"
         )
@@ -80,10 +80,10 @@ class DriverProcess:
             kind: The type of the event.
             seconds: Maximum seconds to wait.
             what: The awaited operation, for the error message.
-            waiting: Called with notes for the user, and with "" when none arrived for a moment; may raise.
+            waiting: Called with notes for the user, and with "" after a moment without notes. It may raise an error.
 
         Raises:
-            LaunchError: The driver refuses, has ended, or took too long.
+            LaunchError: The driver refused, has exited, or took too long.
         """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -102,7 +102,7 @@ class DriverProcess:
         """Receive what the driver sends within ``seconds``.
 
         Raises:
-            LaunchError: The driver refuses, or has ended.
+            LaunchError: The driver refused or has exited.
         """
         try:
             events = [event for _, event in self.channel.receive(seconds)]
@@ -117,7 +117,7 @@ class DriverProcess:
                 self._received.append(event)
 
     def end_reason(self, node: int) -> str:
-        """Return why a node's actor has ended; "" when Ray does not report it in time."""
+        """Return why a node's actor has exited, or "" if Ray does not report it in time."""
         deadline = time.monotonic() + REASON_SECONDS
         while node not in self.ends and (left := deadline - time.monotonic()) > 0:
             try:
@@ -127,9 +127,9 @@ class DriverProcess:
         return self.ends.get(node, "")
 
     def end(self, seconds: float = LEAVE_SECONDS) -> None:
-        """Have the driver release its resources and end; kill it when that takes longer than ``seconds``.
+        """Tell the driver to release its resources and exit. Kill it if that takes longer than ``seconds``.
 
-        The end of the driver also releases them, as soon as the cluster notices it.
+        If the driver is killed, the cluster releases the resources as soon as it notices.
         """
         if self._process.returncode is not None:
             return
@@ -146,7 +146,7 @@ class DriverProcess:
 
 
 class RayHostConnection(HostConnection):
-    """The connection to one node's actor for one attempt; when it breaks, Ray reports the reason.
+    """The connection to one node's actor for one attempt. When it breaks, Ray reports the reason.
 
     Args:
         incoming: The actor's stream and first message.
@@ -200,8 +200,8 @@ class RayBackend(FunctionBackend):
             for node, own in enumerate(by_node):
                 self.send(connections[node], own)
             for node, own in enumerate(by_node):
-                with suppress(ChannelClosedError):  # noticed when its ranks are awaited
-                    connections[node].measure_clock()  # while they start
+                with suppress(ChannelClosedError):  # A lost node is noticed when its ranks are awaited.
+                    connections[node].measure_clock()  # Measure while the ranks start.
                 take_ranks(connections[node], own, started, self._cluster.start_timeout, self._stopping)
         except BaseException:
             for connection in connections.values():
@@ -210,7 +210,7 @@ class RayBackend(FunctionBackend):
             raise
 
     def _place(self, driver: DriverProcess, ranks: int) -> tuple[str, list[tuple[str, int]]]:
-        """Have the driver place the ranks; return this machine's address as seen by the nodes, and these."""
+        """Make the driver place the ranks. Return this machine's address as seen by the nodes, and the nodes."""
         cluster = self._cluster
         wanted = replace(
             cluster,
@@ -227,7 +227,7 @@ class RayBackend(FunctionBackend):
         return connected.address, placed.nodes
 
     def _handle_note(self, text: str) -> None:
-        """Show the user a note, and check whether the run is to be stopped."""
+        """Show the user a note, and raise an error if the run is to be stopped."""
         if text:
             self._note(text)
         if self._stopping():
@@ -246,7 +246,7 @@ class RayBackend(FunctionBackend):
         nodes: Sequence[tuple[str, int]],
         found: dict[int, RayHostConnection],
     ) -> None:
-        """Wait until every node's actor has connected; add the connections to ``found``."""
+        """Wait until every node's actor has connected, and add the connections to ``found``."""
         deadline = time.monotonic() + self._cluster.start_timeout
         while len(found) < len(nodes):
             self._handle_note("")
@@ -266,7 +266,7 @@ class RayBackend(FunctionBackend):
 
 
 def _by_node(orders: Sequence[WorkerOrder], nodes: Sequence[tuple[str, int]], port: int) -> list[list[WorkerOrder]]:
-    """Return the orders of each node's ranks, which follow each other, with the variables of their placement."""
+    """Return the orders of each node's consecutive ranks, with the variables of their placement."""
     remaining = iter(orders)
     by_node = [list(itertools.islice(remaining, size)) for _, size in nodes]
     for node, own in enumerate(by_node):
@@ -284,12 +284,12 @@ def _by_node(orders: Sequence[WorkerOrder], nodes: Sequence[tuple[str, int]], po
 
 
 def address_of(cluster: RayCluster) -> str:
-    """Return the address for the driver; for "auto" that of the notebook's ``ray.init()``, or RAY_ADDRESS."""
+    """Return the address for the driver. For "auto", use the notebook's ``ray.init()``, or RAY_ADDRESS."""
     if cluster.address != "auto":
         return cluster.address
     ray: Any = sys.modules.get("ray")
     if ray is not None and hasattr(ray, "is_initialized") and ray.is_initialized():
-        with suppress(Exception):  # Ray's client has no such address
+        with suppress(Exception):  # Ray's client does not have this address.
             return str(ray.get_runtime_context().gcs_address)
     return os.environ.get("RAY_ADDRESS") or "auto"
 
@@ -299,11 +299,11 @@ def address_of(cluster: RayCluster) -> str:
 
 @dataclass(slots=True)
 class PlaceOrder(Event):
-    """Reserve resources for ranks and place them.
+    """A request to reserve resources for ranks and place them.
 
     Attributes:
         ranks: Number of ranks.
-        payload: The ``RayCluster``, with its address, pickled.
+        payload: The ``RayCluster`` with its address, pickled.
     """
 
     ranks: int
@@ -315,7 +315,7 @@ class ConnectedEvent(Event):
     """The cluster has answered.
 
     Attributes:
-        address: Address of the kernel's machine as seen by the nodes; "" if they cannot reach it.
+        address: Address of the kernel's machine as seen by the nodes, or "" if they cannot reach it.
     """
 
     address: str
@@ -330,19 +330,19 @@ class ClusterNoteEvent(Event):
 
 @dataclass(slots=True)
 class ReservedEvent(Event):
-    """The resources are reserved; actors start."""
+    """The resources are reserved, and the actors are starting."""
 
 
 @dataclass(slots=True)
 class RefusedEvent(Event):
-    """The launch is not possible, with the reason."""
+    """The launch is not possible, for the reason given."""
 
     text: str
 
 
 @dataclass(slots=True)
 class PlacedEvent(Event):
-    """Every rank has its node, and every node an actor.
+    """Every rank has a node, and every node has an actor.
 
     Attributes:
         nodes: The address of each node and the number of its ranks, in order.
@@ -353,7 +353,7 @@ class PlacedEvent(Event):
 
 @dataclass(slots=True)
 class ServeOrder(Event):
-    """Have the actors connect to the kernel as hosts.
+    """A request to make the actors connect to the kernel as hosts.
 
     Attributes:
         address: Address of the kernel's listener.
@@ -368,7 +368,7 @@ class ServeOrder(Event):
 
 @dataclass(slots=True)
 class ActorEndedEvent(Event):
-    """A node's actor has ended, with the reason; "" when its ranks have ended."""
+    """A node's actor has exited. The reason is "" if its ranks have finished."""
 
     node: int
     text: str
@@ -376,4 +376,4 @@ class ActorEndedEvent(Event):
 
 @dataclass(slots=True)
 class ReleaseOrder(Event):
-    """Release all resources and end."""
+    """A request to release all resources and exit."""

@@ -1,14 +1,14 @@
 """The kernel's driver on a Ray cluster: a separate process, which lives as long as an attempt of a run.
 
 Ray's driver installs a handler for SIGTERM, sets environment variables, and keeps threads for gRPC, after which forking
-that process is not safe. A separate process leaves the kernel unchanged, and its end, for whatever reason, ends the
-actors and releases their resources.
+that process is not safe. A separate process leaves the kernel unchanged. When it ends, for whatever reason, its actors
+end and their resources are released.
 
-The ranks' resources are reserved by a placement group with a bundle for each rank. Once Ray has placed it, one actor is
-started for each node, in one of its bundles and without resources of its own: the ranks use those of the bundles. Ray
-assigns devices to the bundles when it reserves them, for as long as the group exists, and shows them only to what runs
-in a bundle, so a short task in each reports them. A second group, with a bundle for each node, would need no tasks,
-but others could take the resources between the two groups.
+The ranks' resources are reserved by a placement group with one bundle per rank. Once Ray has placed it, one actor is
+started on each node, in one of the node's bundles and without resources, because the ranks use the resources of the
+bundles. Ray assigns devices to the bundles when it reserves them, until the group is removed, and shows them only to
+tasks and actors in a bundle. A short task in each bundle therefore reports them. A second group with one bundle per
+node would need no tasks, but others could take the resources between the two groups.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from notebook_accelerate.worker.entry import die_with_parent
 
 POLL_SECONDS = 0.5
 CONFIRM_SECONDS, NODE_SECONDS = 30.0, 3.0
-"""Seconds for Ray to confirm that an unavailable actor has ended, and then that its node has died."""
+"""How long Ray may take to confirm that an unavailable actor has exited, and then that its node has died."""
 REFUSE_SECONDS = 3.0
 """Seconds until resources released by an earlier attempt are available again."""
 CONNECT_TRIES = 3
-"""Attempts to connect: Ray's head waits 30 seconds for a client's server, too short on a busy machine."""
+"""Attempts to connect. Ray's head waits 30 seconds for a client's server, which is too short on a busy machine."""
 NOTE_SECONDS = 10.0
 """Seconds between two notes of a launch that waits for resources."""
 CALLS = 16
-"""Concurrent calls of an actor: one that lasts as long as its ranks, the others short."""
+"""Concurrent calls of an actor. One of them lasts until its ranks finish, and the others are short."""
 UNPLACED_STATES = ("NO_RESOURCES", "INFEASIBLE")
 """Ray's states of a placement group that it could not place."""
 
 
 def main(control: int, parent: int) -> NoReturn:
-    """Run the driver; never returns.
+    """Run the driver. Never returns.
 
     Args:
         control: Descriptor of the socket to the kernel.
@@ -63,7 +63,7 @@ def main(control: int, parent: int) -> NoReturn:
     try:
         Driver(channel).run()
     except ChannelClosedError:
-        code = 1  # the kernel is lost
+        code = 1  # The kernel is lost.
     except LaunchError as error:
         with suppress(ChannelClosedError):
             channel.send(ray_backend.RefusedEvent(str(error)))
@@ -80,10 +80,10 @@ class Node(NamedTuple):
 
     Attributes:
         id: Its id in the cluster.
-        actor: The actor there.
+        actor: The actor on it.
         facts: Its host name, address and versions.
-        ranks: Number of its ranks.
-        devices: The variables that list their devices.
+        ranks: The number of ranks on it.
+        devices: The variables that list the ranks' devices.
     """
 
     id: str
@@ -113,7 +113,7 @@ class Driver:
         self._nodes: list[Node] = []
 
     def run(self) -> None:
-        """Carry out the kernel's orders until it leaves."""
+        """Execute the kernel's orders until it leaves."""
         order = self._next()
         assert isinstance(order, ray_backend.PlaceOrder)
         self._ranks, self._cluster = order.ranks, pickle.loads(order.payload)
@@ -157,7 +157,7 @@ class Driver:
         """Reserve the ranks' resources, and wait for them if requested.
 
         Raises:
-            LaunchError: The cluster has not enough resources.
+            LaunchError: The cluster does not have enough resources.
         """
         from ray.util.placement_group import placement_group_table
 
@@ -181,7 +181,7 @@ class Driver:
         self._channel.send(ray_backend.ReservedEvent())
 
     def _request_placement_group(self) -> set[str]:
-        """Replace the placement group with a new one for all ranks; return the alive nodes."""
+        """Replace the placement group with a new one for all ranks. Return the nodes that are alive."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
         nodes = _alive_nodes()
@@ -191,7 +191,7 @@ class Driver:
         return nodes
 
     def _check_still_wanted(self) -> None:
-        if self._channel.receive(0.0):  # nothing else comes now
+        if self._channel.receive(0.0):  # No other message is sent at this point.
             raise LaunchError("the kernel stopped waiting")
 
     @functools.cached_property
@@ -236,14 +236,16 @@ class Driver:
         """Start an actor on each node, compare versions, and report the nodes.
 
         Raises:
-            LaunchError: An actor could not be started, or has other versions.
+            LaunchError: An actor could not be started, or its versions do not match.
         """
         import ray
 
         actor, options = ray.remote(_actor_class()), {"num_cpus": 0, "num_gpus": 0, "max_concurrency": CALLS}
         bundles, facts = self._bundles_by_node(), list[dict[str, Any]]()
         while [fact["node"] for fact in facts] != list(bundles):
-            if facts:  # Ray has moved bundles off a dead node; with its client, each look at them takes a process
+            # Ray has moved bundles off a dead node. Read them only then: through Ray's client, each read starts a
+            # process.
+            if facts:
                 bundles = self._bundles_by_node()
             actors = [actor.options(**options, **self._within(own[0])).remote() for own in bundles.values()]
             facts = _results(each.facts.remote() for each in actors)
@@ -267,14 +269,14 @@ class Driver:
         return found
 
     def _within(self, bundle: int) -> dict[str, Any]:
-        """Return Ray's options for what runs in a bundle."""
+        """Return Ray's options for a task or actor in a bundle."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         return {"scheduling_strategy": strategy, "runtime_env": self._cluster.runtime_env or None}
 
     def _devices(self) -> list[dict[str, str]]:
-        """Return for each bundle the variables in which Ray lists its devices."""
+        """Return Ray's variables that list the devices of each bundle."""
         import ray
 
         others = {name: amount for name, amount in self._bundle.items() if name not in ("CPU", "GPU")}
@@ -285,7 +287,7 @@ class Driver:
         return _results(task.options(**options, **self._within(index)).remote() for index in range(self._ranks))
 
     def _serve(self, order: ray_backend.ServeOrder) -> None:
-        """Have the actors connect to the kernel and run their ranks."""
+        """Make the actors connect to the kernel and run their ranks."""
         where, tunnelled = (order.address, order.port), self._cluster.address.startswith(RAY_CLIENT)
         if tunnelled:
             _results(node.actor.call.remote("open_tunnel") for node in self._nodes)
@@ -303,7 +305,7 @@ class Driver:
         reason = ""
         try:
             ray.get(serving)
-        except Exception as error:  # noqa: BLE001 - any error is reported to the kernel as the reason
+        except Exception as error:  # noqa: BLE001 - any error is the reason sent to the kernel
             reason = _end_reason(self._nodes[index], error)
         with suppress(ChannelClosedError):
             self._channel.send(ray_backend.ActorEndedEvent(index, reason))
@@ -313,7 +315,7 @@ class Driver:
         ray: Any = sys.modules.get("ray")
         if ray is None or not ray.is_initialized():
             return
-        with suppress(Exception):  # a lost cluster cannot release them
+        with suppress(Exception):  # A lost cluster cannot release the resources.
             if self._group is not None:
                 from ray.util.placement_group import remove_placement_group
 
@@ -322,7 +324,7 @@ class Driver:
 
 
 def _end_reason(node: Node, error: Exception) -> str:
-    """Return why a node's actor has ended; poll Ray while it reports the actor as unavailable only."""
+    """Return why a node's actor has exited. Poll Ray while it only reports that the actor is unavailable."""
     import ray
 
     deadline = time.monotonic() + CONFIRM_SECONDS
@@ -331,16 +333,16 @@ def _end_reason(node: Node, error: Exception) -> str:
         try:
             ray.get(node.actor.facts.remote(), timeout=max(POLL_SECONDS, deadline - time.monotonic()))
         except ray.exceptions.GetTimeoutError:
-            continue  # not confirmed yet
+            continue  # Ray did not confirm the end yet.
         except Exception as later:  # noqa: BLE001 - any error is the reason
             error = later
     return _node_death(node) or cause(error)
 
 
 def _node_death(node: Node) -> str:
-    """Return a text if a node has died; the cluster reports the node's death after the actor's."""
+    """Return a text if a node has died. The cluster reports a node's death later than its actor's."""
     deadline = time.monotonic() + NODE_SECONDS
-    with suppress(Exception):  # a lost cluster does not answer
+    with suppress(Exception):  # A lost cluster does not answer.
         while time.monotonic() < deadline:
             if node.id not in _alive_nodes():
                 return f"the Ray node at {node.address} has died"
@@ -359,7 +361,7 @@ def _results(references: Iterable[Any]) -> list[Any]:
     """Return the results of calls of actors and tasks.
 
     Raises:
-        LaunchError: One could not be started, or has ended.
+        LaunchError: One of them could not be started, or has died.
     """
     import ray
 
@@ -370,7 +372,7 @@ def _results(references: Iterable[Any]) -> list[Any]:
 
 
 def _device_task() -> Callable[[], dict[str, str]]:
-    """Return the function of the tasks that report devices, which is pickled by value, as the actors' class is."""
+    """Return the function of the tasks that report devices. Like the actors' class, it is pickled by value."""
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 
     def devices() -> dict[str, str]:
@@ -384,8 +386,8 @@ def _device_task() -> Callable[[], dict[str, str]]:
 def _actor_class() -> type[Any]:
     """Return the class of the actors.
 
-    It is pickled by value, and imports this package only after the comparison of versions, so that a node without the
-    package can report that.
+    It is pickled by value and imports this package only after the comparison of versions, so that a node without the
+    package can report that fact.
     """
 
     class Host:
@@ -424,10 +426,11 @@ def _actor_class() -> type[Any]:
 
 
 def merge_devices(devices: list[dict[str, str]]) -> dict[str, str]:
-    """Return the variables that show a rank all devices of its node's ranks, its own at the index of its local rank.
+    """Return the variables that show each rank the devices of all ranks on its node.
 
-    With the device of its bundle only, every rank would have number 0; frameworks use the device whose number is the
-    local rank, and NCCL accesses a neighbour's memory only if its device is visible.
+    The device of a rank is at the index of its local rank. If a rank saw only the device of its bundle, it would have
+    number 0 in every rank. However, frameworks use the device whose number is the local rank, and NCCL accesses a
+    neighbour's memory only if the neighbour's device is visible.
     """
     names = dict.fromkeys(name for each in devices for name in each)
     found = {}
@@ -439,13 +442,13 @@ def merge_devices(devices: list[dict[str, str]]) -> dict[str, str]:
 
 
 def run_tunnel(actor: Any, address: str, port: int) -> None:
-    """Carry the stream between an actor that cannot reach the kernel and the kernel's listener."""
+    """Forward the stream between the kernel's listener and an actor that cannot reach it."""
     import ray
 
     with socket.create_connection((address, port)) as connection:
 
         def down() -> None:
-            with suppress(Exception):  # either end is lost
+            with suppress(Exception):  # Either end is lost.
                 while True:
                     data = connection.recv(1 << 20)
                     ray.get(actor.call.remote("push", data))
@@ -453,11 +456,11 @@ def run_tunnel(actor: Any, address: str, port: int) -> None:
                         return
 
         threading.Thread(target=down, daemon=True).start()
-        with suppress(Exception):  # the actor is lost: the kernel sees the connection close
+        with suppress(Exception):  # If the actor is lost, the kernel sees the connection close.
             while (data := ray.get(actor.call.remote("pull"))) != b"":
                 if data:
                     connection.sendall(data)
-        with suppress(OSError):  # close() is not enough: the other thread still blocks on it
+        with suppress(OSError):  # close() is not enough, because the other thread is still blocked on the connection.
             connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -465,7 +468,7 @@ def run_tunnel(actor: Any, address: str, port: int) -> None:
 
 
 def mismatches(ours: dict[str, str], facts: list[dict[str, Any]]) -> str:
-    """Return a message about nodes whose versions do not match the kernel's; "" when all match."""
+    """Return a message about nodes whose versions do not match the kernel's, or "" if all match."""
     lines: list[str] = []
     for fact in facts:
         lines += version_differences(f"node {fact['host']} ({fact['address']})", fact["versions"], ours, "the notebook")
@@ -488,7 +491,7 @@ def unreachable(address: str, error: Exception) -> str:
             "variable RAY_ADDRESS, or pass on='ray://host:10001'"
         )
     lines = text.splitlines() or [""]
-    summary = " ".join(dict.fromkeys([lines[0].strip(), lines[-1].strip()]))  # the error, and the end of its traceback
+    summary = " ".join(dict.fromkeys([lines[0].strip(), lines[-1].strip()]))  # The error, and the end of its traceback.
     hint = "; on a machine that is not one of its nodes, pass on='ray://host:10001'"
     if address.startswith("ray://"):
         hint = ""

@@ -1,4 +1,4 @@
-"""A host: runs ranks on its machine for a kernel elsewhere, and relays between the ranks and that kernel."""
+"""A host, which runs ranks on its machine for a kernel elsewhere and relays messages between them."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ if TYPE_CHECKING:
 
 
 POLL_SECONDS = 0.1
-"""Seconds between polls of the ranks, on systems that cannot notify of the end of a process."""
+"""Seconds between polls of the ranks, on systems that cannot report the end of a process."""
 RELAY_SECONDS = 0.1
-"""Seconds between two relays of a steady flow: the kernel sends a front end no more than ten messages a second."""
+"""Seconds between two relays of a steady flow. The kernel sends a front end at most ten messages a second."""
 GUARD_SECONDS = 1.0
-"""Seconds between two looks whether the orphan guard runs."""
+"""Seconds between two checks that the orphan guard is running."""
 
 
 class Host:
     """Serves one kernel.
 
     Args:
-        stream: The stream to the kernel; `close` closes it.
+        stream: The stream to the kernel, which `close` closes.
 
     Attributes:
-        lost: Why the stream has ended without the kernel's leave; "" while it has not.
-        refused: Why the kernel has refused this host; "" if it has not.
+        lost: Why the stream ended although the kernel did not leave, or "".
+        refused: Why the kernel has refused this host, or "".
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -71,9 +71,10 @@ class Host:
         self.lost = self.refused = ""
         self._guard_due = 0.0
         self._pace, self._relayed = RateLimiter(RELAY_SECONDS, burst=50), 0
-        self._pieces: list[tuple[int, str, bytes]] = []  # read from the ranks, and not yet sent
+        self._pieces: list[tuple[int, str, bytes]] = []  # Data that was read from the ranks and not sent yet.
         self._messages: deque[Event] = deque()
-        # A rank that reads nothing, as a suspended one, must not hold up the others, nor the signal that ends it.
+        # Use a thread: a rank that does not read, such as a suspended one, must not block the others, or its own
+        # signals.
         self._to_ranks = ThreadPoolExecutor(1, "notebook-accelerate-host")
         self._selector = DispatchSelector()
         stream.watch(self._selector, self._receive)
@@ -83,20 +84,20 @@ class Host:
         self._selector.register(source, selectors.EVENT_READ, call)
 
     def next_message(self) -> Event | None:
-        """Wait for the kernel's next message that is not for a rank; None when the kernel has left or is lost."""
+        """Wait for the kernel's next message that is not for a rank. Return None if the kernel has left or is lost."""
         while not self._messages and not self._left:
             dispatch(self._selector, None)
         return self._messages.popleft() if self._messages else None
 
     def run_ranks(self, backend: ProcessBackend, orders: Sequence[WorkerOrder]) -> None:
-        """Start ranks and relay until all have ended; kill them when the kernel leaves or is lost.
+        """Start ranks and relay until all have finished. Kill them if the kernel leaves or is lost.
 
         Args:
             backend: Starts the ranks.
-            orders: One order for each rank.
+            orders: One order per rank.
 
         Raises:
-            LaunchError: A rank could not be started; the error has been sent to the kernel.
+            LaunchError: A rank could not be started. The error has been sent to the kernel.
         """
         self._start(backend, orders)
         sampler = ResourceSampler({rank: process.pid for rank, process in self._ranks.items()}, self.sampled)
@@ -108,7 +109,7 @@ class Host:
             sampler.stop()
 
     def leave(self, reason: str = "", *, stopped: bool = False) -> None:
-        """Let the kernel know why this host leaves; its ranks are killed."""
+        """Send the kernel the reason why this host leaves, and leave. Its ranks are killed."""
         self._relay_pieces()
         self.send(LeaveEvent(reason, stopped))
         self._left = True
@@ -148,11 +149,11 @@ class Host:
             self.take_step()
 
     def seconds_until_due(self) -> float | None:
-        """Return the seconds until `take_step` must be called; None: when something arrives."""
+        """Return the seconds until `take_step` must be called, or None to wait until something arrives."""
         return None
 
     def take_step(self) -> None:
-        """Handle messages that cannot wait for the end of the ranks; called repeatedly while they run."""
+        """Handle messages that cannot wait for the end of the ranks. Called repeatedly while the ranks run."""
         while self._messages and _is_urgent(self._messages[0]):
             self.handle_message(self._messages.popleft())
 
@@ -163,11 +164,11 @@ class Host:
         for process in list(self._ranks.values()):
             process.send_signal(signal.SIGKILL, group=True)
             process.await_end(5.0)
-            process.drain(self, channel=True)  # the last output: nothing is lost
+            process.drain(self, channel=True)  # Relay the last output, so that nothing is lost.
             self.release(process)
         self._relay_pieces()
 
-    # ---- from the ranks: RankListener
+    # ---- messages from the ranks: RankListener
 
     def started(self, process: RankProcess) -> None:
         """Report that a rank has started, and listen to it."""
@@ -179,7 +180,7 @@ class Host:
         self._add_piece(rank, stream, data)
 
     def take_frames(self, rank: int, data: bytes) -> None:
-        """See ``RankListener.take_frames``; output that the rank wrote before the frames is sent first."""
+        """Relay the frames, after the output that the rank wrote before them."""
         if process := self._ranks.get(rank):
             process.drain(self, channel=False)
         self._add_piece(rank, CHANNEL, data)
@@ -194,7 +195,7 @@ class Host:
             self._relay_pieces()
 
     def _relay_pieces(self) -> None:
-        """Send what was read from the ranks: at the end of each turn, and before what must follow it."""
+        """Send what was read from the ranks, at the end of each turn and before messages that must follow it."""
         if self._pieces:
             pieces, self._pieces = self._pieces, []
             self.send(_relayed(pieces))
@@ -210,28 +211,28 @@ class Host:
         self.report_end(rank, end)
 
     def report_end(self, rank: int, end: Exit) -> None:
-        """Report that a rank has ended, and how; all its output was sent."""
+        """Report how a rank ended. All its output was sent before."""
         self.send(EndedEvent(rank, end.code, end.signal, end.max_rss))
 
     def release(self, process: RankProcess) -> None:
-        """Close a rank that has ended, and whose output was read."""
+        """Close a rank whose process has exited and whose output was read."""
         process.disconnect(self._selector)
         process.close()
         self._ranks.pop(process.rank, None)
 
     def sampled(self, records: list[Record]) -> None:
-        """Send samples of the ranks' resource use; called on the sampler's thread."""
+        """Send samples of the ranks' resource use. Called on the sampler's thread."""
         frames = [(rank, SAMPLES, encode([Stamped(stamp, event)])) for rank, stamp, event in records]
         if frames:
             self.send(_relayed(frames))
 
     def send(self, event: Event) -> None:
-        """Send an event to the kernel, unless it or this host has left. Safe from any thread."""
+        """Send an event to the kernel, unless the kernel or this host has left. Safe to call from any thread."""
         if not self._left:
-            with suppress(ChannelClosedError):  # noticed when the stream is read
+            with suppress(ChannelClosedError):  # The error is noticed when the stream is read.
                 self._stream.send(event)
 
-    # ---- from the kernel
+    # ---- messages from the kernel
 
     def _receive(self) -> None:
         try:
@@ -274,5 +275,5 @@ def _relayed(pieces: Sequence[tuple[int, str, bytes]]) -> RelayEvent:
 
 
 def _is_urgent(message: Event) -> bool:
-    """Whether a message cannot wait for the end of the ranks."""
+    """Return whether a message cannot wait for the end of the ranks."""
     return isinstance(message, JournalEvent) or (isinstance(message, RunOverEvent) and message.held)

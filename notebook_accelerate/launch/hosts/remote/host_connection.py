@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 CLOCK_ROUNDS = 5
 CLOCK_SECONDS = 2.0
 SLICE_SECONDS = 0.2
-"""Seconds between two looks whether the run is to be stopped."""
+"""Seconds between two checks whether the run is to be stopped."""
 
 
 _START_REPLIES = (protocol.StartedEvent, protocol.LeaveEvent, protocol.StopRequest)
@@ -40,15 +40,15 @@ class HostConnection:
         incoming: The host.
 
     Attributes:
-        node: Index of its machine in the run.
-        hello: Its first message.
-        clock_offset: Seconds to add to the host's time to get this machine's; 0 where the difference is within the
+        node: Index of the host's machine in the run.
+        hello: The host's first message.
+        clock_offset: Seconds to add to the host's time to get this machine's, or 0 if the difference is within the
             delay.
-        lost: Why the host takes part no more; "" while it does.
+        lost: Why the host no longer takes part, or "" if it does.
         ranks: Its ranks that have not been closed.
-        cells: The cells of the host's notebook; None where it has none.
+        cells: The cells of the host's notebook, or None if it is not a notebook.
         on_last_end: Called when the last of its ranks has been closed.
-        on_message: Called with the host's messages about the whole run, on the thread of the selector.
+        on_message: Called on the selector's thread with the host's messages about the whole run.
     """
 
     def __init__(self, incoming: IncomingHost) -> None:
@@ -66,13 +66,13 @@ class HostConnection:
 
     @property
     def name(self) -> str:
-        """Name of the machine in messages."""
+        """The machine's name in messages."""
         return protocol.node_name(self.node, self.hello.host)
 
     def measure_clock(self) -> None:
         """Request the host's time and store the difference.
 
-        The fastest of a few replies has the smallest error, half its round trip (as in NTP, RFC 5905).
+        The fastest of several replies has the smallest error, half of its round-trip time (as in NTP, RFC 5905).
         """
         best = (CLOCK_SECONDS, 0.0)
         for number in range(CLOCK_ROUNDS):
@@ -85,7 +85,7 @@ class HostConnection:
         self.clock_offset = best[1] if abs(best[1]) > best[0] else 0.0
 
     def await_started(self, order: WorkerOrder, timeout: float, stopping: Callable[[], bool] = bool) -> RemoteRank:
-        """Wait until the host has started its next rank, and return that rank; it has ended if the host is lost.
+        """Wait until the host has started its next rank, and return it. If the host is lost, the rank is an ended one.
 
         Args:
             order: The rank's order.
@@ -94,12 +94,12 @@ class HostConnection:
 
         Raises:
             LaunchError: The host reports a failure, or sends nothing for ``timeout`` seconds.
-            RunStoppedError: The run is ``stopping``, or its user has stopped it on the host.
+            RunStoppedError: The run is ``stopping``, or a user has stopped it on the host.
         """
         local_rank = int(order.environment.get("LOCAL_RANK", 0))
         try:
             found = self._await(lambda event: isinstance(event, _START_REPLIES), timeout, stopping)
-        except ChannelClosedError:  # its end is noticed when it is connected
+        except ChannelClosedError:  # The end is noticed when the rank is connected.
             return RemoteRank(self, order.rank, 0, local_rank)
         if found is None:
             raise LaunchError(f"{self.name} did not start its ranks within {timeout:g} s")
@@ -112,7 +112,10 @@ class HostConnection:
     def _await(
         self, wanted: Callable[[Event], bool], timeout: float, stopping: Callable[[], bool] = lambda: False
     ) -> Stamped | None:
-        """Return the next event that is ``wanted``, None when none arrives in time; other events are kept for later."""
+        """Return the next event that is ``wanted``, or None if it does not arrive in time.
+
+        Other events are kept for later.
+        """
         deadline = time.monotonic() + timeout
         while True:
             for index, stamped in enumerate(self._early):
@@ -126,19 +129,20 @@ class HostConnection:
             self._early += self._stream.receive(min(left, SLICE_SECONDS))
 
     def send(self, *events: Event) -> None:
-        """Send events to the host; a lost host is noticed when its stream is read. Safe from any thread."""
+        """Send events to the host. A lost host is noticed when its stream is read. Safe to call from any thread."""
         now = steady_time.now()
         self._stream.queue((encode([Stamped(now, event) for event in events]),))
 
     def send_each(self, events: Iterable[Event]) -> None:
-        """Send events that are too large to be kept until the host reads them: they are made one by one."""
+        """Stream large events lazily, creating each one only when the host is ready to receive it."""
         self._stream.queue(encode([Stamped(steady_time.now(), event)]) for event in events)
 
     # ---- on the thread of the selector
 
     def connect(self, selector: selectors.BaseSelector) -> None:
-        """Register the stream, once for all its ranks, and handle what has arrived already."""
-        if any(rank.listener is None for rank in self.ranks.values()):  # they are connected next
+        """Register the stream, once for all its ranks, and handle what has already arrived."""
+        # The other ranks are connected next, and the last one registers the stream.
+        if any(rank.listener is None for rank in self.ranks.values()):
             return
         early, self._early = self._early, []
         for _, event in early:
@@ -154,7 +158,7 @@ class HostConnection:
             self.mark_lost(f"{self.name} was lost: {error}")
 
     def handle(self, event: Event) -> None:
-        """Handle one event of the host."""
+        """Handle an event from the host."""
         if isinstance(event, protocol.RelayEvent):
             self._pass_on(event)
         elif isinstance(event, protocol.LeaveEvent):
@@ -189,17 +193,17 @@ class HostConnection:
                 rank.end(Exit(lost=self.lost))
 
     def disconnect(self) -> None:
-        """Handle nothing more that arrives, until `connect`."""
+        """Stop handling what arrives, until the next `connect`."""
         self._stream.on_ready = None
 
     def remove(self, rank: int) -> None:
-        """Forget a rank that has ended."""
+        """Remove an ended rank."""
         self.ranks.pop(rank, None)
         if not self.ranks:
             self.on_last_end()
 
     def close(self, reason: str = "") -> None:
-        """Close the connection, for a ``reason`` if the host is refused; it then kills the ranks it still runs."""
+        """Close the connection. ``reason`` is why the host is refused, if it is. The host kills its remaining ranks."""
         self.send(protocol.LeaveEvent(reason))
         self.disconnect()
         self._stream.close()
@@ -209,9 +213,9 @@ class HostConnection:
     # ---- any thread
 
     def capture_stacks(self, rank: int) -> ProcessStacks:
-        """Have the host capture the stacks of a rank."""
+        """Make the host capture the stacks of a rank."""
         number, replies = next(self._numbers), SimpleQueue[protocol.CapturedStacksEvent | None]()
-        self._captured[number] = replies  # a queue: an interrupt of the caller leaves no lock taken
+        self._captured[number] = replies  # Use a queue, because an interrupt of the caller then leaves no lock held.
         self.send(protocol.CaptureStacksOrder(rank, number))
         answer = None
         with suppress(Empty):
@@ -234,7 +238,7 @@ class RemoteRank(RankProcess):
     Args:
         connection: The connection to its host.
         rank: Global index.
-        pid: Its process on that host.
+        pid: Its process id on that host.
         local_rank: Index on its machine.
     """
 
@@ -247,7 +251,7 @@ class RemoteRank(RankProcess):
         connection.ranks[rank] = self
 
     def take(self, source: str, data: bytes) -> None:
-        """Handle a piece of what it has sent or written; see ``RelayEvent``."""
+        """Handle a piece of the rank's frames or output; see ``RelayEvent``."""
         assert self.listener is not None, "pieces are handled when it is connected"
         if source == protocol.CHANNEL:
             self.listener.take_frames(self.rank, data)
@@ -257,7 +261,7 @@ class RemoteRank(RankProcess):
             self.listener.take_output(self.rank, source, data)
 
     def end(self, ended: Exit) -> None:
-        """Record how it ended."""
+        """Record how the rank ended."""
         self.ended = ended
         if self.listener is not None:
             self.listener.take_end(self.rank)
@@ -279,13 +283,13 @@ class RemoteRank(RankProcess):
         self._connection.connect(selector)
 
     def drain(self, listener: RankListener, *, channel: bool) -> None:
-        """Do nothing: output and frames arrive in order on the same stream."""
+        """Do nothing, because output and frames arrive in order on the same stream."""
 
     def disconnect(self, selector: selectors.BaseSelector) -> None:
-        """Do nothing: all ranks of the host share the connection."""
+        """Do nothing, because all ranks of the host share the connection."""
 
     def in_local_time(self, messages: list[Stamped]) -> list[Stamped]:
-        """See ``RankProcess.in_local_time``; cells of the host's notebook are named as in this one."""
+        """Convert the times of messages, and name the cells of the host's notebook as in this one."""
         offset, cells = self._connection.clock_offset, self._connection.cells
         if cells is not None:
             messages = [Stamped(stamp, cells.with_named_cells(event)) for stamp, event in messages]
@@ -296,7 +300,7 @@ class RemoteRank(RankProcess):
         return [Stamped(stamp + offset, event) for stamp, event in messages]
 
     def await_end(self, timeout: float) -> None:
-        """Do not wait: the host kills and reaps its ranks when the connection closes."""
+        """Do not wait, because the host kills and reaps its ranks when the connection closes."""
 
     def open_dump(self, path: str) -> None:
         self._connection.send(protocol.DumpOrder(self.rank, path))
@@ -308,5 +312,5 @@ class RemoteRank(RankProcess):
         return self._connection.capture_stacks(self.rank)
 
     def close(self) -> None:
-        """See ``RankProcess.close``; the host ends processes that the rank left running."""
+        """Remove the rank from the connection. The host kills processes that the rank left running."""
         self._connection.remove(self.rank)

@@ -1,6 +1,6 @@
-"""The messages between a kernel and a host, which runs ranks on another machine for it.
+"""The messages between a kernel and a host, which runs ranks on another machine for the kernel.
 
-They carry the frames and the output of ranks as bytes, which the host does not decode.
+They contain the frames and the output of ranks as bytes, which the host does not decode.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from dataclasses import dataclass, field
 from notebook_accelerate.telemetry import Event
 
 NOTEBOOK, COMMAND = "notebook", "command"
-"""The kinds of hosts: one has a cell with the function, the other receives the function from the kernel."""
+"""The kinds of hosts. A notebook has a cell with the function; a command receives the function from the kernel."""
 CHANNEL, SAMPLES = "channel", "samples"
-"""Sources of the pieces of a `RelayEvent`, besides the streams "stdout" and "stderr"."""
+"""Sources of the pieces of a `RelayEvent`, in addition to the streams "stdout" and "stderr"."""
 
 
 @dataclass(slots=True)
 class HelloEvent(Event):
-    """The first message of a host, about itself.
+    """The first message of a host, which describes the host.
 
     Attributes:
-        node: Index of its machine in the run; -1 if the kernel is to choose it.
+        node: Index of its machine in the run, or -1 to let the kernel choose it.
         host: Name of its machine.
         versions: Its versions by name: python, torch, notebook_accelerate.
         kind: `NOTEBOOK` or `COMMAND`.
-        pid: Its process.
-        processes: Ranks it starts; 0: as many as the first notebook.
+        pid: Its process id.
+        processes: The number of ranks it starts, or 0 for as many as the first notebook.
         accelerator: Device type of its ranks.
-        num_nodes: The number of nodes that it was launched with; 0: it does not know.
-        rdzv_id: The name of the run that it wants to join; "" joins any.
-        port: A port that it holds for the store of the process group; 0: none.
+        num_nodes: The number of nodes that it was launched with, or 0 if unknown.
+        rdzv_id: The name of the run to join, or "" for any run.
+        port: A port that it holds for the store of the process group, or 0.
     """
 
     node: int = -1
@@ -45,18 +45,18 @@ class HelloEvent(Event):
 
     @property
     def title(self) -> str:
-        """Its machine and process in messages."""
+        """The host's machine and process, as shown in messages."""
         return f"{self.host} ({'kernel' if self.kind == NOTEBOOK else 'process'} {self.pid})"
 
 
 def node_name(node: int, host: str) -> str:
-    """Return the name of a node in messages."""
+    """Return the name of a node as shown in messages."""
     return f"node {node} ({host})" if host else f"node {node}"
 
 
 @dataclass(slots=True)
 class WaitingEvent(Event):
-    """A line for the user of a host that has joined: who has arrived or joined, and who is missing."""
+    """A line for the user of a host that has joined: which hosts have joined, and which are missing."""
 
     text: str
 
@@ -78,45 +78,45 @@ class HostPlanEvent(Event):
 
 @dataclass(slots=True)
 class FunctionEvent(Event):
-    """A part of the launched function and its arguments, pickled, for a host without a notebook."""
+    """A part of the pickled function and arguments, for a host without a notebook."""
 
     payload: bytes
 
 
 @dataclass(slots=True)
 class StartOrder(Event):
-    """Start the ranks of an attempt; the payload is the list of their orders, pickled."""
+    """A request to start the ranks of an attempt. The payload is the pickled list of their orders."""
 
     payload: bytes
 
 
 @dataclass(slots=True)
 class JournalEvent(Event):
-    """Records of the run's journal for another notebook, pickled; without results and exception objects."""
+    """Pickled journal records for another notebook, without results and exception objects."""
 
     payload: bytes
 
 
 @dataclass(slots=True)
 class StopRequest(Event):
-    """The user of the host stops the run, whose ranks have ``grace`` seconds to end."""
+    """The user of the host stops the run. Its ranks have ``grace`` seconds to end."""
 
     grace: float
 
 
 @dataclass(slots=True)
 class CellsEvent(Event):
-    """Cells that a host's notebook has run: by file name, the cell's name in that notebook and its source."""
+    """Cells that a host's notebook has run. Maps file names to the cell's name in that notebook and its source."""
 
     cells: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class RunOverEvent(Event):
-    """The run is over: ``status``, the error's class and its text, as in the journal's ``RunEnded``.
+    """The run is over, with its status, the class of its error and the message, as in the journal's ``RunEnded``.
 
     Attributes:
-        held: Whether its ranks are held for inspection; the same message without it follows when they are released.
+        held: Whether its ranks are held for inspection. When they are released, the same message follows without it.
     """
 
     status: str
@@ -127,19 +127,19 @@ class RunOverEvent(Event):
 
 @dataclass(slots=True)
 class ClockEvent(Event):
-    """A request for the time; the reply carries the same number, and its stamp is the other end's time."""
+    """A request for the time. The reply has the same number, and its timestamp is the other end's time."""
 
     number: int
 
 
 @dataclass(slots=True)
 class RelayEvent(Event):
-    """What the ranks of a host have sent and written: one event for all that the host reads at a time.
+    """Frames and output of a host's ranks, in one event for everything that the host reads at a time.
 
     Attributes:
-        pieces: Of each piece, in order: its rank, its source, and its length. Pieces of `CHANNEL` are bytes of the
-            rank's channel, those of `SAMPLES` are complete frames that the host sends on the rank's behalf, and the
-            others are bytes that the rank wrote to a stream, none at its end.
+        pieces: The rank, the source and the length of each piece, in order. Pieces from `CHANNEL` are bytes of the
+            rank's channel, pieces from `SAMPLES` are complete frames that the host sends on the rank's behalf, and the
+            others are bytes that the rank wrote to a stream, with no bytes at its end.
         payload: The pieces, one after the other.
     """
 
@@ -170,7 +170,10 @@ class FramesEvent(RankEvent):
 
 @dataclass(slots=True)
 class EndedEvent(RankEvent):
-    """A rank's process has ended, as in ``launch.state.rank_result.Exit``; all its output and frames were sent."""
+    """A rank's process has exited, as in ``launch.state.rank_result.Exit``.
+
+    All its output and frames were sent before.
+    """
 
     code: int | None
     signal: int | None
@@ -179,7 +182,7 @@ class EndedEvent(RankEvent):
 
 @dataclass(slots=True)
 class SignalOrder(RankEvent):
-    """Send a signal to a rank, or to everything in its process group."""
+    """A request to send a signal to a rank, or to its whole process group."""
 
     number: int
     group: bool = False
@@ -187,14 +190,14 @@ class SignalOrder(RankEvent):
 
 @dataclass(slots=True)
 class DumpOrder(RankEvent):
-    """The rank dumps its stacks into this file on the host's machine: keep it open."""
+    """A request to keep open the file on the host's machine into which the rank dumps its stacks."""
 
     path: str
 
 
 @dataclass(slots=True)
 class CaptureStacksOrder(RankEvent):
-    """Capture the stacks of a rank that cannot answer."""
+    """A request to capture the stacks of a rank that cannot answer."""
 
     number: int
 
@@ -214,7 +217,7 @@ class LeaveEvent(Event):
     """The sender leaves.
 
     Attributes:
-        reason: Why; "" when its part of the run is over. From the kernel: why the host cannot take part.
+        reason: Why it leaves, or "" if its part of the run is over. From the kernel: why the host cannot take part.
         stopped: Whether its user has stopped the run.
     """
 

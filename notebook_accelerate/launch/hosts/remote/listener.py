@@ -33,22 +33,22 @@ from notebook_accelerate.telemetry import Stamped, encode, steady_time
 
 EVENTS = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECTED
 EVENTS |= zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
-"""The events of libzmq's monitor that are requested; EVENT_HANDSHAKE_FAILED_PROTOCOL must not be one of them.
+"""The events that are requested from libzmq's monitor. EVENT_HANDSHAKE_FAILED_PROTOCOL must not be among them.
 
-libzmq 4.3.5 emits it for a forged message of an established connection, too. That resets `errno`, so that libzmq stops
-reading the connection instead of ending it; if the peer then disconnects, the next heartbeat fails the assertion
+libzmq 4.3.5 also emits it for a forged message of an established connection. That resets `errno`, so that libzmq stops
+reading the connection instead of ending it. If the peer then disconnects, the next heartbeat fails the assertion
 `!_io_error`, and the process aborts (compare zeromq/libzmq#4841).
 """
 HANDSHAKE_SECONDS = 30.0
-"""Seconds for the handshake of a connection; libzmq then closes it."""
+"""How long the handshake of a connection may take before libzmq closes it."""
 CHECK_SECONDS = 0.2
-"""Seconds between two looks whether a connection is still wanted."""
+"""Seconds between two checks whether a connection is still wanted."""
 MESSAGES = 100
-"""Messages that are read before other sockets have their turn."""
+"""Maximum messages read before other sockets get their turn."""
 MAX_WAITING = 1024
-"""Connections in their handshake at a time; one more ends the oldest. Less where the limit of open files is low."""
+"""Maximum connections in their handshake. One more closes the oldest. It is lower if the limit of open files is low."""
 MAX_REPORTS = 20
-"""Refused connections that are reported one by one; for the rest only their number is reported."""
+"""Maximum refused connections that are reported one by one. For the rest, only their number is reported."""
 _T = TypeVar("_T")
 _ZAP = "inproc://zeromq.zap.01"
 _UNKNOWN_PEER = "it does not know the run's secret, or uses another protocol"
@@ -56,7 +56,7 @@ _CROWDED = "too many connections were waiting for their handshake"
 
 
 class IncomingHost(NamedTuple):
-    """A host that has authenticated: the stream to it, its first message, and others that have arrived with it."""
+    """A host that has authenticated: its stream, its first message, and others that arrived along with it."""
 
     stream: Stream
     hello: HelloEvent
@@ -64,16 +64,16 @@ class IncomingHost(NamedTuple):
 
 
 class HostListener(Exchange):
-    """Listens for the hosts of one run, and carries their streams; the thread ends with the last one.
+    """Listens for the hosts of one run, and carries their streams. Its thread ends with the last stream.
 
-    Hosts may connect until `close`, while others are connected. A selector can wait for the next one (`fileno`).
+    Hosts may connect until `close`, while others are connected. A selector can wait for the next host (`fileno`).
 
     Args:
         address: The one address of this machine to listen on.
         secret: The secret that a host must know.
-        port: The port; 0 means any free one.
-        report: Called with a line about each refused connection, on the thread of the listener.
-        keep_alive: Seconds between two keep-alives, and those without one after which a host is lost.
+        port: The port, or 0 for any free port.
+        report: Called on the listener's thread with a line about each refused connection.
+        keep_alive: The keep-alive interval, and the silence after which a host counts as lost, in seconds.
 
     Raises:
         OSError: The address or the port is not available.
@@ -88,7 +88,7 @@ class HostListener(Exchange):
         report: Callable[[str], None] = lambda _: None,
         keep_alive: tuple[float, float] = KEEP_ALIVE,
     ) -> None:
-        # The clocks of 64 hosts are measured with 640 messages.
+        # The burst is 1000, because measuring the clocks of 64 hosts takes 640 messages.
         super().__init__("notebook-accelerate-listener", RateLimiter(0.01, burst=1000))
         self._report = report
         self._hosts: dict[bytes, Stream] = {}
@@ -129,10 +129,10 @@ class HostListener(Exchange):
         return int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def next_host(self, timeout: float) -> IncomingHost | None:
-        """Return the next host that has connected; None after ``timeout`` seconds."""
+        """Return the next host that has connected, or None after ``timeout`` seconds."""
         self._ready.clear()
         try:
-            # Python 3.10 may wait for ever in get(timeout=0.0): its time left becomes negative, which means no limit.
+            # Do not call get(timeout=0.0): in Python 3.10 the time left becomes negative, which means no limit.
             return self._incoming.get(timeout > 0, timeout)
         except Empty:
             return None
@@ -141,22 +141,23 @@ class HostListener(Exchange):
                 self._ready.set()
 
     def close(self) -> None:
-        """Refuse new connections, and close those that have not been returned; the others stay open.
+        """Refuse new connections, and close those that are still unclaimed. The others stay open.
 
-        The port is in use until the last one has ended: libzmq ends a listener's connections with the listener.
+        The port is in use until the last connection closes, because libzmq ends a listener's connections with the
+        listener.
         """
         if self._stopping.is_set():
             return
         self._stopping.set()
         self._wake.set()
         self._refusing.wait(FLUSH_SECONDS)
-        while (incoming := self.next_host(0.0)) is not None:  # arrived too late to be expected
+        while (incoming := self.next_host(0.0)) is not None:  # These hosts arrived too late to be returned by a caller.
             incoming.stream.close()
         if self._refused > MAX_REPORTS:
             self._report(f"{self._refused - MAX_REPORTS} more connections were refused")
 
     def wait_until_free(self) -> None:
-        """Wait until the port can be used again, after `close` and the ends of all hosts."""
+        """Wait until the port can be used again, after `close` and the end of all hosts."""
         self._thread.join(2 * FLUSH_SECONDS)
 
     # ---- on the listener's thread
@@ -176,7 +177,7 @@ class HostListener(Exchange):
         return all(stream.is_over(now) for stream in self._hosts.values())
 
     def _tick(self) -> None:
-        """See `Exchange._tick`; libzmq reports a host that is gone when the next message to it is sent."""
+        """Check for hosts that are gone. libzmq reports a lost host when the next message is sent to it."""
         for identity, stream in list(self._hosts.items()):
             if stream.lost:
                 if stream.is_over(0.0):
@@ -193,7 +194,7 @@ class HostListener(Exchange):
             if error.errno not in (errno.EHOSTUNREACH, zmq.EAGAIN):
                 raise
             self._hosts[identity].gone = True
-            self._tick_soon()  # first, read what has arrived
+            self._tick_soon()  # First, read what has arrived.
 
     def _route(self) -> None:
         for _ in range(MESSAGES):
@@ -217,7 +218,8 @@ class HostListener(Exchange):
             return identity, messages[0] if len(messages) == 1 else b"".join(messages)
         frame, *parts = self._router.recv_multipart(zmq.DONTWAIT, copy=False)
         if frame.bytes not in self._hosts:
-            self._waiting.pop(int(parts[0].get(zmq.SRCFD)), None)  # it has authenticated
+            # The host has authenticated and is no longer waiting for its handshake.
+            self._waiting.pop(int(parts[0].get(zmq.SRCFD)), None)
         return frame.bytes, b"".join(part.bytes for part in parts)
 
     def _greet(self, stream: Stream) -> None:
@@ -236,8 +238,8 @@ class HostListener(Exchange):
     # ---- authentication
 
     def _authorize(self) -> None:
-        """Answer libzmq's question about a client (ZeroMQ RFC 27)."""
-        self._observe()  # the client is counted before it authenticates
+        """Answer libzmq's request to authorize a client (ZeroMQ RFC 27)."""
+        self._observe()  # Count the client before it authenticates.
         version, number, _, _, _, mechanism, *credentials = self._zap.recv_multipart()
         known = mechanism == b"CURVE" and len(credentials) == 1 and z85.encode(credentials[0]) == self._allowed
         known = known and not self._stopping.is_set()
@@ -263,13 +265,13 @@ class HostListener(Exchange):
             self._use_accepted(oldest, lambda peer: peer.shutdown(socket.SHUT_RDWR))
 
     def _peer_address(self, descriptor: int) -> str:
-        """Return the address of the peer of a connection, if it is still connected."""
+        """Return the address of a connection's peer, if it is still connected."""
         return self._use_accepted(descriptor, lambda peer: str(peer.getpeername()[0])) or "an unknown address"
 
     def _use_accepted(self, descriptor: int, use: Callable[[socket.socket], _T]) -> _T | None:
-        """Return the result of ``use`` with libzmq's socket; None where libzmq has closed it."""
+        """Return the result of ``use`` with libzmq's socket, or None if libzmq has closed the socket."""
         with suppress(OSError), socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as peer:
-            if peer.getsockname()[1:2] == (self.port,):  # otherwise another file has the number now
+            if peer.getsockname()[1:2] == (self.port,):  # Otherwise the descriptor has been reused for another file.
                 return use(peer)
         return None
 
@@ -277,7 +279,7 @@ class HostListener(Exchange):
         text = f"a connection from {self._waiting.pop(descriptor)} was refused: {reason}"
         self._refused += 1
         if self._refused <= MAX_REPORTS and not self._stopping.is_set():
-            with suppress(Exception):  # the other hosts need this thread
+            with suppress(Exception):  # A failing report must not end this thread, which the other hosts need.
                 self._report(text)
 
 
@@ -291,17 +293,17 @@ class KernelConnection(Exchange):
 
     Args:
         endpoint: The kernel's address and port for libzmq.
-        where: The same in messages.
+        where: The address and port as shown in messages.
         secret: The run's secret.
         keep_alive: See `connect_to_kernel`.
-        stopping: See there.
+        stopping: See `connect_to_kernel`.
 
     Attributes:
-        stream: The stream to the kernel; closing it waits until what was sent has left, or cannot leave.
+        stream: The stream to the kernel. Closing it waits until everything sent has left, or cannot leave.
 
     Raises:
-        AuthenticationError: See there.
-        OSError: See there.
+        AuthenticationError: See `connect_to_kernel`.
+        OSError: See `connect_to_kernel`.
     """
 
     def __init__(
@@ -332,7 +334,8 @@ class KernelConnection(Exchange):
         dealer.curve_serverkey = keys.kernel_public
         dealer.curve_publickey, dealer.curve_secretkey = keys.host_public, keys.host_secret
         dealer.setsockopt(zmq.RECONNECT_IVL, -1)
-        dealer.setsockopt(zmq.HANDSHAKE_IVL, 0)  # a kernel that is silent, as a suspended one, has not refused
+        # No limit: a silent kernel, such as a suspended one, is not refusing the connection.
+        dealer.setsockopt(zmq.HANDSHAKE_IVL, 0)
         dealer.ipv6 = True
         self._monitor = dealer.get_monitor_socket(EVENTS)
 
@@ -341,7 +344,7 @@ class KernelConnection(Exchange):
         connected = False
         while (left := deadline - time.monotonic()) > 0:
             if stopping():
-                raise InterruptedError("the connection is not wanted any more")
+                raise InterruptedError("the connection is no longer wanted")
             self._monitor.poll(int(1000 * min(left, CHECK_SECONDS)))
             for kind, _ in _events(self._monitor):
                 connected = connected or kind == zmq.EVENT_CONNECTED
@@ -350,7 +353,7 @@ class KernelConnection(Exchange):
                 if kind == zmq.EVENT_CLOSED and not connected:
                     raise ConnectionRefusedError(f"nothing listens at {where}, or it cannot be reached")
                 if kind in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
-                    raise AuthenticationError(f"{where} has another secret, or is no listener of a run")
+                    raise AuthenticationError(f"{where} is not a listener of a run, or has another secret")
         if not connected:
             raise TimeoutError(f"{where} cannot be reached: no answer within {HANDSHAKE_SECONDS:g} s")
         raise TimeoutError(f"{where} did not complete the handshake within {HANDSHAKE_SECONDS:g} s")
@@ -369,7 +372,7 @@ class KernelConnection(Exchange):
     def _send(self, message: bytes) -> None:
         try:
             self._dealer.send(message, zmq.DONTWAIT)
-        except zmq.Again:  # only a connection that has ended accepts no message
+        except zmq.Again:  # Only a closed connection refuses a message.
             self._expect_end()
 
     def _route(self) -> None:
@@ -390,7 +393,7 @@ class KernelConnection(Exchange):
 
     def _tick(self) -> None:
         if self._lost and int(self._dealer.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._expect_end()  # first, read what has arrived
+            self._expect_end()  # First, read what has arrived.
         elif self._lost and not self.stream.lost:
             self._lose(self.stream)
 
@@ -406,15 +409,15 @@ def connect_to_kernel(
     """Connect to a kernel's listener, send ``hello``, and return the stream to the kernel.
 
     Args:
-        address: Where the kernel listens; of several addresses of a name, the first that accepts is used.
+        address: Address at which the kernel listens. If a name has several addresses, the first that accepts is used.
         port: The listener's port.
         secret: The run's secret.
         hello: The host's first message.
-        keep_alive: Seconds between two keep-alives, and those without one after which the kernel is lost.
+        keep_alive: The keep-alive interval, and the silence after which the kernel counts as lost, in seconds.
         stopping: Returns whether to give up.
 
     Raises:
-        AuthenticationError: The listener has another secret, or is none.
+        AuthenticationError: The listener has another secret, or does not belong to a run.
         OSError: Nothing listens there, or ``stopping``.
     """
     problem = OSError(f"{address} has no address")
@@ -435,7 +438,10 @@ def _endpoint(ip: str, port: int | str) -> str:
 
 
 def _events(monitor: Any) -> Iterator[tuple[int, int]]:
-    """Yield the events of a monitor that have arrived and their values, for most events a descriptor."""
+    """Yield the events of a monitor that have arrived, with their values.
+
+    For most events, the value is a descriptor.
+    """
     with suppress(zmq.Again):
         while True:
             event = recv_monitor_message(monitor, zmq.DONTWAIT)

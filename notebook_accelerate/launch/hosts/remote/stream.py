@@ -1,17 +1,17 @@
 """Streams of events between the kernel and its hosts, carried by one thread over the messages of a ZeroMQ socket.
 
-CurveZMQ encrypts and authenticates the messages, and ZeroMQ's heartbeats find peers that are gone. A stream adds a
-window, as TCP has one: each message says how much its sender has read. ZeroMQ's high-water marks cannot replace it
-(measured with libzmq 4.3.5):
+CurveZMQ encrypts and authenticates the messages, and ZeroMQ's heartbeats detect lost peers. A stream adds a window, as
+in TCP: each message states how much its sender has read. ZeroMQ's high-water marks cannot replace the window (measured
+with libzmq 4.3.5):
 
 - A receiver at its mark reads nothing from the connection, not even the replies to its own heartbeats, and ends the
-  connection to a living peer after `KEEP_ALIVE`.
-- A ROUTER reads from all of its peers or from none. A host whose ranks write much would hold up the message that the
-  kernel waits for from another host. A socket for each host would need a port for each host.
-- A ROUTER counts as writable when any of its peers has room, so a host that does not read would make a busy loop of
-  waiting for room.
-- Marks count messages in each of two sockets, besides the buffers of the system: with a mark of 64 on both sides, 160
-  messages were under way.
+connection to a living peer after `KEEP_ALIVE`.
+- A ROUTER reads from all of its peers or from none. A host whose ranks write a lot would delay a message that the
+kernel awaits from another host. A socket for each host would need a port for each host.
+- A ROUTER counts as writable if any of its peers has room, so waiting for a host that does not read would become a busy
+loop.
+- Marks count messages in each of two sockets, in addition to the buffers of the system. With a mark of 64 on both
+sides, 160 messages were in flight.
 """
 
 from __future__ import annotations
@@ -38,37 +38,38 @@ from notebook_accelerate.telemetry import Decoder, Event, Stamped, encode, stead
 
 CHUNK = 1 << 16
 WINDOW = 1 << 22
-"""Bytes that one end sends before the other has read the first of them."""
+"""Maximum bytes that one end sends before the other has read the first of them."""
 SLICE_SECONDS = 0.1
-"""Seconds of a call of `Exchange.dispatch`: the thread that calls it has other things to do, as to stop a run."""
+"""Maximum seconds of a call of `Exchange.dispatch`. The calling thread has other tasks, such as stopping a run."""
 HEADER = struct.Struct("!QQ?")
-"""The first bytes of a message, followed by data or by nothing: the bytes that its sender has sent before this message,
-those that it has read, and whether this is its last message.
+"""The header of a message, followed by data or nothing.
 
-CurveZMQ rejects messages that are repeated or out of order. It does not notice missing ones, so the first count does.
+It contains the number of bytes that the sender has sent before this message, the number of bytes that it has read, and
+whether this is its last message. CurveZMQ rejects messages that are repeated or out of order. It does not notice
+missing ones, so the first count is used for that.
 """
 TICK_SECONDS = 2.0
-"""Seconds between checks for peers that are gone."""
+"""Seconds between checks for lost peers."""
 SOON_SECONDS = 0.05
-"""Seconds after the end of a connection in which libzmq passes on what arrived before."""
+"""How long after the end of a connection libzmq may take to deliver what arrived before it."""
 FLUSH_SECONDS = 5.0
-"""Seconds that a stream that was closed waits for a sign that its last messages arrive."""
+"""How long a closed stream waits for a sign that its last messages arrive."""
 
 
 class Stream:
-    """One end of a stream of events; any thread may send, one thread receives.
+    """One end of a stream of events. Any thread may send; one thread receives.
 
-    The connection must last until the peer has sent its end, which it also does to confirm this one's: with its socket,
-    libzmq may drop messages that it has encoded, whatever the linger time is.
+    The connection must last until the peer has sent its end, which the peer also does to confirm this one's. Otherwise
+    libzmq may drop messages that it has already encoded together with the socket, whatever the linger time is.
 
     Args:
         exchange: Carries the stream.
-        send_message: Sends a message to the peer; called on the exchange's thread.
+        send_message: Sends a message to the peer. Called on the exchange's thread.
 
     Attributes:
-        ended: Whether nothing more arrives: the peer has ended or is lost.
-        gone: Whether a message could not be sent, and none has arrived since.
-        lost: Whether the peer is gone, and all that it sent has arrived.
+        ended: Whether nothing further arrives, because the peer has closed its end or is lost.
+        gone: Whether a message could not be sent, and none has arrived since then.
+        lost: Whether the peer is gone, and everything that it sent has arrived.
         on_ready: Called by `Exchange.dispatch` when something has arrived; see `watch`.
     """
 
@@ -87,10 +88,10 @@ class Stream:
     # ---- any thread
 
     def send(self, *events: Event) -> None:
-        """Send events; waits while the other end reads nothing.
+        """Send events. Wait while the other end does not read.
 
         Raises:
-            ChannelClosedError: The other end has closed, or this one.
+            ChannelClosedError: The other end or this one has closed.
         """
         now = steady_time.now()
         data = encode([Stamped(now, event) for event in events])
@@ -103,13 +104,13 @@ class Stream:
         self._exchange.request_step(self)
 
     def queue(self, parts: Iterable[bytes]) -> None:
-        """Send encoded frames without waiting, unless the stream has ended; taken from ``parts`` as the peer reads."""
+        """Send encoded frames without waiting, unless the stream is over. ``parts`` is consumed as the peer reads."""
         if not self._is_at_end:
             self._queue.append(iter(parts))
             self._exchange.request_step(self)
 
     def close(self) -> None:
-        """Close this end; what was sent before still leaves, unless the other end reads nothing."""
+        """Close this end. Data sent before is still delivered, unless the other end does not read."""
         with self._changed:
             self._closed, self._deadline = True, time.monotonic() + FLUSH_SECONDS
             self._arrived.clear()
@@ -121,10 +122,10 @@ class Stream:
     def _is_at_end(self) -> bool:
         return self.ended or self._closed
 
-    # ---- the thread that receives
+    # ---- the receiving thread
 
     def watch(self, selector: selectors.BaseSelector, call: Callable[[], object]) -> None:
-        """Call ``call`` on the thread that waits on a selector whenever events, or the end, can be received."""
+        """Call ``call`` on a selector's thread whenever events, or the end of the stream, can be received."""
         self.on_ready = call
         if self._exchange not in selector.get_map():
             selector.register(self._exchange, selectors.EVENT_READ, self._exchange.dispatch)
@@ -132,7 +133,7 @@ class Stream:
             self._exchange.announce(self)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to ``timeout`` seconds (None: no limit) for data or the end; return whether there is data."""
+        """Wait up to ``timeout`` seconds (None: no limit) for data or the end. Return whether there is data."""
         with self._changed:
             self._changed.wait_for(lambda: self._arrived or self._is_at_end, timeout)
             return bool(self._arrived)
@@ -141,7 +142,7 @@ class Stream:
         """Wait up to ``timeout`` seconds (None: no limit) and return some of the events, possibly none.
 
         Raises:
-            ChannelClosedError: The other end has closed, and all it sent was returned.
+            ChannelClosedError: The other end has closed, and everything it sent was returned.
         """
         with self._changed:
             if not self.wait(timeout):
@@ -161,7 +162,7 @@ class Stream:
     # ---- the exchange's thread
 
     def take(self, message: bytes) -> None:
-        """Handle a message of the peer; one that is not of this protocol ends the stream."""
+        """Handle a message from the peer. A message that violates the protocol ends the stream."""
         with self._changed:
             if len(message) < HEADER.size:
                 self.ended = True
@@ -179,19 +180,20 @@ class Stream:
 
     def _accept(self, data: bytes) -> None:
         self._received += len(data)
-        if self._received - self._taken > WINDOW + CHUNK:  # more than is allowed without an acknowledgement
+        # The peer has sent more than it may without an acknowledgement.
+        if self._received - self._taken > WINDOW + CHUNK:
             self.ended = True
         elif data and not self._closed:
             self._arrived.append(data)
 
     def lose(self) -> None:
-        """End the stream: the peer is gone."""
+        """End the stream, because the peer is gone."""
         with self._changed:
             self.ended = self.lost = self._peer_ended = self._end_sent = True
             self._changed.notify_all()
 
     def step(self, now: float) -> int:
-        """Send what the window allows, and this end's end; return the number of bytes."""
+        """Send the data that the window allows, then this end's end. Return the number of bytes."""
         with self._changed:
             before = self._sent
             if self.ended or (self._closed and now >= self._deadline):
@@ -207,7 +209,7 @@ class Stream:
             return self._sent - before
 
     def ping(self) -> None:
-        """Send a message without data: a ROUTER notices that a peer is gone when it sends to it."""
+        """Send a message without data. A ROUTER notices that a peer is gone only when it sends to the peer."""
         with self._changed:
             self._send_one()
 
@@ -227,21 +229,21 @@ class Stream:
         return data
 
     def is_over(self, now: float) -> bool:
-        """Return whether the stream needs its connection no more."""
+        """Return whether the stream no longer needs its connection."""
         return self._closed and self._end_sent and (self._peer_ended or now >= self._deadline)
 
 
 class Exchange(ABC):
-    """A thread that carries the streams of one ZeroMQ socket; no other thread uses the socket.
+    """A thread that carries the streams of one ZeroMQ socket. No other thread uses the socket.
 
     A selector can wait for what arrives (`fileno`), and then calls `dispatch`.
 
     Args:
         name: Name of the thread.
-        pace: Of wake-ups that carry little: each costs several times what a short message costs.
+        pace: Limits wake-ups that carry little data, because each costs several times as much as a short message.
 
     Attributes:
-        changed: Notified when a stream has changed; guards all of them.
+        changed: Notified when a stream has changed. It guards all of them.
     """
 
     def __init__(self, name: str, pace: RateLimiter) -> None:
@@ -251,7 +253,7 @@ class Exchange(ABC):
         self._wake, self._ready = WakeDescriptor(), WakeDescriptor()
         self._handle(self._wake.fileno(), self._wake.clear)
         self._due: set[Stream] = set()
-        self._arrived: dict[Stream, None] = {}  # in their order
+        self._arrived: dict[Stream, None] = {}  # In order of arrival.
         self._next_tick = 0.0
         self._pace, self._carried = pace, 0
         self._linger = FLUSH_SECONDS
@@ -260,21 +262,24 @@ class Exchange(ABC):
     # ---- any thread
 
     def request_step(self, stream: Stream) -> None:
-        """Have the thread call ``stream.step``; an interrupt of the caller leaves no lock taken."""
+        """Make the thread call ``stream.step``.
+
+        No lock is used, so an interrupt of the caller cannot leave one held.
+        """
         self._due.add(stream)
         self._wake.set()
 
     def announce(self, stream: Stream) -> None:
-        """Have `dispatch` call ``stream.on_ready``."""
+        """Make `dispatch` call ``stream.on_ready``."""
         if stream.on_ready is not None:
             self._arrived[stream] = None
             self._ready.set()
 
     def after_close(self) -> None:
-        """Called when a stream was closed."""
+        """Called after a stream was closed."""
         return
 
-    # ---- the thread that receives
+    # ---- the receiving thread
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when `dispatch` should be called."""
@@ -295,7 +300,7 @@ class Exchange(ABC):
     # ---- the exchange's thread
 
     def _handle(self, source: Any, call: Callable[[], None]) -> None:
-        """Call ``call`` whenever a ZeroMQ socket or a descriptor can be read."""
+        """Call ``call`` whenever a ZeroMQ socket or a descriptor is readable."""
         self._handlers[source] = call
         self._poller.register(source, zmq.POLLIN)
 
@@ -320,7 +325,7 @@ class Exchange(ABC):
             self._destroy(self._linger)
 
     def _take(self, stream: Stream, message: bytes) -> None:
-        """Give a stream a message."""
+        """Deliver a message to a stream."""
         self._carried += max(0, len(message) - HEADER.size)
         stream.gone = False
         stream.take(message)
@@ -335,7 +340,7 @@ class Exchange(ABC):
         self.announce(stream)
 
     def _destroy(self, seconds: float) -> None:
-        """Close all sockets; messages that have not left have so many seconds."""
+        """Close all sockets. Messages still in transit get ``seconds`` to leave."""
         self._context.destroy(linger=int(1000 * seconds))
         self._wake.close()
         self._ready.close()
@@ -350,23 +355,26 @@ class Exchange(ABC):
 
     @abstractmethod
     def _tick(self) -> None:
-        """Check for peers that are gone: every `TICK_SECONDS`, and soon after the end of a connection."""
+        """Check for lost peers. Called every `TICK_SECONDS`, and soon after the end of a connection."""
 
 
 # ---- the keys of both ends (CurveZMQ, ZeroMQ RFC 26), and the options of their sockets
 #
 # The keys are derived from the run's secret, and no key is ever sent: an end without the secret can neither connect nor
-# be connected to. libzmq authenticates both ends, encrypts with keys that are new for each connection, and ends a
+# accept connections. libzmq authenticates both ends, encrypts with keys that are new for each connection, and ends a
 # connection whose peer does not answer.
 
 SECRET_BYTES = 32
 MESSAGE_BYTES = (1 << 18) + 64
 """The longest message."""
 KEEP_ALIVE = (5.0, 15.0)
-"""libzmq asks a silent peer every so many seconds, and ends the connection of one that does not answer for so long:
-torch's defaults for ``keep_alive_interval``, and for that times ``keep_alive_max_attempt``."""
+"""The interval of libzmq's heartbeats, and the silence after which it ends a connection, in seconds.
+
+These are torch's defaults for ``keep_alive_interval``, and for ``keep_alive_interval`` times
+``keep_alive_max_attempt``.
+"""
 _MAX_SECONDS = 3276.0
-"""libzmq keeps the sum of both in 16 bits, as tenths of a second."""
+"""libzmq stores the sum of both in 16 bits, in tenths of a second."""
 
 
 def new_secret() -> bytes:
@@ -385,31 +393,31 @@ class Keys(NamedTuple):
 
 @functools.lru_cache(maxsize=16)
 def derive_keys(secret: bytes) -> Keys:
-    """Derive both ends' keys from the secret, with scrypt (RFC 7914): guesses at a short secret are expensive."""
+    """Derive both ends' keys from the secret. Scrypt (RFC 7914) makes guesses at a short secret expensive."""
     data = hashlib.scrypt(secret, salt=b"notebook_accelerate/2", n=1 << 14, r=8, p=1, dklen=64)
     kernel, host = z85.encode(data[:32]), z85.encode(data[32:])
     return Keys(zmq.curve_public(kernel), kernel, zmq.curve_public(host), host)
 
 
 def configure(zmq_socket: Any, keep_alive: tuple[float, float]) -> None:
-    """Set what the sockets of both ends have in common."""
-    zmq_socket.sndhwm = zmq_socket.rcvhwm = 0  # no mark: streams have windows
+    """Set the options that the sockets of both ends share."""
+    zmq_socket.sndhwm = zmq_socket.rcvhwm = 0  # No high-water mark, because streams have windows.
     zmq_socket.maxmsgsize = MESSAGE_BYTES
     interval, silent = (max(1, int(1000 * min(seconds, _MAX_SECONDS))) for seconds in keep_alive)
     zmq_socket.setsockopt(zmq.HEARTBEAT_IVL, interval)
     zmq_socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silent)
-    # A peer with other settings follows these; the next question may be an interval away.
+    # A peer with other settings adopts these. The next heartbeat may be an interval away.
     zmq_socket.setsockopt(zmq.HEARTBEAT_TTL, silent + interval)
 
 
 # ---- batches of small messages
 
 SMALL = 1 << 14
-"""Bytes that never wait for others to be handled with them."""
+"""Work of this many bytes or more is never delayed."""
 
 
 class RateLimiter:
-    """Delays a steady flow of small pieces of work, so that they are done in batches; the first few are not delayed.
+    """Delays a steady flow of small pieces of work, so that they are done in batches. The first few are not delayed.
 
     Args:
         seconds: Average seconds between two pieces of work.
@@ -424,7 +432,7 @@ class RateLimiter:
         """Wait until the next piece of work is due, if the last one was small.
 
         Args:
-            size: Bytes of the last piece of work; from `SMALL` on it is followed by the next one at once.
+            size: Bytes of the last piece of work. If it is `SMALL` or more, the next one follows immediately.
         """
         if not 0 < size < SMALL:
             return
