@@ -1,4 +1,4 @@
-"""Limits what a run sends to the front end, and what it leaves in the notebook's file."""
+"""Limit the output that a run sends to the front end and leaves in the notebook's file."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry import DisplayEvent
 
 BURST_BYTES, BYTES_PER_SECOND = 2_500_000, 300_000
-"""Limits of what the front end receives: Jupyter's server drops output above 1 MB/s, and 100 MB crash a browser."""
+"""Limits for the front end. Jupyter's server drops output above 1 MB/s, and 100 MB crash a browser."""
 HEAD_BYTES, TAIL_BYTES = 120_000, 40_000
-"""Bytes of a run's text that the notebook's file keeps: the first lines, and the last ones."""
+"""Bytes of a run's text that the notebook's file keeps, for the first and the last lines."""
 MAX_TAIL_CHARS = 2_000
-"""Longer lines among the last ones are cut."""
+"""Longer lines are truncated if they are among the last ones."""
 _BYTES_PER_LINE = 12
-"""What a notebook's file adds to each line: quotes, a comma, the indentation."""
+"""Bytes that each line adds to a notebook's file: quotes, a comma, the indentation."""
 MAX_WAITING_CHARS = BURST_BYTES
-"""Most characters of the displays that wait; others are left out."""
+"""Maximum characters of queued displays. Displays beyond it are dropped."""
 
 
 class OutputBudget:
-    """What may be sent now. One output may exceed it: the later ones wait until that is made up for."""
+    """The amount of output that may be sent now. An output may exceed it, and later ones then wait for the balance."""
 
     def __init__(self) -> None:
         self._left, self._time = float(BURST_BYTES), time.monotonic()
 
     @property
     def left(self) -> int:
-        """The characters that may be sent now; none are left at 0 or below."""
+        """The number of characters that may be sent now. At 0 or below, nothing may be sent."""
         now = time.monotonic()
         self._left = min(BURST_BYTES, self._left + (now - self._time) * BYTES_PER_SECOND)
         self._time = now
         return int(self._left)
 
     def spend(self, characters: int) -> None:
-        """Count what was sent, or would have been."""
+        """Subtract characters that were sent or dropped."""
         self._left = max(-float(BURST_BYTES), self._left - characters)
 
 
 class HeadAndTail:
-    """Divides a run's text into its first lines, its last lines, and what is left out between them.
+    """Divides a run's text into its first lines, its last lines, and the omitted lines between them.
 
     Attributes:
         changed: Whether there are new last lines since `tail` was called.
@@ -56,7 +56,7 @@ class HeadAndTail:
         self.changed = False
 
     def head(self, text: str) -> str:
-        """Return the lines of a text that are still among the first ones; the others are kept for `tail`.
+        """Return the lines of a text that are still among the first ones. The others are kept for `tail`.
 
         Args:
             text: Complete lines.
@@ -71,7 +71,7 @@ class HeadAndTail:
         return first
 
     def tail(self) -> str:
-        """Return the number of lines that are left out, and the last lines; "" without any."""
+        """Return the number of omitted lines followed by the last lines, or "" if there are no such lines."""
         self.changed = False
         if not self._lines:
             return ""
@@ -88,7 +88,7 @@ class HeadAndTail:
         self.changed = True
         recent = text[-TAIL_BYTES:]
         if len(recent) < len(text):
-            # The first line of these is cut; where it is the only one, its beginning is shown.
+            # The first line of this part is cut off. If it is the only one, its beginning is shown instead.
             begin = text.find("\n", len(text) - len(recent), -1) + 1 or text.rfind("\n", 0, -1) + 1
             recent = text[begin:]
             self._left_out += text.count("\n", 0, begin)
@@ -102,12 +102,12 @@ class HeadAndTail:
 
 
 def notebook_bytes(text: str) -> int:
-    """Return about how many bytes a text takes in a notebook's file."""
+    """Return the approximate size of a text in a notebook's file, in bytes."""
     return len(json.dumps(text, ensure_ascii=False).encode(errors="replace")) + _BYTES_PER_LINE * text.count("\n")
 
 
 class WaitingDisplays:
-    """The displays that wait for the budget: of each display id the latest state."""
+    """The displays that wait for the budget. Only the latest state of each display id is kept."""
 
     def __init__(self) -> None:
         self._events: dict[str, DisplayEvent] = {}
@@ -119,7 +119,7 @@ class WaitingDisplays:
         return bool(self._events)
 
     def put(self, event: DisplayEvent) -> None:
-        """Keep a display for later, instead of its earlier state; leave it out if too much waits."""
+        """Queue a display in place of its earlier state, or drop it if too much is queued."""
         identity, size = event.display_id, display_size(event)
         before = self._events.pop(identity or "", None)
         if before is not None:
@@ -134,25 +134,25 @@ class WaitingDisplays:
         self._size += size
 
     def take(self) -> DisplayEvent:
-        """Return the display that has waited longest."""
+        """Remove and return the display that has waited longest."""
         event = self._events.pop(next(iter(self._events)))
         self._size -= display_size(event)
         return event
 
     def first_shown(self, event: DisplayEvent) -> DisplayEvent:
-        """Return an event whose display exists: the update of one that was left out shows it."""
+        """Return an event whose display exists. If the display was dropped, its update shows it instead."""
         if event.update and event.display_id in self._never_shown:
             self._never_shown.discard(event.display_id or "")
             return replace(event, update=False)
         return event
 
     def waits(self, event: DisplayEvent) -> bool:
-        """Whether an earlier state of a display waits."""
+        """Return whether an earlier state of a display is queued."""
         return event.display_id in self._events
 
 
 def display_size(event: DisplayEvent) -> int:
-    """Return about how many characters a display has as JSON."""
+    """Return the approximate size of a display as JSON, in characters."""
     return _size(event.data) + _size(event.metadata)
 
 

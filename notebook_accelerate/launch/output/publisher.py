@@ -1,4 +1,4 @@
-"""Publishes the labelled lines and displays of ranks under the cell of the launch."""
+"""Publish the labelled lines and displays of ranks under the cell of the launch."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry import DisplayEvent
 
 FLUSH_SECONDS = 0.1
-"""The shortest time between two messages to the front end, which draws the page once for each."""
+"""Minimum seconds between two messages to the front end, which draws the page once for each message."""
 MAX_BAR_CHARS = 1_000
-"""Longer progress bars are cut: all of them are sent again whenever one changes."""
+"""Longer progress bars are truncated, because all of them are sent again whenever one changes."""
 TAIL_SECONDS = 0.5
-"""The shortest time between two redraws of the last lines of much output."""
+"""Minimum seconds between two redraws of the last lines of long output."""
 PROGRESS_SECONDS = 0.2
-"""The shortest time between two redraws of progress bars."""
+"""Minimum seconds between two redraws of progress bars."""
 
 
 def line_label(template: str | None, rank: int, local_rank: int) -> str:
-    """Return the prefix of a rank's lines: from the user's template, or "[rank 1] " without one."""
+    """Return the prefix of a rank's lines, from the user's template or, without one, "[rank 1] "."""
     if template is None:
         return f"[rank {rank}] "
     return string.Template(template).safe_substitute(role_name="default", rank=rank, local_rank=local_rank)
@@ -51,14 +51,14 @@ class Publisher(ABC):
         self._bars: dict[int, str] = {}
         self._bars_changed = False
         self._bars_due = 0.0
-        self._cleared: dict[int, str] = {}  # what has changed and has not been drawn
+        self._cleared: dict[int, str] = {}  # Changes that are still to be drawn.
 
     @abstractmethod
     def _write(self, stream: str, text: str) -> None:
         """Write text to "stdout" or "stderr"."""
 
     def show_under(self, cell: Any) -> None:
-        """Show further output under the cell with the execute request ``cell``; no effect outside a notebook."""
+        """Show further output under the cell with the execute request ``cell``. No effect outside a notebook."""
         return
 
     @abstractmethod
@@ -66,7 +66,7 @@ class Publisher(ABC):
         """Show a rich output."""
 
     def _draw_bars(self, text: str) -> None:
-        """Show the progress bars of all ranks in one output that is redrawn; no effect outside a notebook."""
+        """Show the progress bars of all ranks in one output that is redrawn. No effect outside a notebook."""
         return
 
     def _draw_cleared(self, rank: int, text: str) -> None:
@@ -74,7 +74,7 @@ class Publisher(ABC):
         return
 
     def cleared_lines(self, rank: int, text: str, label: str) -> None:
-        """Show all lines of a rank since its last call of ``clear_output``, instead of those before; "": none."""
+        """Show all lines of a rank since its last ``clear_output``, in place of earlier ones ("" for no lines)."""
         self._last_label = ""
         self._cleared[rank] = label + text.replace("\n", "\n" + label) if text else ""
 
@@ -89,7 +89,7 @@ class Publisher(ABC):
         self._pending.append((stream, label + text.replace("\n", "\n" + label) + "\n"))
 
     def bar(self, rank: int, text: str, label: str) -> None:
-        """Show the lines of ``text`` as the progress bars of ``rank``; "" removes them."""
+        """Show the lines of ``text`` as the progress bars of ``rank``. An empty text removes them."""
         if text:
             bars = [bar if len(bar) <= MAX_BAR_CHARS else bar[:MAX_BAR_CHARS] + " …" for bar in text.split("\n")]
             self._bars[rank] = "\n".join(label + bar for bar in bars)
@@ -98,7 +98,7 @@ class Publisher(ABC):
         self._bars_changed = True
 
     def seconds_until_due(self) -> float | None:
-        """Return the seconds until ``flush`` is due; None: nothing is pending."""
+        """Return the seconds until ``flush`` is due, or None if nothing is pending."""
         due = [self._due] if self._pending else []
         if self._bars_changed or self._cleared:
             due.append(self._bars_due)
@@ -139,14 +139,14 @@ class TextPublisher(Publisher):
 
 
 class NotebookPublisher(Publisher):
-    """Publishes under the cell of the launch, from any thread, also after that cell has ended.
+    """Publishes under the cell of the launch, from any thread and even after that cell has finished.
 
-    Of much text the cell shows the first lines, and the last ones in an output that is redrawn.
+    If there is a lot of text, the cell shows the first lines, and the last ones in an output that is redrawn.
 
     Args:
         kernel: The ipykernel of this process.
         run_id: The run's number.
-        text: Whether the text of ranks is shown there; their displays are in any case.
+        text: Whether to show the text of ranks in the cell. Their displays are always shown.
     """
 
     redraws = True
@@ -183,7 +183,7 @@ class NotebookPublisher(Publisher):
         self._cleared_shown.clear()
 
     def _send(self, kind: str, content: dict[str, Any], topic: str) -> None:
-        # Sent through the session: OutStream would add it to the cell that is running now.
+        # Send through the session, because OutStream would add the text to the cell that is running now.
         socket, ident = self._kernel.iopub_socket, topic.encode()
         self._kernel.session.send(socket, kind, content, parent=self._parent, ident=ident)
 
@@ -207,7 +207,7 @@ class NotebookPublisher(Publisher):
         self._budget.spend(display_size(event))
         try:
             self._send_display(event.data, event.metadata, event.display_id, update=event.update)
-        except Exception as error:  # noqa: BLE001 - whatever a front end's encoder raises for a user's value
+        except Exception as error:  # noqa: BLE001 - a front end's encoder may raise any error for a user's value
             self.lines("stderr", f"a display cannot be shown: {describe_error(error, 200)}", label)
 
     def _send_display(self, data: Any, metadata: Any, display_id: str | None, *, update: bool) -> None:
@@ -217,7 +217,7 @@ class NotebookPublisher(Publisher):
 
     def _draw_bars(self, text: str) -> None:
         if text and self._budget.left <= 0:
-            self._bars_changed = True  # they are drawn later; that they have ended is shown now
+            self._bars_changed = True  # Draw them later. Their removal, however, is shown immediately.
             return
         self._budget.spend(len(text))
         self._send_display({"text/plain": text}, {}, self._bars_id, update=self._bars_shown)
@@ -225,7 +225,7 @@ class NotebookPublisher(Publisher):
 
     def _draw_cleared(self, rank: int, text: str) -> None:
         if text and self._budget.left <= 0:
-            self._cleared.setdefault(rank, text)  # drawn later
+            self._cleared.setdefault(rank, text)  # Draw the lines later.
             return
         self._budget.spend(len(text))
         identity = f"{self._bars_id}-cleared-{rank}"
@@ -247,7 +247,7 @@ class NotebookPublisher(Publisher):
         self._tail_shown = True
 
     def flush(self, *, force: bool = False) -> None:
-        """Show what is due; with ``force`` also report how many displays were left out."""
+        """Show pending output that is due. With ``force``, also report how many displays were dropped."""
         super().flush(force=force)
         if self._text.changed and (force or time.monotonic() >= self._tail_due):
             self._draw_tail()
@@ -268,9 +268,9 @@ def publisher_for(run_id: int, *, text: bool = True) -> Publisher:
 
     Args:
         run_id: The run's number.
-        text: Whether a notebook's cell shows the text of ranks; outside a notebook it is shown in any case.
+        text: Whether a notebook's cell shows the text of ranks. Outside a notebook, the text is always shown.
     """
     kernel = running_kernel()
     if kernel is not None and type(sys.stdout).__module__.startswith("ipykernel"):
         return NotebookPublisher(kernel, run_id, text=text)
-    return TextPublisher()  # also in a kernel with a captured sys.stdout
+    return TextPublisher()  # Also used in a kernel whose sys.stdout is captured.

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 MAX_CLEARED_CHARS = 10_000
-"""Longer text after ``clear_output`` is not replaced by the next call: each line that comes sends all of it again."""
+"""Longer text after ``clear_output`` is not replaced by the next call, because every new line sends all of it again."""
 MAX_HELD_BYTES = 4 << 20
-"""Output behind a mark whose display does not arrive is held up to this size."""
+"""Maximum bytes held back behind a mark whose display does not arrive."""
 
 
 class _Stream:
@@ -26,8 +26,8 @@ class _Stream:
 
     Attributes:
         unread: The bytes behind the mark.
-        mark: The number of the mark that is reached; None: the next one has not been read.
-        ended: Whether nothing follows.
+        mark: The number of the mark that was reached, or None until the next one is read.
+        ended: Whether the stream has reached its end.
     """
 
     def __init__(self) -> None:
@@ -40,14 +40,14 @@ class _Stream:
 class RankOutput:
     """Passes the lines of a rank to the store, and lines, bars and displays to the publisher.
 
-    Lines arrive by pipes, and displays by the rank's channel. For each display there is a mark in both streams: the
-    display is shown when both are there, and what follows the marks after the display.
+    Lines arrive over pipes, and displays over the rank's channel. Each display has a mark in both streams. It is shown
+    when both marks have arrived, followed by the output behind the marks.
 
     Args:
         rank: Global index.
         label: The prefix of its lines.
-        keep: Called with rank, stream and lines, joined by line breaks.
-        publisher: Shows them.
+        keep: Called with the rank, the stream and the lines, joined by line breaks.
+        publisher: Shows the lines.
     """
 
     def __init__(self, rank: int, label: str, keep: Callable[[int, str, str], None], publisher: Publisher) -> None:
@@ -56,8 +56,8 @@ class RankOutput:
         self._displays: dict[int, DisplayEvent] = {}
         self._last_shown = 0
         self._displays_arrive = True
-        self._cleared: list[str] | None = None  # the lines since clear_output; None: it has not been called
-        self._replaces = False  # whether the next output replaces them
+        self._cleared: list[str] | None = None  # The lines since clear_output, or None before its first call.
+        self._replaces = False  # Whether the next output replaces these lines.
 
     def feed(self, name: str, data: bytes) -> None:
         """Process bytes received from a stream."""
@@ -70,7 +70,7 @@ class RankOutput:
         self._draw_bars()
 
     def display(self, event: DisplayEvent) -> None:
-        """Show a display, as soon as its marks are reached."""
+        """Show a display as soon as its marks are reached."""
         if not event.mark or not self._streams:
             self._show(event)
             return
@@ -79,28 +79,28 @@ class RankOutput:
         self._draw_bars()
 
     def settle(self) -> None:
-        """Show what waits for a mark, or for a display, that has been lost."""
+        """Show output that waits for a lost mark or display."""
         self._read(wait=False)
         self._show_displays(max(self._displays, default=0))
 
     def expect_no_displays(self) -> None:
-        """Wait for no display any more: the channel by which they arrive cannot be read."""
+        """Stop waiting for displays, because the channel that transmits them cannot be read."""
         self._displays_arrive = False
         self.settle()
 
     def finish(self, name: str | None = None) -> None:
-        """Process the end of a stream, or of all: its last line is complete without a line break."""
+        """Process the end of one stream, or of all. The last line is complete even without a line break."""
         for each, stream in self._streams.items():
             stream.ended = stream.ended or name in (None, each)
         if name is None:
             self.settle()
-            self._keep = _ignore  # a cycle of references, which would keep the results of the run
+            self._keep = _ignore  # Break a reference cycle, which would keep the results of the run alive.
         else:
             self._read(wait=self._displays_arrive)
         self._draw_bars()
 
     def _read(self, *, wait: bool) -> None:
-        """Publish up to the next mark of each stream, then the display, and so on."""
+        """Publish up to the next mark of each stream, then the display, and repeat."""
         while True:
             for name, stream in list(self._streams.items()):
                 if stream.mark is None:
@@ -129,7 +129,7 @@ class RankOutput:
     def _show(self, event: DisplayEvent) -> None:
         if event.clear:
             self._clear(wait=event.clear == "wait")
-        elif event.data:  # otherwise it could not be sent
+        elif event.data:  # Without data, the display could not be sent.
             if self._replaces and not event.update:
                 self._clear(wait=False)
             self._publisher.display(event, self._label)
@@ -143,14 +143,14 @@ class RankOutput:
             return
         lines = [text] if self._replaces else [*self._cleared, text]
         if sum(map(len, lines)) > MAX_CLEARED_CHARS:
-            self._cleared, self._replaces = None, False  # it stays
+            self._cleared, self._replaces = None, False  # Keep the text and stop replacing it.
             self._publisher.lines(name, text, self._label)
             return
         self._cleared, self._replaces = lines, False
         self._publisher.cleared_lines(self._rank, "\n".join(lines), self._label)
 
     def _clear(self, *, wait: bool) -> None:
-        """Let what follows replace the lines since the last call: the next output if ``wait``, else at once."""
+        """Replace the lines since the last call, when the next output arrives if ``wait``, or immediately."""
         if not self._publisher.redraws:
             return
         self._replaces = wait
@@ -165,4 +165,4 @@ class RankOutput:
 
 
 def _ignore(_rank: int, _stream: str, _text: str) -> None:
-    """Takes the place of what keeps the lines of a rank that has ended."""
+    """Replaces the callback that keeps lines, after the end of the rank."""

@@ -1,4 +1,4 @@
-"""Cell outputs that any thread may replace later, also after the cell has ended."""
+"""Cell outputs that any thread may replace later, even after the cell has finished."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 from notebook_accelerate.launch.output.running_cell import parent_message, running_kernel
 
-# ---- outputs of marimo's cells, which have no display ids: a thread of marimo's replaces the output of its cell
+# ---- outputs of marimo's cells, which have no display ids, so that one of marimo's threads replaces the cell's output
 
 _PAUSE = 0.5
-"""Seconds between two looks at whether the cell was executed again."""
+"""Seconds between two checks whether the cell was executed again."""
 
 
 class MarimoOutput:
@@ -32,32 +32,32 @@ class MarimoOutput:
     def __init__(self, marimo: Any) -> None:
         self._marimo = marimo
         self._bundles: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        # Here, on the thread of the cell: a thread of marimo's belongs to the cell that has created it.
+        # Create it here, on the cell's thread, because a marimo thread belongs to the cell that created it.
         self._thread = marimo.Thread(target=self._replace, name="notebook-accelerate-marimo", daemon=True)
         self._started = False
 
     def show(self, data: dict[str, Any]) -> None:
-        """Show the HTML of a MIME bundle in place of the previous one; safe from any thread."""
+        """Show the HTML of a MIME bundle in place of the previous one. Safe to call from any thread."""
         if "text/html" not in data:
             return
         if not self._started:
             self._started = True
             self._thread.start()
-        if self._thread.is_alive():  # it ends when the cell is executed again
+        if self._thread.is_alive():  # The thread ends when the cell is executed again.
             self._bundles.put(data)
 
     def leave(self, data: dict[str, Any]) -> None:
-        """Do nothing: there is no live view that would need a form beside it."""
+        """Do nothing, because there is no live view that would need a static form."""
 
     def end(self, data: dict[str, Any]) -> None:
-        """Show a final bundle; returns when marimo has it, so that it precedes the end of the cell."""
+        """Show a final bundle. Return when marimo has received it, so that it precedes the end of the cell."""
         self.show(data)
         self._bundles.put(None)
         if self._started:
             self._thread.join(timeout=5.0)
 
     def _replace(self) -> None:
-        while not self._thread.should_exit:  # set when the cell is executed again
+        while not self._thread.should_exit:  # Set when the cell is executed again.
             try:
                 data = self._bundles.get(timeout=_PAUSE)
             except queue.Empty:
@@ -68,45 +68,45 @@ class MarimoOutput:
 
 
 def marimo_output() -> MarimoOutput | None:
-    """Return the output of the running cell of marimo; None elsewhere. Does not import marimo."""
+    """Return the output of marimo's running cell, or None elsewhere. Does not import marimo."""
     marimo = sys.modules.get("marimo")
     return MarimoOutput(marimo) if marimo is not None and marimo.running_in_notebook() else None
 
 
 NOTHING: dict[str, Any] = {"text/plain": ""}
-"""An empty output: outputs cannot be removed."""
+"""An empty output, because outputs cannot be removed."""
 
 
 class _Output:
-    """One output: the first bundle displays it, later ones replace its content."""
+    """An output. The first bundle displays it, and later ones replace its content."""
 
     def __init__(self) -> None:
         self._transient = {"display_id": f"notebook-accelerate-{uuid.uuid4().hex}"}
         self.shown = False
 
     def send(self, kernel: Any, parent: Any, data: dict[str, Any]) -> None:
-        # Sent through the session: display() would add it to the cell that is running now.
+        # Send through the session, because display() would add the output to the cell that is running now.
         kind = "update_display_data" if self.shown else "display_data"
         content = {"data": data, "metadata": {}, "transient": self._transient}
-        # Front ends find the output to replace by its display id; clients without a front end only read messages of
-        # the running cell.
+        # Front ends find the output to replace by its display id. Clients without a front end only read messages of the
+        # running cell.
         message = _running_cell(kernel, parent) if self.shown else parent
         self.shown = True
         session = kernel.session
         frames = session.serialize(session.msg(kind, content, parent=message), ident=f"display.{kind}".encode())
-        # A copy: session.send sends large messages without one, which fails in the middle of the message once pyzmq's
-        # exit handler has run, and the rest of it would then be the begin of the next message.
+        # Copy the data: session.send sends large messages without copying, which fails in the middle of a message after
+        # pyzmq's exit handler has run. The rest would then be read as the start of the next message.
         kernel.iopub_socket.send_multipart(frames, copy=True)
 
 
 def _running_cell(kernel: Any, default: Any) -> Any:
-    """Return the execute request of the running cell, or of the last one; ``default`` if there is none."""
+    """Return the execute request of the running cell, or of the last one, or ``default`` without a request."""
     latest = kernel.get_parent() or {}
     return latest if (latest.get("header") or {}).get("msg_type") == "execute_request" else default
 
 
 class CellOutput:
-    """An output of the running cell, and one beside it with a form that needs no kernel.
+    """An output of the running cell, and a second one with a static form that needs no kernel.
 
     Args:
         kernel: The ipykernel of this process.
@@ -127,25 +127,25 @@ class CellOutput:
 
     @property
     def notebook_cell(self) -> str:
-        """The id of the notebook's cell; "" if the front end does not send it."""
+        """The id of the notebook's cell, or "" if the front end does not send it."""
         return str(((self.parent or {}).get("metadata") or {}).get("cellId", ""))
 
     @property
     def interactive(self) -> bool:
-        """Whether the client that executes the cell takes input. Front ends do; nbclient and papermill do not."""
+        """Whether the client that executes the cell accepts input. Front ends do; nbclient and papermill do not."""
         return bool(((self.parent or {}).get("content") or {}).get("allow_stdin", True))
 
     def show(self, data: dict[str, Any]) -> None:
-        """Show a MIME bundle, which replaces the previous one."""
+        """Show a MIME bundle in place of the previous one."""
         self._output.send(self._kernel, self.parent, data)
 
     def leave(self, data: dict[str, Any]) -> None:
-        """Show a bundle beside the live one: a notebook whose kernel was killed keeps it."""
+        """Show a static bundle in addition to the live one. A notebook whose kernel was killed keeps it."""
         self._beside.send(self._kernel, self.parent, data)
 
     def end(self, data: dict[str, Any]) -> None:
-        """Show a final bundle, and nothing beside it."""
-        if self._beside.shown:  # first, so that the two forms are never shown together
+        """Show a final bundle, and clear the static one."""
+        if self._beside.shown:  # Clear it first, so that the two forms are never shown together.
             self.leave(NOTHING)
         self.show(data)
 
@@ -156,7 +156,7 @@ _at_exit: dict[Output, Callable[[], dict[str, Any]]] = {}
 
 
 def leave_at_exit(output: Output, static: Callable[[], dict[str, Any]]) -> None:
-    """Let ``output`` show ``static()`` when the kernel exits: a live view without a kernel is an error message."""
+    """Show ``static()`` in ``output`` when the kernel exits. Without a kernel, the live view is an error message."""
     if not _at_exit:
         atexit.register(_show_static_forms)
     _at_exit[output] = static
@@ -169,11 +169,11 @@ def forget(output: Output) -> None:
 
 def _show_static_forms() -> None:
     for output, static in list(_at_exit.items()):
-        with suppress(Exception):  # the kernel exits: an error could not be shown
+        with suppress(Exception):  # The kernel is exiting, so an error could not be shown.
             output.end(static())
 
 
 def here() -> Output | None:
-    """Return an output of the running cell; None outside a notebook."""
+    """Return an output of the running cell, or None outside a notebook."""
     kernel = running_kernel()
     return CellOutput(kernel) if kernel is not None else marimo_output()

@@ -1,4 +1,4 @@
-"""Which kernel this is, and under which cell it shows what a launch prints."""
+"""Find the kernel of this process, and the cell that shows what a launch prints."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ _published_under: ContextVar[Any] = ContextVar("published_under", default=None)
 
 @contextmanager
 def published_under(message: Any) -> Iterator[None]:
-    """Show the launches inside a with block under another cell than the running one.
+    """Show launches in the with block under another cell than the running one.
 
     Args:
-        message: The execute request of that cell: a click in a panel belongs to the cell that shows the panel.
+        message: The execute request of that cell. For example, a click in a panel belongs to the cell that shows the
+            panel.
     """
     token = _published_under.set(message)
     try:
@@ -29,11 +30,11 @@ def published_under(message: Any) -> Iterator[None]:
 
 
 def parent_message(kernel: Any) -> Any:
-    """Return the execute request of the running cell; ipykernel 6 and 7 both have ``get_parent``."""
+    """Return the execute request of the running cell. ``get_parent`` exists in both ipykernel 6 and 7."""
     return _published_under.get() or kernel.get_parent()
 
 
 def running_kernel() -> Any | None:
-    """Return the ipykernel of this process; None in a terminal, a script or a test."""
+    """Return the ipykernel of this process, or None in a terminal, a script or a test."""
     kernel = getattr(ipython_shell(), "kernel", None)
     return kernel if hasattr(kernel, "iopub_socket") else None

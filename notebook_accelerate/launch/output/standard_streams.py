@@ -1,4 +1,4 @@
-"""Writes to the kernel's standard streams, which the user may have replaced by any object."""
+"""Write to the kernel's standard streams, which the user may have replaced by any object."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 class StandardStream:
-    """A standard stream of the kernel; writing to it never raises.
+    """A standard stream of the kernel. Writing to it never raises.
 
-    The stream may be None (pythonw, some servers), an object with `write` only, of an encoding that lacks characters,
-    or broken. Characters that it cannot encode are escaped; a stream that raises is not used again.
+    The stream may be None (pythonw, some servers), broken, an object that only has `write`, or use an encoding that
+    lacks characters. Characters that it cannot encode are escaped. A stream that raises is not used again.
 
     Args:
         stream: The stream.
@@ -23,7 +23,7 @@ class StandardStream:
         self._broken = False
 
     def write(self, text: str) -> None:
-        """Write and flush a text; does nothing if the stream is closed or missing."""
+        """Write and flush a text. Do nothing if the stream is closed or missing."""
         stream = self._stream
         if stream is None or self._broken:
             return
@@ -42,12 +42,12 @@ class StandardStream:
 
     def _warn(self, error: Exception) -> None:
         text = f"sys.{self._name} raised {type(error).__name__}: {error}; run.logs() returns the ranks' output"
-        with suppress(Exception):  # warnings are errors here, or are written to the same stream
+        with suppress(Exception):  # Warnings may be configured to raise errors, or be written to this stream.
             warnings.warn(text, stacklevel=3)
 
 
 def escape(text: str, stream: Any) -> str:
-    """Return a text with escapes in place of the characters that a stream cannot encode."""
+    """Return a text with escapes in place of characters that a stream cannot encode."""
     encoding = getattr(stream, "encoding", None)
     encoding = encoding if isinstance(encoding, str) else "ascii"
     try:

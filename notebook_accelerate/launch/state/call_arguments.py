@@ -1,4 +1,4 @@
-"""The call that a run launched: its arguments for tables of runs, and references to repeat it with ``run.resume()``."""
+"""The launched call: its arguments for tables of runs, and references that let ``run.resume()`` repeat it."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from notebook_accelerate.errors import LaunchError
 
 Plain = bool | int | float | str | None
 MAX_ARGUMENTS = 40
-"""Arguments, and entries of settings among them, that are kept."""
+"""Maximum number of arguments that are kept, counting the entries of settings."""
 MAX_CHARS = 120
 MAX_DEPTH = 3
 
 
 def call_arguments(function: Callable[..., Any], arguments: Sequence[Any]) -> dict[str, Plain]:
-    """Return the arguments of a call by the names of their parameters; defaults are included.
+    """Return the arguments of a call by parameter name, including defaults.
 
-    Dicts, namespaces and dataclasses become one entry per value, such as ``config.lr``. Of other objects the class is
-    kept; the values of names such as ``api_key`` are hidden.
+    Dicts, namespaces and dataclasses become one entry per value, such as ``config.lr``. Other objects are represented
+    by their class. The values of names such as ``api_key`` are hidden.
 
     Args:
         function: The function.
         arguments: Its positional arguments.
     """
-    if (known := getattr(function, "plain_arguments", None)) is not None:  # pickled by another process
+    # The function was pickled by another process.
+    if (known := getattr(function, "plain_arguments", None)) is not None:
         return dict(known)
     try:
         bound = inspect.signature(function).bind(*arguments)
-    except (TypeError, ValueError):  # it does not take them, which the ranks report; or it has no signature
+    # The function has no signature, or does not accept the arguments, which the ranks will report.
+    except (TypeError, ValueError):
         named: dict[str, Any] = {str(index): value for index, value in enumerate(arguments)}
     else:
         bound.apply_defaults()
@@ -53,7 +55,7 @@ def _plain(name: str, value: Any, depth: int) -> Iterator[tuple[str, Plain]]:
         yield name, HIDDEN
     elif value is None or type(value) in (bool, int, float):
         yield name, value
-    elif isinstance(value, int | float):  # as numpy's float64 and enums
+    elif isinstance(value, int | float):  # For example numpy's float64, or enums.
         yield name, float(value)
     elif isinstance(value, str):
         yield name, _short(hide_credentials(value))
@@ -86,11 +88,11 @@ def _short(text: str) -> str:
 
 _VALUES = (type(None), bool, int, float, complex, str, bytes)
 _MAX_SIZE = 10_000
-"""Characters or bytes of a text that is kept itself."""
+"""Maximum length of a text that is stored by value."""
 
 
 class RunCall:
-    """Refers to a launched function and its arguments, weakly if they are objects, so that the call can be repeated.
+    """References to a launched function and its arguments, weak ones for objects, that allow repeating the call.
 
     Args:
         function: The launched function.
@@ -106,7 +108,7 @@ class RunCall:
         """Return the function and its arguments.
 
         Args:
-            name: The function's name, for the error.
+            name: The function's name, for the error message.
 
         Raises:
             LaunchError: The user has deleted one of them.
@@ -116,7 +118,7 @@ class RunCall:
         gone += [f"argument {index}" for index, value in enumerate(arguments) if value is _GONE]
         if gone:
             raise LaunchError(
-                f"{' and '.join(gone)} of the run exist no more; pass them: notebook_launcher({name}, args, resume=run)"
+                f"the run no longer has {' and '.join(gone)}; pass them: notebook_launcher({name}, args, resume=run)"
             )
         return function, tuple(arguments)
 
@@ -125,7 +127,7 @@ _GONE: Any = object()
 
 
 def _reference(value: Any) -> Callable[[], Any]:
-    """Return a function that returns the value, or `_GONE` once the user has deleted it."""
+    """Return a function that returns the value, or `_GONE` after the user has deleted the value."""
     if type(value) in _VALUES and (not isinstance(value, (str, bytes)) or len(value) <= _MAX_SIZE):
         return lambda: value
     if type(value) is tuple and len(value) <= _MAX_SIZE:

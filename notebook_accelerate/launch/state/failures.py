@@ -1,4 +1,4 @@
-"""Builds failures from reports and exits of ranks, and finds out which was first."""
+"""Build failures from reports and exits of ranks, and find out which of them was first."""
 
 from __future__ import annotations
 
@@ -28,32 +28,33 @@ if TYPE_CHECKING:
 
 
 UNPICKLE_SECONDS = 2.0
-"""Seconds that all exceptions of a run together may take to be unpickled."""
+"""Time limit for unpickling all exceptions of a run together."""
 _PEER_LOST = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|Socket Timeout|connectFullMesh|recvValue failed|"
     r"failed to recv|caused pair closure|[Tt]imed out waiting|NCCL error|ncclRemoteError|gloo.*(closed|reset)",
 )
-"""Messages of torch in a rank whose peer is lost."""
+"""Messages of torch in a rank that has lost a peer."""
 _UNKNOWN_EXIT = "; its exit status is unknown, because the kernel ignores SIGCHLD or one of its threads called os.wait"
 
 
 class ExceptionLoader:
     """Unpickles the exceptions that the ranks of one run sent, within ``UNPICKLE_SECONDS`` for all of them.
 
-    Usually all ranks raise the same exception: with a limit for each, slow ones would delay the run by the number of
-    ranks.
+    Usually all ranks raise the same exception. With one limit per exception, slow ones would delay the run in
+    proportion to the number of ranks.
     """
 
     def __init__(self) -> None:
         self._left = UNPICKLE_SECONDS
 
     def load(self, payload: bytes) -> tuple[BaseException | None, str]:
-        """Return an exception object, or None and why it cannot be unpickled.
+        """Return an exception object, or None and the reason why it cannot be unpickled.
 
-        Its class may do anything when it is unpickled, on a thread of its own: the run's thread must not wait for it.
+        Unpickling runs on a separate thread, because it may run any code of the exception's class, and the run's thread
+        must not wait for that.
         """
         if self._left <= 0:
-            return None, f"not unpickled: those of other ranks took {UNPICKLE_SECONDS:g} s"
+            return None, f"not unpickled: the exceptions of other ranks took {UNPICKLE_SECONDS:g} s"
         found: list[tuple[BaseException | None, str]] = []
         thread = threading.Thread(
             target=lambda: found.append(_unpickled(payload)), name="notebook-accelerate-exception", daemon=True
@@ -65,7 +66,7 @@ class ExceptionLoader:
         if found:
             return found[0]
         self._left = 0.0
-        return None, f"the exception takes more than {UNPICKLE_SECONDS:g} s to be unpickled"
+        return None, f"unpickling the exception takes more than {UNPICKLE_SECONDS:g} s"
 
 
 def _unpickled(payload: bytes) -> tuple[BaseException | None, str]:
@@ -88,10 +89,10 @@ def from_event(rank: int, event: FailureEvent, exceptions: ExceptionLoader) -> R
         message = f"the function called sys.exit({code})"
     if note:
         message += f"  ({note})"
-    # isinstance would ask the class of the exception, which may fail.
+    # isinstance would query the class of the exception, which may fail.
     if exception is not None and issubclass(
         type(exception), NotebookAccelerateError
-    ):  # exceptions of the user keep their arguments
+    ):  # Exceptions of the user keep their arguments unchanged.
         exception.args = tuple(
             tracebacks.name_cells(part) if isinstance(part, str) else part for part in exception.args
         )
@@ -99,7 +100,7 @@ def from_event(rank: int, event: FailureEvent, exceptions: ExceptionLoader) -> R
 
 
 LARGE_SHARE = 0.5
-"""A rank that held this share of the machine's memory was likely killed for it."""
+"""A rank that held this share of the machine's memory was probably killed for it."""
 
 
 def from_exit(rank: int, end: Exit, *, oom_kills: int | None, channel_error: str = "") -> RankFailure:
@@ -108,9 +109,9 @@ def from_exit(rank: int, end: Exit, *, oom_kills: int | None, channel_error: str
     Args:
         rank: Global index.
         end: How its process ended.
-        oom_kills: How many processes the out-of-memory killer of the rank's machine has ended during the run; None:
-            the system does not say.
-        channel_error: Why nothing was read from its channel at the end; "" where everything was.
+        oom_kills: How many processes the out-of-memory killer of the rank's machine has killed during the run, or None
+            if unknown.
+        channel_error: Why its channel could not be read completely, or "".
     """
     now = steady_time.now()
     if end.lost:
@@ -128,7 +129,7 @@ def from_exit(rank: int, end: Exit, *, oom_kills: int | None, channel_error: str
 
 
 def exit_text(end: Exit) -> str:
-    """Return how a process ended, as "exit 0", "exit unknown", "SIGKILL" or "lost"."""
+    """Return how a process ended: "exit 0", "exit unknown", "SIGKILL" or "lost", for example."""
     if end.lost:
         return "lost"
     if end.signal is not None:
@@ -151,7 +152,7 @@ def _cause(end: Exit, oom_kills: int | None) -> str:
     hints = {
         signal.SIGSEGV: "a crash in native code; the Python stack is in its stderr",
         signal.SIGBUS: "a crash in native code, or /dev/shm is full (DataLoader workers)",
-        signal.SIGABRT: "native code gave up; its stderr says why",
+        signal.SIGABRT: "native code aborted; the reason is in its stderr",
         signal.SIGILL: "native code built for another processor",
         signal.SIGFPE: "an arithmetic fault in native code",
         signal.SIGTERM: "another process ended it",
@@ -163,7 +164,7 @@ def _cause(end: Exit, oom_kills: int | None) -> str:
 def _who_killed(oom_kills: int | None, *, large: bool) -> str:
     if oom_kills:
         return "the out-of-memory killer ended it"
-    if large:  # a killer that is no part of the system's core, such as systemd-oomd, is not counted
+    if large:  # A killer outside the kernel, such as systemd-oomd, is not counted.
         return "likely an out-of-memory killer"
     if oom_kills is None:
         return "perhaps the out-of-memory killer, perhaps another process"
@@ -175,7 +176,7 @@ def _gib(size: int) -> str:
 
 
 def oom_kill_count() -> int | None:
-    """Return how many processes of this machine and of this control group were killed for memory; None: unknown."""
+    """Return how many processes ran out of memory on this machine or in this control group, or None if unknown."""
     groups = [*control_group_files("memory.events"), *control_group_files("memory.oom_control", "memory")]
     counts = [count for path in (Path("/proc/vmstat"), *groups) if (count := _oom_kills_in(path)) is not None]
     return sum(counts) if counts else None
@@ -190,10 +191,10 @@ def _oom_kills_in(path: Path) -> int | None:
 
 
 def ordered(failures: list[RankFailure]) -> list[RankFailure]:
-    """Return the failures with the first one first and those that only followed marked as consequences.
+    """Return the failures starting with the first one, with those that only followed marked as consequences.
 
-    A rank whose peer has died often reports that before the supervisor notices the death, so time alone does not
-    decide: a lost connection counts as a consequence whenever another rank failed in another way.
+    A rank whose peer has died often reports the lost connection before the supervisor notices the death, so the time
+    alone does not decide. A lost connection counts as a consequence whenever another rank failed in another way.
     """
     lost = {id(failure): looks_like_lost_peer(failure) for failure in failures}
     by_time = sorted(failures, key=lambda failure: (lost[id(failure)], failure.time))
@@ -214,7 +215,7 @@ def looks_like_lost_peer(failure: RankFailure) -> bool:
 
 
 def _same(first: RankFailure, other: RankFailure) -> bool:
-    """Whether two ranks failed in the same way, so that neither is the other's consequence."""
+    """Return whether two ranks failed in the same way, so that neither is a consequence of the other."""
     if first.kind != other.kind:
         return False
     if first.chain and other.chain:
@@ -223,7 +224,7 @@ def _same(first: RankFailure, other: RankFailure) -> bool:
 
 
 def places(failure: RankFailure) -> tuple[tuple[str, int], ...]:
-    """Return where a failure happened: file and line of each frame of its last exception.
+    """Return the location of a failure: the file and line of each frame of its last exception.
 
     The file name of a cell differs between notebooks, so the function's name replaces it.
     """
@@ -232,7 +233,7 @@ def places(failure: RankFailure) -> tuple[tuple[str, int], ...]:
 
 
 def grouped(failures: list[RankFailure]) -> list[list[RankFailure]]:
-    """Return the failures in groups of the same traceback, in order of their first members."""
+    """Return the failures grouped by traceback, in order of their first members."""
     groups: list[list[RankFailure]] = []
     for failure in failures:
         for group in groups:
@@ -244,7 +245,7 @@ def grouped(failures: list[RankFailure]) -> list[list[RankFailure]]:
     return groups
 
 
-# ---- explanations from the last output of a rank that died in native code or lost its peer
+# ---- explanations from the last output of a rank that crashed in native code
 
 LAST_LINES = 300
 _CAUSES = (
@@ -252,15 +253,15 @@ _CAUSES = (
         re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)"),
         (
             "the ranks called a collective with different shapes or in a different order "
-            "({0} bytes came from a peer where {1} were expected)"
+            "(a peer sent {0} bytes, but {1} were expected)"
         ),
     ),
 )
-"""Messages of gloo when it aborts, and their meaning."""
+"""Messages of gloo when it aborts, with their meaning."""
 
 
 def explained(failure: RankFailure, lines: Sequence[str]) -> RankFailure:
-    """Add to a crash in native code where it happened, and the cause if it is known.
+    """Add the location to a crash in native code, and the cause if it is known.
 
     Args:
         failure: A failure.
@@ -290,7 +291,7 @@ def _place(text: str) -> FrameInfo | None:
 
 
 def with_leavers(found: Sequence[RankFailure], gone: Sequence[int]) -> list[RankFailure]:
-    """Add to a lost connection that the peer had ended normally.
+    """If the first failure is a lost connection, add that the peer had returned normally.
 
     Args:
         found: The failures, the first one first.
@@ -306,9 +307,9 @@ def with_leavers(found: Sequence[RankFailure], gone: Sequence[int]) -> list[Rank
 # ---- error messages
 
 HEADLINE_CHARACTERS = 1000
-"""Maximum length of a message's first line in a headline, and of its other lines; the report has all of it."""
+"""Maximum length of a message's first line in a headline, and of the other lines. The report shows everything."""
 MESSAGE_LINES = 20
-"""Maximum number of these other lines."""
+"""Maximum number of the other lines."""
 
 
 def headline(found: Sequence[RankFailure]) -> str:
@@ -342,7 +343,7 @@ def failed(run_id: int, state: RunState) -> RunEnded:
 
 
 def _further_lines(failure: RankFailure) -> str:
-    """Return the lines of a message after its first; many errors give their reason there."""
+    """Return the lines of a message after the first one. Many errors give their reason there."""
     lines = [f"\n  {line}" for line in failure.message.rstrip().split("\n")[1:]]
     text = "".join(lines[:MESSAGE_LINES])
     cut = len(lines) > MESSAGE_LINES or len(text) > HEADLINE_CHARACTERS
@@ -350,7 +351,10 @@ def _further_lines(failure: RankFailure) -> str:
 
 
 def system_error(error: OSError) -> BaseException:
-    """Return the error of a launch that the system refused; an OSError of the user's, without a number, stays."""
+    """Return the error of a launch that the system refused.
+
+    An OSError without a number, raised by the user, is kept.
+    """
     if error.errno is None:
         return error
     limits = {errno.EMFILE: "ulimit -n", errno.ENFILE: "sysctl fs.file-max", errno.EAGAIN: "ulimit -u"}
@@ -362,7 +366,7 @@ def system_error(error: OSError) -> BaseException:
 
 @contextmanager
 def explained_system_errors() -> Iterator[None]:
-    """Raise the OSError of a block as `system_error` returns it."""
+    """Convert an OSError raised in the block by `system_error`."""
     try:
         yield
     except OSError as error:
@@ -372,7 +376,7 @@ def explained_system_errors() -> Iterator[None]:
 
 
 def stopped(run_id: int, started: float) -> RunEnded:
-    """Return the end of a run that the user stopped; ``started`` is in seconds since the epoch."""
+    """Return the end of a run that the user stopped. ``started`` is in seconds since the epoch."""
     return RunEnded("stopped", "RunStoppedError", f"run {run_id} was stopped after {steady_time.now() - started:.1f} s")
 
 
@@ -407,6 +411,6 @@ _SOURCE_PLACE = re.compile(r"\[/\S+\.(?:cc|cpp|cu|h):\d+\] ?")
 
 
 def _short(failure: RankFailure) -> str:
-    """Return the first line of a failure's message; for a consequence, without torch's source files and advice."""
+    """Return the first line of a failure's message. For a consequence, omit torch's source files and advice."""
     text = failure.message.split("\n")[0]
     return _SOURCE_PLACE.sub("", text).split(". ")[0] if failure.consequence else text

@@ -1,7 +1,7 @@
-"""Interrupts of the main thread: waits that every SIGINT ends, and blocks that it does not cut in two.
+"""Interrupts of the main thread: waits that every SIGINT ends, and blocks that defer it.
 
-An interrupt that arrives after the interpreter's last look for signals, and before the system call that blocks, does
-not end that call: the handler would run only when something else wakes the thread. Waits are cut into slices.
+If an interrupt arrives between the interpreter's last check for signals and a blocking system call, it does not end
+that call. The handler would run only when something else wakes the thread. Waits are therefore divided into slices.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SLICE = 0.2
-"""Seconds after which a wait looks for interrupts again."""
+"""Seconds after which a wait checks for interrupts again."""
 
 
 def wait_for(event: threading.Event, timeout: float | None = None) -> bool:
-    """Wait until ``event`` is set, at most ``timeout`` seconds (None: any time); return whether it is set."""
+    """Wait until ``event`` is set, for at most ``timeout`` seconds (None: no limit). Return whether it is set."""
     if timeout is not None:
         return event.wait(timeout)
     while not event.wait(SLICE):
@@ -25,15 +25,15 @@ def wait_for(event: threading.Event, timeout: float | None = None) -> bool:
 
 
 def slice_of(left: float | None) -> float:
-    """Return how long a condition's next wait may last, of ``left`` seconds in all (None: any time)."""
+    """Return the duration of a condition's next wait, with ``left`` seconds remaining (None: no limit)."""
     return SLICE if left is None else min(left, SLICE)
 
 
 @contextmanager
 def handle_interrupts(handler: Callable[[], None]) -> Iterator[None]:
-    """Call ``handler`` for every SIGINT in the block, in place of the handler that is installed.
+    """Call ``handler`` for every SIGINT in the block, instead of the installed handler.
 
-    Only the main thread receives signals: on another one, or where SIGINT is ignored, nothing changes.
+    Only the main thread receives signals. On another thread, or if SIGINT is ignored, nothing changes.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
@@ -48,7 +48,7 @@ def handle_interrupts(handler: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def deferred_interrupts() -> Iterator[None]:
-    """Raise the KeyboardInterrupt of a SIGINT that arrives in the block at its end."""
+    """If a SIGINT arrives in the block, raise KeyboardInterrupt at the end of the block."""
     pressed: list[bool] = []
     with handle_interrupts(lambda: pressed.append(True)):
         yield

@@ -1,4 +1,4 @@
-"""The journal of a run: every event in one order, folded into a `RunState` and a `Store` as it is appended."""
+"""The journal of a run, with every event in one order. Each is folded into a `RunState` or a `Store` when appended."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Listener = Callable[[Sequence[Record]], None]
 class Journal:
     """The ordered stream of a run's events.
 
-    All events of the run itself are kept. Records of the ranks are kept in the store, within its bounds; listeners
+    All of the run's own events are kept. Records of the ranks are kept in the store, within its bounds, but listeners
     receive all of them. Any thread may append and read.
 
     Args:
-        store: Another journal's store, to share it; None creates one.
+        store: The store of another journal, to share it. None creates a new one.
 
     Attributes:
         store: Records of the ranks: metrics, progress, step times, lines of output.
@@ -39,18 +39,18 @@ class Journal:
 
     @property
     def state(self) -> RunState:
-        """The run after the last event."""
+        """The run's state after the last event."""
         return self._state
 
     @property
     def records(self) -> list[Record]:
-        """The events of the run itself, in order; their rank is `RUN`."""
+        """The run's own events, in order. Their rank is `RUN`."""
         with self._lock:
             return list(self._records)
 
     @property
     def last_time(self) -> float:
-        """When the last thing happened that the journal has, in seconds since the epoch."""
+        """The time of the last event in the journal, in seconds since the epoch."""
         with self._lock:
             last = self._records[-1].time if self._records else 0.0
         return max(last, *self.store.last_activity.values(), 0.0)
@@ -59,7 +59,7 @@ class Journal:
         """Append an event of the run, ``at`` seconds since the epoch (None: now).
 
         Raises:
-            TransitionError: The event is not allowed now; the journal is unchanged.
+            TransitionError: The event is not allowed now. The journal is unchanged.
         """
         record = Record(RUN, steady_time.now() if at is None else at, event)
         with self._lock:
@@ -77,7 +77,7 @@ class Journal:
             self._notify(records)
 
     def replay(self, records: Iterable[Record]) -> None:
-        """Append records of another journal; they keep their times."""
+        """Append records of another journal, keeping their times."""
         for record in records:
             if isinstance(record.event, RunEvent):
                 self.append(record.event, record.time)
@@ -85,7 +85,7 @@ class Journal:
                 self.add([record])
 
     def free_old_results(self) -> None:
-        """Free the results of earlier attempts and of ranks that were stopped: no rank of the run's state has them."""
+        """Free results that no rank in the run's state has: of earlier attempts, and of ranks that were stopped."""
         with self._lock:
             kept = {id(info.returned) for info in self._state.ranks}
             found = [record.event.result for record in self._records if isinstance(record.event, RankReturned)]
@@ -94,7 +94,7 @@ class Journal:
                 result.free("the results of an attempt that did not succeed were freed")
 
     def without_results(self, why: str) -> Journal:
-        """Return a copy without the ranks' results and exception objects, which shares the store.
+        """Return a copy without the ranks' results and exception objects. The copy shares the store.
 
         Args:
             why: Why the results are missing.
@@ -106,12 +106,12 @@ class Journal:
         return copied
 
     def subscribe(self, listener: Listener, *, ordered: bool = False) -> Callable[[], None]:
-        """Call ``listener(records)`` after every append, on the appending thread; return a function to unsubscribe.
+        """Call ``listener(records)`` after every append, on the appending thread. Return a function to unsubscribe.
 
         Args:
             listener: The function.
-            ordered: Call it in the order of the records, also if several threads append. It runs while the journal is
-                locked, so it must return quickly and must not fail.
+            ordered: Whether to call it in the order of the records even if several threads append. The journal is then
+                locked during the call, so the listener must return quickly and must not fail.
         """
         with self._lock:
             if ordered:
@@ -127,7 +127,7 @@ class Journal:
         return unsubscribe
 
     def locked(self) -> AbstractContextManager[Any]:
-        """Return a context in which no other thread can append: journal and store stay at one position."""
+        """Return a context that blocks appends of other threads, so that journal and store stay at one position."""
         return self._lock
 
     def _pass_on(self, records: Sequence[Record]) -> None:
@@ -138,6 +138,6 @@ class Journal:
         for listener in self._listeners:
             try:
                 listener(records)
-            except Exception as error:  # noqa: BLE001 - a view must never change a run by failing
-                with suppress(Warning):  # where warnings are errors
+            except Exception as error:  # noqa: BLE001 - a failing view must never change a run
+                with suppress(Warning):  # Warnings may be configured to raise errors.
                     warnings.warn(f"a listener failed: {type(error).__name__}: {error}", stacklevel=2)

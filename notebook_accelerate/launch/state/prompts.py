@@ -14,8 +14,10 @@ from notebook_accelerate.telemetry import InputReply, InputRequest
 from notebook_accelerate.telemetry.channel import Sender
 
 STAY_SECONDS = 1.0
-"""Seconds that a rank's debugger has for its next prompt before another rank's is shown: a command such as ``n`` may
-wait for a rank that is stopped too."""
+"""How long a rank's debugger has for its next prompt before the prompt of another rank is shown.
+
+A command such as ``n`` may wait for another rank that is stopped as well.
+"""
 
 
 @dataclass
@@ -27,8 +29,8 @@ class Prompt:
         request: The rank's request.
         channel: The channel to the rank.
         on_answer: Called with the rank as soon as the prompt is answered here.
-        seen: Whether the user has seen what the rank wrote before it.
-        over: Whether the rank does not wait for it any more.
+        seen: Whether the user has seen the rank's output before the prompt.
+        over: Whether the rank no longer waits for an answer.
     """
 
     rank: int
@@ -40,22 +42,23 @@ class Prompt:
 
     @property
     def of_debugger(self) -> bool:
-        """Whether it is the prompt of a debugger."""
+        """Whether this is the prompt of a debugger."""
         return self.request.kind == "debugger"
 
     def answer(self, text: str | None) -> None:
-        """Send the line; None means end of file. Does nothing if the rank has ended meanwhile."""
+        """Send the line, or end of file if it is None. Do nothing if the rank has already ended."""
         self.on_answer(self.rank)
         with suppress(ChannelClosedError):
             self.channel.send(InputReply(text, self.request.number))
 
 
 class PromptQueue:
-    """The open prompts of a run, at most one per rank; safe from any thread.
+    """The open prompts of a run, at most one per rank. Safe to use from any thread.
 
     Attributes:
-        shown_in_cell: Whether a cell that waits for its ranks shows their prompts, besides ``wait`` and ``debug``.
-        on_change: Called when what is open changes, on any thread.
+        shown_in_cell: Whether a cell that waits for its ranks shows their prompts, in addition to ``wait`` and
+            ``debug``.
+        on_change: Called on any thread when the open prompts change.
     """
 
     def __init__(self) -> None:
@@ -79,25 +82,25 @@ class PromptQueue:
             self._note_change()
 
     def give_back(self, prompt: Prompt) -> None:
-        """Return a prompt that was taken and not answered, unless its rank does not wait for it any more."""
+        """Return a prompt that was taken but not answered to the queue, if its rank still waits for it."""
         with self._changed:
             if self._last.get(prompt.rank) is prompt and not prompt.over:
                 self._open[prompt.rank] = prompt
                 self._note_change()
 
     def stay_with(self, rank: int) -> None:
-        """Take the next prompts from this rank, as long as its debugger holds it and asks in time."""
+        """Prefer this rank for the next prompts until its debugger releases it or stops asking."""
         with self._changed:
             self._current, self._stay_until = rank, time.monotonic() + STAY_SECONDS
             self._changed.notify_all()
 
     def current(self, default: int) -> int:
-        """Return the rank whose prompts are taken first, if a debugger holds it; ``default`` otherwise."""
+        """Return the preferred rank if a debugger holds it, or ``default``."""
         with self._changed:
             return self._current if self._current is not None and self._current in self._debugged else default
 
     def drop(self, rank: int) -> None:
-        """Remove the prompt of a rank that has ended, or that its debugger has released."""
+        """Remove the prompt of a rank that exited or was released by its debugger."""
         with self._changed:
             self._open.pop(rank, None)
             self._last.pop(rank, None)
@@ -105,7 +108,7 @@ class PromptQueue:
             self._note_change()
 
     def withdraw(self, rank: int, number: int) -> None:
-        """Remove prompt ``number`` of a rank that does not wait for it any more: answered, or ended by an interrupt."""
+        """Remove prompt ``number`` of a rank that no longer waits for it, because it was answered or interrupted."""
         with self._changed:
             last = self._last.get(rank)
             if last is not None and last.request.number == number:
@@ -114,14 +117,14 @@ class PromptQueue:
                 self._note_change()
 
     def close(self) -> None:
-        """End all waits for prompts: the run has ended."""
+        """End all waits for prompts, because the run is over."""
         with self._changed:
             self._closed = True
             self._endings += 1
             self._note_change()
 
     def reopen(self) -> None:
-        """Accept prompts again: ranks are held after the end of the run."""
+        """Accept prompts again, because ranks are held after the end of the run."""
         with self._changed:
             self._closed = False
 
@@ -135,12 +138,12 @@ class PromptQueue:
             return sorted(self._debugged)
 
     def is_open(self, rank: int) -> bool:
-        """Whether a rank has an open prompt."""
+        """Return whether a rank has an open prompt."""
         with self._changed:
             return rank in self._open
 
     def open_prompts(self) -> list[Prompt]:
-        """Return the open prompts, by rank."""
+        """Return the open prompts, sorted by rank."""
         with self._changed:
             return [self._open[rank] for rank in sorted(self._open)]
 
@@ -153,16 +156,17 @@ class PromptQueue:
     ) -> Prompt | None:
         """Wait for a prompt and take it.
 
-        With several debuggers open, the prompts of one are taken until it lets its rank go on; see `stay_with`.
+        If several debuggers are open, the prompts of one of them are taken until it lets its rank continue; see
+        `stay_with`.
 
         Args:
-            timeout: Seconds; None waits until the run ends.
+            timeout: Seconds, or None to wait until the run ends.
             rank: Take only prompts of this rank, and only while its debugger holds it.
-            among: Take only prompts of these ranks; None means all.
-            until: Ends the wait where it returns true; called again after every change.
+            among: Take only prompts of these ranks. None means all ranks.
+            until: Ends the wait when it returns True. It is called after every change.
 
         Returns:
-            The prompt; None when the time is over, the run has ended, or the debugger has released ``rank``.
+            The prompt, or None after the timeout, at the end of the run, or when the debugger has released ``rank``.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
@@ -178,7 +182,7 @@ class PromptQueue:
             return None
 
     def await_prompt(self, rank: int, timeout: float) -> Prompt | None:
-        """Return the next prompt of ``rank``'s debugger without taking it; None when there is none in time."""
+        """Return the next prompt of ``rank``'s debugger without taking it, or None after the timeout."""
         deadline = time.monotonic() + timeout
         with self._changed:
             while not self._closed and not self._let_go(rank) and (left := deadline - time.monotonic()) > 0:

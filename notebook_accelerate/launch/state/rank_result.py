@@ -1,4 +1,4 @@
-"""What a rank's function returned: unpickled when it is first read, in the reader's thread."""
+"""The value that a rank's function returned. It is unpickled when it is first read, in the reader's thread."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from notebook_accelerate.telemetry.results import ResultFiles
 from notebook_accelerate.telemetry.tracebacks import describe_error
 
 MAX_ESTIMATED = 10_000
-"""Objects whose sizes are added for an estimate."""
+"""Maximum number of objects whose sizes are added for an estimate."""
 
 
 class RankResult:
-    """The return value of a rank; any thread may read it.
+    """The return value of a rank. Any thread may read it.
 
-    Unpickling runs code of the value's classes, which may fail, end the process or take long: it happens where the
-    value is read, not on the supervisor's thread.
+    Unpickling runs code of the value's classes, which may fail, end the process or take long. It therefore happens on
+    the thread that reads the value, not on the supervisor's thread.
 
     Args:
-        load: Returns the value; called once, again if it fails.
-        nbytes: Bytes that the value takes about; None: those of the value that ``load`` returns.
+        load: Returns the value. Called once, or again after a failure.
+        nbytes: Approximate size of the value in bytes. None: estimate it from the value that ``load`` returns.
         rank: Global index, for error messages.
-        advice: What to return in place of a value that cannot be read.
-        pickled: Returns the value's pickle, for `load_bytes`, until the value is read; None: there is none.
+        advice: What to return instead of a value that cannot be read.
+        pickled: Returns the value's pickle, for `load_bytes`, until the value is read. None if there is no pickle.
     """
 
     def __init__(
@@ -47,19 +47,19 @@ class RankResult:
         self._pickled = pickled
         self._rank, self._advice, self._freed = rank, advice, ""
         self._value: Any = None
-        self._loading = threading.RLock()  # held for as long as unpickling takes
-        self._lock = threading.Lock()  # held for moments: the supervisor's thread takes it
+        self._loading = threading.RLock()  # Held during unpickling, which may take long.
+        self._lock = threading.Lock()  # Held only briefly, because the supervisor's thread uses it too.
         self._nbytes = nbytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the value takes about."""
+        """Approximate size of the value in bytes."""
         if self._nbytes is None:
             self._nbytes = estimated_bytes(self.read())
         return self._nbytes
 
     def pickled(self, most: int) -> bytes | None:
-        """Return the pickle of a value that was not read yet; None where there is none of up to ``most`` bytes."""
+        """Return the pickle of an unread value, or None if it is missing or larger than ``most`` bytes."""
         with self._lock:
             pickled, nbytes = self._pickled, self._nbytes
         return pickled() if pickled is not None and nbytes is not None and nbytes <= most else None
@@ -68,8 +68,8 @@ class RankResult:
         """Return the value.
 
         Raises:
-            SerializationError: It cannot be read; a later call tries again.
-            ResultsFreedError: It was freed.
+            SerializationError: The value cannot be read. A later call tries again.
+            ResultsFreedError: The value was freed.
         """
         with self._loading:
             with self._lock:
@@ -97,17 +97,20 @@ class RankResult:
             ) from error
 
     def free(self, reason: str) -> None:
-        """Drop the value; reading it raises an error with ``reason``. Does not wait for a thread that unpickles it."""
+        """Drop the value.
+
+        Later reads raise an error with ``reason``. Does not wait for a thread that is unpickling it.
+        """
         with self._lock:
             if self._freed:
                 return
             dropped = self._load, self._value
             self._freed, self._load, self._value = reason, None, None
             self._nbytes, self._pickled = 0, None
-        del dropped  # without the lock: deleting it may run code of the user
+        del dropped  # Delete it without the lock, because that may run the user's code.
 
     def freed(self, reason: str) -> RankResult:
-        """Return the result in its place that raises an error with ``reason``."""
+        """Return a replacement for this result that raises an error with ``reason`` when read."""
         result = RankResult(int)
         result.free(reason)
         return result
@@ -122,14 +125,14 @@ def holding(value: object) -> RankResult:
 
 
 def estimated_bytes(value: object) -> int:
-    """Return about how many bytes a value takes, from its first objects."""
+    """Return the approximate size of a value in bytes, estimated from its first objects."""
     total, left = 0, [value]
     seen: set[int] = set()
     while left and len(seen) < MAX_ESTIMATED:
         item = left.pop()
         if id(item) not in seen:
             seen.add(id(item))
-            with suppress(Exception):  # classes of the user
+            with suppress(Exception):  # Classes of the user may raise any error.
                 total += _own_bytes(item)
                 left += _parts(item)
     return total
@@ -150,7 +153,7 @@ def _parts(item: object) -> Iterable[Any]:
 
 
 def received(event: ResultEvent, descriptors: tuple[int, ...], rank: int) -> RankResult:
-    """Return the result that a rank has sent with the descriptors of its files."""
+    """Return the result that a rank has sent, given the descriptors of its files."""
     if event.error:
         return _unreadable(f"rank {rank}: {event.error}", rank)
     if event.sizes is None:
@@ -172,7 +175,7 @@ def _unreadable(text: str, rank: int) -> RankResult:
     return RankResult(refuse, rank=rank)
 
 
-# ---- how the process of a rank ended
+# ---- the end of a rank's process
 
 
 @dataclass(frozen=True)
@@ -180,10 +183,10 @@ class Exit:
     """How a process ended.
 
     Attributes:
-        code: Exit status; None when a signal ended it, or when it is not known.
-        signal: Number of the signal that ended it; None otherwise.
-        max_rss: Peak resident memory in bytes; 0 when not known.
-        lost: Why nothing is known of its end, as "node 1 (c3-n07) was lost"; "" when it is known.
+        code: Exit status, or None if a signal ended the process or the status is unknown.
+        signal: Number of the signal that ended the process, or None.
+        max_rss: Peak resident memory in bytes, or 0 if unknown.
+        lost: Why nothing is known about the end, such as "node 1 (c3-n07) was lost", or "".
     """
 
     code: int | None = None
@@ -193,6 +196,6 @@ class Exit:
 
     @classmethod
     def from_status(cls, status: int, max_rss_kib: int) -> Exit:
-        """Read what ``os.wait4`` returns."""
+        """Convert the status and the memory that ``os.wait4`` returns."""
         code = os.waitstatus_to_exitcode(status)
         return cls(code if code >= 0 else None, -code if code < 0 else None, max_rss_kib * 1024)

@@ -13,12 +13,12 @@ DEFAULT_GRACE = 5.0
 
 
 class RunCommands(Protocol):
-    """Commands to the supervisor of a run; safe from any thread, and without effect once the run is over.
+    """Commands to the supervisor of a run. Safe to call from any thread, and without effect once the run is over.
 
     Attributes:
         prompts: The ranks that wait for a line of text.
         requests: Requests to the ranks, matched with their replies.
-        refusal: Why the run cannot be stopped from here; "" where it can.
+        refusal: Why the run cannot be stopped from here, or "".
     """
 
     refusal: str
@@ -27,16 +27,16 @@ class RunCommands(Protocol):
 
     @property
     def connected(self) -> bool:
-        """Whether the process of a detached run is connected: after the run's end it may wait for space on a disk."""
+        """Whether a detached run's process is connected. After the run's end, it may still wait for space on a disk."""
 
     def stop(self, grace: float) -> None:
-        """Stop the ranks within ``grace`` seconds; a second call kills at once."""
+        """Stop the ranks within ``grace`` seconds. A second call kills them immediately."""
 
     def interrupt(self, ranks: Iterable[int]) -> None:
         """Send a KeyboardInterrupt to ranks, without ending the run."""
 
     def show_under(self, cell: object) -> None:
-        """Show later output under another cell: the one whose message is ``cell``."""
+        """Show later output under another cell, identified by its execute request ``cell``."""
 
     def hold_clock(self, rank: int) -> None:
         """Suspend the run's time limits while the user holds a rank."""

@@ -1,7 +1,7 @@
 """The events of a run's journal.
 
-The supervisor emits them; `RunState` is the fold over them. The journal also contains the telemetry events of the ranks
-(metrics, output, step times).
+The supervisor emits them, and `RunState` is the fold over them. The journal also contains the telemetry events of the
+ranks (metrics, output, step times).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 RUN = -1
-"""The rank number in records that concern the complete run."""
+"""The rank number in records that concern the whole run."""
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class RunEvent(Event):
 
 @dataclass(slots=True)
 class RunCreated(RunEvent):
-    """A launch has begun: the first event of every journal; ``arguments`` are those of the function, by name."""
+    """A launch has started. The first event of every journal; ``arguments`` are the function's, by name."""
 
     function_name: str
     arguments: dict[str, bool | int | float | str | None] = field(default_factory=dict)
@@ -37,7 +37,7 @@ class RunCreated(RunEvent):
 
 @dataclass(slots=True)
 class RunPlanned(RunEvent):
-    """The launch is planned; the ranks shown in this notebook are ``first_rank`` and the ``count - 1`` after it."""
+    """The launch is planned. This notebook shows ``count`` ranks, starting with ``first_rank``."""
 
     plan: LaunchPlan
     first_rank: int
@@ -46,7 +46,7 @@ class RunPlanned(RunEvent):
 
 @dataclass(slots=True)
 class NoteAdded(RunEvent):
-    """The launch has a remark for the user, such as a port that was taken."""
+    """The launch has a note for the user, such as a port that was taken."""
 
     text: str
 
@@ -60,7 +60,7 @@ class WarningAdded(RunEvent):
 
 @dataclass(slots=True)
 class SavingChanged(RunEvent):
-    """The run cannot be written to its folder because of ``problem``; "" when it is written again."""
+    """The run cannot be written to its folder because of ``problem``. "" means that it can be written again."""
 
     problem: str
 
@@ -77,7 +77,7 @@ class DiagnosisAdded(RunEvent):
 
 @dataclass(slots=True)
 class RunStalled(RunEvent):
-    """No rank has made progress since ``since``, in seconds since the epoch; ``cause`` says why, in a sentence."""
+    """No rank has made progress since ``since``, in seconds since the epoch. ``cause`` explains why, in a sentence."""
 
     since: float
     cause: str = ""
@@ -88,12 +88,12 @@ class RunStalled(RunEvent):
 
 @dataclass(slots=True)
 class RunMoved(RunEvent):
-    """A rank of a run that was stalled has made progress."""
+    """A rank of a stalled run has made progress."""
 
 
 @dataclass(slots=True)
 class AttemptStarted(RunEvent):
-    """All ranks are about to start; ``number`` counts from 0."""
+    """All ranks are about to start. ``number`` counts from 0."""
 
     number: int
 
@@ -117,7 +117,7 @@ class RankRunning(RunEvent):
 
 @dataclass(slots=True)
 class RankReturned(RunEvent):
-    """The function has returned ``result`` on a rank, whose process still exists."""
+    """The function has returned ``result`` on a rank. Its process still exists."""
 
     rank: int
     result: RankResult
@@ -125,7 +125,7 @@ class RankReturned(RunEvent):
 
 @dataclass(slots=True)
 class RankFailed(RunEvent):
-    """A rank has failed; its process may still exist."""
+    """A rank has failed. Its process may still exist."""
 
     failure: RankFailure
 
@@ -135,16 +135,17 @@ class RankFailed(RunEvent):
 
 @dataclass(slots=True)
 class RankStopped(RunEvent):
-    """A rank ends because it was stopped; its process may still exist."""
+    """A rank ends because it was stopped. Its process may still exist."""
 
     rank: int
 
 
 @dataclass(slots=True)
 class RankExited(RunEvent):
-    """The process of a rank has ended and is reaped.
+    """The process of a rank has exited and was reaped.
 
-    ``state`` is the rank's final state: "succeeded", "failed" or "stopped"; ``exit`` describes its end, as "exit 0".
+    ``state`` is the rank's final state: "succeeded", "failed" or "stopped". ``exit`` describes the end, for example
+    "exit 0".
     """
 
     rank: int
@@ -161,7 +162,7 @@ class RankPaused(RunEvent):
 
 @dataclass(slots=True)
 class RankResumed(RunEvent):
-    """A rank that was paused continues."""
+    """A paused rank continues."""
 
     rank: int
 
@@ -180,7 +181,7 @@ class PromptOpened(RunEvent):
 
 @dataclass(slots=True)
 class PromptClosed(RunEvent):
-    """A prompt is closed: ``answered``, or because the rank has ended or continued."""
+    """A prompt was closed, because it was ``answered``, or because the rank ended or continued."""
 
     rank: int
     answered: bool
@@ -197,7 +198,7 @@ class DebuggerLeft(RunEvent):
 class StopAdvanced(RunEvent):
     """The stop sequence has reached ``phase``, one of `STOP_PHASES`.
 
-    ``reason`` is why the ranks are stopped; "" if a rank's failure is the cause.
+    ``reason`` is why the ranks are stopped, or "" if a rank's failure is the cause.
     """
 
     phase: str
@@ -206,7 +207,7 @@ class StopAdvanced(RunEvent):
 
 @dataclass(slots=True)
 class FailuresRecorded(RunEvent):
-    """The failures of the attempt, the first one first, with explanations where they are known."""
+    """The failures of the attempt, the first one first, with explanations if they are known."""
 
     failures: Sequence[RankFailure]
 
@@ -216,7 +217,7 @@ class FailuresRecorded(RunEvent):
 
 @dataclass(slots=True)
 class AttemptEnded(RunEvent):
-    """All ranks of the attempt have ended, or are held; another attempt follows if ``restarts``."""
+    """All ranks of the attempt have ended or are held. Another attempt follows if ``restarts``."""
 
     outcome: str
     restarts: bool = False
@@ -224,11 +225,11 @@ class AttemptEnded(RunEvent):
 
 @dataclass(slots=True)
 class RunEnded(RunEvent):
-    """The run is over: "succeeded", "failed" or "stopped".
+    """The run is over.
 
     Attributes:
-        status: One of the three.
-        error: Class of the error that the run ended with, a name in `notebook_accelerate.errors`; "" without one.
+        status: "succeeded", "failed" or "stopped".
+        error: Name of the error's class in `notebook_accelerate.errors`, or "" if there was no error.
         message: The error's text.
         cause: The error of the launch itself, if there was one.
     """
@@ -246,21 +247,21 @@ class RanksReleased(RunEvent):
 
 @dataclass(slots=True)
 class RunLost(RunEvent):
-    """The process that ran the run is gone without recording its end; ``message`` says what is known."""
+    """The process that ran the run is gone without having recorded an end. ``message`` gives the details."""
 
     message: str
 
 
 @dataclass(slots=True)
 class RunContinued(RunEvent):
-    """The run goes on with the training of an earlier one, whose records up to ``until`` precede its own.
+    """The run continues the training of an earlier one, whose records up to ``until`` precede its own.
 
     Attributes:
         name: Name of the earlier run.
-        status: How it had ended.
+        status: How the earlier run ended.
         checkpoint: The checkpoint that the ranks load.
-        until: When that checkpoint was taken, in seconds since the epoch.
-        step: The last step that was logged before; None where none was.
+        until: When that checkpoint was saved, in seconds since the epoch.
+        step: The last step that was logged before the checkpoint, or None.
     """
 
     name: str

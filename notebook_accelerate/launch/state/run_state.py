@@ -1,7 +1,7 @@
 """`RunState`: the state of a run, as a pure fold over the events of its journal.
 
-The tables below list the allowed transitions. An event that a table does not allow raises `TransitionError`: its
-emitter has a bug.
+The tables below list the allowed transitions. An event that a table does not allow raises `TransitionError`, because
+its emitter has a bug.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 RUN_TRANSITIONS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "starting": frozenset({"running", "stopping", "succeeded", "failed", "stopped", "lost"}),
-        "running": frozenset({"starting", "stopping", "succeeded", "failed", "stopped", "lost"}),  # starting: a restart
-        # starting: a restart that lets a notebook join; succeeded: the ranks had just returned when it began
+        # "starting" follows at a restart.
+        "running": frozenset({"starting", "stopping", "succeeded", "failed", "stopped", "lost"}),
+        # "starting" follows at a restart that lets a notebook join. "succeeded" follows if the ranks had just returned.
         "stopping": frozenset({"starting", "succeeded", "failed", "stopped", "lost"}),
         "succeeded": frozenset(),
         "failed": frozenset(),
@@ -49,7 +50,7 @@ ATTEMPT_TRANSITIONS: Mapping[str, frozenset[str]] = MappingProxyType(
     {"none": frozenset({"running"}), "running": frozenset({"ended"}), "ended": frozenset({"running"})}
 )
 PROMPT_TRANSITIONS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {"none": frozenset({"open"}), "open": frozenset({"open", "none"})}  # a debugger prompts again for every command
+    {"none": frozenset({"open"}), "open": frozenset({"open", "none"})}  # A debugger prompts again for every command.
 )
 STOP_TRANSITIONS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
@@ -61,8 +62,11 @@ STOP_TRANSITIONS: Mapping[str, frozenset[str]] = MappingProxyType(
         "killing": frozenset(),
     }
 )
-"""Every attempt begins at "none". "settling": a rank has failed, and the others have a moment to fail or end too.
-"held": the ranks are kept unchanged for the debugger. Then SIGINT, SIGTERM and SIGKILL are sent in turn."""
+"""Every attempt starts at "none".
+
+"settling": a rank has failed, and the others have a moment to fail or finish too. "held": the ranks are kept unchanged
+for the debugger. The remaining phases send SIGINT, SIGTERM and SIGKILL in turn.
+"""
 STOP_PHASES = tuple(STOP_TRANSITIONS)
 ENDED = ("succeeded", "failed", "stopped")
 
@@ -77,14 +81,14 @@ class RankInfo:
 
     Attributes:
         rank: Global index.
-        pid: Its process id; None before it has a process.
+        pid: Its process id, or None before the process is started.
         state: "starting", "running", "succeeded", "failed", "stopped" or "lost".
-        last_step: The last step that it logged; None when it has logged none.
-        exit: How its process ended, as "exit 0" or "SIGKILL"; "" while it runs.
-        returned: Holds what the function returned; None unless it succeeded.
+        last_step: The last step that it logged, or None.
+        exit: How its process ended, such as "exit 0" or "SIGKILL", or "" while it runs.
+        returned: Holds the function's return value, or None unless the rank succeeded.
         node: Index of the machine it runs on.
-        host: Name of that machine; "" for this one.
-        exited: Whether its process has ended.
+        host: Name of that machine, or "" for this one.
+        exited: Whether its process has exited.
     """
 
     rank: int
@@ -99,23 +103,23 @@ class RankInfo:
 
     @property
     def result(self) -> Any:
-        """What the function returned, unpickled when it is first read; None unless the rank succeeded.
+        """The function's return value, unpickled when it is first read, or None unless the rank succeeded.
 
         Raises:
-            SerializationError: It cannot be brought to the kernel.
-            ResultsFreedError: It was freed.
+            SerializationError: The value cannot be transferred to the kernel.
+            ResultsFreedError: The value was freed.
         """
         return None if self.returned is None else self.returned.read()
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt to run the complete group.
+    """One attempt to run the whole group of ranks.
 
     Attributes:
-        number: From 0.
+        number: The number of the attempt, counting from 0.
         started: Seconds since the epoch.
-        ended: Seconds since the epoch; None while it runs.
+        ended: Seconds since the epoch, or None while it is running.
         outcome: "running", "succeeded", "stopped" or a text about the first failure.
     """
 
@@ -127,14 +131,14 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Break:
-    """Where a run goes on with the training of an earlier one.
+    """The point at which a run continues the training of an earlier one.
 
     Attributes:
         name: Name of the earlier run.
-        status: How it had ended.
+        status: How the earlier run ended.
         checkpoint: The checkpoint that the ranks load.
-        time: When that checkpoint was taken, in seconds since the epoch; earlier records are of the earlier run.
-        step: The last step that was logged before; None where none was.
+        time: When that checkpoint was saved, in seconds since the epoch. Earlier records belong to the earlier run.
+        step: The last step that was logged before the checkpoint, or None.
     """
 
     name: str
@@ -146,11 +150,11 @@ class Break:
 
 @dataclass(frozen=True)
 class Stall:
-    """A run of which no rank makes progress while some wait in a collective.
+    """A period in which no rank makes progress while some wait in a collective.
 
     Attributes:
         since: When the last rank made progress, in seconds since the epoch.
-        cause: Why, in a sentence; "" when it is not known.
+        cause: The cause in a sentence, or "" if it is unknown.
     """
 
     since: float
@@ -159,32 +163,32 @@ class Stall:
 
 @dataclass(frozen=True)
 class RunState:
-    """A run at one point of its journal.
+    """The state of a run at one point of its journal.
 
     Attributes:
-        started: Seconds since the epoch; 0 before the first event.
+        started: Seconds since the epoch, or 0 before the first event.
         status: A key of `RUN_TRANSITIONS`.
-        ended: Seconds since the epoch; None until the run has ended.
-        plan: The launch plan; None before it is made.
+        ended: Seconds since the epoch, or None until the end of the run.
+        plan: The launch plan, or None before it is made.
         ranks: The ranks that are shown in this notebook, in order.
-        starting: How many of them have not started to run.
+        starting: How many of these ranks are still starting.
         attempts: The attempts, the oldest first.
         arguments: The function's arguments, by name.
         failures: The failures of the last attempt, the first one first.
         stop_phase: Phase of the last attempt's stop sequence: a key of `STOP_TRANSITIONS`.
-        stop_reason: Why the ranks are stopped; "" while they are not, and if a failure is the cause.
+        stop_reason: Why the ranks are being stopped, or "" if they are not, or if a failure is the cause.
         held: Whether ranks are kept for inspection although the run has ended.
-        prompts: By rank, the number of the prompt that it waits at.
+        prompts: The number of each rank's open prompt, by rank.
         paused: The ranks that wait for ``run.resume()``.
-        notes: Remarks of the launch.
+        notes: Notes of the launch.
         warnings: Findings of the sanity checks.
-        unsaved: Why the run cannot be written to its folder; "" while it is written.
+        unsaved: Why the run cannot be written to its folder, or "" if it can.
         diagnoses: Results of automatic diagnoses, the oldest first.
-        stall: The stall that lasts; None while ranks make progress.
-        error: Class of the error that the run ended with; "" without one.
+        stall: The current stall, or None if at least one rank is making progress.
+        error: Class of the error that the run ended with, or "".
         message: The error's text.
         cause: The error of the launch itself.
-        breaks: Where it goes on with the training of earlier runs, the oldest first.
+        breaks: The points at which it continues the training of earlier runs, the oldest first.
     """
 
     started: float = 0.0
@@ -219,7 +223,7 @@ class RunState:
         """
         handler = _HANDLERS.get(type(event))
         if handler is None:
-            raise TransitionError(f"{type(event).__name__} is no event of a run")
+            raise TransitionError(f"{type(event).__name__} is not an event of a run")
         return handler(self, event, time)
 
     def rank(self, rank: int) -> RankInfo:
@@ -244,13 +248,13 @@ class RunState:
         return "running" if self.attempts[-1].ended is None else "ended"
 
     def without_results(self, why: str) -> RunState:
-        """Return the state without results and exception objects, which refer to frames and their variables."""
+        """Return the state without results and exception objects, because these refer to frames and their variables."""
         ranks = tuple(
             info if info.returned is None else replace(info, returned=info.returned.freed(why)) for info in self.ranks
         )
         return replace(self, ranks=ranks, failures=_without_exceptions(self.failures), cause=None)
 
-    # ---- one method for each event
+    # ---- one method per event
 
     def _created(self, event: events.RunCreated, time: float) -> RunState:
         self._require(not self.started, event)
@@ -350,7 +354,7 @@ class RunState:
         self._require(self.ended is None or self.held, event)
         after = replace(self, stop_phase=event.phase, stop_reason=event.reason or self.stop_reason)
         if not event.reason or self.status not in ("starting", "running") or self.stop_phase != "none":
-            return after  # a failure and its consequences are not a stop
+            return after  # A failure and its consequences do not count as a stop.
         return replace(after, status=_check("run", RUN_TRANSITIONS, self.status, "stopping"))
 
     def _failures_recorded(self, event: events.FailuresRecorded, _time: float) -> RunState:
@@ -410,7 +414,7 @@ class RunState:
         found = Break(event.name, event.status, event.checkpoint, event.until, event.step)
         return self._while_not_ended(event, breaks=(*self.breaks, found))
 
-    # ---- shared by them
+    # ---- helpers of these methods
 
     def _index(self, rank: int) -> int:
         index = rank - self.ranks[0].rank if self.ranks else -1
@@ -419,7 +423,7 @@ class RunState:
         return index
 
     def _living(self, rank: int, event: events.RunEvent) -> RankInfo:
-        """Return a rank whose process has not ended, of an attempt that runs or whose ranks are held."""
+        """Return a rank whose process is running, if the attempt is running too or its ranks are held."""
         info = self.rank(rank)
         self._require(not info.exited and (self.attempt_status == "running" or self.held), event)
         return info
@@ -440,7 +444,7 @@ class RunState:
     def _require(self, condition: bool, event: events.RunEvent) -> None:
         if not condition:
             raise TransitionError(
-                f"{event} does not fit a run that is {self.status}, its attempt {self.attempt_status}, "
+                f"{event} is not possible in a run that is {self.status}, its attempt {self.attempt_status}, "
                 f"its stop sequence at {self.stop_phase!r}"
             )
 
@@ -463,7 +467,7 @@ def _without_exceptions(found: Sequence[RankFailure]) -> tuple[RankFailure, ...]
 
 
 def _check(what: str, table: Mapping[str, frozenset[str]], before: str, after: str) -> str:
-    """Return ``after`` if the table allows that transition."""
+    """Return ``after`` if the table allows the transition to it."""
     if after not in table[before]:
         raise TransitionError(f"{what}: {before!r} to {after!r} is not allowed; allowed: {sorted(table[before])}")
     return after
@@ -504,7 +508,7 @@ _HANDLERS: dict[type[events.RunEvent], Callable[[RunState, Any, float], RunState
 
 
 class RunView(Protocol):
-    """A run, read-only; see `launch.run.Run` for the attributes."""
+    """A read-only run; see `launch.run.Run` for the attributes."""
 
     id: int
     config: LaunchConfig

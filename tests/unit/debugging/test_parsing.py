@@ -211,7 +211,7 @@ def test_a_crash_of_unlike_collectives_is_explained() -> None:
     failure = RankFailure(0, "signal", 0.0, "killed by SIGABRT (signal 6)", signal=6)
     assert failures.explained(failure, ABORTED).message == (
         "killed by SIGABRT (signal 6), at /home/me/train.py, line 3, in shapes: the ranks called a collective with "
-        "different shapes or in a different order (8 bytes came from a peer where 4 were expected)"
+        "different shapes or in a different order (a peer sent 8 bytes, but 4 were expected)"
     )
     assert failures.explained(failure, ["nothing of use"]) is failure
     raised = RankFailure(0, "exception", 0.0, "KeyError: 1")

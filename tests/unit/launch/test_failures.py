@@ -236,7 +236,7 @@ def test_all_exceptions_of_a_run_share_one_time_limit_for_unpickling(monkeypatch
     first = failures.from_event(0, _event(SlowError()), exceptions)
     second = failures.from_event(1, _event(KeyError("x")), exceptions)
     assert "the exception takes more than 0.1 s" in first.message
-    assert "KeyError: 'x'  (not unpickled: those of other ranks took 0.1 s)" in second.message
+    assert "KeyError: 'x'  (not unpickled: the exceptions of other ranks took 0.1 s)" in second.message
     assert second.exception is None
     assert isinstance(_failure(1, _event(KeyError("x"))).exception, KeyError)
 

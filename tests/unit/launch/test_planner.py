@@ -84,7 +84,7 @@ def _on_xla(chips: int, environment: dict[str, str], asked: int) -> dict[str, An
 @pytest.mark.parametrize(
     ("values", "match"),
     [
-        ({"num_processes": 2, "start_method": "inline"}, "inline.*2 were asked"),
+        ({"num_processes": 2, "start_method": "inline"}, "inline.*2 are requested"),
         ({"num_nodes": 2, "start_method": "inline"}, "inline"),
         ({"start_method": "inline", "block": False}, "cannot do block=False"),
         ({"start_method": "inline", "timeout": 3}, "cannot do timeout"),

@@ -158,7 +158,7 @@ def test_an_invalid_event_does_not_change_the_journal() -> None:
     before, count = journal.state, len(journal.records)
     with pytest.raises(TransitionError, match="'running' to 'running' is not allowed"):
         journal.append(events.RankRunning(0))
-    with pytest.raises(TransitionError, match="is no event of a run"):
+    with pytest.raises(TransitionError, match="is not an event of a run"):
         journal.append(LogEvent("stdout", "x"))  # type: ignore[arg-type]
     assert journal.state is before
     assert len(journal.records) == count
