@@ -134,7 +134,7 @@ def _open_journal(path: Path) -> BinaryIO:
     if size > MAX_READ_BYTES:
         file.close()
         raise BrokenRunError(
-            f"{path} is not a journal of a run: it has {size:,} bytes, and the limit is {MAX_READ_BYTES:,}"
+            f"{path} is not a journal of a run: it has {size:,} bytes; at most {MAX_READ_BYTES:,} are allowed"
         )
     return file
 
@@ -330,7 +330,7 @@ def _work_of(event: RunEvent, state: RunState) -> int:
     """
     if isinstance(event, RunPlanned):
         if not 0 <= event.count <= journal_format.MAX_RANKS:
-            raise ValueError(f"it has {event.count:,} ranks, and the limit is {journal_format.MAX_RANKS:,}")
+            raise ValueError(f"it has {event.count:,} ranks; at most {journal_format.MAX_RANKS:,} are allowed")
         return _RANK_WORK * event.count
     parts = (state.ranks, state.notes, state.warnings, state.diagnoses, state.attempts, state.prompts, state.paused)
     copied = sum(map(len, parts))

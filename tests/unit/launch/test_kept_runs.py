@@ -306,7 +306,7 @@ HEADER_FRAME = json.dumps(HEADER).encode()
         ([HEADER_FRAME, b'[["RunCreated", -1, "soon", {"function_name": "f"}]]'], "time"),
         ([HEADER_FRAME, b'[["RunEnded", -1, 1.0, {"status": "fine"}]]'], "RunEnded"),
         ([HEADER_FRAME, b'[["RunCreated", 7, 1.0, {"function_name": "f"}]]'], "rank 7"),
-        ([HEADER_FRAME, b'[["RankPaused"]]'], "no event"),
+        ([HEADER_FRAME, b'[["RankPaused"]]'], "not an event"),
         ([HEADER_FRAME, b'[["RankReturned", -1, 1.0, {"rank": "a"}]]'], "rank"),
         ([HEADER_FRAME, b'{"kind":"points","name":"l","rank":0,"count":9}'], "points"),
         ([HEADER_FRAME, b'{"kind":"points","name":"l","rank":99999999,"count":0}'], "curve"),

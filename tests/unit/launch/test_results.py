@@ -487,7 +487,7 @@ class _HostileError(Exception):
     ("code", "note"),
     [
         ("raise SystemExit(3)", "SystemExit: 3"),
-        ("import time; time.sleep(4)", "(takes more than|those of other ranks took) 2 s"),
+        ("import time; time.sleep(4)", "(takes more than|the exceptions of other ranks took) 2 s"),
     ],
 )
 def test_an_exception_may_run_any_code_when_it_is_unpickled(method: str, code: str, note: str) -> None:
