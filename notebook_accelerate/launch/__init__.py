@@ -1,4 +1,4 @@
-"""Launches runs. ``start`` is the entry point: it takes a configuration and a function, and returns a run."""
+"""Launch runs. ``start`` is the entry point: it takes a configuration and a function, and returns a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attaches to detached runs from any kernel of their user, lists them, and stops them."""
+"""Attach to detached runs from any kernel of their user, list them, and stop them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.interrupts import SLICE
 
 OPEN_SECONDS = 20.0
-"""Seconds that the journal of a run that has just begun has for its first events."""
+"""How long the journal of a run that has just started may take to receive its first events."""
 LISTED_RUNS = 20
-"""Most detached runs that are listed of those that have ended, the latest ones."""
+"""Maximum number of ended detached runs that are listed. The latest ones are listed."""
 _attached: dict[str, Run] = {}
-"""By folder: a run has the same number each time it is listed."""
+"""The attached runs by folder, so that a run has the same number each time it is listed."""
 _lock = threading.Lock()
 
 
@@ -34,18 +34,18 @@ def attach(name: str | PathLike[str]) -> Run:
     """Attach to a detached run from any kernel of the user that launched it.
 
     Args:
-        name: The run's name; where several had it, the last one is meant. Or its folder.
+        name: The run's name, or its folder. If several runs have the name, the last one is used.
 
     Returns:
-        The run, with everything that its ranks have logged and printed, also while no kernel was attached; it can be
-        stopped, asked, diagnosed and debugged from here. One that has ended can be read. The same kernel gets the same
-        object again.
+        The run, with everything that its ranks have logged and printed, even while no kernel was attached. It can be
+        stopped, queried, diagnosed and debugged from here. An ended run can be read. Repeated calls in a kernel return
+        the same object.
 
     Raises:
         ValueError: There is no detached run with this name.
-        LaunchError: Another user can change the records of detached runs, which are ignored.
+        LaunchError: Another user can change the records of detached runs, which are therefore ignored.
         FileNotFoundError: There is no kept run in this folder.
-        BrokenRunError: Its journal is damaged.
+        BrokenRunError: The run's journal is damaged.
     """
     folder = _folder_of(name)
     with _lock:
@@ -71,7 +71,7 @@ def _folder_of(name: str | PathLike[str]) -> Path:
 
 
 def _open(folder: Path) -> Run:
-    """Open a run that may have begun a moment ago."""
+    """Open a run that may have started only a moment ago."""
     deadline = time.monotonic() + OPEN_SECONDS
     while True:
         entry = next((entry for entry in run_directory.entries() if entry.folder == str(folder)), None)
@@ -90,7 +90,7 @@ def _open(folder: Path) -> Run:
 
 
 def detached_runs() -> list[Run]:
-    """Return the user's detached runs that can be read, the oldest first: all that live, and the last that ended."""
+    """Return the user's readable detached runs, the oldest first: all running ones, and the last that ended."""
     found, entries = [], run_directory.entries()
     listed = [entry for entry in entries if not entry.lives][-LISTED_RUNS:]
     for entry in [entry for entry in entries if entry.lives or entry in listed]:
@@ -104,8 +104,9 @@ def running_entries() -> list[DetachedEntry]:
     found = []
     for entry in run_directory.entries():
         known = _attached.get(entry.folder)
-        ended = known is not None and known.ended is not None and known.status != "lost"  # its folder may be deleted
-        # A run has its summary when it has ended; its process needs a moment more.
+        # The run's folder may have been deleted.
+        ended = known is not None and known.ended is not None and known.status != "lost"
+        # A run that has a summary is over, although its process may need a moment to exit.
         if entry.lives and not ended and read_summary(Path(entry.folder)) is None:
             found.append(entry)
     return found
@@ -118,7 +119,7 @@ def attached_runs() -> list[Run]:
 
 
 def stop_detached(grace: float) -> None:
-    """Stop the user's detached runs of this machine, all at the same time, and wait for their ends.
+    """Stop all of the user's detached runs on this machine at the same time, and wait for them to end.
 
     If a supervisor does not answer, a warning names it, and it is killed a few seconds after ``grace``.
     """
@@ -133,21 +134,21 @@ def stop_detached(grace: float) -> None:
     for thread in threads:
         while thread.is_alive():
             thread.join(SLICE)
-    run_directory.entries()  # forgets the sockets of processes that were killed
+    run_directory.entries()  # This call removes the sockets of processes that were killed.
 
 
 def _stop_read(run: Run, grace: float) -> None:
-    run.request_stop(grace)  # blocks for seconds if the supervisor does not read
+    run.request_stop(grace)  # Blocks for seconds if the supervisor does not read.
     while not run.done or run.held or run.commands.connected:
         time.sleep(0.05)
 
 
 def _stop_unread(entry: DetachedEntry, grace: float) -> None:
-    """Stop a run that cannot be read, such as one whose folder was deleted."""
+    """Stop a run that cannot be read, for example because its folder was deleted."""
     process = parse_identity(entry.process)
     try:
         client = ControlClient(Path(entry.socket), process, entry.version)
-    except BlockingIOError:  # it is suspended, and many connections wait
+    except BlockingIOError:  # The process is suspended, and many connections are waiting.
         if process is not None:
             warn(silence_text(process, grace))
             time.sleep(grace)

@@ -1,4 +1,4 @@
-"""Launches detached runs: starts the process of each, and attaches to it."""
+"""Launch detached runs: start a process for each, and attach to it."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
 
 
 START_SECONDS = 120.0
-"""Seconds that the process of a detached run has to begin: on a slow disk the imports take long."""
+"""How long the process of a detached run may take to start. On a slow disk, the imports take long."""
 FORK_SECONDS = 20.0
-"""Seconds to wait for the end of a process that did not start the run in time; then it is killed."""
+"""How long to wait for the exit of a process that did not start the run in time, before killing it."""
 CLAIM_SECONDS = 10.0
-"""Seconds to wait for a name that another process has: one whose run has ended, or whose launch is under way."""
+"""How long to wait for a name held by another process, whose run is over or whose launch is in progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DetachedOrder:
-    """The order of a detached run, for its process; the function and its arguments are in another file."""
+    """The order for the process of a detached run. The function and its arguments are in another file."""
 
     name: str
     """The run's name, which the kernel has claimed."""
@@ -64,19 +64,19 @@ class DetachedOrder:
     inherited: InheritedState
     """The state that ranks inherit from the kernel."""
     origin: dict[str, Any]
-    """Where the run is launched: the process, its folder and its notebook."""
+    """Where the run was launched: the process, its folder and its notebook."""
 
 
 def launch_detached(
     config: LaunchConfig, function: Callable[..., Any], arguments: tuple[Any, ...], resume: Run | None
 ) -> Run:
-    """Launch ``function(*arguments)`` under a process of its own, which outlives this kernel, and attach to it.
+    """Launch ``function(*arguments)`` in a separate process that outlives this kernel, and attach to it.
 
     Args:
         config: Configuration of the launch.
         function: The function.
         arguments: Its arguments.
-        resume: A kept run that has ended, whose training goes on.
+        resume: An ended kept run, whose training is continued.
 
     Raises:
         ValueError: A detached run with this name is running.
@@ -87,14 +87,14 @@ def launch_detached(
     function_name = getattr(function, "__name__", type(function).__name__)
     if resume is not None and resume.folder is None:
         raise LaunchError(
-            f"run {resume.name} is not kept in a folder, so a detached run cannot go on with it; "
+            f"run {resume.name} is not kept in a folder, so a detached run cannot continue it; "
             f"launch it with detach=False, or keep it next time: notebook_launcher(..., save='runs')"
         )
     with ExitStack() as undo:
         payload = to_file(function, arguments)
         undo.callback(os.close, payload)
         name, claimed = _claimed_name(config, function_name, resume)
-        undo.callback(os.close, claimed)  # the process of the run has a copy
+        undo.callback(os.close, claimed)  # The run's process has its own copy.
         order = DetachedOrder(
             name=name,
             config=config.changed(
@@ -125,23 +125,23 @@ def launch_detached(
 
 
 def _claimed_name(config: LaunchConfig, function_name: str, resume: Run | None) -> tuple[str, int]:
-    """Return the name of a new run, and the descriptor of its claim: no other detached run that goes on has it.
+    """Return the name of a new run, and the descriptor of its claim. No other running detached run has the name.
 
     Raises:
-        ValueError: The user has given the name of a run that goes on, or one that is not allowed.
+        ValueError: The user passed the name of a running run, or one that is not allowed.
         LaunchError: Names cannot be claimed.
     """
     given = config.name or ("" if resume is None else resume.name)
     try:
         if given:
-            config.changed(name=given)  # checks the name of a run that was opened
+            config.changed(name=given)  # Checks the name, because the run to resume may have been opened from a file.
             return given, _claim(given)
         while True:
             name = default_name(function_name, next_number())
             if name not in _running_names() and (claimed := run_directory.claim_name(name)) is not None:
                 return name, claimed
     except OSError as error:
-        raise LaunchError(f"the detached run cannot be found later: {error}") from error
+        raise LaunchError(f"the detached run could not be found later: {error}") from error
 
 
 def _claim(name: str) -> int:
@@ -161,7 +161,7 @@ def _running_names() -> set[str]:
 
 
 def _origin() -> dict[str, Any]:
-    """Return where a run is launched, as its user knows the place."""
+    """Return the place where a run is launched: process id, working directory and notebook."""
     found: dict[str, Any] = {"pid": os.getpid()}
     with suppress(OSError):
         found["folder"] = str(Path.cwd())
@@ -171,7 +171,7 @@ def _origin() -> dict[str, Any]:
 
 
 def _start(order: int, payload: int, claimed: int) -> dict[str, Any]:
-    """Start the process of a run and return its answer: the run's folder, or an error."""
+    """Start the process of a run and return its answer, which is the run's folder or an error."""
     ours, theirs = socket.socketpair()
     with ours, TemporaryFile() as log:
         try:
@@ -186,12 +186,13 @@ def _start(order: int, payload: int, claimed: int) -> dict[str, Any]:
         try:
             answer = _answer(ours)
         finally:
-            if answer is None:  # the launch was interrupted, or has taken too long
+            if answer is None:  # The launch was interrupted, or took too long.
                 with suppress(OSError):
                     ours.send(b"cancel")
             try:
-                process.wait(FORK_SECONDS if answer is None else None)  # it has forked the process that stays
-            except subprocess.TimeoutExpired:  # it is suspended
+                # It exits after forking the process that runs the ranks.
+                process.wait(FORK_SECONDS if answer is None else None)
+            except subprocess.TimeoutExpired:  # The process is suspended.
                 process.kill()
                 process.wait()
         if answer is None:
@@ -200,7 +201,10 @@ def _start(order: int, payload: int, claimed: int) -> dict[str, Any]:
 
 
 def _answer(connection: socket.socket) -> dict[str, Any] | None:
-    """Wait for the answer of the process, in slices that an interrupt ends; None where it ends without one."""
+    """Wait for the process's answer, in slices so that an interrupt can end the wait.
+
+    Return None if it exits without one.
+    """
     connection.settimeout(SLICE)
     deadline, data = time.monotonic() + START_SECONDS, b""
     while b"\n" not in data and time.monotonic() < deadline:
@@ -211,6 +215,6 @@ def _answer(connection: socket.socket) -> dict[str, Any] | None:
         if not received:
             break
         data += received
-    line, end, _ = data.partition(b"\n")  # an error may follow the folder, which the run has by itself
+    line, end, _ = data.partition(b"\n")  # An error may follow the folder, but the run records that error itself.
     found: dict[str, Any] | None = json.loads(line) if end else None
     return found

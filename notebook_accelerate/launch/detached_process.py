@@ -1,4 +1,4 @@
-"""The process of a detached run: it launches the run, and lives as long as its ranks."""
+"""The process of a detached run. It launches the run and exits after its ranks."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.run import Run
 
 HELD_SECONDS = 3600
-"""Seconds that the ranks of a failed run are held for the debugger while no kernel is attached."""
+"""How long the ranks of a failed run are held for the debugger while no kernel is attached."""
 HELD_VARIABLE = "NOTEBOOK_ACCELERATE_HELD_SECONDS"
-"""Variable of the kernel that launches the run: another number of seconds."""
+"""A variable of the launching kernel that overrides this number of seconds."""
 
 
 def main(order: int, payload: int, answer: int, claimed: int) -> None:
-    """Launch a run and return when its ranks have ended.
+    """Launch a run and return when its ranks have finished.
 
     Args:
         order: Descriptor of the file with the `DetachedOrder`.
         payload: Descriptor of the file with the function and its arguments.
-        answer: Descriptor of the socket to the kernel that launches it.
-        claimed: Descriptor of the claim of the run's name.
+        answer: Descriptor of the socket to the launching kernel.
+        claimed: Descriptor of the claim on the run's name.
     """
     if os.fork():
-        os._exit(0)  # the kernel waits for this process; the other one is nobody's child
+        os._exit(0)  # The kernel waits for this process. The forked one no longer has a parent that waits for it.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.set_inheritable(claimed, False)
     cells.renew_main()
@@ -61,10 +61,10 @@ class DetachedRun:
     """Supervises one run.
 
     Args:
-        order: What to launch.
+        order: The order to launch the run.
         payload: Descriptor of the function and its arguments.
-        kernel: The connection to the kernel that launches it.
-        claimed: Descriptor of the claim of the run's name.
+        kernel: The connection to the launching kernel.
+        claimed: Descriptor of the claim on the run's name.
     """
 
     def __init__(self, order: DetachedOrder, payload: int, kernel: socket.socket, claimed: int) -> None:
@@ -94,7 +94,7 @@ class DetachedRun:
         self._end()
 
     def _serve(self, run: Run) -> None:
-        """Serve kernels from now on, and answer the one that launches the run.
+        """Serve kernels from now on, and answer the launching kernel.
 
         Raises:
             LaunchError: Kernels could not find the run.
@@ -103,7 +103,7 @@ class DetachedRun:
             self._service = ControlService(run, self._path)
             run_directory.add_entry(self._entry(run))
         except OSError as error:
-            raise LaunchError(f"the detached run cannot be found later: {error}") from error
+            raise LaunchError(f"the detached run could not be found later: {error}") from error
         threading.Thread(target=self._watch_kernel, args=(run,), daemon=True).start()
         self._answer({"folder": str(run.folder)})
         _discard_output()
@@ -123,7 +123,7 @@ class DetachedRun:
         )
 
     def _watch_kernel(self, run: Run) -> None:
-        """Stop the run where its launch is interrupted; that kernel may also end, or be done."""
+        """Stop the run if its launch is interrupted. The launching kernel may also exit, or close the connection."""
         with suppress(OSError):
             if self._kernel.recv(16) == b"cancel":
                 run.request_stop(grace=1.0)
@@ -133,7 +133,7 @@ class DetachedRun:
             self._kernel.sendall(json.dumps(answer).encode() + b"\n")
 
     def _wait(self, run: Run) -> None:
-        """Wait for the end of the run, and as long as a kernel uses ranks that are held after a failure."""
+        """Wait for the end of the run, and then while a kernel uses ranks that are held after a failure."""
         run.add_done_callback(lambda _: self._over.set())
         wait_for(self._over)
         self._release_name()
@@ -163,12 +163,12 @@ def held_seconds() -> int:
     """
     seconds = environ.integer(HELD_VARIABLE, HELD_SECONDS)
     if seconds is None or seconds < 0:
-        raise ValueError(f"{HELD_VARIABLE}={seconds} is not allowed; set seconds of at least 0, as {HELD_SECONDS}")
+        raise ValueError(f"{HELD_VARIABLE}={seconds} is not allowed; set at least 0 seconds, such as {HELD_SECONDS}")
     return seconds
 
 
 def _discard_output() -> None:
-    """Write nothing to the log of the start any more, a file that nobody can read: the run's journal has its output."""
+    """Stop writing to the start-up log, which no one can read. The run's journal contains its output."""
     sys.stdout.flush()
     null = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):

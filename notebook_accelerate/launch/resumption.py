@@ -1,4 +1,4 @@
-"""Goes on with the training of a run that has ended: its newest complete checkpoint, and its history."""
+"""Continue the training of an ended run, from its newest complete checkpoint and with its history."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from notebook_accelerate.telemetry.store import Record
 
 @dataclass(frozen=True)
 class Resumption:
-    """How a run goes on with an earlier one.
+    """How a run continues an earlier one.
 
     Attributes:
         run: The earlier run.
-        checkpoint: The checkpoint; None where it has none that is complete.
-        frames: Its history up to that checkpoint, as frames of a journal.
+        checkpoint: The checkpoint, or None if the run has no complete one.
+        frames: The history up to that checkpoint, as frames of a journal.
     """
 
     run: Run
@@ -32,10 +32,10 @@ class Resumption:
     frames: tuple[bytes, ...]
 
     def add_history(self, journal: Journal) -> None:
-        """Add the history to the journal of the new run, and where it breaks."""
+        """Add the history to the new run's journal, followed by the point at which the new run continues."""
         earlier = self.run
         if self.checkpoint is None:
-            text = f"run {earlier.name} has no complete checkpoint to go on from: the training begins again"
+            text = f"run {earlier.name} has no complete checkpoint to continue from: the training starts again"
             journal.append(NoteAdded(text))
             return
         history = JournalContents(journal=Journal(journal.store), header={"kind": "header"})
@@ -48,7 +48,7 @@ class Resumption:
         path = self.checkpoint.path
         journal.append(RunContinued(earlier.name, earlier.status, path, self.checkpoint.time, step))
         at = f" (step {step})" if step is not None and step >= 0 else ""
-        journal.append(NoteAdded(f"goes on with run {earlier.name}, which {_ended(earlier)}, from {path}{at}"))
+        journal.append(NoteAdded(f"continues run {earlier.name}, which {_ended(earlier)}, from {path}{at}"))
 
 
 def _ended(run: Run) -> str:
@@ -56,24 +56,25 @@ def _ended(run: Run) -> str:
 
 
 def resumption_of(run: Run) -> Resumption:
-    """Return how a launch goes on with a run.
+    """Return how a launch continues a run.
 
     Args:
         run: A run that has ended.
 
     Raises:
-        ValueError: It is no run, or has not ended.
+        ValueError: The argument is not a run, or the run is not over.
     """
     if not isinstance(run, Run):
         raise ValueError(
-            f"resume={run!r} is no run; pass the run itself, or one from notebook_accelerate.open_run('runs/NAME')"
+            f"resume={run!r} is not a run; pass the run itself, or one from notebook_accelerate.open_run('runs/NAME')"
         )
     if run.ended is None or run.held:
         raise ValueError(f"run {run.name} is {run.status if run.ended is None else 'held'}; end it first: run.stop()")
     checkpoint = newest_complete_checkpoint(run)
     if checkpoint is None:
         return Resumption(run, None, ())
-    lines = last_lines(run.journal, journal_file.KEPT_LOG_BYTES)  # all: when a rank wrote a line is not known exactly
+    # Keep all lines, because it is not known exactly when a rank wrote a line.
+    lines = last_lines(run.journal, journal_file.KEPT_LOG_BYTES)
     frames = [*points_frames(run.journal, checkpoint.time), *journal_format.encode_records(lines)]
     frames += journal_format.encode_records(checkpoint_records(run, checkpoint.time))
     return Resumption(run, checkpoint, tuple(frames))
@@ -86,12 +87,12 @@ def checkpoint_records(run: Run, until: float) -> list[Record]:
 
 
 def newest_complete_checkpoint(run: Run) -> CheckpointEvent | None:
-    """Return the newest checkpoint of a run that is complete and still there; None where there is none.
+    """Return a run's newest complete checkpoint that still exists, or None.
 
-    A URL is taken as it is: the ranks, which have the packages for it, look there.
+    A URL is accepted without a check, because only the ranks have the packages to access it.
     """
     for event in reversed(list(run.store.checkpoints)):
-        with suppress(OSError, ValueError):  # a path that the system does not allow, or a disk that does not answer
+        with suppress(OSError, ValueError):  # The system may not allow the path, or the disk may not answer.
             if "://" in event.path or (Path(event.path) / MANIFEST_NAME).is_file():
                 return event
     return None

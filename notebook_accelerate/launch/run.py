@@ -49,29 +49,29 @@ _numbers = itertools.count(1)
 
 
 def default_name(function_name: str, number: int) -> str:
-    """Return the name of a run without one."""
+    """Return the default name of a run."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", function_name).strip("-._") or "run"
     return f"{plain[:80]}-{number}"
 
 
 def next_number() -> int:
-    """Return the number of the next run of this kernel, which is taken by this call."""
+    """Return the number of the next run of this kernel, and reserve it."""
     return next(_numbers)
 
 
 class Run:
-    """A launch, in progress or ended: reads the journal and forwards commands to the supervisor.
+    """A launch, in progress or ended. It reads the journal and forwards commands to the supervisor.
 
-    Created by ``notebook_launcher``, `attach` and `open_run`; the class itself starts nothing. ``await run`` waits for
-    the end without blocking the kernel's event loop: it returns the run, or raises its error.
+    Created by ``notebook_launcher``, `attach` and `open_run`. The class itself starts nothing. ``await run`` waits for
+    the end without blocking the kernel's event loop, and returns the run or raises its error.
 
     Args:
         config: Configuration of the launch.
         function_name: Name of the launched function.
-        journal: The run's journal; None means a new one.
-        commands: Commands to the supervisor; None for a run without one.
-        number: The run's number in this kernel; None means the next one.
-        name: The run's name; "" means that of the configuration, or the function's with the number.
+        journal: The run's journal. None creates a new one.
+        commands: Commands to the supervisor, or None for a run without a supervisor.
+        number: The run's number in this kernel. None means the next one.
+        name: The run's name. If it is "", the configuration's name is used, or the function's name with the number.
         arguments: The function's arguments by name, as plain values.
 
     Attributes:
@@ -79,12 +79,12 @@ class Run:
         config: Configuration of the launch.
         function_name: Name of the launched function.
         name: The run's name.
-        folder: Where the run is kept; None where it is not.
-        journal_file: The file of its journal in that folder; None where it is not kept.
-        delete_files: Deletes that file and the results; None if the run is not kept.
+        folder: The folder of a kept run, or None.
+        journal_file: The file of its journal in that folder, or None if the run is not kept.
+        delete_files: Deletes that file and the results. None if the run is not kept.
         environment: Versions and machine of an opened run, shown in its report. If empty, this process's are shown.
-        origin: The notebook, or the folder, that launched a detached run; "" for other runs.
-        call: The launched function and its arguments, which `resume` launches again; None if another kernel has them.
+        origin: The notebook or folder that launched a detached run, or "" for other runs.
+        call: The launched function and its arguments, which `resume` launches again. None if another kernel has them.
         journal: The run's events, in order.
         commands: Commands to the supervisor.
     """
@@ -111,7 +111,7 @@ class Run:
         self.journal = Journal() if journal is None else journal
         self.commands: RunCommands = NoCommands() if commands is None else commands
         self._lock = threading.RLock()
-        self._error: weakref.ref[WorkerError] | None = None  # the error refers to the run
+        self._error: weakref.ref[WorkerError] | None = None  # Weak, because the error refers to the run.
         self._done, self._released = threading.Event(), threading.Event()
         self._released.set()
         self._callbacks: list[Callable[[Run], None]] = []
@@ -129,7 +129,8 @@ class Run:
         if state.held:
             self._released.clear()
         if state.ended is None or state.held:
-            # Weakly: what appends to the journal, such as the thread that follows a file, does not keep the run alive.
+            # Use a weak reference, so that appenders, such as the thread that follows a file, do not keep the run
+            # alive.
             known = weakref.ref(self)
             self._unsubscribe = self.journal.subscribe(lambda records: _pass_on(known, records))
 
@@ -137,7 +138,7 @@ class Run:
     def rebuilt(cls, config: LaunchConfig, function_name: str, records: Iterable[Record]) -> Run:
         """Return a run rebuilt from its journal's ``records``, with panels and report, without any process.
 
-        A run whose journal has no end is lost.
+        If the journal has no end, the run counts as lost.
         """
         journal = Journal()
         journal.replay(records)
@@ -158,12 +159,15 @@ class Run:
 
     @property
     def arguments(self) -> Mapping[str, Plain]:
-        """The function's arguments by name, as plain values: entries of dicts and dataclasses as "config.lr"."""
+        """The function's arguments by name, as plain values.
+
+        Values in dicts and dataclasses have names like "config.lr".
+        """
         return self._state.arguments
 
     @property
     def plan(self) -> LaunchPlan | None:
-        """The launch plan; None until it is made."""
+        """The launch plan, or None before it is made."""
         return self._state.plan
 
     @property
@@ -173,17 +177,17 @@ class Run:
 
     @property
     def started(self) -> float:
-        """When the launch began, in seconds since the epoch."""
+        """When the launch started, in seconds since the epoch."""
         return self._state.started
 
     @property
     def ended(self) -> float | None:
-        """When the run ended, in seconds since the epoch; None while it runs."""
+        """When the run ended, in seconds since the epoch, or None while it is running."""
         return self._state.ended
 
     @property
     def done(self) -> bool:
-        """Whether the run has ended and its views have left their static form: ``wait()`` returns at once."""
+        """Whether the run is over and its views show their static form, so that ``wait()`` returns immediately."""
         return self._done.is_set()
 
     @property
@@ -208,12 +212,12 @@ class Run:
 
     @property
     def breaks(self) -> tuple[Break, ...]:
-        """Where the run goes on with the training of earlier runs, the oldest first."""
+        """The points at which the run continues the training of earlier runs, the oldest first."""
         return self._state.breaks
 
     @property
     def notes(self) -> list[str]:
-        """Remarks of the launch, such as a port that was taken."""
+        """Notes of the launch, such as a port that was taken."""
         return list(self._state.notes)
 
     @property
@@ -228,7 +232,7 @@ class Run:
 
     @property
     def stall(self) -> Stall | None:
-        """Since when no rank makes progress while some wait in a collective, and why; None while ranks do."""
+        """The current stall (start time and cause), or None if at least one rank is making progress."""
         return self._state.stall
 
     @property
@@ -238,7 +242,7 @@ class Run:
 
     @property
     def ranks(self) -> tuple[RankInfo, ...]:
-        """The ranks shown in this notebook, in order; of several notebooks, all but the first show only their own."""
+        """The ranks shown in this notebook, in order. On several machines, only the first notebook shows all ranks."""
         last_step = self.store.last_step
         return tuple(
             replace(info, last_step=last_step[info.rank]) if info.rank in last_step else info
@@ -247,16 +251,17 @@ class Run:
 
     @property
     def results(self) -> tuple[Any, ...]:
-        """The return values of the function, one per rank; each is unpickled when it is first read.
+        """The return values of the function, one per rank, each unpickled when it is first read.
 
-        They live as long as a variable (or IPython's ``Out``) refers to the run, or the run is one of the last three
-        that ended and these hold at most 1 GiB; `close` frees them.
+        They are kept while a variable (or IPython's ``Out``) refers to the run. Those of the last three runs that ended
+        are also kept, if they hold at most 1 GiB. `close` frees them.
 
         Raises:
             RunNotFinishedError: The run has not ended.
-            WorkerError: The run did not succeed; the results of individual ranks are in ``run.ranks``.
-            SerializationError: A value cannot be brought to the kernel; those of other ranks are in ``run.ranks``.
-            ResultsFreedError: They were freed.
+            WorkerError: The run did not succeed. The results of individual ranks are in ``run.ranks``.
+            SerializationError: A value cannot be transferred to the kernel. The values of other ranks are in
+                ``run.ranks``.
+            ResultsFreedError: The results were freed.
         """
         if self.ended is None:
             raise RunNotFinishedError(f"run {self.id} is {self.status}; wait for it with run.wait() or await run")
@@ -266,13 +271,13 @@ class Run:
 
     @property
     def error(self) -> WorkerError | None:
-        """Why the run did not succeed; None while it runs and if it succeeded."""
+        """Why the run did not succeed. None while it is running, and if it succeeded."""
         state = self._state
         with self._lock:
             known = self._error() if self._error is not None else None
             if known is not None or not state.error:
                 return known
-            found = getattr(errors, state.error, None)  # a journal of another version may name another class
+            found = getattr(errors, state.error, None)  # The journal of another version may name another class.
             kind = found if isinstance(found, type) and issubclass(found, WorkerError) else WorkerError
             error = kind(state.message, self, state.failures if state.status == "failed" else ())
             error.__cause__ = state.cause
@@ -286,9 +291,9 @@ class Run:
 
     @property
     def automatic_metrics(self) -> Metrics:
-        """The metrics that nobody logged, such as "auto/loss" and "system/memory_gb", like ``metrics``.
+        """The metrics recorded without a call of ``log``, such as "auto/loss" and "system/memory_gb", like ``metrics``.
 
-        None with ``LaunchConfig(automatic_metrics=False)``.
+        Empty with ``LaunchConfig(automatic_metrics=False)``.
         """
         return _metrics_of(self.store.automatic if self.config.automatic_metrics else Store())
 
@@ -301,11 +306,11 @@ class Run:
         """Return the lines that the ranks wrote, oldest first, as far back as the store keeps them.
 
         Args:
-            rank: Return only this rank's lines; None means all ranks' lines, each with its label.
+            rank: Return only this rank's lines. None means all ranks' lines, each with its label.
             tail: Return only the last ``tail`` lines.
 
         Raises:
-            ValueError: No such rank, or a negative ``tail``.
+            ValueError: There is no such rank, or ``tail`` is negative.
         """
         if tail is not None:
             check_whole_number("tail", tail, 0)
@@ -320,15 +325,15 @@ class Run:
         return lines if tail is None else lines[max(0, len(lines) - tail) :]
 
     def to_tensorboard(self, folder: str | PathLike[str]) -> Path:
-        """Write the metrics as event files of TensorBoard; of several ranks, each has a folder of its own.
+        """Write the metrics as TensorBoard event files. If there are several ranks, each has a separate folder.
 
         Points without a step are numbered from 0.
 
         Args:
-            folder: Where to write; created where it is missing.
+            folder: Where to write. It is created if it is missing.
 
         Returns:
-            The folder, absolute.
+            The absolute path of the folder.
 
         Raises:
             ImportError: tensorboard is not installed.
@@ -336,7 +341,7 @@ class Run:
         return write_event_files(self.store, folder)
 
     def report(self) -> Report:
-        """Return a report of the run as static HTML and as text, also for the saved notebook."""
+        """Return a report of the run as static HTML and as text, which also works in the saved notebook."""
         from notebook_accelerate.launch.report.run_report import Report
 
         return Report(self)
@@ -350,22 +355,22 @@ class Run:
     def resume(self, ranks: None = None, timeout: float = 5.0) -> dict[int, str] | Run: ...
 
     def resume(self, ranks: Iterable[int] | None = None, timeout: float = 5.0) -> dict[int, str] | Run:
-        """Let paused ranks continue; of a run that has ended, launch the same function to go on with its training.
+        """Let paused ranks continue. For an ended run, launch the same function to continue its training.
 
         The new run loads the newest complete checkpoint of this one, and its curves and output continue this one's; see
         ``resume`` of `notebook_launcher`.
 
         Args:
-            ranks: The paused ranks, by global index; None means all, or the training of a run that has ended.
+            ranks: The paused ranks, by global index. None means all, or the training of an ended run.
             timeout: Seconds to wait for the replies of paused ranks.
 
         Returns:
-            The reply of each paused rank; or the new run, as ``notebook_launcher`` returns it.
+            The reply of each paused rank, or the new run, as ``notebook_launcher`` returns it.
 
         Raises:
             ValueError: There is no such rank.
-            LaunchError: The function, or one of its arguments, exists no more, or the run was opened from its folder:
-                pass them to ``notebook_launcher(train, args, resume=run)``.
+            LaunchError: The function or one of its arguments no longer exists, or the run was opened from its folder.
+                Pass them to ``notebook_launcher(train, args, resume=run)``.
         """
         if ranks is not None or self.ended is None or self.held:
             return run_debugging.release_paused(self._session(), self.commands, ranks, timeout)
@@ -382,7 +387,7 @@ class Run:
         """Wait for the end, and show prompts of ranks that ask for input.
 
         Args:
-            timeout: Seconds; None waits without a limit.
+            timeout: Seconds, or None to wait without a limit.
 
         Returns:
             Whether the run has ended.
@@ -398,32 +403,33 @@ class Run:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             prompt = self.commands.prompts.take(left, until=self._done.is_set)
             if prompt is not None:
-                # In a blocking launch an interrupt stops the run.
+                # An interrupt stops a blocking launch, so only the prompts of other runs are returned to the queue.
                 run_debugging.show_prompt(prompt, self.commands.prompts, keep=not self.config.block)
             elif left == 0.0:
                 break
         return self._done.is_set()
 
     def stop(self, grace: float = DEFAULT_GRACE) -> None:
-        """End the run and return once every rank is reaped; does nothing if it has ended.
+        """End the run and return once every rank is reaped. Do nothing if the run is over.
 
-        If the process of a finished detached run is waiting for space on a full disk, it ends without writing the rest.
+        If the process of a finished detached run is waiting for space on a full disk, it exits without writing the
+        rest.
 
         Ranks receive a KeyboardInterrupt, then SIGTERM, then, after ``grace`` seconds, SIGKILL. A second call during
-        the first kills at once.
+        the first kills the ranks immediately.
 
         Args:
             grace: Seconds that the ranks have to end by themselves.
 
         Raises:
             ValueError: ``grace`` is not a number of at least 0.
-            NotebookAccelerateError: Another process runs this run, which was opened by `open_run`: stop it there.
+            NotebookAccelerateError: The run was opened by `open_run`, and another process runs it. Stop it there.
         """
         self.request_stop(grace)
         wait_for_release(self)
 
     def request_stop(self, grace: float = DEFAULT_GRACE) -> None:
-        """Request the end of the run and return at once; safe from any thread. A second call kills.
+        """Request the end of the run and return immediately. Safe from any thread. A second call kills the ranks.
 
         Args:
             grace: Seconds that the ranks have to end by themselves.
@@ -436,7 +442,7 @@ class Run:
             self.commands.stop(grace)
 
     def close(self) -> None:
-        """Free the results of a run that has ended; its report, metrics and logs stay. Closing twice does nothing.
+        """Free the results of an ended run. Its report, metrics and logs remain. Closing twice has no effect.
 
         Raises:
             RunNotFinishedError: The run has not ended, or its ranks are held.
@@ -447,15 +453,15 @@ class Run:
                 info.returned.free(f"the results of run {self.id} were freed by run.close()")
 
     def delete(self) -> None:
-        """Delete the journal and the results of a kept run that has ended, and its folder if that is empty then.
+        """Delete the journal and the results of an ended kept run, and its folder if it is then empty.
 
-        Other files in the folder, such as those that the function saved there, stay. So does a folder that was not
-        created for the run, or that has been renamed.
+        Other files in the folder, such as those that the function saved there, remain. The folder also remains if it
+        was not created for the run, or was renamed.
 
         Raises:
             RunNotFinishedError: The run has not ended, or its ranks are held.
             ValueError: The run is not kept in a folder.
-            FileNotFoundError: It was deleted before.
+            FileNotFoundError: The run was deleted before.
             OSError: A file cannot be deleted.
         """
         self._check_ended()
@@ -469,10 +475,10 @@ class Run:
             raise RunNotFinishedError(f"run {self.id} is {status}; end it first: run.stop()")
 
     def add_done_callback(self, callback: Callable[[Run], None]) -> None:
-        """Call ``callback(run)`` when the run has ended, on the supervisor's thread; at once if it has.
+        """Call ``callback(run)`` on the supervisor's thread at the end of the run, or immediately if it is over.
 
         Args:
-            callback: Called once; its exceptions become warnings.
+            callback: Called once. Its exceptions become warnings.
         """
         with self._lock:
             if not self._done.is_set():
@@ -481,13 +487,13 @@ class Run:
         callback(self)
 
     def add_ending_callback(self, callback: Callable[[Run], None]) -> None:
-        """Call ``callback(run)`` when the run has ended, before ``stop()`` and ``wait()`` return; at once if it has.
+        """Call ``callback(run)`` at the end of the run, before ``stop()`` and ``wait()`` return.
 
-        Views leave their static output here: the waiting cell may be the last one, and the notebook may be saved at
-        once.
+        If the run is already over, call it immediately. Views show their static output here: the waiting cell may be
+        the last one, and the notebook may be saved right after it.
 
         Args:
-            callback: Called once; its exceptions become warnings.
+            callback: Called once. Its exceptions become warnings.
         """
         with self._lock:
             if self.ended is None:
@@ -511,7 +517,8 @@ class Run:
             while not future.done():
                 await asyncio.wait([future], timeout=0.2)
         except (asyncio.CancelledError, KeyboardInterrupt):
-            if not self.config.detach:  # the end of the kernel cancels the cell, too
+            # The end of the kernel cancels the cell too, and a detached run outlives the kernel.
+            if not self.config.detach:
                 self.stop()
             raise
         if self.error is not None:
@@ -535,26 +542,27 @@ class Run:
         """Return the main thread's frames by rank, outermost first.
 
         Args:
-            ranks: Global indices; None means all.
+            ranks: Global indices. None means all ranks.
 
         Raises:
-            ValueError: No such rank.
+            ValueError: There is no such rank.
         """
         return self._session().stacks(ranks)
 
     def sample(self, seconds: float = 5.0, ranks: Iterable[int] | None = None, rate: float = 100.0) -> Samples:
         """Sample where the main threads of live ranks spend their time, without stopping them.
 
-        A thread of each rank looks at the main thread's stack. A sample counts the time since the one before: while
-        native code holds the interpreter lock no sample can be taken, and the next one counts for that time.
+        A thread of each rank inspects the main thread's stack. Each sample stands for the time since the previous one.
+        While native code holds the interpreter lock, no sample can be taken, and the next one counts for that time.
 
         Args:
-            seconds: How long, at most 600; this call returns then.
-            ranks: Global indices; None means all.
+            seconds: How long to sample, at most 600. The call returns after that time.
+            ranks: Global indices. None means all ranks.
             rate: Samples per second, at most 1,000.
 
         Returns:
-            The lines of your code by time, for each rank, and a flame graph; as the last line of a cell it is shown.
+            The lines of your code by time, for each rank, and a flame graph. It is displayed as the last line of a
+            cell.
 
         Raises:
             ValueError: ``seconds`` or ``rate`` is not allowed, or there is no such rank.
@@ -568,22 +576,23 @@ class Run:
         memory: bool = False,
         seconds: float | None = None,
     ) -> Profile:
-        """Record steps of live ranks with torch's profiler, without a change of the code and without stopping it.
+        """Record steps of live ranks with torch's profiler, without changing the code and without stopping it.
 
-        Recording begins at the next step boundary (an optimizer step, or ``log`` without an optimizer), and
-        this call returns after the last step. A trace grows with the number of operations: a few steps are enough.
+        Recording starts at the next step boundary (an optimizer step, or ``log`` without an optimizer), and this call
+        returns after the last step. A trace grows with the number of operations, so a few steps are enough.
 
         Args:
-            steps: How many steps, at most 1,000. None: 3, and the stacks are sampled for at least half a second,
-                through the steps that follow: three short steps give too few samples to find what takes a part of each.
-            ranks: Global indices; None means all.
-            memory: Whether allocations are recorded too.
-            seconds: Record for at most this time (600 at most), and begin even if no step boundary comes; None: until
-                the last step ends.
+            steps: The number of steps, at most 1,000. None records 3 steps, and samples the stacks for at least half a
+                second, continuing through the steps that follow. Three short steps would give too few samples to find
+                what takes part of each step.
+            ranks: Global indices. None means all ranks.
+            memory: Whether to record allocations too.
+            seconds: Record for at most this time (600 at most), and start even if no step boundary is reached. None
+                records until the last step ends.
 
         Returns:
-            Findings as sentences, tables of operations and lines, and the ranks' timeline; as the last line of a cell
-            it is shown. ``missing`` gives the reason if a rank has no trace.
+            Findings as sentences, tables of operations and lines, and the ranks' timeline. It is displayed as the last
+            line of a cell. ``missing`` gives the reason if a rank has no trace.
 
         Raises:
             ValueError: ``steps`` or ``seconds`` is not allowed, or there is no such rank.
@@ -592,25 +601,26 @@ class Run:
 
     @property
     def profiles(self) -> list[Profile]:
-        """What ``Accelerator.profile`` has recorded with ``output_trace_dir``, a profile for each folder, oldest first.
+        """The profiles recorded by ``Accelerator.profile`` with ``output_trace_dir``, one per folder, the oldest first.
 
-        The files are read on each access; ``missing`` lists those that are gone, or on another machine.
+        The files are read on each access. ``missing`` lists files that were deleted, or are on another machine.
         """
         return Profile.written((rank, path) for rank, path, _ in self.journal.store.traces())
 
     def memory(self, ranks: Iterable[int] | None = None, estimate: Any = None, seconds: float = 30.0) -> RunMemory:
         """Find out what the memory of live ranks holds, and what would fit.
 
-        One step is recorded for the activations at the peak; without a step within ``seconds`` they are not known.
+        One step is recorded to find the activations at the peak. They remain unknown if there is no step within
+        ``seconds``.
 
         Args:
-            ranks: Global indices; None means all.
-            estimate: What ``estimate_memory`` has returned for this training, to compare with.
-            seconds: How long to wait for a step, at most 600; 0 means not at all.
+            ranks: Global indices. None means all ranks.
+            estimate: The return value of ``estimate_memory`` for this training, to compare with.
+            seconds: How long to wait for a step, at most 600. With 0, do not wait.
 
         Returns:
             Bytes by rank: parameters, gradients, optimizer state, activations, other tensors, cache and process; by
-            module, by variable and by line. As the last line of a cell it is shown as tables.
+                module, by variable and by line. It is displayed as tables as the last line of a cell.
 
         Raises:
             ValueError: ``seconds`` is not allowed, or there is no such rank.
@@ -622,21 +632,21 @@ class Run:
     ) -> dict[int, Any]:
         """Evaluate an expression in live ranks, between two steps, without stopping them.
 
-        It is evaluated at the next step boundary (an optimizer step, or ``log``). Without one within half a second, it
-        is evaluated at the main thread's next bytecode, and if the thread waits in native code, from outside. A rank
-        that holds the interpreter lock in native code cannot evaluate; only its stacks can be read.
+        It is evaluated at the next step boundary (an optimizer step, or ``log``). Without a boundary within half a
+        second, it is evaluated at the main thread's next bytecode, or from outside if the thread waits in native code.
+        A rank that holds the interpreter lock in native code cannot evaluate expressions; only its stacks can be read.
 
         Args:
-            expression: Python, as "model.head.weight.norm()".
-            ranks: Global indices; None means all.
-            frame: Name of a function on the stack, whose variables to use; None means the launched function.
+            expression: A Python expression, such as "model.head.weight.norm()".
+            ranks: Global indices. None means all ranks.
+            frame: Name of a function on the stack whose variables to use. None means the launched function.
             timeout: Seconds to wait for the answers.
 
         Returns:
-            The value by rank; an ``AskError`` for each rank without an answer.
+            The value by rank, with an ``AskError`` for each rank without an answer.
 
         Raises:
-            ValueError: Not an expression, or no such rank.
+            ValueError: It is not an expression, or there is no such rank.
         """
         check_seconds("timeout", timeout)
         return self._session().ask(expression, ranks, frame, timeout)
@@ -645,31 +655,31 @@ class Run:
         """Complete the last name of an expression from a rank's frame.
 
         Args:
-            text: The beginning of the expression, as "model.head.wei".
+            text: The beginning of the expression, such as "model.head.wei".
             rank: Global index.
-            frame: Name of a function on the stack; None means the launched function, or where the debugger stopped.
+            frame: Name of a function on the stack. None means the launched function, or where the debugger stopped.
             timeout: Seconds to wait for the answer.
 
         Returns:
-            The completed texts; empty without a completion, or if the rank does not answer.
+            The completed texts. Empty if there is no completion, or if the rank does not answer.
 
         Raises:
-            ValueError: No such rank.
+            ValueError: There is no such rank.
         """
         check_seconds("timeout", timeout)
         return self._session().complete(text, rank, frame, timeout)
 
     def pause(self, ranks: Iterable[int] | None = None, timeout: float = 5.0) -> dict[int, str]:
-        """Have ranks wait at their next step boundary until ``resume``, and suspend the run's time limits until then.
+        """Make ranks wait at their next step boundary until ``resume``, and suspend the run's time limits until then.
 
         A step boundary is an optimizer step, or ``log`` without an optimizer.
 
         Args:
-            ranks: Global indices; None means all.
+            ranks: Global indices. None means all ranks.
             timeout: Seconds to wait for the ranks to reach a boundary.
 
         Returns:
-            By rank: "paused", or why it is not.
+            For each rank, "paused" or the reason why it is not.
 
         Raises:
             ValueError: There is no such rank.
@@ -678,14 +688,15 @@ class Run:
         return run_debugging.pause(self._session(), self.commands, wanted, timeout)
 
     def attach(self, rank: int = 0, timeout: float = 30.0) -> str:
-        """Start debugpy in a rank, for an editor to attach to, and print its address.
+        """Start debugpy in a rank, so that an editor can attach to it, and print its address.
 
         Args:
             rank: Global index.
             timeout: Seconds to wait for the rank.
 
         Returns:
-            The address, on loopback of the rank's machine, as "127.0.0.1:5678"; or why there was no reply.
+            The address on the loopback interface of the rank's machine, such as "127.0.0.1:5678", or the reason why
+            there was no reply.
 
         Raises:
             ValueError: There is no such rank.
@@ -699,14 +710,14 @@ class Run:
     def debug(self, rank: int | None = None) -> None:
         """Use the debugger of a rank in this cell, until it continues or quits.
 
-        A running rank stops at its next bytecode; one that failed under ``debug=True`` opens at the failing line. For
-        a rank that waits in ``input()``, its prompt is shown, even if it is also shown elsewhere.
+        A running rank stops at its next bytecode. A rank that failed under ``debug=True`` opens at the failing line.
+        For a rank that waits in ``input()``, its prompt is shown, even if it is also shown elsewhere.
 
         If several ranks are stopped, ``rank 1`` at the prompt switches to the debugger of rank 1.
 
         Args:
-            rank: Global index; None means the first rank that is stopped, else the first that failed, else the
-                first that waits for input, else rank 0.
+            rank: Global index. None means the first rank that is stopped, else the first that failed, else the first
+                that waits for input, else rank 0.
 
         Raises:
             ValueError: There is no such rank, or it has already ended.
@@ -717,15 +728,15 @@ class Run:
         """Send one debugger command to several stopped ranks and return the replies side by side.
 
         Args:
-            command: The command as typed at the debugger's prompt, as "p loss".
-            ranks: Global indices; None means all stopped ranks.
+            command: The command as typed at the debugger's prompt, such as "p loss".
+            ranks: Global indices. None means all stopped ranks.
             timeout: Seconds to wait for the answers.
 
         Returns:
-            What the debugger of each rank has written, by rank; "(goes on)" for a rank that has left it.
+            The debugger's output by rank, or "(continues)" for a rank that has left the debugger.
 
         Raises:
-            ValueError: A rank is not stopped, or none is.
+            ValueError: One of the ranks is not stopped, or no rank is stopped.
         """
         return run_debugging.cast(self.commands.prompts, command, ranks, timeout)
 
@@ -739,22 +750,22 @@ class Run:
 
     @property
     def given_name(self) -> str:
-        """The run's name, where it is another one than that of the function with the number; "" else."""
+        """The run's name if it differs from the default, or ""."""
         return "" if self.name == default_name(self.function_name, self.id) else self.name
 
     def panel(self) -> Any:
-        """Return the run's live panel; as the last line of a cell it is displayed, in any number of cells.
+        """Return the run's live panel. It is displayed as the last line of a cell, in any number of cells.
 
-        In JupyterLab and Notebook the panel stays live after the end of the run, until its kernel ends; the saved
-        notebook, and a reader without the kernel, have the static report. In other front ends the report replaces the
-        panel. Where live widgets are not available, the panel is the report, updated while the run lasts.
+        In JupyterLab and Notebook, the panel stays live after the end of the run, until its kernel ends. The saved
+        notebook, and a reader without the kernel, show the static report. In other front ends, the report replaces the
+        panel. If live widgets are not available, the panel is the report, updated while the run lasts.
         """
         if self._view is None or self._view.closed:
             self._view = run_display.new_panel(self._shown(), self._place if self._place is not None else here())
         return self._view
 
     def debug_panel(self) -> Any:
-        """Return a panel for debugging the ranks: locations, stacks, expressions; the last line of a cell displays it.
+        """Return a panel for debugging the ranks, with locations, stacks and expressions, for the last line of a cell.
 
         Raises:
             ImportError: ipywidgets is not installed.
@@ -765,32 +776,38 @@ class Run:
 
     @property
     def launching_cell(self) -> str:
-        """The id of the notebook's cell that launched the run; "" if the front end does not send it."""
+        """The id of the notebook's cell that launched the run, or "" if the front end does not send it."""
         return self._place.notebook_cell if self._place is not None else ""
 
     def _shown(self) -> Run:
-        """Return the run for a view, which lives longer than the user refers to the run and keeps no results."""
+        """Return the run for a view.
+
+        A view may outlive the user's references to the run, and must not keep its results.
+        """
         return self if self.ended is None or self.held else self.without_results()
 
     # ---- called by the launch
 
     @property
     def displayed(self) -> bool:
-        """Whether the launch shows a header: ``panel`` says so, or "auto" and the launch is in a notebook's cell."""
+        """Whether the launch shows a header: if ``panel`` is True, or "auto" and the launch is in a notebook."""
         return self._place is not None if self.config.panel == "auto" else bool(self.config.panel)
 
     def reserve_output(self) -> None:
-        """Reserve an output for the panel under the launching cell; nothing is shown yet."""
+        """Reserve an output for the panel under the launching cell, without showing it yet."""
         if self.config.panel is not False:
             self._place = here()
 
     def take_output(self) -> None:
-        """Take that output, so that the ranks' output is below the panel; safe from any thread."""
+        """Create the reserved output, so that the ranks' output appears below the panel.
+
+        Safe to call from any thread.
+        """
         if self._place is not None:
             self._place.show({"text/plain": ""})
 
     def show_live(self) -> None:
-        """Show the panel in its output; a panel that fails never interrupts the run."""
+        """Show the panel in its output. A panel that fails never interrupts the run."""
         place = self._place
         if place is None:
             return
@@ -804,7 +821,8 @@ class Run:
     # ---- called by IPython
 
     def _repr_html_(self) -> str | None:
-        if self._launched_under and self._launched_under == run_display.current_cell():  # its panel is shown above
+        # The run's panel is shown above.
+        if self._launched_under and self._launched_under == run_display.current_cell():
             return None
         return str(self.report().html)
 
@@ -815,26 +833,26 @@ class Run:
         return self.report().bundle
 
     def _ipython_display_(self) -> None:
-        """Show the live panel while the run is live; otherwise IPython shows the static form."""
+        """Show the live panel while the run is live. Otherwise, IPython shows the static form."""
         live = self.ended is None and run_display.current_cell() != self._launched_under
         if not live or running_kernel() is None or not run_display.try_to_show(lambda: self.panel().show()):
-            raise NotImplementedError  # IPython then asks for the MIME bundle
+            raise NotImplementedError  # IPython then requests the MIME bundle.
 
     # ---- called by the registry and by views
 
     @property
     def result_bytes(self) -> int:
-        """Approximate bytes of the results, by which the registry decides which runs keep theirs."""
+        """Approximate bytes of the results. The registry uses it to decide which runs keep their results."""
         return sum(info.returned.nbytes for info in self._state.ranks if info.returned is not None)
 
     def without_results(self) -> Run:
         """Return an ended run without its results and exception objects.
 
-        For views and the registry, which must not keep them.
+        Views and the registry use it, because they must not keep these objects.
         """
         why = (
-            f"the results of run {self.id} were freed: the last runs keep theirs, and runs that a variable refers to: "
-            "run = notebook_launcher(...)"
+            f"the results of run {self.id} were freed: only the last runs keep theirs, and runs that a variable "
+            "refers to: run = notebook_launcher(...)"
         )
         copied = Run(self.config, self.function_name, self.journal.without_results(why), number=self.id, name=self.name)
         copied.folder, copied.journal_file, copied.environment = self.folder, self.journal_file, self.environment
@@ -852,7 +870,7 @@ class Run:
             elif isinstance(record.event, RanksReleased):
                 self._released.set()
         if self.ended is not None and not self.held and self._unsubscribe is not None:
-            self._unsubscribe()  # the journal must not refer to the run, which its user may drop
+            self._unsubscribe()  # The journal must not refer to the run, which its user may drop.
             self._unsubscribe = None
 
     def _finish(self) -> None:
@@ -862,7 +880,7 @@ class Run:
             ending, self._ending_callbacks = self._ending_callbacks, []
         try:
             _call(self, ending)
-        finally:  # an inline run calls views on the main thread: after an interrupt there it must still end
+        finally:  # An inline run calls views on the main thread. It must end even after an interrupt there.
             with self._lock:
                 callbacks, self._callbacks = self._callbacks, []
                 self._done.set()
@@ -873,7 +891,7 @@ class Run:
 
 
 def _metrics_of(store: Store) -> Metrics:
-    from notebook_accelerate.launch.report import svg_curves  # here, because a launch needs no charts
+    from notebook_accelerate.launch.report import svg_curves  # Imported here, because a launch needs no charts.
 
     plot_with(svg_curves.plot)
     return Metrics(store)
@@ -881,7 +899,7 @@ def _metrics_of(store: Store) -> Metrics:
 
 def wait_for_release(run: Run) -> None:
     """Wait for the end of a run, and for the end of ranks that are held."""
-    # A subscriber may stop its run; the threads that call subscribers cannot wait for their own end.
+    # A subscriber may stop its run, but the threads that call subscribers cannot wait for their own end.
     if threading.current_thread().name not in (f"notebook-accelerate-run-{run.id}", "notebook-accelerate-sampler"):
         wait_for(run._done)
         wait_for(run._released)
@@ -892,7 +910,8 @@ def _call(run: Run, callbacks: list[Callable[[Run], None]]) -> None:
         try:
             callback(run)
         except Exception as problem:  # noqa: BLE001 - user code on the supervisor's thread
-            with suppress(Warning):  # where warnings are errors: the other callbacks are called all the same
+            # If warnings are errors, the warning raises, and the remaining callbacks must still be called.
+            with suppress(Warning):
                 warnings.warn(f"a done callback failed: {type(problem).__name__}: {problem}", stacklevel=2)
 
 
@@ -902,5 +921,5 @@ def _pass_on(known: weakref.ref[Run], records: Sequence[Record]) -> None:
 
 
 def _resolve(future: asyncio.Future[Run], run: Run) -> None:
-    if not future.done():  # it may have been cancelled
+    if not future.done():  # The future may have been cancelled.
         future.set_result(run)

@@ -1,4 +1,4 @@
-"""How a run is debugged from a cell: requests to its ranks, and the prompts of their debuggers."""
+"""Debug a run from a cell: send requests to its ranks, and show the prompts of their debuggers."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _SWITCH = re.compile(r"\s*rank\s+(\d+)\s*")
 MAX_SAMPLE_SECONDS, MAX_SAMPLE_RATE = 600, 1000
 DEFAULT_STEPS, MAX_PROFILE_STEPS = 3, 1000
 SAMPLE_SECONDS = 0.5
-"""Without a number of steps, a profile takes samples for at least so long."""
+"""If no number of steps is given, a profile takes samples for at least this many seconds."""
 MEMORY_SECONDS = 30.0
-"""Seconds that a rank has to count its memory."""
+"""Timeout in seconds for a rank's memory report."""
 STOP_SECONDS = 5.0
 """Seconds that a rank has to reach the debugger after the request to stop."""
 
@@ -42,7 +42,7 @@ def diagnose(session: Session, journal: Journal) -> Diagnosis:
     return found
 
 
-# ---- where time and memory go
+# ---- time and memory
 
 
 def sample(session: Session, seconds: float, ranks: Iterable[int] | None, rate: float) -> Samples:
@@ -56,7 +56,7 @@ def profile(
     session: Session, steps: int | None, ranks: Iterable[int] | None, seconds: float | None, *, memory: bool
 ) -> Profile:
     """Record steps of ranks; see ``Run.profile``."""
-    check_seconds("seconds", seconds, most=MAX_SAMPLE_SECONDS, zero=False, none="as long as the steps take")
+    check_seconds("seconds", seconds, most=MAX_SAMPLE_SECONDS, zero=False, none="until the last step")
     samples = min(SAMPLE_SECONDS, seconds or SAMPLE_SECONDS) if steps is None else 0.0
     steps = DEFAULT_STEPS if steps is None else steps
     check_whole_number("steps", steps, most=MAX_PROFILE_STEPS)
@@ -77,7 +77,7 @@ def memory_of(session: Session, run: RunView, ranks: Iterable[int] | None, estim
 
 
 def pause(session: Session, commands: RunCommands, ranks: list[int], timeout: float) -> dict[int, str]:
-    """Have ranks wait at their next step boundary; see ``Run.pause``."""
+    """Make ranks wait at their next step boundary; see ``Run.pause``."""
     check_seconds("timeout", timeout)
     for rank in ranks:
         commands.hold_clock(rank)
@@ -94,7 +94,7 @@ def pause(session: Session, commands: RunCommands, ranks: list[int], timeout: fl
 def release_paused(
     session: Session, commands: RunCommands, ranks: Iterable[int] | None, timeout: float
 ) -> dict[int, str]:
-    """Let paused ranks continue, by default all, and return the reply of each."""
+    """Let paused ranks continue, by default all of them, and return the reply of each."""
     check_seconds("timeout", timeout)
     said = session.resume(ranks, timeout)
     for rank in said:
@@ -132,7 +132,7 @@ def _rank_to_debug(run: RunView, commands: RunCommands) -> int:
 
 
 class Cast(dict[int, str]):
-    """Replies of several ranks' debuggers to one command; the ``repr`` shows them side by side."""
+    """Replies of several ranks' debuggers to one command. The ``repr`` shows them side by side."""
 
     def __repr__(self) -> str:
         blocks = []
@@ -153,14 +153,14 @@ def cast(prompts: PromptQueue, command: str, ranks: Iterable[int] | None, timeou
     for prompt in asked:
         prompt.answer(command)
     answers = {prompt.rank: prompts.await_prompt(prompt.rank, timeout) for prompt in asked}
-    return Cast({rank: next_.request.shown if next_ else "(goes on)" for rank, next_ in answers.items()})
+    return Cast({rank: next_.request.shown if next_ else "(continues)" for rank, next_ in answers.items()})
 
 
 # ---- prompts
 
 
 def show_prompt(prompt: Prompt, prompts: PromptQueue, *, keep: bool) -> None:
-    """Show a prompt that was taken from the queue; with ``keep``, an interrupt returns it to the queue."""
+    """Show a prompt that was taken from the queue. With ``keep``, an interrupt returns it to the queue."""
     try:
         ask_user(prompt, prompts)
     except KeyboardInterrupt:
@@ -172,7 +172,7 @@ def show_prompt(prompt: Prompt, prompts: PromptQueue, *, keep: bool) -> None:
 def ask_user(prompt: Prompt, prompts: PromptQueue) -> None:
     """Show the prompt of a rank to the user of this cell and send the answer.
 
-    At a debugger's prompt ``rank 1`` is no answer: it switches to the debugger of rank 1.
+    At a debugger's prompt, ``rank 1`` is not sent as an answer. It switches to the debugger of rank 1.
 
     Args:
         prompt: The prompt, which was taken from the queue.
@@ -194,7 +194,7 @@ def ask_user(prompt: Prompt, prompts: PromptQueue) -> None:
     except Exception:  # noqa: BLE001 - the front end cannot prompt, or the user's sys.stdin or sys.stdout is broken
         text = None
     if prompt.over:
-        stdout.write(f"{label}does not wait for this line any more\n")  # an interrupt has ended its prompt
+        stdout.write(f"{label}no longer waits for this line\n")  # An interrupt ended its prompt.
         return
     if prompt.of_debugger and text is not None and (named := _SWITCH.fullmatch(text)) is not None:
         _switch(prompt, prompts, int(named[1]), stdout)
@@ -205,7 +205,7 @@ def ask_user(prompt: Prompt, prompts: PromptQueue) -> None:
 
 
 def _switch(prompt: Prompt, prompts: PromptQueue, rank: int, stdout: StandardStream) -> None:
-    """Show the prompt of another rank's debugger next; if none holds that rank, this one's again."""
+    """Show the prompt of another rank's debugger next, or this one's again if no debugger holds that rank."""
     stopped, prompt.seen = prompts.debugged(), True
     if rank in stopped:
         prompts.stay_with(rank)

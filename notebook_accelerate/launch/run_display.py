@@ -1,4 +1,4 @@
-"""How a run is shown: its panels, which a higher package has, are named here and loaded on first use."""
+"""Display a run. Its panels belong to a higher package, so they are named here and loaded on first use."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ VIEWS = {
     "debug": "notebook_accelerate.widgets.debug_panel:DebugPanel",
     "runs": "notebook_accelerate.widgets.runs_table:RunsTable",
 }
-"""The views of a run, by name: module and class, called with the run. "html" is the panel without live widgets, and
-"runs" is called with several runs, or with None for all."""
+"""The module and class of each view of a run, by name.
+
+A view is called with the run. "html" is the panel without live widgets. "runs" is called with several runs, or with
+None for all.
+"""
 NO_WIDGETS = "notebook_accelerate.widgets.front_end:no_widgets"
-"""Returns why the front end of an output shows no live widgets."""
+"""Returns why the front end of an output does not show live widgets."""
 
 LIVE_AFTER_SECONDS = 0.3
-"""Seconds before a blocking run shows its live panel, which takes 40 ms to create; a shorter run shows its report."""
+"""Seconds before a blocking run shows its live panel, which takes 40 ms to create. A shorter run shows its report."""
 
 
 def new_panel(run: object, output: Output | None) -> Any:
-    """Return a live panel of ``run``, or one without widgets where ``output`` shows none."""
+    """Return a live panel of ``run``, or one without widgets if ``output`` cannot show widgets."""
     reason = str(_attribute(NO_WIDGETS)(output))
     if not reason:
         try:
@@ -45,23 +48,23 @@ def load(name: str) -> Any:
 
 
 def _attribute(path: str) -> Any:
-    """Return what ``module:name`` names, in a higher package."""
+    """Return the object named by ``module:name`` in a higher package."""
     module, _, attribute = path.partition(":")
     return getattr(import_module(module), attribute)
 
 
 def try_to_show(action: Callable[[], object]) -> bool:
-    """Return whether ``action`` showed a panel; its errors become warnings, which never affect the run."""
+    """Return whether ``action`` showed a panel. Its errors become warnings, which never affect the run."""
     try:
         return action() is not None
-    except Exception as error:  # noqa: BLE001 - whatever it is
-        text = f"the panel cannot be shown: {type(error).__name__}: {error}; print(run.report()) shows the run"
+    except Exception as error:  # noqa: BLE001 - any error becomes a warning
+        text = f"the panel cannot be shown: {type(error).__name__}: {error}; use print(run.report()) instead"
         warnings.warn(text, stacklevel=3)
         return False
 
 
 def current_cell() -> str:
-    """Return the id of the request that is being executed; "" outside a kernel."""
+    """Return the id of the request that is being executed, or "" outside a kernel."""
     kernel = running_kernel()
     header = (parent_message(kernel) or {}).get("header") if kernel is not None else None
     return str((header or {}).get("msg_id", ""))

@@ -1,4 +1,4 @@
-"""The runs of this kernel."""
+"""The registry of this kernel's runs."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.run import Run
 
 KEPT_RUNS = 100
-"""Maximum number of ended runs to keep; the oldest are dropped first."""
+"""Maximum number of ended runs to keep. The oldest are dropped first."""
 KEPT_RESULTS = 3
-"""The runs that ended last keep their results, whether the user refers to them or not."""
+"""Number of the last ended runs that keep their results even if the user no longer refers to them."""
 KEPT_RESULT_BYTES = 1 << 30
-"""Of these, all but the very last give theirs up when the results of all take more bytes."""
+"""If the results of these runs take more bytes together, only the newest keep theirs, and at least the very last."""
 
 _GROUP: Any = getattr(builtins, "BaseExceptionGroup", None)
-"""The class of groups of exceptions; None with Python 3.10."""
+"""The class of exception groups, or None in Python 3.10."""
 
 
 class _Entry:
@@ -47,7 +47,7 @@ class _Entry:
         run: The run.
 
     Attributes:
-        run: The run while it lasts, and while it is among the last ones.
+        run: The run, while it is running and while it is among the last ones.
         has_cleared_frames: Whether `clear_frames` has been called since the run ended.
     """
 
@@ -64,15 +64,15 @@ class _Entry:
         return run if run is not None and (run.ended is None or run.held) else None
 
     def drop_results(self) -> None:
-        """Keep everything but the results; the caller still refers to the run."""
+        """Keep everything but the results. A caller that refers to the run keeps its results alive."""
         if self.run is not None:
             self._summary, self.run = self.run.without_results(), None
 
     def clear_frames(self) -> bool:
         """Clear the local variables in the tracebacks of a failed run. Return whether there were any tracebacks.
 
-        The frames of a run in the kernel itself are the function's own: after an out-of-memory error they hold the
-        memory that the next launch needs. The tracebacks stay.
+        The frames of a run in the kernel itself are the function's own. After an out-of-memory error, they hold the
+        memory that the next launch needs. The tracebacks remain.
         """
         run = self.run
         if run is None or run.ended is None:
@@ -101,15 +101,16 @@ class _Entry:
         return run
 
 
-_lock = threading.RLock()  # a garbage collection while it is held may run code of the user that calls `runs`
+# Reentrant: a garbage collection while the lock is held may run code of the user that calls `runs`.
+_lock = threading.RLock()
 _entries: list[_Entry] = []
 _watching_exit = False
 _watchers: list[weakref.WeakMethod[Callable[[Run], None]]] = []
 
 
 def _renew_lock() -> None:
-    """Free the lock in a forked process: a thread that held it during the fork runs in the parent only."""
-    global _lock  # noqa: PLW0603 - a held lock cannot be freed by another thread
+    """Replace the lock in a forked process, because no thread there would release it if it was held."""
+    global _lock  # noqa: PLW0603 - another thread cannot release a held lock
     _lock = threading.RLock()
 
 
@@ -119,12 +120,13 @@ if hasattr(os, "register_at_fork"):
 
 def register_run(run: Run) -> None:
     """Register ``run``, and ensure that it ends with the kernel."""
-    global _watching_exit  # noqa: PLW0603 - one kernel, one exit
+    global _watching_exit  # noqa: PLW0603 - one exit handler per kernel
     with _lock:
         _entries.append(_Entry(run))
         ended = [entry for entry in _entries if entry.living is None]
         for old in ended[: max(0, len(ended) - KEPT_RUNS)]:
-            _entries.remove(old)  # `ended` refers to it until the lock is released: deleting it runs code of the user
+            # `ended` keeps it alive until the lock is released, because deleting it runs code of the user.
+            _entries.remove(old)
         if not _watching_exit:
             atexit.register(shutdown)
             _watching_exit = True
@@ -133,7 +135,7 @@ def register_run(run: Run) -> None:
 
 
 def announce_run(run: Run) -> None:
-    """Call what watches launches; see `watch_launches`."""
+    """Notify the methods registered with `watch_launches`."""
     with _lock:
         watchers = [watcher for reference in _watchers if (watcher := reference()) is not None]
         _watchers[:] = [reference for reference in _watchers if reference() is not None]
@@ -141,7 +143,7 @@ def announce_run(run: Run) -> None:
         try:
             watcher(run)
         except Exception as error:  # noqa: BLE001 - a view must never prevent the start of a run
-            with suppress(Warning):  # where warnings are errors
+            with suppress(Warning):  # Warnings may be configured to raise errors.
                 warnings.warn(f"a view of launches failed: {type(error).__name__}: {error}", stacklevel=2)
 
 
@@ -149,7 +151,7 @@ def _drop_old_results(_ended: Run) -> None:
     """Drop the registry's references to runs whose results are not among the last ones."""
     with _lock:
         ended = [entry.run for entry in _entries if entry.run is not None and entry.living is None]
-    # A launch that has failed refers to its arguments by the frames of its error.
+    # Drop failed launches too: the frames of their errors refer to their arguments.
     old = {run.id for run in ended if all(info.pid is None for info in run.ranks)}
     total = 0
     kept = [run for run in ended if run.id not in old]
@@ -161,24 +163,25 @@ def _drop_old_results(_ended: Run) -> None:
         for entry in _entries:
             if entry.run is not None and entry.run.id in old:
                 entry.drop_results()
-    # `ended` refers to all of them until here, without the lock: deleting results runs code of the user.
+    # `ended` keeps the runs alive until here, after the release of the lock, because deleting results runs code of the
+    # user.
 
 
 def watch_launches(launched: Callable[[Run], None]) -> None:
-    """Call a method with every run launched later, on the launching thread, as long as the method's object lives."""
+    """Call a method with every run launched later, on the launching thread, until the method's object is deleted."""
     with _lock:
         _watchers.append(weakref.WeakMethod(launched))
 
 
 class Runs(list["Run"]):
-    """A list of runs; as the last line of a cell it is a table with their curves, `widgets.RunsTable`."""
+    """A list of runs. As the last line of a cell, it is a table with their curves, `widgets.RunsTable`."""
 
     def _table(self) -> Any:
         return load("runs")(None if self == runs() else self)
 
     def _ipython_display_(self) -> None:
         if running_kernel() is None:
-            raise NotImplementedError  # IPython then shows the list
+            raise NotImplementedError  # IPython then shows the list.
         self._table()._ipython_display_()
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
@@ -199,14 +202,14 @@ def runs(folder: str | os.PathLike[str] | None = None) -> Runs | KeptRuns:
     With a folder, return a table of the runs that are kept in it.
 
     Runs that a variable refers to keep their results, and so do the last three that ended, if these hold at most 1 GiB.
-    Of older runs everything else is kept.
+    For older runs, everything except the results is kept.
 
     Args:
-        folder: The folder that ``save`` named; None: this kernel's runs, and those launched with ``detach=True`` in
-            any kernel: all that are running, and until they are deleted the last twenty of 30 days.
+        folder: The folder passed as ``save``. None returns this kernel's runs, and the runs launched with
+            ``detach=True`` in any kernel: all that are running, and the last twenty of 30 days until they are deleted.
 
     Returns:
-        A list of runs; of a folder, a table of their settings, code version, final metrics and duration.
+        A list of runs. For a folder, a table of their settings, code version, final metrics and duration.
 
     Raises:
         FileNotFoundError: There is no such folder.
@@ -231,7 +234,7 @@ def debug(rank: int | None = None) -> None:
     ranks are kept, else the last one that is running.
 
     Args:
-        rank: Global index; None means the first rank that is stopped, else the first that failed, else rank 0.
+        rank: Global index. None means the first rank that is stopped, else the first that failed, else rank 0.
 
     Raises:
         ValueError: There is no such run, or no such rank.
@@ -256,7 +259,7 @@ def shutdown(all: bool = False) -> None:
     """Stop every run of this kernel and end the server process that the zygote start method forks from.
 
     Args:
-        all: Whether to stop the user's detached runs, too; else they go on.
+        all: Whether to stop the user's detached runs too. Otherwise they continue.
     """
     own = _living()
     for run in own:
@@ -269,7 +272,7 @@ def shutdown(all: bool = False) -> None:
 
 
 def release_held() -> None:
-    """Release the ranks and frame variables that failed runs keep for inspection: a new launch needs the memory."""
+    """Release the ranks and frame variables that failed runs keep for inspection, because a launch needs the memory."""
     held = [run for run in _living() if run.held]
     for run in held:
         run.request_stop(grace=1.0)
@@ -279,7 +282,7 @@ def release_held() -> None:
         entries = [entry for entry in _entries if not entry.has_cleared_frames]
     cleared = [entry.clear_frames() for entry in entries]
     if any(cleared):
-        gc.collect()  # an Accelerator and its models refer to each other
+        gc.collect()  # An Accelerator and its models refer to each other, so only a collection frees them.
 
 
 def check_devices(run: Run, launch_plan: LaunchPlan) -> None:
@@ -289,7 +292,7 @@ def check_devices(run: Run, launch_plan: LaunchPlan) -> None:
         DeviceBusyError: Another run holds one of them.
     """
     accelerator = launch_plan.accelerator
-    if accelerator == "cpu" or launch_plan.where:  # a cluster assigns its devices itself
+    if accelerator == "cpu" or launch_plan.where:  # A cluster assigns its devices itself.
         return
     visible = visible_devices(accelerator, run.config.env)
     for other in _living():
@@ -309,11 +312,11 @@ def check_devices(run: Run, launch_plan: LaunchPlan) -> None:
 
 
 def visible_devices(accelerator: str, env: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the variables that restrict the devices of ranks, by name, as CUDA_VISIBLE_DEVICES.
+    """Return the variables that restrict the devices of ranks, by name, such as CUDA_VISIBLE_DEVICES.
 
     Args:
         accelerator: Device type of the ranks.
-        env: Their variables, over those of this process.
+        env: The ranks' variables, which override this process's variables.
     """
     found = {**os.environ, **(env or {})}
     return {name: found[name] for name in device_table.row(accelerator).visible_variables if name in found}

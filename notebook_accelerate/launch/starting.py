@@ -1,4 +1,4 @@
-"""Starts runs from a configuration and a function, and waits for them in the cell that launches."""
+"""Start runs from a configuration and a function, and wait for them in the launching cell."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ def start(
         config: Configuration of the launch.
         function: The function.
         arguments: Its arguments.
-        resume: A run that has ended, whose training goes on from its newest complete checkpoint.
+        resume: An ended run, whose training is continued from its newest complete checkpoint.
 
     Returns:
-        The run: ended when ``config.block``, otherwise with all its ranks started.
+        The run, after its end if ``config.block`` is set, otherwise after all its ranks have started.
 
     Raises:
-        ValueError: The configuration does not fit this machine.
+        ValueError: The configuration is not possible on this machine.
         LaunchError: The ranks could not be started.
         SerializationError: The function or its arguments cannot be sent to the ranks.
-        WorkerError: A blocking run did not succeed; it carries ``.run``.
+        WorkerError: A blocking run did not succeed. The error's ``.run`` is the run.
     """
     _check_function(function)
     config = _with_cluster_of_environment(config)
@@ -93,9 +93,9 @@ def start_here(
         function: The function.
         arguments: Its arguments.
         resume: An ended run, whose training is continued.
-        inherited: State that ranks inherit; by default, it is captured from the calling thread.
-        on_registered: Called with the run before its ranks start; if it raises an error, they do not, and the error is
-            raised here. The run is not inline.
+        inherited: State that ranks inherit. By default, it is captured from the calling thread.
+        on_registered: Called with the run before its ranks start. If it raises an error, they do not start, and the
+            error is raised here. It requires a run that is not inline.
     """
     run_registry.release_held()
     if all(run.ended is not None for run in run_registry.own_runs()):
@@ -139,7 +139,7 @@ def _check_function(function: Callable[..., Any]) -> None:
 
 
 def _with_cluster_of_environment(config: LaunchConfig) -> LaunchConfig:
-    """Return ``config`` for the cluster that the environment names, if ``config`` names none.
+    """Return ``config`` for the cluster that the environment names, if ``config`` does not name one.
 
     This applies only to a launch that does not specify where it runs.
     """
@@ -151,10 +151,10 @@ def _with_cluster_of_environment(config: LaunchConfig) -> LaunchConfig:
 
 @deferred_interrupts()
 def _plan(config: LaunchConfig) -> LaunchPlan:
-    """Plan the launch on a new thread: ranks are forked from one, and the fork probe must see the same state.
+    """Plan the launch on a new thread, like the one that forks ranks, so that the fork probe sees the same state.
 
-    Interrupts are deferred: a KeyboardInterrupt between a lock of the executor and its release, or in the callback
-    that runs when the executor is deleted, would block later forks or be lost.
+    Interrupts are deferred. A KeyboardInterrupt while the executor holds a lock would block later forks, and one in the
+    callback that runs when the executor is deleted would be lost.
     """
 
     def plan() -> LaunchPlan:
@@ -175,7 +175,7 @@ def _new_run(
 ) -> tuple[Run, LaunchPlan]:
     """Return the run, which may be kept in a folder and continue ``resume``, and its plan.
 
-    Closes ``commands`` if that fails.
+    Close ``commands`` if that fails.
     """
     with ExitStack() as undo:
         if commands is not None:
@@ -211,7 +211,7 @@ def _writer(
     arguments: tuple[Any, ...],
     journal: Journal,
 ) -> RunWriter | None:
-    """Return what writes the run's journal; None where the run is not kept."""
+    """Return the writer of the run's journal, or None if the run is not kept."""
     parent = config.save or environ.text("NOTEBOOK_ACCELERATE_RUNS")
     if not parent:
         return None
@@ -230,7 +230,7 @@ def _writer(
 
 
 def _new_supervisor(run: Run, commands: CommandQueue) -> Supervisor:
-    """Return the supervisor of this notebook's part of the run; on an error, close ``commands``."""
+    """Return the supervisor of this notebook's part of the run. On an error, close ``commands``."""
     if run.config.num_nodes == 1:
         return RankSupervisor(run, commands, _publisher(run))
     from notebook_accelerate.launch.hosts.joined_notebook import supervisor_of_several
@@ -245,7 +245,7 @@ def _new_supervisor(run: Run, commands: CommandQueue) -> Supervisor:
 def _prepare(
     run: Run, supervisor: Supervisor, plan: LaunchPlan, on_registered: Callable[[Run], None] | None
 ) -> LaunchPlan:
-    """Reserve the plan's resources and register the run; return the plan with the reserved port and folder."""
+    """Reserve the plan's resources and register the run. Return the plan with the reserved port and folder."""
     run_registry.check_devices(run, plan)
     plan = supervisor.reserve(plan)
     run.journal.append(RunPlanned(plan, plan.first_rank, plan.num_processes))
@@ -261,7 +261,7 @@ def _publisher(run: Run) -> Publisher:
 
 
 def _announce(run: Run, publisher: Publisher, *more: str) -> None:
-    """Show the run's header and more lines, if the launch is displayed."""
+    """Show the run's header and further lines, if the launch is displayed."""
     if not run.displayed or run.plan is None:
         return
     publisher.line("stdout", f"▶ run {run.id}: {run.plan.sentence()}")
@@ -288,15 +288,15 @@ def _run_inline(run: Run, plan: LaunchPlan, function: Callable[..., Any], argume
         raise RunInterrupted(run) from stop
 
 
-# ---- the cell
+# ---- the launching cell
 
 
 class LaunchingCell:
     """Waits for a supervised run on the thread that launches it.
 
     While it waits, SIGINT does not raise KeyboardInterrupt, which could arrive between any two instructions of this
-    package: it stops the run, and a second one kills. When the run is over, an interrupt that arrived at any time
-    during it is raised, even if the run succeeded: the code after the launch must not continue.
+    package. The first SIGINT stops the run, and a second one kills it. When the run is over, an interrupt that arrived
+    at any time during it is raised, even if the run succeeded, because the code after the launch must not continue.
 
     Args:
         run: The run to wait for.
@@ -310,13 +310,14 @@ class LaunchingCell:
         """Wait for the start of the ranks, or for the end of the run if it blocks the cell."""
         try:
             self._wait_for_run(supervisor)
-        except BaseException:  # raised by a handler of the user, as SIGALRM's: it ends the cell and its run
+        # A handler of the user, such as SIGALRM's, raised an error, which ends the cell and its run.
+        except BaseException:
             self._run.commands.stop(DEFAULT_GRACE)
             wait_for(supervisor.over)
             raise
 
     def raise_problem(self, supervisor: Supervisor) -> None:
-        """Raise what the cell must end with; called when interrupts are no longer handled, so that none is missed.
+        """Raise the error that the cell must end with. Call it when interrupts are no longer handled.
 
         Raises:
             RunInterrupted: The cell was interrupted.
@@ -325,7 +326,8 @@ class LaunchingCell:
         if self._interrupted:
             raise RunInterrupted(self._run)
         if (problem := supervisor.problem) is not None:
-            if isinstance(problem, WorkerError) and problem.run is None:  # stopped before the ranks had started
+            # The run was stopped before its ranks had started.
+            if isinstance(problem, WorkerError) and problem.run is None:
                 problem.run = self._run
             raise problem
 
@@ -334,14 +336,15 @@ class LaunchingCell:
         if supervisor.problem is not None or self._interrupted:
             wait_for(supervisor.over)
         elif not self._run.config.block:
-            self._run.show_live()  # after the start of the ranks: creating widgets takes as long as starting them
+            # Show the panel after the ranks have started, because creating widgets takes as much time as starting them.
+            self._run.show_live()
         else:
             self._wait_for_end(supervisor)
-        if self._interrupted and not self._run.held:  # it may have arrived after the start of the ranks
+        if self._interrupted and not self._run.held:  # The interrupt may have arrived after the ranks had started.
             wait_for(supervisor.over)
 
     def _wait_for_end(self, supervisor: Supervisor) -> None:
-        """Wait until the run ends or its ranks are held, and show prompts and the live panel in the meantime."""
+        """Wait until the run ends or its ranks are held, showing prompts and the live panel."""
         show_at: float | None = time.monotonic() + LIVE_AFTER_SECONDS
         run = self._run
         while not run.done:
@@ -360,7 +363,7 @@ class LaunchingCell:
         self._asking = True
         try:
             if self._interrupted:
-                prompt.answer(None)  # the run is being stopped: do not prompt the user
+                prompt.answer(None)  # The run is being stopped, so do not prompt the user.
             else:
                 ask_user(prompt, self._run.commands.prompts)
         except KeyboardInterrupt:
@@ -374,7 +377,7 @@ class LaunchingCell:
 
     def on_signal(self) -> None:
         """Stop the run because of a SIGINT."""
-        if self._asking:  # input() ends by an exception only
+        if self._asking:  # Only an exception ends input().
             self._asking = False
             raise KeyboardInterrupt
         self._interrupt()

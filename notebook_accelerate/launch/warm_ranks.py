@@ -28,9 +28,9 @@ from notebook_accelerate.worker.warm_cells import warm_rank
 PROMPT_SECONDS = 0.05
 """Seconds between two checks of a waiting cell for prompts of its ranks."""
 READY_SECONDS = 120.0
-"""Seconds that ranks have to start, once the other nodes have joined."""
+"""Seconds that ranks may take to start, once the other nodes have joined."""
 END_SECONDS = 10.0
-"""Seconds that an ending group has to report the reason."""
+"""Seconds that an ending group may take to report the reason."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class CellResult:
     """The results of a cell on its ranks.
 
     Attributes:
-        shown: The ``repr`` of its last expression, by rank; "" without one.
+        shown: The ``repr`` of the cell's last expression, by rank, or "".
         fetched: The requested variables, by rank.
     """
 
@@ -68,13 +68,13 @@ class WarmRanks:
         try:
             while run.status == "starting" and (deadline is None or time.monotonic() < deadline):
                 run.wait(PROMPT_SECONDS)
-                if deadline is None and run.attempts:  # before the first attempt it waits for other notebooks
+                if deadline is None and run.attempts:  # Before the first attempt, the run waits for other notebooks.
                     deadline = time.monotonic() + READY_SECONDS
         except KeyboardInterrupt:
             run.stop(grace=1.0)
             raise
         if run.status != "running":
-            raise LaunchError(f"the warm ranks did not come up: {run.error or run.status}")
+            raise LaunchError(f"the warm ranks did not start: {run.error or run.status}")
         return run
 
     @property
@@ -89,7 +89,7 @@ class WarmRanks:
         return self.run.plan.num_processes
 
     def restart(self) -> None:
-        """End the group and start a new one; its variables are lost."""
+        """End the group and start a new one. Its variables are lost."""
         self.stop()
         self.run = self._start()
 
@@ -105,20 +105,20 @@ class WarmRanks:
         send: Mapping[str, Any] | None = None,
         fetch: Iterable[str] = (),
     ) -> CellResult:
-        """Run a cell on ranks and wait for its end, without a time limit.
+        """Run a cell on ranks and wait for it to finish, without a time limit.
 
         Args:
             source: The source of the cell.
             filename: The cell's file name in tracebacks.
-            ranks: Global indices; None means all.
+            ranks: Global indices. None means all ranks.
             send: Variables to set first.
             fetch: Names of variables to return.
 
         Raises:
-            ValueError: No such rank.
-            WorkerError: The cell failed on a rank; the group is still alive.
+            ValueError: There is no such rank.
+            WorkerError: The cell failed on a rank. The group is still alive.
             WorkerDiedError: A rank ended, and the group with it.
-            KeyboardInterrupt: The cell was interrupted; ``RunInterrupted`` if that ended the group.
+            KeyboardInterrupt: The cell was interrupted. ``RunInterrupted`` if that ended the group.
         """
         wanted = self._wanted(ranks)
         names = list(fetch)
@@ -135,11 +135,11 @@ class WarmRanks:
         return self._result(wanted, replies)
 
     def _send(self, wanted: list[int], make: Callable[[int], CellRequest]) -> tuple[dict[int, int], bool]:
-        """Send the cell; return the numbers of its requests, and whether an interrupt arrived meanwhile."""
+        """Send the cell. Return the numbers of its requests, and whether an interrupt arrived during the call."""
         return self.run.commands.requests.send(wanted, make), False
 
     def _send_apart(self, wanted: list[int], make: Callable[[int], CellRequest]) -> tuple[dict[int, int], bool]:
-        """Do the same on another thread, because sending variables takes time.
+        """Send the cell from another thread, because sending variables takes time.
 
         An interrupt of the sending thread would truncate a frame, and the rank would wait for the rest forever.
         """
@@ -164,7 +164,7 @@ class WarmRanks:
         return sent, pressed
 
     def _collect(self, waiting: dict[int, int], pressed: bool) -> tuple[dict[int, CellReply], bool]:
-        """Wait for the replies; an interrupt is sent to the ranks, a second one ends the group."""
+        """Wait for the replies. An interrupt is sent to the ranks, and a second one ends the group."""
         replies: dict[int, CellReply] = {}
         interrupted: float | None = None
         while len(replies) < len(waiting) and self.alive:
@@ -184,7 +184,7 @@ class WarmRanks:
         return replies, interrupted is not None
 
     def _kill(self, busy: list[int]) -> NoReturn:
-        """End the group, because the ranks ``busy`` do not end."""
+        """End the group, because the ranks ``busy`` do not stop."""
         self.run.stop(grace=0.0)
         raise GroupInterrupt(self.run, busy) from None
 
@@ -197,7 +197,7 @@ class WarmRanks:
             replies[rank] = reply
 
     def _result(self, wanted: list[int], replies: dict[int, CellReply]) -> CellResult:
-        if not self.alive or any(rank not in replies for rank in wanted):  # one may have ended before the request
+        if not self.alive or any(rank not in replies for rank in wanted):  # A rank may end before the request.
             self.run.wait(END_SECONDS)
             raise self.run.error or WorkerDiedError("the warm ranks have ended", self.run)
         found = [
@@ -224,14 +224,14 @@ def _headline(chain: tuple[ExceptionInfo, ...]) -> str:
 
 
 class CellInterrupt(KeyboardInterrupt):
-    """The user interrupted a cell on warm ranks; the ranks and their variables are kept."""
+    """The user interrupted a cell on warm ranks. The ranks and their variables are kept."""
 
     def _render_traceback_(self) -> list[str]:
-        return ["KeyboardInterrupt: the cell was interrupted on its ranks; the ranks live on"]
+        return ["KeyboardInterrupt: the cell was interrupted on its ranks; the ranks keep running"]
 
 
 class GroupInterrupt(RunInterrupted):
-    """The user interrupted a cell on warm ranks, and some did not react: the complete group was ended."""
+    """The user interrupted a cell on warm ranks, and some did not react, so the whole group was ended."""
 
     def __init__(self, run: Run, busy: list[int]) -> None:
         super().__init__(run)
@@ -241,7 +241,7 @@ class GroupInterrupt(RunInterrupted):
 
 
 class CellError(WorkerError):
-    """A cell failed on warm ranks; the ranks and their variables are kept."""
+    """A cell failed on warm ranks. The ranks and their variables are kept."""
 
     def __init__(self, run: Run, found: tuple[RankFailure, ...]) -> None:
         super().__init__(failures.headline(found), run, found)

@@ -114,7 +114,7 @@ def test_a_limit_that_is_not_a_number_is_refused(state: Path, monkeypatch: pytes
     with pytest.raises(ValueError, match="NOTEBOOK_ACCELERATE_HELD_SECONDS='soon' is not a whole number"):
         _launch(int)
     monkeypatch.setenv("NOTEBOOK_ACCELERATE_HELD_SECONDS", "-1")
-    with pytest.raises(ValueError, match="set seconds of at least 0, as 3600"):
+    with pytest.raises(ValueError, match="set at least 0 seconds, such as 3600"):
         _launch(int)
 
 

@@ -120,8 +120,8 @@ def check_history(run: object, goal: int, missing: int = 0) -> None:
     (found,) = run.breaks  # type: ignore[attr-defined]
     assert found.step is not None
     assert found.step % 10 == 9
-    assert any("goes on with run" in note for note in run.notes)  # type: ignore[attr-defined]
-    assert "goes on with run" in str(run.report())  # type: ignore[attr-defined]
+    assert any("continues run" in note for note in run.notes)  # type: ignore[attr-defined]
+    assert "continues run" in str(run.report())  # type: ignore[attr-defined]
 
 
 def test_a_failed_run_resumes_by_itself(tmp_path: Path) -> None:

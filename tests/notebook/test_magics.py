@@ -100,7 +100,7 @@ def test_an_interrupt_stops_the_cell_and_the_ranks_survive(kernel: Kernel) -> No
         kernel.wait_for(lambda: cell.stdout.count("in") == 2)
         kernel.interrupt()
         kernel.finish(cell)
-    assert "the cell was interrupted on its ranks; the ranks live on" in said(cell)
+    assert "the cell was interrupted on its ranks; the ranks keep running" in said(cell)
     assert kernel.value(PIDS) == pids
     assert lines(kernel.check("%%ranks\nkept")) == ["[rank 0] 0", "[rank 1] 1"]
 

@@ -208,7 +208,7 @@ def test_warm_ranks_span_two_notebooks(pair: Notebooks) -> None:
         endless = first.submit("%%ranks\nimport time\nprint('on', rank)\ntime.sleep(600)")
         first.wait_for(lambda: all(f"on {rank}" in endless.stdout for rank in (0, 1)), LIMIT)
         first.interrupt()
-        assert "the ranks live on" in said(first.finish(endless, LIMIT))
+        assert "the ranks keep running" in said(first.finish(endless, LIMIT))
     assert "[rank 1] 'Ada'" in first.check("%%rank 1\nname", LIMIT).stdout
     first.check("%rank_stop", LIMIT)
     second.until(f"{RUN}.ended is not None", LIMIT)

@@ -167,7 +167,7 @@ def test_a_line_for_a_prompt_that_an_interrupt_has_ended_is_not_sent(
     queue.withdraw(1, 7)
     monkeypatch.setattr("sys.stdin", io.StringIO("late\n"))
     ask_user(prompt, PromptQueue())
-    assert capsys.readouterr().out.endswith("[rank 1] does not wait for this line any more\n")
+    assert capsys.readouterr().out.endswith("[rank 1] no longer waits for this line\n")
     assert answered == []
 
 
