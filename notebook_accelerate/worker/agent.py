@@ -1,4 +1,4 @@
-"""The agent: the thread of this package in a rank, which sends its events and answers the kernel."""
+"""The agent: this package's thread in a rank, which sends the rank's events and answers the kernel."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from notebook_accelerate.telemetry.sink import Sink
 from notebook_accelerate.telemetry.tracebacks import describe_error
 
 FLUSH_SECONDS = 0.05
-"""Seconds between two flushes of the event queue while it has urgent events."""
+"""Seconds between two flushes of the event queue while it contains urgent events."""
 _PERIODS_PER_FLUSH = 4
-"""Number of periods between two flushes of other events: panels repaint every 0.2 s, and a flush takes 0.2 ms."""
+"""Periods between two flushes of other events. Panels repaint every 0.2 s, and a flush takes 0.2 ms."""
 MAX_FAILURES = 5
-"""After this many unexpected errors the agent ends."""
+"""The agent ends after this many unexpected errors."""
 
 
 class Agent:
@@ -49,7 +49,7 @@ class Agent:
         self._thread.start()
 
     def stop(self) -> None:
-        """Send what is queued. The thread ends with the process: joining it would take up to one period."""
+        """Send the queued events. The thread ends with the process, because joining it would take up to one period."""
         self._stopping.set()
         self.sink.flush()
 
@@ -62,7 +62,7 @@ class Agent:
         self._ticks.append(callback)
 
     def ask(self, prompt: str, *, password: bool = False, shown: str = "", kind: str = "input") -> str:
-        """Prompt the user in the notebook and return the answer; blocks until then.
+        """Prompt the user in the notebook and return the answer. Block until it arrives.
 
         Args:
             prompt: Text before the answer.
@@ -71,17 +71,17 @@ class Agent:
             kind: "input" or "debugger".
 
         Raises:
-            EOFError: The notebook cannot prompt; or the caller is a process that the rank has started, such as a worker
-                of a DataLoader.
+            EOFError: The notebook cannot prompt, or the caller is a process started by the rank, such as a DataLoader
+                worker.
         """
-        if os.getpid() != self._process:  # the rank would receive the answer
+        if os.getpid() != self._process:  # Otherwise the rank itself would receive the answer.
             raise EOFError("only the rank itself can prompt the user, not a process that it has started")
         number = next(self._prompts)
         try:
             self.sink.send(InputRequest(prompt, password, shown, kind, number))
             while (reply := self._replies.get()).number != number:
-                pass  # an answer to an earlier prompt, which an interrupt has ended
-        finally:  # an interrupt ends the prompt too
+                pass  # This is the answer to an earlier prompt, which was ended by an interrupt.
+        finally:  # An interrupt ends the prompt too.
             self.sink.send(AnsweredEvent(number))
         if reply.text is None:
             raise EOFError("the notebook gave no answer")
@@ -94,7 +94,7 @@ class Agent:
                 return
             except ChannelClosedError:
                 if not self._stopping.is_set():
-                    # Without the kernel the run is over: end this rank and the processes that it started.
+                    # Without the kernel, the run is over, so end this rank and the processes that it started.
                     os.kill(0, signal.SIGKILL)
                 return
             except BaseException as error:  # noqa: BLE001 - nothing above could handle it, or show it
@@ -112,15 +112,15 @@ class Agent:
                 self.sink.flush()
 
     def _report(self, error: BaseException, *, ended: bool) -> None:
-        """Report an error of this thread past the queue, which may be its cause."""
+        """Report an error of this thread directly, because the queue may be its cause."""
         text = describe_error(error, 500)
-        with suppress(OSError):  # closed by the function
+        with suppress(OSError):  # The function has closed the descriptor.
             os.write(2, "".join(traceback.format_exception(error)).encode(errors="replace"))
         with suppress(Exception):
             self.sink.channel.send(AgentFailedEvent(text, ended))
 
     def _handle(self, event: Event) -> None:
-        """Call the handler of an event; its failure must not end the thread, or the rank would never reply again."""
+        """Call the handler of an event. A failure must not end the thread, or the rank would never reply again."""
         handler = self._handlers.get(type(event))
         if handler is None:
             return

@@ -1,4 +1,4 @@
-"""The debugger in a rank: the user types its commands in the notebook."""
+"""The debugger in a rank, whose commands the user types in the notebook."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from notebook_accelerate.worker.agent import Agent
 
 
 class Terminal(io.TextIOBase):
-    """A debugger's input and output: what it writes is sent with the next prompt."""
+    """The input and output of a debugger. Its output is sent with the next prompt."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -43,14 +43,14 @@ class Terminal(io.TextIOBase):
             return ""
 
     def finish(self) -> None:
-        """Print what was written after the last line read."""
+        """Print the output written after the last line was read."""
         if self._written:
             sys.stdout.write(self._written.rstrip("\n") + "\n")
             self._written = ""
 
 
 class _Session:
-    """State of this rank's debugger."""
+    """The state of this rank's debugger."""
 
     agent: Agent | None = None
     process = 0
@@ -60,24 +60,24 @@ class _Session:
 
 
 def install(agent: Agent) -> None:
-    """Send every breakpoint of this process to the notebook."""
+    """Open every breakpoint of this process in the notebook."""
     _Session.agent, _Session.process = agent, os.getpid()
     sys.breakpointhook = _hook
     pdb.set_trace = _set_trace
 
 
 def stopped_frame() -> FrameType | None:
-    """Return the frame at which the debugger has stopped this rank; None while it runs."""
+    """Return the frame at which the debugger has stopped this rank, or None while the rank runs."""
     return _Session.frame
 
 
 def stopped_at() -> str:
-    """Return "breakpoint at line 12" while the debugger has stopped this rank; "" otherwise."""
+    """Return the place where the debugger has stopped this rank, such as "breakpoint at line 12", or ""."""
     return f"breakpoint at line {_Session.frame.f_lineno}" if _Session.frame is not None else ""
 
 
 def variables(frame: FrameType) -> dict[str, Any]:
-    """Return the names that an expression in ``frame`` can use, with assignments at the debugger's prompt."""
+    """Return the names that an expression in ``frame`` can use, including assignments at the debugger's prompt."""
     debugger = _Session.debugger
     if _Session.frame is not None and getattr(debugger, "curframe", None) is frame:
         # Before Python 3.13, reading f_locals undoes the assignments.
@@ -97,11 +97,11 @@ def stop_at(frame: FrameType | None, header: str | None = None) -> None:
     """Open the debugger at ``frame``, on the main thread.
 
     Raises:
-        NotebookAccelerateError: This is not the rank's own process, which receives what the user types.
+        NotebookAccelerateError: This is not the rank's own process, which receives the user's input.
     """
     if os.getpid() != _Session.process:
         raise NotebookAccelerateError(
-            "a breakpoint in a process that a rank has started, such as a worker of a DataLoader, cannot be opened in "
+            "a breakpoint in a process that a rank has started, such as a DataLoader worker, cannot be opened in "
             "the notebook; read the data in the rank itself: DataLoader(..., num_workers=0)"
         )
     debugger = _debugger()
@@ -111,13 +111,13 @@ def stop_at(frame: FrameType | None, header: str | None = None) -> None:
 
 
 def stop_in(frame: FrameType | None) -> None:
-    """Open the debugger at the next line of ``frame``, a running function, and not in the functions it calls."""
+    """Open the debugger at the next line of ``frame``, a running function, but not in the functions it calls."""
     _debugger().next_in = frame
     stop_at(frame)
 
 
 def inspect_frame(frame: FrameType | None) -> None:
-    """Open the debugger on a frame that stays paused; returns when the user continues."""
+    """Open the debugger on a frame that stays paused. Return when the user continues."""
     debugger = _debugger()
     debugger.reset()
     try:
@@ -127,7 +127,7 @@ def inspect_frame(frame: FrameType | None) -> None:
 
 
 def post_mortem(traceback: TracebackType) -> None:
-    """Open the debugger at the innermost frame of ``traceback``; returns when the user quits."""
+    """Open the debugger at the innermost frame of ``traceback``. Return when the user quits."""
     debugger = _debugger()
     debugger.reset()
     try:
@@ -139,7 +139,7 @@ def post_mortem(traceback: TracebackType) -> None:
 
 
 def _debugger() -> Any:
-    """Return this rank's debugger: one for all breakpoints, so that breakpoints set in it stay."""
+    """Return this rank's debugger. All breakpoints share it, so that breakpoints set in it are kept."""
     if _Session.debugger is None:
         assert _Session.agent is not None, "a rank is connected before it runs"
         _Session.terminal = Terminal(_Session.agent)
@@ -150,10 +150,10 @@ def _debugger() -> Any:
 
 
 def _create_shell() -> None:
-    """Create the shell that IPython's debugger would, without what writes elsewhere than to the debugger's terminal.
+    """Create the shell that IPython's debugger needs, but without output outside the debugger's terminal.
 
-    Its history is the user's own file, which the shells of all ranks would open at once; IPython 7 also writes a
-    terminal's title into the output.
+    Its history would be the user's own file, which the shells of all ranks would open at the same time. IPython 7 would
+    also write a terminal title into the output.
     """
     ipython: Any = sys.modules.get("IPython")
     if "IPython.core.debugger" not in sys.modules or ipython.get_ipython() is not None:
@@ -161,14 +161,14 @@ def _create_shell() -> None:
     from IPython.terminal.interactiveshell import TerminalInteractiveShell
     from traitlets.config import Config
 
-    main = sys.modules["__main__"]  # which a new shell replaces
+    main = sys.modules["__main__"]  # A new shell replaces this module.
     settings = {"HistoryManager": {"enabled": False}, "TerminalInteractiveShell": {"term_title": False}}
     TerminalInteractiveShell.instance(config=Config(settings))
     sys.modules["__main__"] = main
 
 
 def _debugger_class() -> Any:
-    """Derive from IPython's debugger where IPython is loaded, from the standard library's elsewhere."""
+    """Return a subclass of IPython's debugger if IPython is loaded, otherwise of the standard library's."""
     debugger: Any = sys.modules.get("IPython.core.debugger")
     if debugger is None:
         base: Any = next(kind for kind in pdb.Pdb.__mro__ if kind.__module__ == "pdb")
@@ -176,7 +176,7 @@ def _debugger_class() -> Any:
         base = debugger.Pdb
 
     class RankDebugger(base):  # type: ignore[misc]
-        """Records the frame at which it has stopped the rank, and hides the frames of the launcher."""
+        """Records the frame at which it has stopped the rank, and hides the launcher's frames."""
 
         next_in: FrameType | None = None
 
@@ -187,7 +187,7 @@ def _debugger_class() -> Any:
             return (stack[first:], index - first) if first <= index else (stack, index)
 
         def set_step(self) -> None:
-            # set_trace calls this last before it starts tracing: stop at this frame's lines only.
+            # set_trace calls this method last, before it starts tracing. Stop only at lines of this frame.
             frame, self.next_in = self.next_in, None
             if frame is None:
                 super().set_step()

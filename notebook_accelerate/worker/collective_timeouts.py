@@ -1,4 +1,4 @@
-"""Time limits of collectives: the kernel enforces them, so that it can stop the clock while it prompts the user."""
+"""Time limits of collectives. The kernel enforces them, so that it can stop the clock while it prompts the user."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from typing import Any
 from notebook_accelerate.torch_internals import group_timeouts, process_groups, set_group_timeout
 
 TORCH_LIMIT = timedelta(days=7)
-"""Torch's limit in ranks. A waiting operation keeps the limit it started with, so torch's must always be long."""
+"""Torch's limit in ranks. It must always be long, because a waiting operation keeps the limit it started with."""
 NCCL_FACTOR = 3
-"""NCCL's limit in ranks, in multiples of the requested one.
+"""NCCL's limit in ranks, as a multiple of the requested one.
 
-The kernel sees a rank that waits for NCCL through torch's flight recorder. Should that ever fail, NCCL's own limit ends
+The kernel detects a rank that waits for NCCL through torch's flight recorder. If that ever fails, NCCL's own limit ends
 the ranks, which would otherwise occupy their devices for a week.
 """
 _replaced: weakref.WeakSet[Any] = weakref.WeakSet()
 """Groups whose limit has been replaced."""
 _replacing = threading.Lock()
-"""The agent may find a group while the thread that has started it replaces its limit."""
+"""Guards the replacement: the agent may find a group while the thread that created it is replacing its limit."""
 
 
 class GroupTimeouts:
-    """Finds new process groups, however they are created, and replaces torch's limit by a long one.
+    """Finds new process groups, however they are created, and replaces torch's limit with a long one.
 
-    The limit of the default group then holds for all groups. Collectives that start within the 50 ms before a new group
-    is found keep torch's own limit.
+    The limit of the default group then applies to all groups. Collectives that start within the 50 ms before a new
+    group is found keep torch's own limit.
     """
 
     def __init__(self) -> None:
         self._seen: list[Any] = []
 
     def poll(self) -> float | None:
-        """Return, once for each default group, its requested limit in seconds; takes about a microsecond."""
+        """Return the requested limit of a new default group in seconds, once, or None. Takes about a microsecond."""
         found = process_groups()
         if not found:
             self._seen.clear()
@@ -65,10 +65,10 @@ def lengthen(group: Any) -> float | None:
         try:
             limits = group_timeouts(group)
             if not limits.keys() <= {"gloo", "nccl"}:
-                return None  # no flight recorder shows the collectives of other back ends: torch's limit stays
+                return None  # Keep torch's limit, because no flight recorder shows the collectives of other back ends.
             requested = min(limits.values())
             set_group_timeout(NCCL_FACTOR * requested if "nccl" in limits else TORCH_LIMIT, group)
-        except Exception:  # noqa: BLE001 - not an option of this backend, or not this rank's group: torch's limit stays
+        except Exception:  # noqa: BLE001 - torch's limit stays if the backend has no such option, or the rank is not in the group
             return None
         _replaced.add(group)
         return requested.total_seconds()

@@ -22,7 +22,7 @@ def install(agent: Agent) -> None:
         flush()
         return agent.ask(str(prompt))
 
-    def rank_getpass(prompt: str = "Password: ", stream: object = None) -> str:  # noqa: ARG001 - getpass has it
+    def rank_getpass(prompt: str = "Password: ", stream: object = None) -> str:  # noqa: ARG001 - required by getpass's signature
         flush()
         return agent.ask(prompt, password=True)
 
@@ -40,16 +40,16 @@ def install(agent: Agent) -> None:
 def flush() -> None:
     """Write all buffered output to the pipes."""
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-        with contextlib.suppress(Exception):  # closed or replaced by the function, or the kernel is gone
+        with contextlib.suppress(Exception):  # The function has closed or replaced the stream, or the kernel is gone.
             stream.flush()  # type: ignore[union-attr]
 
 
 def _redirect(streams: Mapping[str, Any]) -> None:
     """Redirect the kernel's streams, which logging handlers and variables may hold, to the rank's.
 
-    In a forked rank ipykernel's streams would open a socket for each write and publish the text without a label. They
-    are not in ``sys`` while a cell captures its output, and IPython keeps their methods while a cell runs: changing the
-    methods' code reaches all of them. Logging handlers that write into the captured text are given the rank's streams.
+    In a forked rank, ipykernel's streams would open a socket for each write and publish the text without a label. They
+    are not in ``sys`` while a cell captures its output, and IPython keeps their methods while a cell runs. Changing the
+    methods' code reaches all of them. Logging handlers that write into the captured text get the rank's streams.
     """
     kind = getattr(sys.modules.get("ipykernel.iostream"), "OutStream", None)
     if kind is not None:
@@ -57,16 +57,18 @@ def _redirect(streams: Mapping[str, Any]) -> None:
     old = {id(getattr(sys, name)): stream for name, stream in streams.items()}
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):
         for handler in getattr(logger, "handlers", ()):
-            # Skip handlers whose stream is a property, such as logging.lastResort: they already follow sys.stderr.
+            # Skip handlers whose stream is a property, such as logging.lastResort, because they already follow
+            # sys.stderr.
             stream: Any = getattr(handler, "__dict__", {}).get("stream")
-            if kind is not None and type(stream) is kind:  # IPython would keep each line that is written to it
+            # Otherwise IPython would keep every line that is written to this stream.
+            if kind is not None and type(stream) is kind:
                 handler.stream = streams.get(stream.name, streams["stderr"])
             elif id(stream) in old:
                 handler.stream = old[id(stream)]
 
 
 def _write(self: Any, string: str) -> Any:
-    import sys  # as code of another module's method, this function has that module's globals
+    import sys  # imported here, because the code runs with the globals of another module
 
     return getattr(sys, f"__{self.name}__").write(string)
 
@@ -85,7 +87,7 @@ def _stream(descriptor: int) -> io.TextIOWrapper:
 
 
 class StandardInput(io.TextIOBase):
-    """Standard input: the user types its lines in the notebook."""
+    """Standard input whose lines the user types in the notebook."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -101,6 +103,6 @@ class StandardInput(io.TextIOBase):
             return ""
 
     def _readline_with_prompt(self, prompt: object = "", *, password: bool = False) -> str:
-        """Prompt the user; marimo's ``input`` and ``getpass``, which functions of its cells keep, call this."""
+        """Prompt the user. Called by marimo's ``input`` and ``getpass``, which functions of its cells keep."""
         flush()
         return self._agent.ask(str(prompt), password=password)

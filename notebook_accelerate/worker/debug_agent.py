@@ -1,8 +1,9 @@
-"""The debugging part of a rank's agent: serves the kernel's requests without help from the running function.
+"""The debugging part of a rank's agent, which serves the kernel's requests without help from the running function.
 
-Requests that need the main thread are served where that is safe: at a step boundary (an optimizer step, ``log``); if
-there is none, at the main thread's next bytecode (a signal handler); and if the thread waits in C, on a thread of their
-own, which reads its frames. That thread may wait in C, too: a tensor has no value before its device has computed it.
+Requests that need the main thread are served when that is safe: at a step boundary (an optimizer step, ``log``). If
+there is no boundary, they are served at the main thread's next bytecode (by a signal handler). If the main thread waits
+in C, a separate thread serves them by reading its frames. That thread may have to wait in C too, because a tensor has
+no value before its device has computed it.
 """
 
 from __future__ import annotations
@@ -62,26 +63,26 @@ if TYPE_CHECKING:
 BOUNDARY_SECONDS = 0.5
 """How long a request waits for a step boundary before the main thread is interrupted between two bytecodes."""
 BYTECODE_SECONDS = 0.5
-"""How long the request then waits for the next bytecode, before another thread serves it."""
+"""How long the request then waits for the next bytecode before another thread serves it."""
 LOCKED_SECONDS = 5.0
 """How long that thread may keep the interpreter lock, unless an operation releases it."""
 BUSY_SECONDS = 0.3
 """How long that thread may take before the agent checks whether the devices are busy."""
 WAITING_REQUESTS = 4
-"""Threads that may serve requests at the same time: each may occupy a core."""
+"""Maximum number of threads that serve requests at the same time, because each may occupy a core."""
 DEVICE_BUSY = (
     "the device is busy, and this value waits for it; ask for one that is not on a device, or see run.diagnose()"
 )
 ASKED_AGAIN = "the same question is still being answered; ask for less, or see run.diagnose()"
 TOO_MANY = f"{WAITING_REQUESTS} earlier questions are still being answered; see run.diagnose()"
 LOOK_SECONDS = 1.0
-"""How long the main thread may compute in one place before the agent checks whether it waits for a device or a rank."""
+"""How long the main thread may compute in one place before the agent checks if it waits for a device or a rank."""
 STUCK_SECONDS = 2.0
-"""The heartbeat names the open collective of a main thread that has not moved for this long."""
+"""The heartbeat includes the open collective of a main thread that has not moved for this long."""
 
 
 cell_requests: queue.SimpleQueue[CellRequest] = queue.SimpleQueue()
-"""Cells for a warm rank; the first may arrive before the rank waits for one, once it has reported that it runs."""
+"""Cells for a warm rank. Once the rank has reported that it runs, the first cell may arrive before it waits for one."""
 
 
 class _Pending:
@@ -89,10 +90,10 @@ class _Pending:
 
     Attributes:
         serve: Called with the main thread's frame and a note for the reply.
-        refuse: Replies with an error instead; None if only the main thread can serve the request.
-        key: What it asks for; a second one is refused while the first one waits for a busy device.
-        at_step: Whether to serve it at the end of an optimizer's step only, where there are such steps.
-        deadline: When the next way of serving it is tried.
+        refuse: Replies with an error instead. None if only the main thread can serve the request.
+        key: Identifies the request. A second one with the same key is refused while the first waits for a busy device.
+        at_step: Whether to serve it only at the end of an optimizer's step, if there are such steps.
+        deadline: When to try the next way of serving it.
         signalled: Whether the main thread has been interrupted for it.
     """
 
@@ -116,8 +117,8 @@ class _Pending:
 class _RequestThread(threading.Thread):
     """Serves a request while the main thread waits in C. If that call returns, the main thread must wait for the GIL.
 
-    A process may end with a segmentation fault where one thread reads ``parameter.grad`` while another sets it
-    (torch 2.13).
+    Otherwise the process may crash with a segmentation fault if one thread reads ``parameter.grad`` while another sets
+    it (torch 2.13).
 
     Args:
         pending: The request.
@@ -142,14 +143,15 @@ class _RequestThread(threading.Thread):
                 sys.setswitchinterval(self.interval)
 
     def give_up_if_late(self, devices: waits.DeviceWatch) -> None:
-        """Let other threads run as usual once the request has taken too long; refuse it if it waits for a device.
+        """If the request takes too long, let other threads run as usual. If it waits for a device, refuse it.
 
         Args:
             devices: Reports whether devices are busy.
         """
         if self.is_refused or time.monotonic() < self.deadline:
             return
-        self.deadline = time.monotonic() + LOOK_SECONDS  # it may read a device later
+        # Check again later, because the request may read from a device only then.
+        self.deadline = time.monotonic() + LOOK_SECONDS
         if not self.is_late:
             self.is_late = True
             sys.setswitchinterval(self.interval)
@@ -159,7 +161,7 @@ class _RequestThread(threading.Thread):
 
 
 class DebugAgent:
-    """Serves debugging requests; one per rank.
+    """Serves debugging requests. Each rank has one.
 
     Args:
         agent: The rank's agent.
@@ -168,12 +170,14 @@ class DebugAgent:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._code: CodeType | None = None
-        # Re-entrant: the signal handler may interrupt the main thread while it holds the lock. For the same reason the
-        # main thread queues replies and never sends them: the handler may interrupt it in the middle of a frame.
+        # Re-entrant, because the signal handler may interrupt the main thread while it holds the lock. For the same
+        # reason, the main thread only queues replies and never sends them: the handler may interrupt it in the middle
+        # of a frame.
         self._lock = threading.RLock()
         self._pending: list[_Pending] = []
         self._request_threads: list[_RequestThread] = []
-        self._interruptible = math.inf  # from this time on: without a handler, the signal would end the process
+        # No signals are sent before this time. Without a handler, a signal would end the process.
+        self._interruptible = math.inf
         self._traceback: TracebackType | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._quit = False
@@ -205,7 +209,7 @@ class DebugAgent:
         self.exit_watch = ExitWatch(agent)
 
     def install(self, function: Callable[..., Any]) -> None:
-        """Install the signal handlers; call on the main thread, before the function runs."""
+        """Install the signal handlers. Call it on the main thread, before the function runs."""
         self._code = stacks.function_code(function)
         self._timeouts = collective_timeouts.GroupTimeouts()
         signal.signal(signal.SIGUSR2, self._on_signal)
@@ -218,10 +222,10 @@ class DebugAgent:
     # ---- the main thread
 
     def hold(self, traceback: TracebackType) -> None:
-        """Keep the frames of a failure until the user quits its debugger, or the kernel ends this process."""
+        """Keep the frames of a failure until the user quits the debugger, or the kernel ends this process."""
         self._traceback = traceback
         self._paused = "failed; its frames are kept"
-        with suppress(KeyboardInterrupt):  # from the kernel, to release the rank
+        with suppress(KeyboardInterrupt):  # The kernel sends an interrupt to release the rank.
             while not self._quit:
                 self._commands.get()()
 
@@ -235,9 +239,9 @@ class DebugAgent:
         self._serve(frame)
 
     def _at_boundary(self) -> None:
-        """Handle a metric or a report of progress; where an optimizer steps, ranks are not paused there.
+        """Serve requests at a metric or a report of progress, except pauses if there are optimizer steps.
 
-        They would stop at different places of a step.
+        Otherwise ranks would pause at different places within a step.
         """
         if self._profiler is not None:
             self._profiler.at_boundary()
@@ -259,7 +263,8 @@ class DebugAgent:
                 self._pending.remove(pending)
             resumes = self._resumes
             pending.serve(frame, "")
-            if self._resumes != resumes:  # the request paused the rank here: the next pause is for the next boundary
+            # The request paused the rank here, so the next pause request is for the next boundary.
+            if self._resumes != resumes:
                 return
 
     def _wait(self, why: str, frame: FrameType | None, resumes: int) -> None:
@@ -268,7 +273,7 @@ class DebugAgent:
         try:
             while self._resumes == resumes:
                 self._serve(frame)
-                self._resume.wait(0.2)  # short, for KeyboardInterrupt and the debugger
+                self._resume.wait(0.2)  # Wait in short slices, to handle KeyboardInterrupt and the debugger.
         finally:
             self._paused, self._by_user = "", False
             self._agent.sink.emit(PausedEvent(False))
@@ -308,7 +313,7 @@ class DebugAgent:
             refused = any(thread.is_refused for thread in waiting)
             pending.refuse(DEVICE_BUSY if refused else ASKED_AGAIN if again else TOO_MANY)
             return
-        # Until one of them is late, the interval is a long one.
+        # While one of the threads is not late yet, the current interval is the long one, so take the saved one.
         early = [thread for thread in waiting if not thread.is_late]
         interval = early[0].interval if early else sys.getswitchinterval()
         thread = _RequestThread(pending, interval)
@@ -318,8 +323,8 @@ class DebugAgent:
     def _record_movement(self) -> None:
         """Record when the main thread makes progress: a new bytecode, processor time or a finished step.
 
-        A thread that sleeps in each of its steps is at the same bytecode whenever it is looked at. Processor time is a
-        sign of progress unless the thread waits for a device: with CUDA, it spins.
+        A thread that sleeps in each step may be at the same bytecode whenever it is checked. Processor time indicates
+        progress unless the thread waits for a device, because waiting for CUDA uses the processor too.
         """
         frame = main_frame()
         position = (frame.f_code, frame.f_lasti) if frame is not None else None
@@ -330,14 +335,17 @@ class DebugAgent:
         self._position, self._cpu = position, cpu
 
     def _computes(self) -> bool:
-        """Return whether a main thread that uses a core computes; where it may wait, this is asked once a second."""
+        """Return whether a main thread that uses a core is computing.
+
+        Devices and collectives are checked once a second.
+        """
         if not device_table.accelerator_in_use():
             return True
         now = steady_time.now()
         if now - max(self._moved, self._looked) < LOOK_SECONDS:
             return False
         self._looked = now
-        with suppress(Exception):  # the recorder's format is internal to torch
+        with suppress(Exception):  # The recorder's format is internal to torch.
             if waits.read_flight_recorder()[0]:
                 return False
         return not self._devices.busy()
@@ -345,7 +353,7 @@ class DebugAgent:
     def _send_heartbeat(self) -> None:
         waiting = None
         if steady_time.now() - self._moved > STUCK_SECONDS:
-            with suppress(Exception):  # the recorder's format is internal to torch
+            with suppress(Exception):  # The recorder's format is internal to torch.
                 open_ones, _ = waits.read_flight_recorder()
                 waiting = min(open_ones, key=lambda collective: collective.since, default=None)
         self._agent.sink.emit(HeartbeatEvent(self._moved, waiting))
@@ -374,7 +382,7 @@ class DebugAgent:
         self._agent.sink.send(StacksReply(request.number, threads, self._moved, waiting, last, paused, self._by_user))
 
     def _on_sample(self, request: SampleRequest) -> None:
-        start_sampling(request, self._agent.sink.emit)  # sent by the agent's thread
+        start_sampling(request, self._agent.sink.emit)  # The agent's thread sends the reply.
 
     def _on_profile(self, request: ProfileRequest) -> None:
         from notebook_accelerate.worker import step_profiler
@@ -420,21 +428,21 @@ class DebugAgent:
 
     def _complete(self, request: CompleteRequest, frame: FrameType | None) -> None:
         found: list[str] = []
-        with suppress(Exception):  # attributes are looked up: properties may raise anything
+        with suppress(Exception):  # Completion reads attributes, and properties may raise any error.
             found = stacks.completions(breakpoints.variables(frame), request.text) if frame is not None else []
         self._agent.sink.emit(CompleteReply(request.number, found))
 
     def _in_frame(
         self, serve: Callable[[FrameType | None, str], None], refuse: Callable[[str], None], key: object
     ) -> None:
-        """Serve now if the main thread is paused for the user, else at a step boundary."""
+        """Serve the request now if the main thread is paused for the user, otherwise at a step boundary."""
         if breakpoints.stopped_frame() is not None or self._traceback is not None or self._paused:
             serve(main_frame(), "")
         else:
             self._queue(serve, refuse, key=key)
 
     def _find(self, name: str, frame: FrameType | None) -> FrameType | None:
-        """Return the requested frame: by name, else that of the debugger or the failure, else the function's."""
+        """Return the frame with the requested name, or else the debugger's, the failure's or the function's frame."""
         stopped = breakpoints.stopped_frame()
         if stopped is not None:
             return stopped if not name else stacks.find_frame(stopped, name, self._code)
@@ -446,18 +454,19 @@ class DebugAgent:
         found = self._find(request.frame, frame)
         if found is None:
             running = ", ".join(dict.fromkeys(stacks.function_names(frame)))
-            error = f"frame={request.frame!r} is not a running function; these are: {running}"
+            error = f"frame={request.frame!r} is not a running function; the running ones are: {running}"
             self._agent.sink.emit(AskReply(request.number, error))
             return
         self._agent.sink.emit(evaluate(request, found, note))
 
     def _on_pause(self, request: Request) -> None:
         self._resume.clear()
-        resumes = self._resumes  # read now: the reply that it is paused may bring a resume before it waits
+        # Read the count now, because a resume may follow the reply before the rank starts to wait.
+        resumes = self._resumes
 
         def pause(frame: FrameType | None, _note: str) -> None:
             place = stacks.stack(stacks.find_frame(frame, "", self._code))
-            self._agent.sink.emit(PausedEvent(True))  # first: the run is paused when pause() returns
+            self._agent.sink.emit(PausedEvent(True))  # Emit this first, so that the run is paused when pause() returns.
             self._agent.sink.emit(DoneReply(request.number, "paused"))
             self._wait(f"paused at line {place[-1].lineno}" if place else "paused", frame, resumes)
 
@@ -489,7 +498,7 @@ class DebugAgent:
             self._agent.sink.send(DoneReply(request.number, error="debugpy is not installed; run: pip install debugpy"))
             return
         try:
-            host, port = debugpy.listen(("127.0.0.1", 0))  # noqa: T100 - the same
+            host, port = debugpy.listen(("127.0.0.1", 0))  # noqa: T100 - the user asked for it
             self._agent.sink.send(DoneReply(request.number, f"{host}:{port}"))
         except Exception as error:  # noqa: BLE001 - the kernel shows debugpy's error
             self._agent.sink.send(DoneReply(request.number, error=f"{type(error).__name__}: {error}"))
@@ -500,7 +509,7 @@ def _memory_reply(request: MemoryRequest) -> MemoryReply:
 
     try:
         return MemoryReply(request.number, take_memory_report())
-    except Exception as error:  # noqa: BLE001 - objects of any class are looked at
+    except Exception as error:  # noqa: BLE001 - objects of any class are inspected, and may raise any error
         return MemoryReply(request.number, error=f"its memory was not counted ({describe_error(error, 300)})")
 
 
@@ -508,7 +517,7 @@ def evaluate(request: AskRequest, frame: FrameType, note: str) -> AskReply:
     """Evaluate the request's expression in ``frame`` and return the reply."""
     try:
         value = eval(request.expression, breakpoints.variables(frame))  # noqa: S307 - the user's own expression
-    except BaseException as error:  # noqa: BLE001 - it must not reach the running function
+    except BaseException as error:  # noqa: BLE001 - errors must not reach the running function
         return AskReply(request.number, f"{type(error).__name__}: {error}")
     text = value_text(value)
     payload = dump_answer(value)
@@ -524,14 +533,14 @@ def value_text(value: object) -> str:
     return text if len(text) <= 2000 else text[:2000] + " …"
 
 
-# What ``!command`` in a function of a cell calls in a rank that is not forked from the kernel.
+# A ``!command`` in a function of a cell calls this shell in a rank that is not forked from the kernel.
 
 
 class RankShell:
-    """The part of IPython's shell that needs no kernel: commands of the system."""
+    """The part of IPython's shell that needs no kernel: system commands."""
 
     def system(self, command: str) -> None:
-        """Run a command; its output is the rank's."""
+        """Run a command. Its output becomes the rank's."""
         flush()
         subprocess.run(_expanded(command), shell=True, check=False)  # noqa: S602 - the user's own command
 
@@ -544,9 +553,9 @@ class RankShell:
         return done.stdout.splitlines()
 
     def run_line_magic(self, name: str, *_: Any, **__: Any) -> NoReturn:
-        """Raise: magics need the kernel's shell."""
+        """Raise an error, because magics need the kernel's shell."""
         raise RuntimeError(
-            f"%{name} runs in a kernel, and this rank is a process of its own; write what it does in Python, or launch "
+            f"%{name} needs the kernel, but this rank is a separate process; write the same in Python, or launch "
             "with start_method='fork'"
         )
 
@@ -561,7 +570,7 @@ def _expanded(command: str) -> str:
     names = {**caller.f_globals, **caller.f_locals}
     try:
         return str(DollarFormatter().vformat(command, args=[], kwargs=names))
-    except Exception:  # noqa: BLE001 - IPython, too, runs what it cannot expand as it stands
+    except Exception:  # noqa: BLE001 - like IPython, run a command unchanged if it cannot be expanded
         return command
 
 
@@ -569,5 +578,5 @@ _shell = RankShell()
 
 
 def get_ipython() -> RankShell:
-    """Return what stands for the shell in the names of the user's cells."""
+    """Return the replacement for the shell, for the names of the user's cells."""
     return _shell

@@ -1,6 +1,7 @@
-"""Reports the memory that a rank holds on its devices, from the agent's thread.
+"""Report the memory that a rank holds on its devices, from the agent's thread.
 
-The rank itself counts it: NVML names processes by the host's pids, and in a container no rank finds its own.
+The rank itself measures it, because NVML identifies processes by the host's pids, and ranks in a container do not know
+theirs.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _TORCH_COUNTERS = ("memory_allocated", "memory_reserved", "max_memory_allocated"
 
 
 class DeviceReports:
-    """Sends a `DeviceMemoryEvent` for each device in which this process holds memory, once a second.
+    """Sends a `DeviceMemoryEvent` once a second for each device that holds memory of this process.
 
     Args:
         agent: The rank's agent.
@@ -45,7 +46,7 @@ class DeviceReports:
         try:
             for event in self._read():
                 self._agent.sink.emit(event)
-        except Exception as error:  # noqa: BLE001 - a vendor's module raises what it likes; training goes on
+        except Exception as error:  # noqa: BLE001 - a vendor's module may raise any error; training continues
             self._failed = True
             text = f"the memory of its devices cannot be read: {describe_error(error, 200)}"
             self._agent.sink.emit(AgentFailedEvent(text, ended=False))

@@ -1,4 +1,4 @@
-"""The main function of a rank's process: every start method calls it.
+"""The main function of a rank's process, which every start method calls.
 
 ``main`` has five steps: detach from the parent process, connect to the kernel, apply the order, run the function, and
 report the outcome.
@@ -18,7 +18,7 @@ import sys
 import threading
 import traceback
 
-# signal's own pthread_sigmask converts each of 60 signals into a member of an enum: 0.1 ms.
+# The public signal.pthread_sigmask converts each of 60 signals into an enum member, which takes 0.1 ms.
 from _signal import pthread_sigmask  # type: ignore[import-not-found]
 from bdb import BdbQuit
 from collections.abc import Callable, Sequence, Set as AbstractSet
@@ -68,7 +68,7 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Outcome(NamedTuple):
-    """The event that reports a rank's outcome, and the descriptors that are sent with it."""
+    """The event that reports a rank's outcome, and the descriptors to send with it."""
 
     event: Event
     descriptors: Sequence[int] = ()
@@ -92,13 +92,14 @@ def main(
     *,
     forked: bool = True,
 ) -> NoReturn:
-    """Run a rank; never returns.
+    """Run a rank. Never returns.
 
     Args:
-        order: What the rank runs with.
+        order: The settings that the rank runs with.
         wiring: Descriptors of the channel and the two output streams.
         load: Returns the function and its arguments.
-        kernel_descriptors: The kernel's own, which a process forked from the kernel closes; None in other processes.
+        kernel_descriptors: The kernel's descriptors, which a process forked from the kernel closes. None in other
+            processes.
         forked: Whether the process was forked, from the kernel or from another process.
     """
     code = 1
@@ -108,17 +109,18 @@ def main(
             exit_handlers.forget_inherited()
         if kernel_descriptors is None:
             cells.renew_main()
-        gc.freeze()  # O(1): from now on the collector sees the rank's own objects only, and copies no memory
+        # O(1). From now on, the collector sees only the rank's own objects and does not copy shared memory.
+        gc.freeze()
         detach(wiring, kernel_descriptors)
         agent, debugging, devices = connect(wiring)
         outcome = run_function(order, load, debugging)
         debugging.exit_watch.begin()
-        devices.send()  # the last peak, and the only one of a short run
+        devices.send()  # Report the last peak, which is the only one of a short run.
         step_time.end_run()
         code = report(outcome, agent)
-    except KeyboardInterrupt:  # the run is being stopped, after the function returned
+    except KeyboardInterrupt:  # The run is being stopped after the function returned.
         pass
-    except BaseException:  # noqa: BLE001 - nothing above could handle it
+    except BaseException:  # noqa: BLE001 - no caller could handle it
         with contextlib.suppress(Exception):
             text = f"notebook_accelerate: a rank failed outside the function\n{traceback.format_exc()}"
             os.write(2, text.encode())
@@ -127,9 +129,9 @@ def main(
 
 
 def prepare_forks() -> None:
-    """Do in a process that forks ranks what each of them would do, and copy memory for."""
+    """In a process that forks ranks, do in advance what each rank would do, and would have to copy memory for."""
     if _LIBC is not None:
-        _ = _LIBC.prctl  # ctypes looks it up at the first access
+        _ = _LIBC.prctl  # ctypes looks the function up at the first access.
     reporting.preload()
     plain_process.look_for_notebook()
     exit_handlers.note_inherited()
@@ -154,34 +156,35 @@ def detach(wiring: Wiring, kernel_descriptors: AbstractSet[int] | None) -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     pthread_sigmask(signal.SIG_SETMASK, [signal.SIGINT])
-    threading.current_thread().name = "MainThread"  # a rank forked from the run's thread inherits its name
-    asyncio.set_event_loop(None)  # the inherited one shares its epoll with the kernel
-    # The run's thread is a daemon; threads that the function starts would inherit that, and nothing would join them.
+    threading.current_thread().name = "MainThread"  # A rank forked from the run's thread inherits that thread's name.
+    asyncio.set_event_loop(None)  # The inherited event loop shares its epoll with the kernel.
+    # The run's thread is a daemon. Threads started by the function would inherit that flag and would not be joined.
     threading.current_thread()._daemonic = False  # type: ignore[attr-defined]
     if kernel_descriptors is not None:
         redirect_descriptors(keep={wiring.channel, wiring.stdout, wiring.stderr}, known=kernel_descriptors)
 
 
 def discard_interrupt(kernel: int) -> None:
-    """Discard a pending interrupt for the kernel, in whose process group this process was forked (Linux)."""
+    """Discard an interrupt for the kernel that is pending since the fork in the kernel's process group (Linux)."""
     if sys.platform == "linux":
         pending = signal.sigtimedwait([signal.SIGINT], 0)
-        if pending is not None and pending.si_pid == kernel:  # the kernel sent it to stop this rank
+        if pending is not None and pending.si_pid == kernel:  # The kernel sent this interrupt to stop the rank.
             signal.raise_signal(signal.SIGINT)
 
 
 def die_with_parent(parent: int) -> None:
-    """Let Linux kill this process when the thread that forked it ends; on other systems the agent ends it."""
+    """Let Linux kill this process when the thread that forked it ends. On other systems, the agent ends it."""
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent ended before the call
+        if os.getppid() != parent:  # The parent ended before the call.
             os._exit(1)
 
 
 def redirect_descriptors(keep: AbstractSet[int], known: AbstractSet[int]) -> None:
     """Redirect the kernel's sockets, event queues, history file and ``known`` pipes to /dev/null in this process.
 
-    Closed descriptors would be reused for new files, which the destructors of inherited objects would then close.
+    They are not closed: the numbers would be reused for new files, which the destructors of inherited objects would
+    close.
     """
     null = os.open(os.devnull, os.O_RDWR)
     folder = "/proc/self/fd"
@@ -190,7 +193,7 @@ def redirect_descriptors(keep: AbstractSet[int], known: AbstractSet[int]) -> Non
         if descriptor in keep or descriptor in (0, 1, 2, null):
             continue
         with contextlib.suppress(OSError):
-            target = os.readlink(f"{folder}/{name}")  # noqa: PTH115 - the same
+            target = os.readlink(f"{folder}/{name}")  # noqa: PTH115 - twice as fast as Path
             shared = target.startswith(("socket:", "anon_inode:[event")) or "history.sqlite" in target
             if shared or descriptor in known:
                 os.dup2(null, descriptor, inheritable=False)
@@ -205,7 +208,7 @@ def connect(wiring: Wiring) -> tuple[Agent, DebugAgent, DeviceReports]:
     """Connect the output streams to the kernel's pipes, and everything else to the channel."""
     os.dup2(wiring.stdout, 1)
     os.dup2(wiring.stderr, 2)
-    faulthandler.enable(2)  # for crashes in native code; ipykernel's default is another file
+    faulthandler.enable(2)  # Dump the stack of native crashes to stderr. ipykernel dumps it to another file.
     for descriptor in {wiring.stdout, wiring.stderr} - {1, 2}:
         os.close(descriptor)
     sink = Sink(Channel(socket.socket(fileno=wiring.channel)))
@@ -227,7 +230,7 @@ def run_function(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Out
         pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         apply_order(order)
         function, arguments = load()
-        if order.notebook_settings:  # again: what the function imports may have set up its own
+        if order.notebook_settings:  # Apply them again, because the function's imports may have changed the settings.
             apply_notebook_settings(order.notebook_settings)
         debugging.install(function)
         sink = require_sink()
@@ -242,7 +245,7 @@ def run_function(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Out
         return Outcome(failure_event(stop, "quit"))
     except KeyboardInterrupt as stop:
         return Outcome(failure_event(stop, "interrupted"))
-    except BaseException as error:  # noqa: BLE001 - the kernel handles what the user's function raises
+    except BaseException as error:  # noqa: BLE001 - the kernel handles errors of the user's function
         note_memory(error)
         cells.explain_omitted(error)
         event = failure_event(error, "exception")
@@ -254,7 +257,10 @@ def run_function(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Out
 
 
 def call(function: Function, arguments: tuple[Any, ...]) -> Any:
-    """Call the function; a process that it forks, and that leaves it too, ends here: it is not the rank."""
+    """Call the function.
+
+    End any process that the function forks and that returns from it, because it is not the rank.
+    """
     rank = os.getpid()
     try:
         value = function(*arguments)
@@ -268,7 +274,7 @@ def call(function: Function, arguments: tuple[Any, ...]) -> Any:
 
 
 def end_child(error: BaseException | None) -> NoReturn:
-    """End a process that the rank has forked; it runs no exit handlers of the rank."""
+    """End a process that the rank has forked, without running the rank's exit handlers."""
     code = 0
     try:
         if issubclass(type(error), SystemExit):
@@ -293,14 +299,15 @@ def apply_order(order: WorkerOrder) -> None:
     if order.time_offset is not None:
         steady_time.set_offset(order.time_offset)
     if order.cwd is not None:
-        with contextlib.suppress(OSError):  # the kernel's folder may have been deleted
+        with contextlib.suppress(OSError):  # The kernel's folder may have been deleted.
             os.chdir(order.cwd)
     if order.sys_path is not None:
         sys.path[:] = order.sys_path
     if order.as_accelerate:
         accelerate_alias.install()
     else:
-        accelerate_alias.remove()  # the server process may have been started while the kernel had it
+        # The server process may have been started while the alias was installed in the kernel.
+        accelerate_alias.remove()
     install_sources(order.sources)
     reset_inherited_state()
     given = order.accelerator
@@ -318,10 +325,10 @@ def apply_order(order: WorkerOrder) -> None:
 
 
 def serve_group_store() -> None:
-    """Serve the store of the process groups of a run on several machines, if this process is the rank that does.
+    """If this process is the rank to do so, serve the process groups' store of a run on several machines.
 
-    It ends with the process. torch's own rank 0 listens on all interfaces, whatever MASTER_ADDR is; this one listens on
-    MASTER_ADDR only.
+    The store ends with the process. Torch's own rank 0 listens on all interfaces, whatever MASTER_ADDR is. This one
+    listens on MASTER_ADDR only.
 
     Raises:
         OSError: The address or the port is not available.
@@ -334,7 +341,7 @@ def serve_group_store() -> None:
     address, _, port = where.rpartition(":")
     try:
         listener = listen(address, int(port))
-    except OSError:  # a router translates the address (NAT)
+    except OSError:  # A router translates the address (NAT), so it does not belong to this machine.
         listener = listen("", int(port))
     _stores.append(
         TCPStore(
@@ -345,7 +352,7 @@ def serve_group_store() -> None:
 
 
 def returned(value: object, in_channel: int | None) -> Outcome:
-    """Return the outcome of a function that has returned ``value``, which may be impossible to send."""
+    """Return the outcome of a function that has returned ``value``. If it cannot be sent, the outcome has the error."""
     what = f"the return value (a {type(value).__name__})"
     try:
         found = dump_result(value, what, in_channel)
@@ -355,8 +362,9 @@ def returned(value: object, in_channel: int | None) -> Outcome:
 
 
 def note_memory(error: BaseException) -> None:
-    """Add what the memory holds to an error that says that it is exhausted, while the frames still hold it."""
-    if issubclass(type(error), (MemoryError, RuntimeError)):  # isinstance would ask the class, which may fail
+    """Add a memory report to an out-of-memory error, while the frames still hold the memory."""
+    # Not isinstance: it would run code of the error's class, which may fail.
+    if issubclass(type(error), (MemoryError, RuntimeError)):
         from notebook_accelerate.worker import memory_report
 
         memory_report.note_failure(error)
@@ -369,7 +377,7 @@ def failure_event(error: BaseException, kind: str) -> FailureEvent:
     note, payload = "", b""
     try:
         payload = dump_bytes(error, f"the exception (a {class_name(error)})")
-    except BaseException as problem:  # noqa: BLE001 - the same
+    except BaseException as problem:  # noqa: BLE001 - pickling may run any code of the user
         note = str(problem) if issubclass(type(problem), SerializationError) else describe_error(problem)
     return FailureEvent(chain, now, kind, note, payload)
 
@@ -378,20 +386,20 @@ def failure_event(error: BaseException, kind: str) -> FailureEvent:
 
 
 def report(outcome: Outcome, agent: Agent) -> int:
-    """Finalise as an interpreter does at exit, send the outcome, and return the exit code."""
+    """Clean up like an interpreter at exit, send the outcome, and return the exit code."""
     event = outcome.event
     failed = isinstance(event, FailureEvent)
     wait = True
     if isinstance(event, FailureEvent):
-        # Report the failure first: when this rank closes its sockets, others fail too.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the function has ended: there is nothing to interrupt
+        # Report the failure first, because other ranks also fail when this rank closes its sockets.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # The function is over, so there is nothing to interrupt.
         console.flush()
         agent.sink.send(event)
         wait = event.kind not in ("interrupted", "quit")
     if wait:
         exit_handlers.join_threads()
     if not failed:
-        sampler.start(enabled=False)  # sends what has arrived from devices
+        sampler.start(enabled=False)  # This sends the values that have arrived from devices.
         leave_process_group()
     run_exit_handlers(wait=wait)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -403,10 +411,10 @@ def report(outcome: Outcome, agent: Agent) -> int:
 
 
 def leave_process_group() -> None:
-    """Destroy a process group that the function left open, of which NCCL would warn at exit.
+    """Destroy a process group that the function left open, because NCCL would warn about it at exit.
 
-    gloo does not warn, and destroying its group can hang: the destructor holds the GIL while it joins a thread that may
-    need it. The end of the process closes its sockets too.
+    Gloo does not warn, and destroying its group can hang: the destructor holds the GIL while it joins a thread that may
+    need the GIL. The end of the process closes its sockets anyway.
     """
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

@@ -1,12 +1,13 @@
-"""Runs at a rank's end what an interpreter runs at its exit: a rank ends by ``os._exit``, which runs nothing.
+"""Run an interpreter's exit handlers at a rank's end, because a rank ends with ``os._exit``, which runs none.
 
-A forked rank also inherits what the kernel has registered for its own exit, which must not run in a rank. Everything
-that was registered before the rank began is left out.
+A forked rank also inherits the handlers that the kernel registered for its own exit. They must not run in a rank, so
+everything registered before the rank started is skipped.
 """
 
 from __future__ import annotations
 
-import _io  # io's own classes are abstract: to check an object against them may run code of the object's class
+# The public classes of io are abstract, and checking an object against them may run code of the object's class.
+import _io
 import atexit
 import ctypes
 import gc
@@ -32,20 +33,20 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 _FLUSH = (_LIBC.fflush, ctypes.c_void_p.in_dll(_LIBC, "stdout")) if _LIBC is not None else None
 _RESET_BY_IMPORTS = ("multiprocessing.resource_sharer", "torch.multiprocessing.reductions")
-"""Modules whose objects, one each, replace a lock after a fork that nothing has held."""
+"""Modules with one object each that replaces a lock after a fork, which is unnecessary as nothing holds the lock."""
 
 awaited: set[threading.Thread] = set()
-"""Daemon threads that complete something for which a rank's exit waits."""
+"""Daemon threads whose work must be completed before a rank exits."""
 _inherited_handlers: list[Any] = []
-"""References to the kernel's logging handlers; filled in the kernel, where to read them copies no memory."""
+"""References to the kernel's logging handlers. Filled in the kernel, because reading them in a rank copies memory."""
 _inherited_finalizers: list[Any] = []
-"""Kept, so that the rank deletes none of them."""
+"""Keeps the inherited finalizers, so that the rank does not delete any of them."""
 _inherited_resets: list[Any] = []
-"""Functions that reset the kernel's objects of multiprocessing in a new process, such as queues."""
+"""Functions that reset the kernel's multiprocessing objects, such as queues, in a new process."""
 
 
 def note_inherited() -> None:
-    """List what ranks inherit; call in a process that forks ranks, before the forks."""
+    """List the handlers that ranks inherit. Call it before the forks, in a process that forks ranks."""
     _inherited_handlers[:] = logging._handlerList  # type: ignore[attr-defined]
     _inherited_resets[:] = [
         util._run_after_forkers
@@ -53,19 +54,19 @@ def note_inherited() -> None:
         if (util := _module(f"{package}.util")) is not None
         and any(type(each).__module__ not in _RESET_BY_IMPORTS for each in util._afterfork_registry.values())
     ]
-    _flush_native()  # or each rank would write it too
+    _flush_native()  # Otherwise each rank would write the buffered output too.
 
 
 def forget_inherited() -> None:
-    """Let nothing run in this rank that was registered before it was forked; call first in a new rank.
+    """Discard all handlers that were registered before this rank was forked. Call it first in a new rank.
 
-    What the standard library registers once in a process is registered again.
+    The handlers that the standard library registers once per process are registered again.
     """
     atexit._clear()
     atexit.register(_shut_logging)
     for package in _PROCESS_PACKAGES:
         util = _module(f"{package}.util")
-        if util is not None:  # as in a process that multiprocessing itself has forked
+        if util is not None:  # As in a process that multiprocessing itself has forked.
             for inherited in (util._finalizer_registry, _module(f"{package}.process")._children):
                 if inherited:
                     inherited.clear()
@@ -82,10 +83,10 @@ def _module(name: str) -> Any:
 
 
 def run_exit_handlers(*, wait: bool) -> None:
-    """Run the callbacks of this rank's exit, and write what its files buffer.
+    """Run the callbacks of this rank's exit, and write the buffers of its files.
 
     Args:
-        wait: Whether to wait for processes of multiprocessing that are not daemons.
+        wait: Whether to wait for multiprocessing processes that are not daemons.
     """
     if not wait:
         _forget_children()
@@ -96,16 +97,17 @@ def run_exit_handlers(*, wait: bool) -> None:
 
 
 def join_threads() -> None:
-    """Join the non-daemon threads of the function, and those that they start, as the interpreter does.
+    """Join the function's non-daemon threads, and the threads that they start, as the interpreter does.
 
-    An interrupt, which stops the run, ends the wait: the callbacks of the exit still run.
+    An interrupt, which stops the run, ends the wait. The exit callbacks still run.
     """
     with suppress(KeyboardInterrupt):
         _join_threads()
 
 
 def _join_threads() -> None:
-    for call in reversed(getattr(threading, "_threading_atexits", ())):  # these end the idle threads of executors
+    # These callbacks end the idle threads of executors.
+    for call in reversed(getattr(threading, "_threading_atexits", ())):
         with suppress(Exception):
             call()
     while threads := unfinished_threads():
@@ -120,7 +122,7 @@ def unfinished_threads() -> list[threading.Thread]:
 
 
 def unfinished_children() -> list[Any]:
-    """Return the processes of multiprocessing that an interpreter waits for at its exit."""
+    """Return the multiprocessing processes that an interpreter waits for at its exit."""
     children = [child for package in _PROCESS_PACKAGES for child in _children(package)]
     return [child for child in children if not child.daemon and child._popen.returncode is None]
 
@@ -131,7 +133,7 @@ def _children(package: str) -> list[Any]:
 
 
 def _forget_children() -> None:
-    """Wait for no process: they end with the rank's process group."""
+    """Do not wait for child processes, which end with the rank's process group."""
     for package in _PROCESS_PACKAGES:
         module = _module(f"{package}.process")
         if module is not None:
@@ -149,7 +151,7 @@ def _shut_logging() -> None:
     """Flush and close the handlers that the rank has created."""
     handlers = logging._handlerList  # type: ignore[attr-defined]
     if len(handlers) == len(_inherited_handlers) and handlers[-1:] == _inherited_handlers[-1:]:
-        return  # to read the inherited ones would copy memory
+        return  # There are no new handlers, and reading the inherited ones would copy memory.
     inherited = {id(reference) for reference in _inherited_handlers}
     logging.shutdown([each for each in handlers if id(each) not in inherited])
 
@@ -157,9 +159,10 @@ def _shut_logging() -> None:
 def _close_files() -> None:
     """Write the buffers of the rank's open files, which an interpreter closes when it deletes its modules.
 
-    The inner files of a file come after it: texts, then what compresses or uploads, then buffers of descriptors.
+    Inner files come after the files that wrap them: first texts, then files that compress or upload, then buffers of
+    descriptors.
     """
-    objects = gc.get_objects()  # the rank's own: the others are frozen
+    objects = gc.get_objects()  # These are the rank's own objects, because the others are frozen.
     kinds = {kind for kind in set(map(type, objects)) if _is_file(kind)}
     files = [each for each in objects if type(each) in kinds]
     _call([each for each in files if type(each) is _io.TextIOWrapper], "flush")
@@ -169,27 +172,27 @@ def _close_files() -> None:
 
 
 def _is_file(kind: type) -> bool:
-    """Whether objects of a class buffer what is written to them, or delete a file when they are closed."""
+    """Return whether objects of a class buffer what is written to them, or delete a file when they are closed."""
     return issubclass(kind, _io._IOBase) or kind.__name__ in ("ZipFile", "_TemporaryFileCloser")
 
 
 def _call(objects: list[Any], method: str) -> None:
     for each in objects:
-        with suppress(Exception):  # closed, or an object that was never complete
+        with suppress(Exception):  # The object is closed, or was never completely initialised.
             getattr(each, method)()
 
 
 def _flush_native() -> None:
-    """Write what native code has printed: C's library has buffers of its own."""
+    """Write the output of native code, because C's library has its own buffers."""
     if _FLUSH is not None:
         function, stream = _FLUSH
         function(stream)
 
 
-# Reports why a rank whose function has ended does not end: a thread, a process or a callback that it waits for.
+# The rest reports why a rank does not exit after its function: because of a thread, a process or a callback.
 
 NOTE_SECONDS = 5.0
-"""A rank that needs longer than this for its exit reports what it waits for."""
+"""A rank whose exit takes longer than this reports what it waits for."""
 
 
 class ExitWatch:
@@ -206,7 +209,7 @@ class ExitWatch:
         agent.every_tick(self._tick)
 
     def begin(self) -> None:
-        """Watch from now on: the function has ended."""
+        """Start watching after the end of the function."""
         self._since = time.monotonic()
 
     def _tick(self) -> None:
@@ -217,7 +220,7 @@ class ExitWatch:
 
     @property
     def text(self) -> str:
-        """What the rank waits for; "" while its function runs."""
+        """The reason why the rank does not exit, or "" while its function runs."""
         if self._since is None:
             return ""
         found = [_thread(each) for each in unfinished_threads()]
@@ -235,11 +238,12 @@ def _thread(thread: threading.Thread) -> str:
 
 
 def _child(child: Any) -> str:
-    return f"the process {child.name!r} (pid {child.pid})"  # it keeps no reference to its target
+    # The process object does not keep a reference to its target.
+    return f"the process {child.name!r} (pid {child.pid})"
 
 
 def _target(thread: threading.Thread) -> str:
-    """Return the name of a thread's function, or of its class where that has a ``run`` of its own."""
+    """Return the name of a thread's function, or of its class if that overrides ``run``."""
     target = getattr(thread, "_target", None)
     if target is None:
         return "" if type(thread) is threading.Thread else f"{type(thread).__qualname__}.run"
@@ -256,24 +260,24 @@ def _place(frame: FrameType | None) -> str:
     return "" if frame is None else f"at {frame.f_code.co_filename}, line {frame.f_lineno}, in {frame.f_code.co_name}"
 
 
-# Marks the processes of a kernel's ranks, so that all of them can be found when the kernel is gone.
+# The rest marks the processes of a kernel's ranks, so that all of them can be found when the kernel is gone.
 #
 # A process that is started by a rank may leave the rank's process group and session, lose its parent and its
 # environment, and execute another program. It keeps its resource limits. The limit on file locks is not enforced since
-# Linux 2.4.25: its soft value serves as the mark. On other systems there are no marks.
+# Linux 2.4.25, so its soft value serves as the mark. On other systems there are no marks.
 
 _RLIMIT_LOCKS = 10
 
 
 def mark_of(pid: int) -> int:
-    """Return the mark of a kernel: its process id and when it started; 0 where there are no marks."""
+    """Return the mark of a kernel, which combines its process id and its start time, or 0 if marks are unsupported."""
     fields = read_stat(Path(f"/proc/{pid}"))
     return (pid << 32) | (int(fields[STARTED]) & 0xFFFFFFFF) if fields else 0
 
 
 def set_mark(mark: int, pid: int = 0) -> None:
-    """Mark a process, and all that it will start; mark 0 removes the mark, and process 0 is this one."""
+    """Mark a process and all that it will start. Mark 0 removes the mark, and process 0 is this one."""
     if sys.platform == "linux":
-        with suppress(OSError, ValueError):  # the administrator has limited it
+        with suppress(OSError, ValueError):  # The administrator has restricted it.
             hard = resource.prlimit(pid, _RLIMIT_LOCKS)[1]
             resource.prlimit(pid, _RLIMIT_LOCKS, (mark or hard, hard))

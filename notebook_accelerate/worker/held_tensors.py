@@ -1,4 +1,4 @@
-"""Tensors that the variables of the running functions hold at a step boundary, and the graphs behind them."""
+"""Find tensors held by variables of the running functions at a step boundary, and the graphs behind them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ if TYPE_CHECKING:
 
 MAX_NAMES, MAX_ITEMS, MAX_FOUND, MAX_NODES, MAX_READ_NODES = 500, 100_000, 50, 20_000, 200
 MANY, NESTED = 1000, 2
-"""Of a longer list so many items are looked at, as of other containers without a tensor among them; so deep are
-containers in containers."""
+"""Limits for containers: ``MANY`` items of a long list, or of a container without tensors among them, are inspected.
+
+Containers within containers are inspected up to the depth ``NESTED``.
+"""
 _CONTAINERS = (list, tuple, set, dict)
 _PLAIN = {int, float, str, bool, bytes, type(None), type, ModuleType, FunctionType, BuiltinFunctionType}
-"""Types of values that hold no tensors, or not by a name of the user's."""
+"""Types of values that hold no tensors, or none that the user has named."""
 _STORES = ("STORE_FAST", "STORE_DEREF", "STORE_NAME", "STORE_GLOBAL")
 _UNSHARED = 3
-"""References to ``f_locals``: of the frame, of the variable, and of the call that counts them."""
+"""Number of references to ``f_locals``: from the frame, from the variable, and from the call that counts them."""
 
 
 def user_frames() -> list[FrameType]:
@@ -40,12 +42,13 @@ def user_frames() -> list[FrameType]:
 def variables_of(frame: FrameType) -> dict[str, Any]:
     """Return a frame's variables, such that only the caller keeps them.
 
-    Before Python 3.13 a function's frame keeps the dictionary ``f_locals`` with all values, until it is read again.
+    Before Python 3.13, a function's frame keeps the dictionary ``f_locals`` with all values until it is read again.
     """
     shared = frame.f_locals
     found = dict(shared)
     function = sys.version_info < (3, 13) and frame.f_code.co_flags & CO_OPTIMIZED
-    if function and sys.getrefcount(shared) == _UNSHARED:  # else the function has called locals()
+    # Otherwise the function has called locals(), and uses the dictionary.
+    if function and sys.getrefcount(shared) == _UNSHARED:
         shared.clear()
     return found
 
@@ -54,11 +57,11 @@ class Held(NamedTuple):
     """A value that a variable or an attribute holds.
 
     Attributes:
-        name: As "losses" or "self.losses".
-        function: Its function; "globals" for the variables of a module.
+        name: The name, such as "losses" or "self.losses".
+        function: Its function, or "globals" for the variables of a module.
         value: The value.
-        kept: Whether the variable still has the value of an earlier step when the next one begins: the loop that runs
-            does not assign it.
+        kept: Whether the variable keeps its value from one step to the next, because the running loop does not assign
+            it.
     """
 
     name: str
@@ -68,7 +71,7 @@ class Held(NamedTuple):
 
 
 def variables() -> Iterator[Held]:
-    """Yield the variables of the user's frames, of their modules, and the attributes of modules and objects in them."""
+    """Yield variables of the user's frames and of their modules, and the attributes of objects and modules in them."""
     seen: set[int] = set()
     modules: set[int] = set()
     for frame in user_frames():
@@ -87,9 +90,10 @@ def _named(names: dict[str, Any], function: str, seen: set[int], assigned: Colle
 
 
 def assigned_in_loops(frame: FrameType) -> set[str] | None:
-    """Return the names that the running loops of a frame assign; None: no loop runs, so that each step has a new frame.
+    """Return the names assigned in a frame's running loops, or None if no loop runs, so that each step has a new frame.
 
-    A loop runs if it contains the frame's instruction: it is what lies between a jump backwards and its target.
+    A loop is the code between a backward jump and its target. It is running if it contains the frame's current
+    instruction.
     """
     loops, stores = _loops_and_stores(frame.f_code)
     running = [(start, end) for start, end in loops if start <= frame.f_lasti <= end]
@@ -101,9 +105,10 @@ def assigned_in_loops(frame: FrameType) -> set[str] | None:
 
 @lru_cache(maxsize=100)
 def _loops_and_stores(code: CodeType) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, str], ...]]:
-    """Return the loops of a code object, and where it stores which names; to read its instructions takes milliseconds.
+    """Return the loops of a code object, and the offsets at which it stores names.
 
-    A loop is from the target of a jump backwards to the jump.
+    A loop extends from the target of a backward jump to the jump. The result is cached, because reading the
+    instructions takes milliseconds.
     """
     jumps = {*dis.hasjrel, *dis.hasjabs}
     loops: list[tuple[int, int]] = []
@@ -118,7 +123,7 @@ def _loops_and_stores(code: CodeType) -> tuple[tuple[tuple[int, int], ...], tupl
 
 
 def prepare() -> None:
-    """Read the code of the running functions, on any thread, so that the main thread need not."""
+    """Analyse the code of the running functions in advance, on any thread, to save time on the main thread."""
     for frame in user_frames():
         _loops_and_stores(frame.f_code)
 
@@ -139,23 +144,23 @@ def _attributes(name: str, function: str, value: object, seen: set[int]) -> Iter
 
 
 def is_own(kind: type) -> bool:
-    """Whether a class is the user's."""
+    """Return whether a class is the user's."""
     module = sys.modules.get(kind.__module__)
     return kind.__module__ == "__main__" or is_user_code(getattr(module, "__file__", None) or "<string>")
 
 
 class GraphWatch:
-    """Looks at the tensors with a graph that variables hold, several times."""
+    """Inspects the tensors with a graph that variables hold, repeatedly."""
 
     def __init__(self) -> None:
         self._roots: dict[str, Any] = {}
 
     def look(self) -> dict[str, Any]:
-        """Return, by name of a variable, what it holds.
+        """Return a description of the tensors that each variable holds, by the variable's name.
 
-        Of a container, how many tensors and their bytes; of a tensor, the bytes that its graph keeps after backward, of
-        an attribute also its own, the nodes of its graph, and how many of them were added to the graph that it had at
-        the look before: 0 where it has another one.
+        For a container, it has the number of tensors and their bytes. For a tensor, it has the bytes that its graph
+        keeps after backward (for an attribute, also the tensor's own bytes), the number of nodes in its graph, and how
+        many nodes were added to the graph of the previous call (0 if the graph is a different one).
         """
         torch: Any = sys.modules["torch"]
         found: dict[str, Any] = {}
@@ -176,7 +181,8 @@ class GraphWatch:
         saved, nodes = graph_size(tensor)
         root = self._roots.pop(held.name, None)
         added = _nodes_above(tensor.grad_fn, root) if root is not None else 0
-        if not saved and len(self._roots) < MAX_FOUND:  # else the graph's activations would live longer than they do
+        # Otherwise keeping the graph would make its activations live longer.
+        if not saved and len(self._roots) < MAX_FOUND:
             self._roots[held.name] = tensor.grad_fn
         own = tensor.nbytes if "." in held.name else 0
         return {"count": 1, "bytes": own + saved, "kind": "tensor", "nodes": nodes, "added": added}
@@ -189,8 +195,8 @@ def _is_container(value: object) -> bool:
 
 
 def _of_container(value: Any) -> dict[str, Any] | None:
-    """Return the tensors with graphs in a container, and in those that it contains; None of one with other values."""
-    if isinstance(value, list) and len(value) > MANY:  # the last ones stand for all
+    """Return the tensors with graphs in a container and its nested containers, or None if it has other contents."""
+    if isinstance(value, list) and len(value) > MANY:  # The last items represent all of them.
         last = value[-MANY:]
         if not all(_is_tensor(each) and _has_graph(each) for each in last):
             return None
@@ -204,7 +210,7 @@ def _of_container(value: Any) -> dict[str, Any] | None:
     for number, each in enumerate(islice(_leaves(value, NESTED), MAX_ITEMS), 1):
         if isinstance(each, tensor):
             tensors.append(each)
-        elif number >= MANY and not tensors:  # such as a vocabulary
+        elif number >= MANY and not tensors:  # The container is something else, such as a vocabulary.
             return None
     held = [each for each in tensors if _has_graph(each)]
     if number and not held:
@@ -213,14 +219,14 @@ def _of_container(value: Any) -> dict[str, Any] | None:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a container has only numbers and the like, as a history of losses; in a tenth of the time of a loop."""
+    """Return whether a container has only plain values, such as a history of losses. Ten times as fast as a loop."""
     values: Any = value.values() if isinstance(value, dict) else value
     kinds = set(map(type, islice(values, MAX_ITEMS)))
     return bool(kinds) and kinds <= _PLAIN
 
 
 def _leaves(value: Iterable[object], depth: int) -> Iterator[Any]:
-    """Yield the values of a container, and those of containers in it; one in place of numbers."""
+    """Yield the values of a container and of nested containers. A container of plain values yields a single None."""
     for each in value.values() if isinstance(value, dict) else value:
         if depth and _is_container(each) and _is_plain(each):
             yield None
@@ -240,9 +246,9 @@ def _has_graph(tensor: Tensor) -> bool:
 
 
 def _nodes_above(node: Node | None, root: Node) -> int:
-    """Return how many nodes a graph has above another one that it contains; 0 where it does not contain it.
+    """Return the number of nodes that a graph has above another node, or 0 if the graph does not contain that node.
 
-    Nodes are visited by their distance: a sum of losses contains the earlier sum a few nodes below.
+    Nodes are visited in order of distance, because a sum of losses contains the earlier sum only a few nodes below.
     """
     if node is None or node is root:
         return 0
@@ -276,7 +282,7 @@ def graph_size(tensor: Tensor) -> tuple[int, int]:
                 continue
             try:
                 saved = getattr(node, name)
-            except RuntimeError:  # freed by backward, as usual
+            except RuntimeError:  # Backward has freed it, as usual.
                 freed = True
                 break
             if isinstance(saved, torch.Tensor) and not saved.is_leaf:
@@ -285,7 +291,7 @@ def graph_size(tensor: Tensor) -> tuple[int, int]:
 
 
 def compiled_variable() -> str:
-    """Return the name of a variable, or attribute of the user's objects, that holds a compiled module; "" without."""
+    """Return the name of a variable, or of an attribute of a user's object, with a compiled module, or ""."""
     for frame in user_frames():
         for name, value in variables_of(frame).items():
             if type(value).__name__ == "OptimizedModule":

@@ -1,4 +1,4 @@
-"""What a rank's memory holds: parameters, gradients, optimizer state and other tensors, by module and by variable."""
+"""Report what a rank's memory holds: parameters, gradients, optimizer state and other tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _Held:
         """Return the bytes of the storages that were not counted before."""
         total = 0
         for tensor in tensors:
-            with suppress(Exception):  # of a subclass without storage
+            with suppress(Exception):  # The tensor may belong to a subclass without storage.
                 local = local_tensor(tensor) if hasattr(tensor, "device_mesh") else tensor
                 storage = local.untyped_storage()
                 key = str(local.device), storage.data_ptr()
@@ -44,15 +44,15 @@ class _Held:
 
 
 def take_memory_report(frames: Sequence[FrameType] | None = None) -> dict[str, Any]:
-    """Return the report; the main thread must not run Python code meanwhile.
+    """Return the report. The main thread must not run Python code during the call.
 
     Args:
-        frames: The frames whose variables are looked at; None: those of the user's code on the main thread.
+        frames: The frames whose variables are inspected. None means the frames of the user's code on the main thread.
 
     Returns:
-        ``parts``: bytes by kind; ``expected``: the same as parameters and optimizers ask for; ``modules``: name,
-        parameters, gradients, optimizer state; ``variables``: name, function, bytes; ``process``: bytes of the process;
-        ``devices``: bytes by device; ``lines``: file, line, bytes.
+        ``parts``: bytes by kind; ``expected``: bytes by kind that parameters and optimizers should need; ``modules``:
+            name, parameters, gradients, optimizer state; ``variables``: name, function, bytes; ``process``: bytes of
+            the process; ``devices``: bytes by device; ``lines``: file, line, bytes.
     """
     torch: Any = sys.modules["torch"]
     modules, optimizers, tensors = _instances(torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
@@ -81,24 +81,24 @@ def take_memory_report(frames: Sequence[FrameType] | None = None) -> dict[str, A
 
 
 def _instances(*kinds: type) -> list[list[Any]]:
-    """Return the instances of each class among all objects, without asking an object for ``__class__``.
+    """Return the instances of each class among all objects, without reading ``__class__`` of any object.
 
-    A proxy to an object that is gone, or a deprecated name, raises an error or warns when it is asked.
+    A proxy to an object that is gone would raise an error, and a deprecated name would warn.
     """
     found = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
     return [[each for each in found if issubclass(type(each), kind)] for kind in kinds]
 
 
 def _roots(modules: list[Any]) -> list[Any]:
-    """Return the modules that are in no other one."""
+    """Return the modules that are not contained in another one."""
     inner = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in inner]
 
 
 def _expected(roots: list[Any], optimizers: list[Any]) -> dict[str, int]:
-    """Return the bytes that the parameters have, and that their gradients and the optimizers' states will have.
+    """Return the bytes of the parameters, and the expected bytes of their gradients and of the optimizers' states.
 
-    The state of unknown optimizers is left out.
+    The state of unknown optimizers is omitted.
     """
     every = {id(each): each for root in roots for each in (*root.parameters(), *root.buffers())}
     trained: dict[int, int] = {}
@@ -137,7 +137,7 @@ def _tensors(value: object) -> list[Any]:
 
 
 def _variables(held: _Held, frames: Iterable[FrameType]) -> list[list[Any]]:
-    """Return the variables of the user's functions that hold tensors which are no part of a model."""
+    """Return the variables of the user's functions that hold tensors which do not belong to a model."""
     torch: Any = sys.modules["torch"]
     rows = []
     for frame in frames:
@@ -162,7 +162,10 @@ def _process() -> dict[str, int]:
 
 
 def _devices() -> dict[str, dict[str, int]]:
-    """Return the counters of each CUDA device: the rest of the cache is fragmented where it cannot be used."""
+    """Return the counters of each CUDA device.
+
+    Unused memory in the cache that cannot be reused counts as fragmented.
+    """
     cuda: Any = sys.modules["torch"].cuda
     found = {}
     if cuda.is_available() and cuda.is_initialized():
@@ -181,7 +184,7 @@ def _devices() -> dict[str, dict[str, int]]:
 
 
 def _lines() -> list[list[Any]]:
-    """Return the lines with most memory of Python's own, where tracemalloc is on."""
+    """Return the lines that have allocated the most Python memory, if tracemalloc is running."""
     if not tracemalloc.is_tracing():
         return []
     found = tracemalloc.take_snapshot().statistics("lineno")[:MAX_ROWS]
@@ -189,11 +192,11 @@ def _lines() -> list[list[Any]]:
 
 
 def note_failure(error: BaseException) -> None:
-    """Add the report to an error that says that memory is exhausted, as a note: it is shown with the error."""
+    """If an error reports exhausted memory, add the memory report as a note, which is shown with the error."""
     memory = isinstance(error, Exception) and should_reduce_batch_size(error)
     if "torch" not in sys.modules or not (memory or any(text in str(error) for text in _NO_MEMORY)):
         return
-    with suppress(Exception):  # the error itself is what counts
+    with suppress(Exception):  # A failing report must not hide the error itself.
         frames = [frame for frame, _ in walk_tb(error.__traceback__) if is_user_code(frame.f_code.co_filename)]
         notes = [*getattr(error, "__notes__", ()), memory_table(take_memory_report(frames[::-1]))]
-        error.__notes__ = notes  # type: ignore[attr-defined]  # add_note comes with Python 3.11
+        error.__notes__ = notes  # type: ignore[attr-defined]  # add_note requires Python 3.11

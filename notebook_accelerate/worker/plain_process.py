@@ -1,8 +1,9 @@
-"""Makes a rank a plain process, in which libraries find no notebook and no interactive interpreter.
+"""Make a rank a plain process, so that libraries do not detect a notebook or an interactive interpreter.
 
-A rank that is forked from a kernel inherits IPython's shell, the kernel's modules and what libraries concluded from
-them: tqdm would draw widgets, Lightning would refuse its strategies, and whatever sends to the front end would be
-refused, because a session does not send from a fork. Ranks of other start methods inherit environment variables only.
+A rank that is forked from a kernel inherits IPython's shell, the kernel's modules and the conclusions that libraries
+drew from them. Without corrections, tqdm would draw widgets, Lightning would refuse its strategies, and messages to the
+front end would be refused, because a session does not send from a fork. Ranks of other start methods only inherit
+environment variables.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from typing import Any
 from notebook_accelerate.errors import ipython_shell
 
 _NOTEBOOK_PACKAGES = ("ipykernel.", "google.colab.")
-"""Whose presence in ``sys.modules`` libraries take for a notebook."""
+"""Packages whose presence in ``sys.modules`` makes libraries assume a notebook."""
 
 _hidden: dict[str, ModuleType] = {}
-"""The modules of those packages: objects of the kernel still use them."""
+"""The hidden modules of those packages. They are kept, because objects of the kernel still use them."""
 
 
 def leave_notebook() -> Any:
-    """Remove from this process what makes it look interactive.
+    """Remove the signs of an interactive session from this process.
 
     Returns:
-        The shell's formatter of MIME bundles; None where there is no shell.
+        The shell's formatter of MIME bundles, or None if there is no shell.
     """
     for name in ("ps1", "ps2"):
         vars(sys).pop(name, None)
@@ -40,7 +41,7 @@ def leave_notebook() -> Any:
     _disconnect_widgets()
     for name, correct in _CONCLUSIONS.items():
         if name in sys.modules:
-            with contextlib.suppress(AttributeError):  # another version, which has no such name
+            with contextlib.suppress(AttributeError):  # Another version of the library does not have this name.
                 correct(sys.modules[name])
     return getattr(shell, "display_formatter", None)
 
@@ -48,11 +49,11 @@ def leave_notebook() -> Any:
 def _leave_shell(shell: Any) -> None:
     """Make ``IPython.get_ipython`` return None.
 
-    ``get_ipython`` among the names of the user's cells stays: a function of a cell with ``!ls`` in it calls that.
+    ``get_ipython`` remains among the names of the user's cells, because a cell's function with ``!ls`` in it calls it.
     """
     for name in ("get_ipython", "__IPYTHON__"):
         vars(builtins).pop(name, None)
-    # IPython's asks its shell to end the kernel.
+    # IPython's own exit functions would make the shell end the kernel.
     for names in (vars(builtins), shell.user_ns):
         for name in ("exit", "quit"):
             if type(names.get(name)).__module__.startswith(("IPython", "ipykernel")):
@@ -67,12 +68,12 @@ def _leave_shell(shell: Any) -> None:
 
 
 _of_notebook: list[str] | None = None
-"""The names of modules to hide; None: not looked for."""
+"""The names of modules to hide, or None before they are determined."""
 
 
 def look_for_notebook() -> None:
-    """List the modules to hide, before ranks are forked: in a rank each name that is read copies a page of memory."""
-    global _of_notebook  # noqa: PLW0603 - the modules of a process
+    """List the modules to hide before ranks are forked. In a rank, every name read would copy a memory page."""
+    global _of_notebook  # noqa: PLW0603 - one list per process
     _of_notebook = [name for name in list(sys.modules) if f"{name}.".startswith(_NOTEBOOK_PACKAGES)]
 
 
@@ -85,20 +86,21 @@ def _hide_modules() -> None:
 
 
 def _disconnect_widgets() -> None:
-    """Give widgets that are made in this rank connections which go nowhere."""
+    """Connect widgets that are created in this rank to dummy connections."""
     comm: Any = sys.modules.get("comm")
     if comm is not None:
         comm.create_comm = comm.DummyComm
         comm.get_comm_manager = functools.cache(comm.base_comm.CommManager)
 
 
-# ---- what libraries concluded when the kernel imported them
+# ---- conclusions that libraries drew when the kernel imported them
 
 
 def _plain_tqdm(module: Any) -> None:
     kind = module.tqdm_notebook
     for name in ("__init__", "__iter__", "display", "update", "close", "clear", "reset", "status_printer", "colour"):
-        if name in vars(kind):  # those of the standard bar, its base class, remain: copies would miss later hooks
+        # Delete these methods instead of copying the base class's, so that later changes to the standard bar apply.
+        if name in vars(kind):
             delattr(kind, name)
 
 
@@ -134,4 +136,4 @@ _CONCLUSIONS: dict[str, Callable[[Any], None]] = {
     "transformers.utils.import_utils": _ask_transformers_again,
     "transformers.trainer": _plain_transformers,
 }
-"""By module that has found a notebook when it was imported: what corrects that."""
+"""Corrects each module that detected a notebook when it was imported."""

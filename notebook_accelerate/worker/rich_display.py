@@ -1,4 +1,4 @@
-"""``IPython.display`` in a rank: rich output travels to the kernel, which owns the front end."""
+"""``IPython.display`` in a rank: send rich output to the kernel, which owns the front end."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ from notebook_accelerate.telemetry import DisplayEvent, emit
 from notebook_accelerate.telemetry.events import display_mark
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
-_MODULES = ("IPython.core.display_functions", "IPython.core.display")  # IPython 7, which Colab has, has the second only
+_MODULES = (
+    "IPython.core.display_functions",
+    "IPython.core.display",
+)  # IPython 7, used by Colab, only has the second one
 
 
 class _Displays:
-    """The displays of a rank without an id of their own, which ``clear_output`` lets later ones replace."""
+    """The rank's displays without a display id, which later displays may replace after ``clear_output``."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -30,9 +33,9 @@ class _Displays:
         self._replaceable: list[str] = []
 
     def clear(self, *, wait: bool) -> None:
-        """Let the next displays replace those since the last call, which are emptied now unless the next ones follow.
+        """Let the next displays replace those shown since the last call. Without ``wait``, empty these immediately.
 
-        What the last call left is emptied in any case.
+        Displays left over from the last call are emptied in any case.
         """
         gone = self._replaceable if wait else [*self._replaceable, *self._shown]
         for identity in gone:
@@ -41,7 +44,7 @@ class _Displays:
         _send(DisplayEvent({}, clear="wait" if wait else "now"))
 
     def emit(self, data: dict[str, Any], metadata: dict[str, Any]) -> None:
-        """Show a bundle, in the place of one that was cleared if there is one."""
+        """Show a bundle, in place of a cleared display if there is one."""
         update = bool(self._replaceable)
         identity = self._replaceable.pop(0) if update else f"notebook-accelerate-{os.getpid()}-{next(self._numbers)}"
         self._shown.append(identity)
@@ -52,7 +55,7 @@ _displays = _Displays()
 
 
 class _MarkedStreams:
-    """The pipes of this rank's standard streams, in which displays leave their marks.
+    """The pipes of this rank's standard streams, into which displays write marks.
 
     Args:
         flush: Writes all buffered output to the pipes.
@@ -63,21 +66,21 @@ class _MarkedStreams:
         self._identity = self._current()
 
     def send(self, event: DisplayEvent) -> None:
-        """Send a display to the kernel, behind what was printed before it."""
+        """Send a display to the kernel, after the output printed before it."""
         with self._lock:
             self._flush()
             if self._identity is None or self._current() != self._identity:
-                emit(event)  # a process that the rank has forked; or the function has redirected its output
+                emit(event)  # This process was forked by the rank, or the function has redirected its output.
                 return
             event.mark = next(self._numbers)
             emit(event)
-            with suppress(OSError):  # the kernel is gone
+            with suppress(OSError):  # The kernel is gone.
                 for descriptor in (1, 2):
                     os.write(descriptor, display_mark(event.mark))
 
     @staticmethod
     def _current() -> tuple[int, ...] | None:
-        with suppress(OSError):  # closed
+        with suppress(OSError):  # A descriptor is closed.
             pipes = [os.fstat(descriptor) for descriptor in (1, 2)]
             return (os.getpid(), *(number for pipe in pipes for number in (pipe.st_dev, pipe.st_ino)))
         return None
@@ -94,13 +97,13 @@ def _send(event: DisplayEvent) -> None:
 
 
 def install(formatter: Any, flush: Callable[[], None]) -> None:
-    """Send what IPython's functions display to the kernel, also where IPython is imported later.
+    """Send everything that IPython's functions display to the kernel, even if IPython is imported later.
 
     Args:
-        formatter: The shell's formatter of MIME bundles, with what the user registered; None: a new one.
+        formatter: The shell's formatter of MIME bundles, with the user's registrations. None creates a new one.
         flush: Writes all buffered output to the rank's pipes.
     """
-    global _marked_streams  # noqa: PLW0603 - one process has one pair of streams
+    global _marked_streams  # noqa: PLW0603 - one pair of streams per process
     _marked_streams = _MarkedStreams(flush)
     if formatter is not None:
         _formatter.chosen = formatter
@@ -109,9 +112,9 @@ def install(formatter: Any, flush: Callable[[], None]) -> None:
 
 
 def _redirect(module: Any) -> None:
-    """Change the functions of a module in place, because others have imported them by name, also the user's cells.
+    """Change the functions of a module in place, because others, such as the user's cells, have imported them by name.
 
-    Without a shell they would only print; with the kernel's, its session would refuse messages from a fork.
+    Without a shell, they would only print. With the kernel's shell, its session would refuse messages from a fork.
     """
     for name, function in (("display", _display), ("publish_display_data", _publish), ("clear_output", _clear)):
         original = vars(module).get(name)
@@ -120,7 +123,7 @@ def _redirect(module: Any) -> None:
             original.__defaults__, original.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
 
 
-# The code of these runs with the globals of IPython's module, so it imports what it calls.
+# The code of these functions runs with the globals of IPython's module, so it imports what it calls.
 
 
 def _display(*objects: Any, **options: Any) -> Any:
@@ -153,7 +156,7 @@ def display(
     update: bool = False,
     **_: Any,
 ) -> Any:
-    """Do what ``IPython.display.display`` does."""
+    """Do the same as ``IPython.display.display``."""
     identity = os.urandom(16).hex() if display_id is True else display_id
     where = {**(transient or {}), **({} if identity is None else {"display_id": str(identity)})}
     if clear:
@@ -163,7 +166,7 @@ def display(
             data, found = value, {}
         else:
             data, found = _formatter().format(value, include=include, exclude=exclude)
-        if data:  # an object with _ipython_display_ has displayed itself
+        if data:  # An object with _ipython_display_ has already displayed itself.
             publish(data, {**found, **(metadata or {})}, transient=where, update=update)
     if identity is None or update:
         return None
@@ -179,9 +182,9 @@ def publish(
     update: bool = False,
     **__: object,
 ) -> None:
-    """Do what ``IPython.display.publish_display_data`` does.
+    """Do the same as ``IPython.display.publish_display_data``.
 
-    A widget of this rank has no model in the kernel: its other forms are shown.
+    A widget of this rank has no model in the kernel, so its other representations are shown.
     """
     clean = {kind: _text(value) for kind, value in data.items() if kind != WIDGET_VIEW}
     identity = (transient or {}).get("display_id")
@@ -192,9 +195,9 @@ def publish(
 
 
 def clear_output(wait: bool = False) -> None:
-    """Do what ``IPython.display.clear_output`` does, to what this rank has shown since its last call.
+    """Do the same as ``IPython.display.clear_output``, for everything that this rank has shown since its last call.
 
-    Lines that were printed before the first call stay, because they are among those of the other ranks.
+    Lines printed before the first call remain, because they are mixed with lines of other ranks.
     """
     _displays.clear(wait=bool(wait))
 
@@ -204,7 +207,7 @@ def _text(value: object) -> object:
 
 
 class _Formatter:
-    """The formatter of MIME bundles; created at the first display, because that takes longer than a fork."""
+    """The formatter of MIME bundles. Created at the first display, because creating it takes longer than a fork."""
 
     def __init__(self) -> None:
         self.chosen: Any = None
@@ -222,7 +225,7 @@ _formatter = _Formatter()
 
 @functools.cache
 def _with_figures(formatter: Any) -> Any:
-    """Add pictures of matplotlib's figures, if the kernel's inline backend has not."""
+    """Add images of matplotlib figures, unless the kernel's inline backend has done so."""
     pictures = formatter.formatters["image/png"]
     if not any(getattr(kind, "__name__", "") == "Figure" for kind in pictures.type_printers):
         pictures.for_type_by_name("matplotlib.figure", "Figure", _figure_png)

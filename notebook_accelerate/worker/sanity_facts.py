@@ -1,4 +1,4 @@
-"""The rank's part of the checks for common mistakes: it sends small facts, which the kernel compares over ranks.
+"""The rank's part of the checks for common mistakes. It sends small facts, which the kernel compares between ranks.
 
 No check adds a collective or waits for an accelerator, so no check can change, hang or slow training. Facts are sent at
 prepare, for the first two batches, at optimizer steps 1, 10, 100, ... and when a number is not finite. Without other
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 BATCHES = 2
-"""Batches that are compared; two, because one batch may be the same on all ranks on purpose."""
+"""Number of batches to compare. Two, because one batch may be the same on all ranks on purpose."""
 UNPREPARED_STEPS = 100
-"""Optimizer steps after which the search for an unprepared optimizer ends."""
+"""Number of optimizer steps after which the search for an unprepared optimizer ends."""
 _SAMPLES = 64
 _MAX_TENSORS = 512
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> list[float]:
-    """Return the number of elements of tensors, and up to 64 values spread over them; one transfer from the device."""
+    """Return the number of elements in tensors, and up to 64 values spread over them. Uses one device transfer."""
     try:
         chosen = [tensor.detach() for tensor in islice(tensors, _MAX_TENSORS) if tensor.numel()]
         if not chosen:
@@ -43,7 +43,7 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> list[float]:
         parts = [tensor.reshape(-1)[:: max(1, tensor.numel() // each)][:each].double() for tensor in chosen]
         return [float(sum(tensor.numel() for tensor in chosen)), *torch.cat(parts)[:_SAMPLES].tolist()]
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
-        return []  # meta, lazy, sparse or quantised tensors: a check must never fail
+        return []  # Meta, lazy, sparse or quantised tensors raise errors, but a check must never fail.
 
 
 class SanityFacts:
@@ -52,7 +52,7 @@ class SanityFacts:
     Args:
         several: Whether there are other ranks, each with the complete model.
         compiled: Whether models are compiled.
-        gradient_state: Its `in_dataloader` says whether a prepared loader, which divides the data, is being read.
+        gradient_state: Its `in_dataloader` indicates whether a prepared loader, which divides the data, is being read.
     """
 
     def __init__(self, *, several: bool, compiled: bool = False, gradient_state: Any = None) -> None:
@@ -74,7 +74,7 @@ class SanityFacts:
     # ---- prepare
 
     def prepared(self, models: Iterable[Any], optimizers: Iterable[Any], results: Iterable[Any]) -> None:
-        """Install the checks on what has been prepared so far.
+        """Install the checks on everything prepared so far.
 
         Args:
             models: The models of all calls of prepare, unwrapped.
@@ -103,7 +103,8 @@ class SanityFacts:
     def _prepared_model(self, model: torch.nn.Module) -> None:
         self._parameters.update(map(id, model.parameters()))
         _send("parameters", 0, fingerprint(model.parameters()))
-        if not self._compiled and not isinstance(model, torch.jit.ScriptModule):  # a hook would be compiled with it
+        # A hook would be compiled along with the model.
+        if not self._compiled and not isinstance(model, torch.jit.ScriptModule):
             counter = _BatchCounter(self._gradient_state)
             counter.handle = model.register_forward_pre_hook(counter, with_kwargs=True)
 
@@ -116,7 +117,7 @@ class SanityFacts:
 
     def _on_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         self._steps += 1
-        # Ranks that do not exchange gradients now (local SGD) may differ.
+        # Ranks that are not exchanging gradients at the moment (local SGD) may differ.
         if self._steps in _POWERS_OF_TEN and all(model.require_backward_grad_sync for model in self._wrappers):
             _send("parameters", self._steps, fingerprint(_parameters(optimizer)))
 
@@ -134,7 +135,7 @@ class SanityFacts:
             self._any_steps = UNPREPARED_STEPS
 
     def _remove_step_hook(self) -> None:
-        """Remove the hook of all optimizers; not from inside the hook, while torch iterates over its hooks."""
+        """Remove the hook of all optimizers. Not called from inside the hook, while torch iterates over its hooks."""
         if self._unprepared is not None and self._any_steps >= UNPREPARED_STEPS:
             self._unprepared.remove()
 
@@ -156,9 +157,9 @@ class SanityFacts:
         return norm
 
     def _watch_gradient(self, wrapper: torch.nn.Module) -> None:
-        """Check a gradient before it is averaged: afterwards, a wrong value of one rank is wrong on all.
+        """Check a gradient before it is averaged, because afterwards a wrong value of one rank is wrong on all ranks.
 
-        One small parameter near the beginning of the model is enough: its gradient shows every error of the backward
+        One small parameter near the beginning of the model is enough. Its gradient shows every error of the backward
         pass before it.
         """
         trained = [parameter for parameter in wrapper.parameters() if parameter.requires_grad]
@@ -192,7 +193,7 @@ class SanityFacts:
 def _send(check: str, key: int, values: list[float], *text: str) -> None:
     if not (values or text):
         return
-    # Loaded in every launched rank; elsewhere nothing is sent, and the import would cost an Accelerator 5 ms.
+    # Nothing is sent outside launched ranks, and importing this there would cost an Accelerator 5 ms.
     from notebook_accelerate.telemetry.debug_protocol import CheckEvent
 
     telemetry.emit(CheckEvent(check, key, values, *text))
@@ -206,9 +207,9 @@ def _parameters(optimizer: Any) -> list[torch.Tensor]:
 
 
 class _DeviceReadings:
-    """Copies of numbers from an accelerator, read a few steps later, when the copy has ended.
+    """Copies numbers from an accelerator and reads them a few steps later, when the copies are complete.
 
-    Reading them at once would make the host wait for the device in every step.
+    Reading them immediately would make the host wait for the device in every step.
     """
 
     SIZE = 8
@@ -219,9 +220,9 @@ class _DeviceReadings:
         self._count = 0
 
     def add(self, check: str, number: int, value: torch.Tensor) -> list[tuple[str, int, list[float]]]:
-        """Start the copy of a number; return the copied numbers that are not finite."""
+        """Start copying a number. Return earlier copies that are complete and not finite."""
         if torch.cuda.is_current_stream_capturing():
-            return []  # a CUDA graph of the user's: these calls would break it
+            return []  # These calls would break the user's CUDA graph.
         found = []
         while self._pending and (len(self._pending) == self.SIZE or self._pending[0][3].query()):
             name, key, slot, event = self._pending.popleft()
@@ -236,10 +237,11 @@ class _DeviceReadings:
 
 
 class _BatchCounter:
-    """A hook on a prepared model that sends its first batches in training and then removes itself.
+    """A hook on a prepared model that sends its first training batches and then removes itself.
 
     Args:
-        gradient_state: See `SanityFacts`. While a prepared loader is read, models may be given equal noise everywhere.
+        gradient_state: See `SanityFacts`. While a prepared loader is read, models may be given equal noise on all
+            ranks.
     """
 
     def __init__(self, gradient_state: Any) -> None:

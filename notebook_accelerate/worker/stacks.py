@@ -1,4 +1,4 @@
-"""Frames of a rank's threads, to send and to evaluate expressions in."""
+"""Read the frames of a rank's threads, to send them and to evaluate expressions in them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from notebook_accelerate.telemetry.tracebacks import callers, current_frames, is
 
 MAX_FRAMES = 50
 LAUNCHERS = tuple(str(Path(__file__).with_name(name)) for name in ("entry.py", "warm_cells.py"))
-"""Files whose frames call the user's function, or cell."""
+"""Files whose frames call the user's function or cell."""
 
 
 def in_function(frame: FrameType) -> bool:
-    """Whether a frame is inside the launched function, or a cell."""
+    """Return whether a frame is inside the launched function or a cell."""
     return frame.f_code.co_filename not in LAUNCHERS
 
 
@@ -50,7 +50,7 @@ def all_stacks() -> dict[str, tuple[FrameInfo, ...]]:
 
 
 def function_code(function: Callable[..., Any]) -> CodeType | None:
-    """Return the code of a function inside partials, wrappers and methods; None for other callables."""
+    """Return the code of a function inside partials, wrappers and methods, or None for other callables."""
     target: Any = function
     for _ in range(20):
         inner = getattr(target, "__wrapped__", None) or getattr(target, "func", None)
@@ -63,7 +63,7 @@ def function_code(function: Callable[..., Any]) -> CodeType | None:
 
 
 def find_frame(frame: FrameType | None, name: str, default: CodeType | None) -> FrameType | None:
-    """Return the innermost frame of the function ``name``; without a name, of ``default``, or else ``frame``."""
+    """Return the innermost frame of the function ``name``. Without a name, use ``default``, or else ``frame``."""
     for caller in callers(frame):
         if caller.f_code.co_name == name if name else caller.f_code is default:
             return caller
@@ -71,7 +71,7 @@ def find_frame(frame: FrameType | None, name: str, default: CodeType | None) -> 
 
 
 def user_frame(frame: FrameType | None, default: CodeType | None) -> FrameType | None:
-    """Return the innermost frame of the user's own code; the launched function's frame where there is none."""
+    """Return the innermost frame of the user's own code, or else the launched function's frame."""
     for caller in takewhile(in_function, callers(frame)):
         if is_user_code(caller.f_code.co_filename):
             return caller
@@ -79,12 +79,12 @@ def user_frame(frame: FrameType | None, default: CodeType | None) -> FrameType |
 
 
 def frame_variables(frame: FrameType) -> dict[str, Any]:
-    """Return the variables of ``frame``, in one dictionary, so that comprehensions see the locals."""
+    """Return the variables of ``frame`` in one dictionary, so that comprehensions see the locals."""
     return {**frame.f_globals, **frame.f_locals}
 
 
 def completions(names: dict[str, Any], text: str) -> list[str]:
-    """Return ``text``, completed by each of ``names`` that fits its last dotted part: "model.head.weight"."""
+    """Return ``text`` completed by each of ``names`` that matches its last dotted part, such as "model.head.weight"."""
     found = re.search(r"[A-Za-z_][\w.]*$", text)
     part = found.group() if found else ""
     if not part:
@@ -100,34 +100,34 @@ def function_names(frame: FrameType | None) -> list[str]:
 
 
 def frame_in_traceback(traceback: TracebackType | None, name: str = "") -> FrameType | None:
-    """Return the innermost frame of a traceback; with a name, the innermost frame of that function."""
+    """Return the innermost frame of a traceback, or with a name, the innermost frame of that function."""
     frames = [frame for frame, _ in walk_tb(traceback) if not name or frame.f_code.co_name == name]
     return frames[-1] if frames else None
 
 
 def traceback_stack(traceback: TracebackType | None) -> tuple[FrameInfo, ...]:
-    """Return the frames of a traceback from the launched function on, outermost first."""
+    """Return the frames of a traceback, starting at the launched function, outermost first."""
     frames = dropwhile(lambda entry: not in_function(entry[0]), walk_tb(traceback))
     return tuple(_frame_info(frame, line) for frame, line in frames)
 
 
-# Samples the stack of a rank's main thread, on a thread that exists only meanwhile.
+# Below, a temporary thread samples the stack of a rank's main thread.
 
 MAX_DEPTH = 100
-"""Frames of a stack, the innermost ones."""
+"""Maximum number of frames in a stack. The innermost ones are kept."""
 MAX_STACKS = 20_000
-"""Different stacks that are counted; time in others counts for the first function alone."""
+"""Maximum number of different stacks that are counted. In other stacks, only the outermost function gets the time."""
 
 Key = tuple[tuple[CodeType, int], ...]
 
 
 def start_sampling(request: SampleRequest, reply: Callable[[Event], None]) -> None:
-    """Sample for the seconds of a request, then reply."""
+    """Sample for the duration of a request, then reply."""
     threading.Thread(target=_sample, args=(request, reply), name="notebook-accelerate-sample", daemon=True).start()
 
 
 def _sample(request: SampleRequest, reply: Callable[[Event], None]) -> None:
-    """Weigh each sample by the time since the one before: the GIL may have been held in between."""
+    """Weigh each sample by the time since the previous one, because the GIL may have been held in between."""
     found: dict[Key, list[float]] = {}
     begin = last = time.perf_counter()
     period = 1 / request.rate

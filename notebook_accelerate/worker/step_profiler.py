@@ -1,4 +1,4 @@
-"""Records steps of a rank with torch's profiler on the kernel's request; nothing of it exists until then."""
+"""Record steps of a rank with torch's profiler at the kernel's request. Nothing is created before a request."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ if TYPE_CHECKING:
 
 
 BEGIN_SECONDS = 60.0
-"""How long a request waits for a first step."""
+"""How long a request waits for the first step."""
 STEPS_SECONDS = 300.0
-"""How long the steps may take; then what has been recorded is sent."""
+"""How long the steps may take. After that, the trace recorded so far is sent."""
 STUCK_SECONDS = 10.0
-"""A main thread that has not moved for so long does not reach a step."""
+"""A main thread that has not moved for this long does not reach a step."""
 BOUNDARY_SECONDS = 0.5
-"""With ``seconds=``, how long to wait for a step before recording begins between two bytecodes."""
+"""With ``seconds=``, how long to wait for a step before recording starts between two bytecodes."""
 BYTECODE_SECONDS = 2.0
-"""How long the main thread has to reach its next bytecode; then it waits in native code."""
+"""How long the main thread may take to reach its next bytecode. After that, it is waiting in native code."""
 WITHOUT_STEPS = 3
-"""After so many metrics without a step of an optimizer, each metric ends a step."""
+"""After this many metrics without an optimizer step, each metric ends a step."""
 
 
 class StepProfiler:
-    """One request to record steps; ``at_boundary``, ``begin`` and ``finish`` are called on the main thread.
+    """One request to record steps. ``at_boundary``, ``begin`` and ``finish`` are called on the main thread.
 
-    A thread imports first what torch's profiler needs: ``at_boundary`` and ``due`` do nothing meanwhile. Then it takes
-    samples, and completes the trace when ``finish`` has stopped torch's profiler.
+    A thread first imports what torch's profiler needs. During that time, ``at_boundary`` and ``due`` do nothing. Then
+    it takes samples, and completes the trace when ``finish`` has stopped torch's profiler.
 
     Args:
-        request: What to record.
+        request: The request, which describes what to record.
         reply: Sends the reply.
-        done: Called at the end, on the thread that ends it.
+        done: Called at the end, on the thread that ends the recording.
     """
 
     def __init__(self, request: ProfileRequest, reply: Callable[[Event], None], done: Callable[[], None]) -> None:
@@ -93,9 +93,9 @@ class StepProfiler:
         exit_handlers.awaited.discard(self._thread)
 
     def _prepare(self) -> None:
-        """Do what takes long the first time, while the training goes on."""
-        with suppress(Exception):  # then it is done at the step boundary
-            torch_internals.import_inductor()  # seconds
+        """Do everything that is slow the first time, while the training continues."""
+        with suppress(Exception):  # If this fails, it is done at the step boundary.
+            torch_internals.import_inductor()  # This takes seconds.
             held_tensors.prepare()
             self._made = self._make()
 
@@ -105,12 +105,12 @@ class StepProfiler:
         step_time.at_end.add(self._at_step)
         try:
             return samples.run()
-        except Exception as error:  # noqa: BLE001 - the trace is of use without them
+        except Exception as error:  # noqa: BLE001 - the trace is useful without samples
             return {"error": describe_error(error, 300)}
 
     def _collectives(self) -> list[tuple[str, int, str, int, float]]:
-        """Return which group each collective was of where there are several: gloo does not tell torch's profiler."""
-        with suppress(Exception):  # then the collectives of ranks are not joined
+        """Return the group of each collective if there are several. Gloo does not report it to torch's profiler."""
+        with suppress(Exception):  # Without this, the collectives of different ranks are not matched.
             if self._marks and len(torch_internals.process_groups()) > 1:
                 return waits.entered_collectives(self._marks[0]["time"] / 1e9, self._marks[-1]["time"] / 1e9)
         return []
@@ -119,14 +119,14 @@ class StepProfiler:
         recorded.facts |= {"samples": samples, "boundaries": self._boundaries, "collectives": self._collectives()}
         try:
             reply = recorded.complete()
-        except Exception as error:  # noqa: BLE001 - the training goes on
+        except Exception as error:  # noqa: BLE001 - the training continues
             reply = self._not_written(error)
         self._end(reply)
 
     # ---- the main thread
 
     def at_boundary(self) -> None:
-        """Handle a metric or a report of progress: where no optimizer has taken a step, it ends one."""
+        """Handle a metric or a report of progress, which ends a step if no optimizer has taken one."""
         if self._counts_metrics:
             self._note_step()
         if self._over or not self._ready or threading.get_ident() != self._main or step_time.steps():
@@ -139,7 +139,8 @@ class StepProfiler:
     def _at_step(self) -> None:
         if threading.get_ident() != self._main:
             return
-        if self._counts_metrics:  # the first step of an optimizer: what was recorded until now is a part of it
+        # This is an optimizer's first step, and everything recorded before belongs to a part of it.
+        if self._counts_metrics:
             self._counts_metrics, self._in_part = False, self._recording
             self._skipped, self._steps = self._skipped + self._steps, 0
         self._advance()
@@ -172,16 +173,16 @@ class StepProfiler:
             self._profiler.step()
 
     def _end_steps(self) -> None:
-        """End the last step: what follows belongs to none, nor to one more that TensorBoard would count."""
+        """End the last step. Later operations belong neither to it nor to another step that TensorBoard would show."""
         from torch.profiler import record_function
 
         self._profiler.step_rec_fn.__exit__(None, None, None)
         after: Any = record_function(AFTER_STEPS)
-        self._profiler.step_rec_fn = after  # which stopping ends
+        self._profiler.step_rec_fn = after  # Stopping the profiler ends this range.
         after.__enter__()
 
     def _skip_part(self) -> None:
-        """Handle the end of a step in whose middle recording has begun: what follows are whole steps."""
+        """Handle the end of a step during which the recording started. Whole steps follow."""
         self._in_part = False
         self._skipped += 1
         self._marks.clear()
@@ -194,11 +195,11 @@ class StepProfiler:
         """Start torch's profiler, at the end of a step or within one."""
         if self._profiler is not None or self._over:
             return
-        if torch_internals.profiler_enabled():  # a second one would end the first
+        if torch_internals.profiler_enabled():  # Starting a second profiler would end the first one.
             self.fail("the function itself records with torch's profiler")
             return
         self._asked, self._began = 0.0, time.monotonic()
-        os.environ["KINETO_LOG_LEVEL"] = "6"  # torch's profiler writes to stderr that it starts and stops
+        os.environ["KINETO_LOG_LEVEL"] = "6"  # Otherwise torch's profiler writes to stderr when it starts and stops.
         try:
             made, self._made = self._made, None
             self._profiler = made if made is not None and self._warmup == warmup_steps() else self._make()
@@ -218,7 +219,7 @@ class StepProfiler:
             self._start_recording()
 
     def _make_way(self, _profiler: object) -> None:
-        """End the recording before a profiler of the function itself starts: torch allows one at a time."""
+        """End the recording before the function itself starts a profiler, because torch allows only one at a time."""
         if threading.get_ident() != self._main:
             return
         if self._steps:
@@ -228,7 +229,10 @@ class StepProfiler:
             self._discard()
 
     def _make(self) -> Any:
-        """Return torch's profiler; on an accelerator, with a step to warm up: the first records are slow there."""
+        """Return torch's profiler.
+
+        On an accelerator it includes a warm-up step, because the first records are slow there.
+        """
         from torch import profiler
 
         self._warmup = warmup_steps()
@@ -239,7 +243,8 @@ class StepProfiler:
             schedule=plan,
             record_shapes=True,
             profile_memory=self.request.memory,
-            acc_events=True,  # there is one cycle: without it, torch 2.11 warns in the user's cell that it clears them
+            # There is only one cycle. Without this, torch 2.11 warns in the user's cell that it clears the events.
+            acc_events=True,
             **torch_internals.trace_only(),
         )
 
@@ -256,7 +261,7 @@ class StepProfiler:
 
     def _look_at_variables(self) -> None:
         """Record the tensors with graphs that variables hold, before the first step and after the last."""
-        with suppress(Exception):  # variables of any type are looked at
+        with suppress(Exception):  # Variables of any type are inspected, and may raise any error.
             self._held.append(self._graphs.look())
 
     def finish(self) -> None:
@@ -281,7 +286,7 @@ class StepProfiler:
             finally:
                 profiler.stop()
             self._recorded = Recorded(profiler, self.request, facts)
-        except Exception as error:  # noqa: BLE001 - the training goes on
+        except Exception as error:  # noqa: BLE001 - the training continues
             self._end(self._not_written(error))
         finally:
             if self._recorded is not None and self._samples is not None and self._samples.running:
@@ -298,7 +303,7 @@ class StepProfiler:
         return ProfileReply(self.request.number, error=f"the trace was not written ({describe_error(error)})")
 
     def _discard(self) -> None:
-        """Stop torch's profiler without a trace, after the reply was sent without one."""
+        """Stop torch's profiler without a trace, after a reply without a trace was sent."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             self._others()
@@ -323,7 +328,7 @@ class StepProfiler:
     # ---- any thread
 
     def fail(self, why: str) -> None:
-        """End without a trace; a profiler that records is stopped when the main thread comes back to Python."""
+        """End without a trace. A profiler that is recording is stopped when the main thread returns to Python."""
         if self._over:
             return
         self._over = True
@@ -346,7 +351,7 @@ class StepProfiler:
             os.environ["KINETO_LOG_LEVEL"] = self._level
 
     def due(self, moved: float) -> Callable[[FrameType | None, str], None] | None:
-        """Return what the main thread must do at its next bytecode now; None: nothing.
+        """Return what the main thread must do at its next bytecode, or None.
 
         Args:
             moved: When the main thread last moved, in seconds since the epoch.
@@ -376,17 +381,17 @@ class StepProfiler:
         return None
 
     def _fail_as_stuck(self, still: float) -> None:
-        self.fail(f"its main thread has not moved for {still:.0f} s; run.diagnose() tells where it is")
+        self.fail(f"its main thread has not moved for {still:.0f} s; run.diagnose() shows where it is")
 
 
 def warmup_steps() -> int:
-    """Return how many steps torch's profiler warms up for: one where the function uses CUDA."""
+    """Return the number of warm-up steps of torch's profiler, which is one if the function uses CUDA."""
     cuda: Any = sys.modules["torch"].cuda
     return int(cuda.is_available() and cuda.is_initialized())
 
 
 def resident_bytes() -> int:
-    """Return this process's resident memory; 0 where the system does not tell."""
+    """Return this process's resident memory, or 0 if the system does not report it."""
     with suppress(OSError, ValueError, IndexError):
         return int(read_quickly("/proc/self/statm").split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
@@ -394,9 +399,9 @@ def resident_bytes() -> int:
 
 @contextmanager
 def quiet_stdio() -> Iterator[None]:
-    """Discard what C code writes to its ``stderr`` meanwhile: torch complains of ranks that are forked.
+    """Discard output of C code to its ``stderr`` within the block, because torch warns about forked ranks.
 
-    The descriptor is untouched: what Python and other processes write arrives.
+    The descriptor is unchanged, so the output of Python and of other processes still arrives.
     """
     if sys.platform != "linux":
         yield
@@ -421,7 +426,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def asked_for() -> dict[str, Any]:
-    """Return what the training was asked to do: its precision, and whether it compiles its model."""
+    """Return the training's requested settings: its precision, and whether it compiles its model."""
     found = {"mixed_precision": environ.text("ACCELERATE_MIXED_PRECISION", "no"), "compiled": ""}
     for room in ("notebook_accelerate.state.accelerator_state", "accelerate.state"):
         shared = getattr(getattr(sys.modules.get(room), "AcceleratorState", None), "_shared_state", {})
@@ -433,22 +438,22 @@ def asked_for() -> dict[str, Any]:
     return {**found, "compiled": found["compiled"] or held_tensors.compiled_variable()}
 
 
-# The file with the trace of a rank's profile.
+# ---- the file with the trace of a rank's profile
 
 _END = 4096
-"""Bytes at the end of a trace that contain its last brace."""
+"""Number of bytes at the end of a trace that contain its last brace."""
 
 
 class Recorded:
     """A trace that torch's profiler has written.
 
-    torch holds the interpreter lock while it writes: on another thread it would delay the training's as long, and each
-    operation of the training hands the lock over.
+    Torch holds the interpreter lock while it writes. Writing on another thread would delay the training's thread by the
+    same time, and each operation of the training would hand over the lock.
 
     Args:
         profiler: torch's profiler, which has been stopped.
-        request: What was asked for.
-        facts: What torch's profiler does not record.
+        request: The request.
+        facts: Data that torch's profiler does not record.
     """
 
     def __init__(self, profiler: profile, request: ProfileRequest, facts: dict[str, Any]) -> None:
@@ -461,7 +466,7 @@ class Recorded:
         profiler.export_chrome_trace(str(self._path))
 
     def complete(self) -> ProfileReply:
-        """Add the facts, on any thread; where the kernel's folder is not on this machine, the reply has the trace."""
+        """Add the facts, on any thread. If the kernel's folder is not on this machine, put the trace into the reply."""
         append(self._path, self.facts)
         facts = self.facts
         reply = ProfileReply(self._number, "", "", facts["steps"], facts["seconds"], facts["clock"])
@@ -474,10 +479,10 @@ class Recorded:
 
 
 def append(path: Path, facts: Mapping[str, Any]) -> None:
-    """Add the facts to a trace's file, without reading the file.
+    """Add the facts to a trace's file, without reading the whole file.
 
     Raises:
-        ValueError: It does not end as a JSON object.
+        ValueError: The file does not end like a JSON object.
     """
     with path.open("r+b") as file:
         start = max(0, file.seek(0, os.SEEK_END) - _END)

@@ -1,4 +1,4 @@
-"""Samples a rank's threads while torch's profiler records: which line each operation belongs to, and what else runs."""
+"""Sample a rank's threads while torch's profiler records, to find the lines of operations and what else is running."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from notebook_accelerate.worker import stacks
 from notebook_accelerate.worker.stacks import MAX_DEPTH
 
 RATE = 250.0
-"""Samples per second: 1 % of a rank's time."""
+"""Samples per second, which take 1 % of a rank's time."""
 FIRST_RATE, FIRST_SECONDS = 500.0, 0.1
-"""At first there are more: three short steps are over after a few milliseconds; each sample delays them by 0.1 ms."""
+"""The rate is higher at first, since three short steps may take only milliseconds. A sample delays them by 0.1 ms."""
 MAX_SAMPLES = 50_000
 BLOCKED = 0.0005
-"""Seconds by which a sample is late where it had to wait for the interpreter lock."""
+"""A sample that is late by at least this many seconds had to wait for the interpreter lock."""
 SWITCH_SECONDS = 0.0002
-"""A thread gives the interpreter lock to the samples after this time; after Python's 5 ms, it is at another line."""
+"""A thread yields the interpreter lock to the samples after this time. After Python's 5 ms it would be elsewhere."""
 _OWN_THREADS = "notebook-accelerate"
 
 Place = tuple[str, int, str]
 
 
 class TimedSamples:
-    """Samples on the thread that calls ``run``; ``begin`` and ``end``, on the main thread, wait for nothing.
+    """Takes samples on the thread that calls ``run``.
 
-    Both may be called in a signal handler: ``threading.enumerate`` needs a lock that the main thread may hold then.
+    ``begin`` and ``end`` are called on the main thread and never wait. Both may be called in a signal handler, so they
+    must not call ``threading.enumerate``, which needs a lock that the main thread may already hold.
     """
 
     def __init__(self) -> None:
@@ -61,26 +62,26 @@ class TimedSamples:
 
     @staticmethod
     def _shares_interpreter() -> bool:
-        """Return whether there are threads of the function, or of its libraries, beside the main thread."""
+        """Return whether the function or its libraries have other threads in addition to the main thread."""
         others = [each for each in threading.enumerate() if each is not threading.main_thread()]
         return any(not each.name.startswith(_OWN_THREADS) for each in others)
 
     @property
     def running(self) -> bool:
-        """Whether samples are taken."""
+        """Whether samples are being taken."""
         return self._begun.is_set() and not self._ended.is_set()
 
     def begin(self, at_least: float = 0.0) -> None:
-        """Begin to sample, for so many seconds also where ``end`` is called before."""
+        """Start to sample, for at least this many seconds even if ``end`` is called earlier."""
         self._interval = sys.getswitchinterval()
-        if not self._shared:  # else the threads of the function would wait less for each other
+        if not self._shared:  # Otherwise the function's threads would switch more often.
             sys.setswitchinterval(min(SWITCH_SECONDS, self._interval))
         self._at_least = at_least
         self._begin, self._main_seconds = time.perf_counter(), time.thread_time()
         self._begun.set()
 
     def end(self) -> None:
-        """Take no more samples than for the time that ``begin`` was called with; without ``begin``, take none."""
+        """Stop sampling after the minimum time given to ``begin``. Without ``begin``, take no samples."""
         if self.running and time.perf_counter() < self._begin + self._at_least:
             self._until = self._begin + self._at_least
         elif not self._ended.is_set():
@@ -98,9 +99,9 @@ class TimedSamples:
     def run(self) -> dict[str, Any]:
         """Take samples from ``begin`` to ``end``, and return them.
 
-        Times are in nanoseconds since the epoch, stacks are indices, outermost first. ``blocked`` is the share of
-        samples that had to wait for the interpreter lock, and ``lock`` the processor time of the main thread meanwhile:
-        the thread that held the lock has used more.
+        Times are in nanoseconds since the epoch, and stacks are indices, outermost first. ``blocked`` is the share of
+        samples that had to wait for the interpreter lock, and ``lock`` the processor time that the main thread used
+        during these waits. The thread that held the lock has used the most.
         """
         self._note_threads(current_frames())
         self._begun.wait()
@@ -108,7 +109,7 @@ class TimedSamples:
             self._sample_until_end()
             if self._until < inf:
                 self._close(_seconds_of({self._main: os.getpid()}).get(self._main, self._main_seconds))
-            self._ended.wait()  # there may be many samples
+            self._ended.wait()  # The maximum number of samples may be reached before the end.
         return self._result()
 
     def _sample_until_end(self) -> None:
@@ -126,17 +127,17 @@ class TimedSamples:
             times = _seconds_of(self._numbers)
             if now - due >= BLOCKED:
                 total = thread_delay(number)
-                waited, delay = total - delay, total  # for a processor, not for the lock
+                waited, delay = total - delay, total  # This wait was for a processor, not for the lock.
                 if now - due - waited >= BLOCKED:
                     self._note_blocked(before, times)
             before = times
             self._sample(frames)
-            del frames  # they hold the variables of the function
+            del frames  # The frames hold the function's variables.
             period = 1 / (FIRST_RATE if now - self._begin < FIRST_SECONDS else RATE)
             due = max(due + period, now)
 
     def _note_threads(self, identities: Iterable[int]) -> None:
-        """Learn the numbers of threads where others run than at the sample before, and once more: one may be new."""
+        """Update the threads' numbers after a change of threads, and once more, since one may have been too new."""
         seen = set(identities)
         changed = seen != self._seen
         if changed or self._changed:
@@ -144,7 +145,7 @@ class TimedSamples:
             self._numbers = _thread_numbers()
 
     def _result(self) -> dict[str, Any]:
-        # Of libraries' files no line is shown, and reading them all would take a second.
+        # Lines of libraries are not shown, and reading all their files would take a second.
         frames = [[*place, _source(place) if is_user_code(place[0]) else ""] for place in self._places]
         return {
             "frames": frames,
@@ -159,7 +160,7 @@ class TimedSamples:
         }
 
     def _note_blocked(self, before: Mapping[int, float], now: Mapping[int, float]) -> None:
-        """Count a sample that had to wait for the lock, and what each thread has computed since the one before."""
+        """Count a sample that waited for the lock, and each thread's processor time since the previous sample."""
         self._blocked += 1
         for identity, seconds in now.items():
             used = seconds - before.get(identity, seconds)
@@ -176,7 +177,7 @@ class TimedSamples:
             self._which.append(self._index(frames.get(self._main)))
 
     def _index(self, frame: FrameType | None) -> int:
-        """Return the index of a stack; a frame's place is looked up by its instruction, its line takes longer."""
+        """Return the index of a stack. Places are cached by instruction, because finding the line takes longer."""
         found: list[int] = []
         while frame is not None and len(found) < MAX_DEPTH:
             code = frame.f_code
@@ -188,7 +189,7 @@ class TimedSamples:
         return self._stacks.setdefault(tuple(reversed(found)), len(self._stacks))
 
     def _note_place(self, frame: FrameType) -> tuple[int, CodeType]:
-        """Return the index of a frame's place, -1 outside the launched function, and the code: its id stays its own."""
+        """Return the index of a frame's place (-1 outside the function), and its code, to keep the code's id unique."""
         place = -1
         if stacks.in_function(frame):
             place = self._places.setdefault(_place(frame), len(self._places))
@@ -196,7 +197,7 @@ class TimedSamples:
         return found
 
     def _other_threads(self) -> list[dict[str, Any]]:
-        """Return the processor time of other Python threads, and the line at which each was seen most."""
+        """Return the processor time of other Python threads, and the line at which each was seen most often."""
         names = {each.ident: each.name for each in threading.enumerate()}
         rows = []
         for identity, seen in self._threads.items():
@@ -209,14 +210,14 @@ class TimedSamples:
 
 
 def thread_delay(number: int) -> float:
-    """Return the seconds that a thread was ready to run and waited for a processor; 0.0 where unknown."""
+    """Return the seconds that a thread was ready to run but waited for a processor, or 0.0 if unknown."""
     with suppress(OSError, ValueError, IndexError):
         return int(read_quickly(f"/proc/self/task/{number}/schedstat").split()[1]) / 1e9
     return 0.0
 
 
 def read_quickly(name: str) -> bytes:
-    """Return the first 4 KB of a file, in a tenth of the time of ``Path.read_text``."""
+    """Return the first 4 KB of a file, ten times as fast as ``Path.read_text``."""
     descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(descriptor, 4096)
@@ -241,13 +242,13 @@ def _user_place(frame: FrameType) -> Place:
 
 
 def _thread_numbers() -> dict[int, int]:
-    """Return the system's number of each Python thread by its identity, without those of this package."""
+    """Return the system's number of each Python thread by its identity, without this package's threads."""
     found = {}
     for thread in threading.enumerate():
-        # Until Python 3.13, after a fork the main thread still has the number of the process that was forked.
+        # Until Python 3.13, the main thread has the number of the parent process after a fork.
         number = os.getpid() if thread is threading.main_thread() else thread.native_id
         if thread.ident is not None and number is not None and not thread.name.startswith(_OWN_THREADS):
-            found[thread.ident] = number  # it has begun
+            found[thread.ident] = number  # The thread has started.
     return found
 
 
@@ -255,14 +256,14 @@ def _seconds_of(numbers: Mapping[int, int]) -> dict[int, float]:
     """Return the processor time of each thread, by its identity."""
     found = {}
     for identity, number in numbers.items():
-        with suppress(OSError, ValueError, OverflowError):  # it has ended, or the system has no such clocks
+        with suppress(OSError, ValueError, OverflowError):  # The thread has exited, or the system has no such clocks.
             found[identity] = time.clock_gettime(_clock_of(number))
     return found
 
 
 def _clock_of(number: int) -> int:
-    """Return Linux's clock of a thread's processor time; of a thread that has ended, reading it raises OSError.
+    """Return Linux's clock of a thread's processor time. Reading it raises OSError after the end of the thread.
 
-    ``pthread_getcpuclockid`` reads the memory of the thread, which may be gone.
+    ``pthread_getcpuclockid`` is not used, because it reads the memory of the thread, which may be gone.
     """
     return ~number << 3 | 6

@@ -1,4 +1,4 @@
-"""What a rank waits for: devices that are busy with its work, and collectives that it has entered and not left."""
+"""Find out what a rank waits for: devices that are busy with its work, and collectives that it is still in."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from notebook_accelerate.hardware import device_table
 from notebook_accelerate.telemetry.debug_protocol import Collective
 from notebook_accelerate.torch_internals import flight_recorders
 
-# ---- devices: a thread that waits for a CUDA device spins
+# ---- devices: a thread that waits for a CUDA device uses the processor
 
 ANSWER_SECONDS = 0.2
 """How long the driver may take to reply. A slower driver is itself busy, for example with a full launch queue."""
 NOT_READY = 600
-"""What cuStreamQuery returns for a stream with unfinished work."""
+"""The return value of cuStreamQuery for a stream with unfinished work."""
 RELAXED_CAPTURE = 2
-"""Capture mode: a query in this mode does not end the capture of a CUDA graph in another thread."""
+"""Capture mode that lets a query run without ending the capture of a CUDA graph in another thread."""
 
 
 class DeviceWatch:
@@ -34,7 +34,7 @@ class DeviceWatch:
         self._busy = False
 
     def busy(self) -> bool:
-        """Return whether a stream has unfinished work, or the driver does not answer in `ANSWER_SECONDS`.
+        """Return whether a stream has unfinished work, or the driver does not answer within `ANSWER_SECONDS`.
 
         Only default streams and streams with a Python object are checked.
         """
@@ -47,7 +47,8 @@ class DeviceWatch:
 
     def _ask(self) -> None:
         busy = False
-        with suppress(Exception):  # after an error, a device answers with that error: nothing runs on it
+        # After an error, a device answers every query with that error, and nothing runs on it.
+        with suppress(Exception):
             in_use = (row for row in device_table.ROWS if row.is_accelerator and row.is_initialized())
             busy = any(_is_busy(row) for row in in_use)
         self._busy = busy
@@ -57,7 +58,7 @@ def _is_busy(row: device_table.DeviceRow) -> bool:
     module = row.load()
     streams = _streams(getattr(module, "Stream", None))
     if row.type == "cuda":
-        # torch's own query holds the GIL, so that a blocked driver would block the interpreter forever.
+        # Torch's own query holds the GIL, so a blocked driver would block the interpreter forever.
         with suppress(OSError):
             return cuda_is_busy(ctypes.CDLL("libcuda.so.1"), streams)
     device_table.select_again()
@@ -66,7 +67,7 @@ def _is_busy(row: device_table.DeviceRow) -> bool:
 
 
 def _streams(kind: Any) -> list[Any]:
-    # Not isinstance: it reads __class__, which would make lazy modules load or warn.
+    # Not isinstance: it reads __class__, which could make lazy modules load or warn.
     return [each for each in gc.get_objects() if issubclass(type(each), kind)] if isinstance(kind, type) else []
 
 
@@ -74,8 +75,8 @@ def cuda_is_busy(driver: Any, streams: list[Any]) -> bool:
     """Return whether a stream has unfinished work.
 
     Args:
-        driver: NVIDIA's library; its functions are called without the interpreter's lock.
-        streams: torch's streams; the default stream of each device is added.
+        driver: NVIDIA's library. Its functions are called without the interpreter lock.
+        streams: Torch's streams. The default stream of each device is added.
     """
     driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED_CAPTURE)))
     count = ctypes.c_int()
@@ -90,7 +91,7 @@ def cuda_is_busy(driver: Any, streams: list[Any]) -> bool:
 
 @contextmanager
 def _context(driver: Any, index: int) -> Iterator[bool]:
-    """Enter a device's context in this thread, and yield whether it has one; never create a context."""
+    """Enter a device's context in this thread, and yield whether the device has one. Never create a context."""
     device, flags, active, context = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int(), ctypes.c_void_p()
     driver.cuDeviceGet(ctypes.byref(device), index)
     driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
@@ -111,10 +112,10 @@ def _has_work(driver: Any, handle: int) -> bool:
 
 
 class DeviceCalls:
-    """Notes whether the current thread is in a call of torch that reads a tensor on a device in use.
+    """Records whether the current thread is in a call of torch that reads a tensor on a device in use.
 
     Attributes:
-        inside: Whether it is.
+        inside: Whether the thread is inside a call of this kind.
     """
 
     def __init__(self) -> None:
@@ -122,9 +123,9 @@ class DeviceCalls:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Note the calls of this thread in the block."""
+        """Record the calls of this thread in the block."""
         types = {row.type for row in device_table.ROWS if row.is_accelerator and row.is_initialized()}
-        if not types:  # the main thread may be importing torch, which an import here would break
+        if not types:  # The main thread may be importing torch, and an import here would break that.
             yield
             return
         with _mode(self, types):
@@ -147,7 +148,7 @@ def _mode(calls: DeviceCalls, types: set[str]) -> Any:
     return Mode()
 
 
-# ---- collectives: gloo and NCCL fill a flight recorder each if TORCH_FR_BUFFER_SIZE is set before the first operation
+# ---- collectives: gloo and NCCL each fill a flight recorder if TORCH_FR_BUFFER_SIZE is set before the first operation
 
 _DTYPES = {
     "Float": "f32", "Double": "f64", "Half": "f16", "BFloat16": "bf16", "Long": "i64", "Int": "i32", "Short": "i16",
@@ -156,16 +157,16 @@ _DTYPES = {
 
 
 def read_flight_recorder() -> tuple[tuple[Collective, ...], dict[str, int]]:
-    """Return the open collectives of this rank and, by process group, the number of the last one entered."""
+    """Return the open collectives of this rank, and the number of the last one entered, by process group."""
     return _parse(_entries())
 
 
 def entered_collectives(begin: float, end: float) -> list[tuple[str, int, str, int, float]]:
-    """Return the collectives that this rank has entered between two times: group, number, operation, elements, when.
+    """Return the collectives entered by this rank between two times: group, number, operation, elements, time.
 
     Args:
         begin: Seconds since the epoch.
-        end: The same.
+        end: Seconds since the epoch.
     """
     return [
         (
@@ -188,7 +189,7 @@ def _entries() -> Iterator[dict[str, Any]]:
 
 def _has_group() -> bool:
     distributed: Any = sys.modules.get("torch.distributed")
-    # A request may arrive while the rank imports torch: the module then exists without its functions.
+    # A request may arrive while the rank imports torch, when the module exists without its functions.
     initialised = getattr(distributed, "is_initialized", None)
     return bool(initialised is not None and distributed.is_available() and initialised())
 
@@ -199,7 +200,7 @@ def _parse(entries: Iterable[dict[str, Any]]) -> tuple[tuple[Collective, ...], d
     for entry in entries:
         if entry.get("is_p2p"):
             continue
-        # A group with a backend for each type of device counts the collectives of each backend separately.
+        # A group with a back end for each device type counts the collectives of each back end separately.
         backend = str(entry["profiling_name"]).partition(":")[0]
         group = f"{entry['process_group'][1] or entry['process_group'][0]}/{backend}"
         number = int(entry["collective_seq_id"])

@@ -17,7 +17,7 @@ from notebook_accelerate.worker import debug_agent
 
 
 class InterruptGate:
-    """Lets interrupts into cells only: one that arrives after a cell must not lose its reply."""
+    """Allows interrupts only during cells, because an interrupt after a cell must not discard its reply."""
 
     def __init__(self) -> None:
         self.open = False
@@ -29,12 +29,13 @@ class InterruptGate:
 
 
 def warm_rank() -> None:
-    """Run cells until the kernel ends this rank; the launched function of every warm rank.
+    """Run cells until the kernel ends this rank. This is the launched function of every warm rank.
 
     The process group is open from the start, so that collectives work in the first cell.
     """
-    gate = InterruptGate()  # first: an interrupt of the first cell may arrive while this rank still imports
-    from notebook_accelerate.state import PartialState  # in a rank only: the kernel must not import it
+    # Create it first: an interrupt of the first cell may arrive while this rank is still importing.
+    gate = InterruptGate()
+    from notebook_accelerate.state import PartialState  # imported here, because the kernel must not import it
 
     state = PartialState()
     namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
@@ -52,7 +53,7 @@ def warm_rank() -> None:
             sys.stderr.flush()
             sink.send(reply)
         except KeyboardInterrupt:
-            continue  # the cell has replaced the handler, and the interrupt arrived between two cells
+            continue  # The cell has replaced the handler, and the interrupt arrived between two cells.
 
 
 def _run(request: CellRequest, namespace: dict[str, Any], gate: InterruptGate) -> CellReply:
@@ -66,19 +67,19 @@ def _run(request: CellRequest, namespace: dict[str, Any], gate: InterruptGate) -
         reply = CellReply(request.number, debug_agent.value_text(value) if value is not None else "", payload=payload)
         gate.open = False
         return reply
-    except BaseException as error:  # noqa: BLE001 - the reply carries a cell's error, and the rank lives on
+    except BaseException as error:  # noqa: BLE001 - the reply contains the cell's error, and the rank continues
         gate.open = False
         return CellReply(request.number, "", tracebacks.chain_of(error), steady_time.now())
 
 
 def run_cell(source: str, filename: str, namespace: dict[str, Any]) -> Any:
-    """Run a cell and return the value of its last expression; None when it ends with a statement or a semicolon."""
-    # Not ast.parse, whose frame would be the last one of a SyntaxError's traceback.
+    """Run a cell and return its last expression's value, or None if it ends with a statement or a semicolon."""
+    # Not ast.parse: its frame would be the last one of a SyntaxError's traceback.
     tree: Any = compile(source, filename, "exec", ast.PyCF_ONLY_AST)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, filename, "exec"), namespace)  # noqa: S102 - the user's own cell
     if not isinstance(last, ast.Expr):
         return None
     code: CodeType = compile(ast.Expression(last.value), filename, "eval")
-    value = eval(code, namespace)  # noqa: S307 - the same
+    value = eval(code, namespace)  # noqa: S307 - the user's own cell
     return None if source.rstrip().endswith(";") else value

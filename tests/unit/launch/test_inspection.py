@@ -75,5 +75,5 @@ def test_a_breakpoint_in_a_child_process_of_a_rank_says_so() -> None:
             lambda: list(DataLoader(Stopping(), num_workers=1)), num_processes=1, use_port=0, start_method="fork"
         )
     text = caught.value.failures[0].chain[-1].message
-    assert "a breakpoint in a process that a rank has started, such as a worker of a DataLoader, cannot be" in text
+    assert "a breakpoint in a process that a rank has started, such as a DataLoader worker, cannot be" in text
     assert "DataLoader(..., num_workers=0)" in text
