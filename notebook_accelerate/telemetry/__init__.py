@@ -1,6 +1,6 @@
-"""Events, the duplex channel that carries them, the sampler, and the bounded store that keeps them.
+"""Events, the duplex channel that transmits them, the sampler, and the bounded store that keeps them.
 
-The kernel's side and the worker's side share this package. It imports no torch.
+The kernel's side and the worker's side share this package. It does not import torch.
 """
 
 from __future__ import annotations

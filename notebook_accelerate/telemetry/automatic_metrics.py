@@ -1,9 +1,9 @@
-"""Metrics of a rank that nobody logs: the loss given to backward, learning rates, gradient norm and steps per second.
+"""Metrics recorded without a call of ``log``: loss, learning rates, gradient norm and steps per second of a rank.
 
-They are sampled at the end of an optimizer's step, a few times a second, at steps that are multiples of a power of two:
-ranks sample the same steps. A step without a sample costs one reading of a clock. A number on a CUDA device is copied
-without waiting for the device, and sent with a later sample. Numbers on devices other than the CPU and CUDA are left
-out: reading them would wait for the device, or compile a graph.
+They are sampled at the end of an optimizer's step, a few times a second, at steps that are multiples of a power of two,
+so that ranks sample the same steps. A step without a sample only costs one reading of a clock. A number on a CUDA
+device is copied without waiting for the device, and sent with a later sample. Numbers on devices other than the CPU and
+CUDA are omitted, because reading them would wait for the device or compile a graph.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 
 PERIOD = 0.25
-"""Least seconds between two samples; most samples come within twice as long."""
+"""Minimum seconds between two samples. Most samples are taken within twice that time."""
 LATEST = 4 * PERIOD
-"""Seconds after which any step is sampled: the training has become slower."""
+"""After this time, any step is sampled, because the training has become slower."""
 LOSS, RATE, NORM, SPEED = "auto/loss", "auto/lr", "auto/grad_norm", "auto/steps_per_second"
 CPU, MEMORY, GPU, GPU_MEMORY = "system/cpu_percent", "system/memory_gb", "system/gpu_percent", "system/gpu_memory_gb"
-"""Samples of the ranks' hosts, and of the ranks' devices; sizes in 1e9 bytes."""
+"""Samples of the ranks' hosts and devices. Sizes are in units of 1e9 bytes."""
 MAX_RATES = 4
-"""Parameter groups whose learning rates differ and are sampled."""
+"""Maximum number of parameter groups that are sampled if their learning rates differ."""
 
 
 @dataclass(slots=True)
 class AutomaticMetricEvent(Event):
-    """Numbers of one training step that the rank has not logged itself."""
+    """Numbers of one training step that the rank did not log itself."""
 
     droppable: ClassVar[bool] = True
     boundary: ClassVar[bool] = True
@@ -48,7 +48,7 @@ class AutomaticMetricEvent(Event):
 
 @dataclass
 class _Reading:
-    """Numbers on their way from a CUDA device."""
+    """Numbers that are being copied from a CUDA device."""
 
     step: int
     names: list[str]
@@ -58,11 +58,11 @@ class _Reading:
 
 @dataclass
 class TrainingSampler:
-    """Samples the training of one rank; does nothing until `start`."""
+    """Samples the training of one rank. Does nothing before `start`."""
 
-    _armed: bool = False  # whether the numbers of the current step are noted
+    _armed: bool = False  # Whether to record the numbers of the current step.
     _due: float = math.inf
-    _stride: int = 1  # a sampled step is a multiple of it
+    _stride: int = 1  # Sampled steps are multiples of this number.
     _before: float = 0.0
     _since: float = 0.0
     _step: int | None = None
@@ -73,21 +73,21 @@ class TrainingSampler:
         """Start to sample a new run, or stop."""
         self._armed, self._due, self._step, self._stride = enabled, math.inf, None, 1
         self._before = perf_counter()
-        self._send_readings()  # those of the run that ends
+        self._send_readings()  # Send the readings of the run that ends.
         self._numbers, self._readings = {}, []
 
     def loss(self, loss: Any) -> None:
-        """Note the loss of a batch, if this step is sampled."""
+        """Record the loss of a batch, if this step is sampled."""
         if self._armed:
             self._numbers[LOSS] = _detached(loss)
 
     def norm(self, norm: Any) -> None:
-        """Note the norm of the gradients, if this step is sampled."""
+        """Record the norm of the gradients, if this step is sampled."""
         if self._armed:
             self._numbers[NORM] = _detached(norm)
 
     def end_step(self, step: int, optimizer: Any) -> None:
-        """End an optimizer's step: send its sample, or, if one is due, sample the next step.
+        """End an optimizer's step: send its sample or, if a sample is due, decide to sample the next step.
 
         Args:
             step: The number of the step, from 1.
@@ -120,7 +120,7 @@ class TrainingSampler:
         import torch
 
         if torch.cuda.is_current_stream_capturing():
-            return  # a CUDA graph of the user's: these calls would break it
+            return  # These calls would break the user's CUDA graph.
         self._send_readings()
         if not found or len(self._readings) > 1:
             return
@@ -137,7 +137,7 @@ class TrainingSampler:
 
 
 def event_on(device: torch.device) -> Any:
-    """Record an event on the current stream of a CUDA device, which need not be the thread's current device.
+    """Record an event on the current stream of a CUDA device, which may not be the thread's current device.
 
     Args:
         device: The device.
@@ -150,10 +150,10 @@ def event_on(device: torch.device) -> Any:
 
 
 def learning_rates(optimizer: Any) -> dict[str, float]:
-    """Return the learning rate of an optimizer's first parameter group, and of those that have another.
+    """Return the learning rate of an optimizer's first parameter group, and of groups with another rate.
 
     Args:
-        optimizer: An optimizer; one without ``param_groups`` has none.
+        optimizer: An optimizer. The result is empty if it has no ``param_groups``.
     """
     groups = getattr(optimizer, "param_groups", None) or ()
     found: dict[str, float] = {}
@@ -169,7 +169,7 @@ def _detached(number: Any) -> Any:
 
 
 def _kind(number: Any) -> str:
-    """Return where one number is: "number", a type of device, or "" for what is none, as a sharded tensor."""
+    """Return the location of a number: "number", a device type, or "" for other values, such as sharded tensors."""
     if isinstance(number, (int, float)):
         return "number"
     if not hasattr(number, "numel") or hasattr(number, "placements") or number.numel() != 1:
@@ -186,21 +186,21 @@ def _on_host(number: Any) -> float | None:
 
 
 sampler = TrainingSampler()
-"""The sampler of this process: one process, one training."""
+"""The sampler of this process, which runs only one training."""
 
 
 # ---- which source and which optimizer count a rank's steps, and whether numbers are reported twice
 
 OPTIMIZER, LIBRARY, ACCELERATOR = range(3)
-"""Sources of steps, from torch's optimizers up to this package's Accelerator: the highest that reports counts."""
+"""Sources of steps, from torch's optimizers up to this package's Accelerator. The highest one that reports counts."""
 
 _source = OPTIMIZER
 _copied: ContextVar[bool] = ContextVar("copied", default=False)
 
 
 def claim_steps(source: int) -> bool:
-    """Return whether ``source`` counts this rank's steps; a lower source stops counting."""
-    global _source  # noqa: PLW0603 - one process, one training
+    """Return whether ``source`` counts this rank's steps. A lower source stops counting."""
+    global _source  # noqa: PLW0603 - one training per process
     _source = max(_source, source)
     return source == _source
 
@@ -211,14 +211,14 @@ def step_source() -> int:
 
 
 def reset_step_source() -> None:
-    """Let any source count again: a new rank inherits the kernel's."""
-    global _source  # noqa: PLW0603 - the same
+    """Let any source count again, because a new rank inherits the kernel's source."""
+    global _source  # noqa: PLW0603 - one training per process
     _source = OPTIMIZER
 
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Mark what trackers and writers receive inside a with block as reported: it is not copied to the run again."""
+    """Mark everything that trackers and writers receive in the block as reported, so that it is not copied again."""
     token = _copied.set(True)
     try:
         yield
@@ -227,19 +227,20 @@ def reported() -> Iterator[None]:
 
 
 def is_reported() -> bool:
-    """Return whether the numbers that are written now have been reported."""
+    """Return whether the numbers that are being written have already been reported."""
     return _copied.get()
 
 
 PHASE_STEPS = 8
-"""Steps in a row after which an optimizer counts, whatever the other one has taken."""
+"""After this many consecutive steps, an optimizer counts, whatever the other one has done."""
 
 
 class StepCounter:
     """Counts the steps of a run that may have several optimizers.
 
-    The first optimizer that takes a step counts. Another one replaces it by taking more steps in a row than that one
-    ever did, or more than `PHASE_STEPS`: a training with several phases counts the steps of all of them.
+    The first optimizer that takes a step counts. Another one replaces it by taking more consecutive steps than the
+    first one ever did, or more than `PHASE_STEPS`. In a training with several phases, the steps of all phases are
+    counted.
     """
 
     def __init__(self) -> None:
@@ -249,8 +250,8 @@ class StepCounter:
         self._in_a_row = self._longest = self._steps = 0
 
     def count(self, optimizer: Any) -> int:
-        """Return the number of the step that an optimizer has taken, from 1; 0 if another optimizer counts."""
-        if self._sink is not (sink := current_sink()):  # a new run in this process
+        """Return the number of the step that an optimizer has taken, from 1, or 0 if another optimizer counts."""
+        if self._sink is not (sink := current_sink()):  # A new run has started in this process.
             self._sink, self._counted, self._last = sink, None, None
             self._in_a_row = self._longest = self._steps = 0
         if self._last is not None and self._last() is optimizer:

@@ -1,13 +1,14 @@
-"""Classes and names that notebook cells define, in ranks that are not forked from the kernel.
+"""Transfer classes and names defined in notebook cells to ranks that are not forked from the kernel.
 
 A class of a cell belongs to ``__main__``, which no other process can import, and its instances are compared with
-``isinstance`` and ``==`` on both sides. Three rules keep one class one class:
+``isinstance`` and ``==`` on both sides. Three rules ensure that a class remains a single class:
 
 - The ``__main__`` of a rank holds the kernel's names that its function needs, so that pickle finds them there.
 - Every class has a token, which is the same in all processes. A class whose token is known here is that class.
-- A class of the same name and definition is the same class: the user has run its cell again, perhaps in a new kernel.
+- A class with the same name and definition is the same class, because the user has run its cell again, perhaps in a new
+kernel.
 
-Everything else travels by value, and the reader of a value is warned when ``__main__`` has another class of that name.
+Everything else is sent by value, and the reader of a value is warned if ``__main__`` has another class of that name.
 
 cloudpickle detects the globals that a function's code loads. This module adds the names that code reads in other ways.
 """
@@ -67,21 +68,22 @@ _CONSTANTS = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis))
 _METHODS = (FunctionType, property, classmethod, staticmethod)
 _MAX_DIGEST_PARTS = 20_000
 _MAX_DIGEST_BYTES = 4 << 20
-"""Only classes with fewer parts are compared by their definition, and with smaller arrays."""
+"""Larger classes are not compared by their definition, and neither are classes with larger arrays."""
 
 
 # ---- tokens
 
-_MODULES = ("__main__", "types")  # make_dataclass names the latter
-_namespace = type.__dict__["__dict__"].__get__  # vars() would ask the metaclass
+_MODULES = ("__main__", "types")  # make_dataclass creates classes in the module types.
+_namespace = type.__dict__["__dict__"].__get__  # vars() would call the metaclass.
 
 
 def note_classes() -> None:
-    """Give each class of a cell a token, before processes are forked that pickle instances of it.
+    """Give each class of a cell a token. Call it before forking processes that pickle instances of the class.
 
-    This includes classes created inside functions of cells: every class is a subclass of ``object``.
+    This includes classes created inside functions of cells, because every class is a subclass of ``object``.
     """
-    found: dict[int, type] = {id(object): object}  # by identity: a metaclass may define equality and no hash
+    # Keyed by identity, because a metaclass may define equality without a hash.
+    found: dict[int, type] = {id(object): object}
     new = list(found.values())
     while new:
         below: dict[int, type] = {}
@@ -92,17 +94,17 @@ def note_classes() -> None:
         found |= below
     for kind in found.values():
         if _namespace(kind).get("__module__") in _MODULES:
-            with suppress(Exception):  # metaclasses of the user
+            with suppress(Exception):  # Metaclasses of the user may raise any error.
                 token_of(kind)
 
 
 def token_of(kind: type) -> str:
-    """Return the token of a class, by which another process finds the same class."""
+    """Return the token of a class, which identifies the class in other processes."""
     return str(cloudpickle._get_or_create_tracker_id(kind))
 
 
 def known(token: str) -> type | None:
-    """Return the class with this token, or None if this process has none."""
+    """Return the class with this token, or None if this process does not have it."""
     found: type | None = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(token)
     return found
 
@@ -113,7 +115,7 @@ def find(name: str, token: str, digest: str, *, warn: bool = False) -> type | No
     Args:
         name: Its qualified name.
         token: Its token.
-        digest: What ``definition_digest`` returned there.
+        digest: The result of ``definition_digest`` in the other process.
         warn: Whether to warn if ``__main__`` has another class of that name.
     """
     ours = known(token)
@@ -124,13 +126,13 @@ def find(name: str, token: str, digest: str, *, warn: bool = False) -> type | No
         return ours or _made.get((name, digest))
     if (here := definition_digest(current)) == digest:
         return current  # type: ignore[no-any-return]
-    if warn and current_sink() is None:  # not in a rank, which receives new definitions
+    if warn and current_sink() is None:  # Do not warn in a rank, which receives new definitions.
         _warn_once(name, (token, here))
     return ours or _made.get((name, digest))
 
 
 _warned: set[tuple[str, str]] = set()
-"""The token of each class that users were warned about, with the digest of the class that had its name."""
+"""The tokens of the classes that users were warned about, with the digest of the class that had the name."""
 
 
 def _warn_once(name: str, pair: tuple[str, str]) -> None:
@@ -138,14 +140,15 @@ def _warn_once(name: str, pair: tuple[str, str]) -> None:
         return
     _warned.add(pair)
     text = (
-        f"the rank had another definition of {name} than this notebook has now: values from the rank keep theirs, and "
-        f"are not instances of the current {name}. Launch again to get those"
+        f"the rank's definition of {name} differs from this notebook's: values from the rank keep theirs, and are "
+        f"not instances of the current {name}. Launch again to get instances of it"
     )
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__", "").startswith("notebook_accelerate."):
         frame = frame.f_back
     place = ("notebook_accelerate", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-    warnings.warn_explicit(text, UserWarning, *place, registry={})  # shown again when the class changes again
+    # Without a registry, the warning is shown again when the class changes again.
+    warnings.warn_explicit(text, UserWarning, *place, registry={})
 
 
 # ---- definitions
@@ -154,23 +157,23 @@ def _warn_once(name: str, pair: tuple[str, str]) -> None:
 def definition_digest(kind: type) -> str:
     """Return a digest that is equal for two executions of the same class statement, in any process.
 
-    Two classes with equal digests compute the same. A class with an attribute that has no digest equals no other.
+    Two classes with equal digests behave the same. A class with an attribute that has no digest equals no other class.
     """
     return _Digest().of_definition(kind)
 
 
 class _NoDigestError(Exception):
-    """A value is too large, or can only be compared by its identity."""
+    """A value is too large, or can only be compared by identity."""
 
 
 class _Digest:
-    """Digests values with all their parts: code, constants, variables of closures, and the state that pickle reads."""
+    """Digests values with all their parts: code, constants, closure variables, and the state that pickle reads."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=16)
         self._left = _MAX_DIGEST_PARTS
         self._open: set[int] = set()
-        """Ids of the values that the current one is part of."""
+        """Ids of the values that contain the current one."""
 
     def of_definition(self, kind: type) -> str:
         """Return the digest of a class."""
@@ -201,7 +204,7 @@ class _Digest:
             self._inside(value, self._add_definition if is_class(value) else self._add_parts)
 
     def _add_parts(self, value: Any) -> None:
-        if isinstance(value, (set, frozenset)):  # its order differs between processes
+        if isinstance(value, (set, frozenset)):  # The order of a set differs between processes.
             if len(value) > self._left:
                 raise _NoDigestError
             for each in sorted(_Digest._of(part) for part in value):
@@ -232,7 +235,7 @@ class _Digest:
         self._write(kind.__qualname__)
         for base in (type(kind), *kind.__bases__):
             self._add(base)
-        with suppress(Exception):  # annotations may be evaluated here
+        with suppress(Exception):  # Annotations may be evaluated here.
             annotations = dict(getattr(kind, "__annotations__", ()))
             self._add_attribute(kind, "__annotations__", annotations)
         for name, value in sorted(_attributes(kind).items(), key=lambda item: str(item[0])):
@@ -243,9 +246,9 @@ class _Digest:
         try:
             self._write(name)
             self._add(value)
-        except Exception:  # noqa: BLE001 - classes of the user, or a value that cannot be pickled
+        except Exception:  # noqa: BLE001 - classes of the user may raise any error, and values may not be picklable
             self._hash, self._open = before, inside
-            # Libraries keep what they make of the other attributes under such names.
+            # Libraries store values derived from the other attributes under such names.
             if not name.startswith("__") or callable(value):
                 self._hash.update(token_of(kind).encode())
 
@@ -266,7 +269,7 @@ def _attributes(kind: type) -> dict[str, Any]:
     found = {name: value for name, value in vars(kind).items() if name not in _NOT_DEFINED}
     if not issubclass(kind, enum.Enum):
         return found
-    # The rest of its attributes are made from these, in another way by each Python.
+    # Each Python version derives the other attributes from these in a different way.
     methods = {name: value for name, value in found.items() if isinstance(value, _METHODS)}
     return {name: member.value for name, member in kind.__members__.items()} | methods
 
@@ -274,12 +277,12 @@ def _attributes(kind: type) -> dict[str, Any]:
 def _content(cell: CellType) -> list[Any]:
     try:
         return [cell.cell_contents]
-    except ValueError:  # its variable is not set yet
+    except ValueError:  # The variable is not set yet.
         return []
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """Return what a value is made of."""
+    """Return the parts of a value."""
     kind = type(value)
     if kind is FunctionType:
         cells = [_content(cell) for cell in value.__closure__ or ()]
@@ -303,7 +306,7 @@ def _parts(value: Any) -> Iterable[Any]:
     reduce = copyreg.dispatch_table.get(kind)
     reduced: Any = value.__reduce_ex__(4) if reduce is None else reduce(value)
     if isinstance(reduced, str):
-        return reduced, getattr(value, "__wrapped__", None)  # of functools.lru_cache
+        return reduced, getattr(value, "__wrapped__", None)  # Set by functools.lru_cache.
     return [list(part) if isinstance(part, Iterator) else part for part in reduced]
 
 
@@ -312,9 +315,9 @@ def reduce_definition(kind: type, reduced: Reduced, *, by_digest: bool) -> Reduc
 
     Args:
         kind: The class.
-        reduced: What cloudpickle reduces it to.
-        by_digest: Whether a class of the same name and definition is the class. This is wrong for a new process,
-            where different classes of one name must stay different.
+        reduced: The result of cloudpickle's reducer.
+        by_digest: Whether a class with the same name and definition is the same class. This is wrong for a new process,
+            because its different classes of one name must remain different.
     """
     make, arguments, state, _, _, set_state = reduced
     found = (kind.__qualname__, token_of(kind), definition_digest(kind) if by_digest else "")
@@ -322,11 +325,11 @@ def reduce_definition(kind: type, reduced: Reduced, *, by_digest: bool) -> Reduc
 
 
 _incomplete: dict[int, weakref.ref[type]] = {}
-"""Classes that were made and have no attributes yet, by id; those that were found have all of them."""
+"""Classes, by id, that were created and have no attributes yet. Classes that were found have all of theirs."""
 
 
 _made: weakref.WeakValueDictionary[tuple[str, str], type] = weakref.WeakValueDictionary()
-"""Classes that only ranks have, by name and digest: each rank's has another token, and they are the same class here."""
+"""Classes that exist only in ranks, by name and digest. Tokens differ between ranks, but here it is a single class."""
 
 
 def _find_or_make(identity: tuple[str, str, str], make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
@@ -335,7 +338,7 @@ def _find_or_make(identity: tuple[str, str, str], make: Callable[..., type], arg
         kind = make(*arguments)
         kind.__qualname__ = identity[0]
         _incomplete[id(kind)] = weakref.ref(kind)
-        if identity[2] and "<locals>" not in identity[0]:  # each call of a function makes another class
+        if identity[2] and "<locals>" not in identity[0]:  # Each call of a function creates a different class.
             _made[identity[0], identity[2]] = kind
     return kind
 
@@ -355,7 +358,7 @@ _MODULE_NAMES = ("__name__", "__package__", "__file__")
 
 
 def is_class(value: object) -> bool:
-    """Return whether a value is a class; unlike ``isinstance``, this runs no code of the value."""
+    """Return whether a value is a class. Unlike ``isinstance``, this does not run code of the value."""
     return issubclass(type(value), type)
 
 
@@ -375,7 +378,7 @@ def owner_in_main(value: Any) -> Any:
     """Return the value under the first part of a class's or function's name in ``__main__``.
 
     Returns:
-        ``value`` itself, or the class that it is nested in; None if it is not found by its name.
+        ``value`` itself, or the class that it is nested in, or None if it is not found by its name.
     """
     if getattr(value, "__module__", None) != "__main__":
         return None
@@ -387,7 +390,7 @@ def owner_in_main(value: Any) -> Any:
 
 
 _WAYS = frozenset(("globals", "eval", "exec", "__main__", "modules", "import_module", "__import__"))
-"""Code that uses one of these names may read names of ``__main__`` from strings, or as attributes."""
+"""Code that uses one of these names may read names of ``__main__`` from strings or as attributes."""
 _READS = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"))
 _READS_ATTRIBUTE = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
 _LOADS = _READS | _READS_ATTRIBUTE | {"LOAD_CONST"}
@@ -397,8 +400,8 @@ _NO_EFFECT = frozenset(("PUSH_NULL", "EXTENDED_ARG", "CACHE"))
 def undetected_names(code: CodeType) -> set[str]:
     """Return the names of ``__main__`` that a function reads in ways that cloudpickle does not detect.
 
-    These are the bodies of classes in functions, ``globals()["name"]``, ``eval("name + 1")``, ``from __main__ import
-    name``, and attributes of ``__main__`` or ``sys.modules[__name__]``.
+    Examples are class bodies in functions, ``globals()["name"]``, ``eval("name + 1")``, ``from __main__ import name``,
+    and attributes of ``__main__`` or ``sys.modules[__name__]``.
     """
     codes = [code]
     for each in codes:
@@ -426,9 +429,9 @@ class _Uses:
         """Whether the code gets the module ``__main__``."""
 
     def add(self, code: CodeType) -> None:
-        """Add what one code object uses; those in its constants are not included."""
+        """Add the uses in one code object, but not in the code objects among its constants."""
         self._texts.update(_texts(code.co_consts))
-        stored: set[str] = set()  # in the body of a class, names are also its attributes
+        stored: set[str] = set()  # In the body of a class, stored names are attributes of the class.
         loaded: list[Any] = []
         """Operands of the last instructions, if they only loaded values."""
         for each in dis.get_instructions(code):
@@ -442,7 +445,7 @@ class _Uses:
             elif each.opname == "STORE_NAME":
                 stored.add(name)
             elif each.opname == "IMPORT_NAME" and name == "__main__":
-                self._imported.update(loaded[-1] or ())  # in "import __main__", it is None
+                self._imported.update(loaded[-1] or ())  # For "import __main__", it is None.
                 self._has_main |= loaded[-1] is None
             if each.opname in _LOADS:
                 loaded.append(name)
@@ -451,11 +454,11 @@ class _Uses:
                 loaded.clear()
 
     def undetected(self, main: dict[str, Any]) -> set[str]:
-        """Return the names that cloudpickle does not detect; some of them may be texts with another meaning."""
+        """Return the names that cloudpickle does not detect. Some of them may be texts with another meaning."""
         found = self._read_in_bodies | self._imported
         if self._has_main:
             found |= self._attributes | self._texts
-        builtin = self._read - main.keys()  # a notebook may have its own eval
+        builtin = self._read - main.keys()  # A notebook may define its own eval.
         if "globals" in builtin:
             found |= self._texts
         if builtin & {"eval", "exec"}:
@@ -479,12 +482,12 @@ def _texts(values: Iterable[object]) -> Iterator[str]:
 def _names_in_source(text: str) -> set[str]:
     try:
         return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # not Python source
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # The text is not Python source.
         return set()
 
 
 class MainNames(dict[str, Any]):
-    """The globals of the functions of cells in a pickle; its reader uses the globals of ``__main__``.
+    """The globals of cell functions in a pickle. Its reader uses the globals of ``__main__``.
 
     Args:
         omitted: Names that could not be pickled, each with the reason, for ``explain_omitted``.
@@ -519,7 +522,7 @@ def explain_omitted(error: BaseException) -> None:
     for name, reason in _omitted.items():
         if name not in names_of_main() and re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text):
             note = f"The notebook has {name!r}, but it could not be sent to this rank: {reason}"
-            with suppress(Exception):  # classes of the user
+            with suppress(Exception):  # Classes of the user may raise any error.
                 error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
 
 

@@ -1,8 +1,9 @@
 """The duplex channel between the kernel and one rank.
 
 Ranks send events; the kernel sends requests, replies and standard input. The channel is a stream of frames over any
-connected stream socket: a socket pair locally. A frame is ``!IQ`` (length of the JSON, length of the payload), the JSON
-``[[type, time, fields...], ...]``, and the payload bytes of its last event. The channel unpickles nothing.
+connected stream socket, which locally is a socket pair. A frame is ``!IQ`` (length of the JSON, length of the payload),
+the JSON ``[[type, time, fields...], ...]``, and the payload bytes of its last event. The channel does not unpickle
+anything.
 """
 
 from __future__ import annotations
@@ -28,30 +29,33 @@ if TYPE_CHECKING:
 
 _HEADER = struct.Struct("!IQ")
 READ_BYTES = 1 << 16
-"""Bytes of a read. For more than 64 KiB, the C library may map new memory each time, which takes 12 µs."""
+"""Bytes per read. For more than 64 KiB, the C library may map new memory each time, which takes 12 µs."""
 MAX_ROWS = 500
-"""Most events of a frame: parsing JSON holds the reader's GIL, half a millisecond for this many."""
+"""Maximum events per frame. Parsing JSON holds the reader's GIL, for half a millisecond with this many events."""
 MAX_UNSENT_BYTES = 64 << 20
-"""Most bytes that wait for a rank behind the message that it is reading; with more, messages to it are refused."""
+"""Maximum bytes queued for a rank behind the message that it is reading. With more, messages to it are refused."""
 CHECK_CLOSED_SECONDS = 1.0
-"""Seconds after which the thread that sends them checks whether this end was closed."""
+"""Seconds after which the sending thread checks whether this end was closed."""
 _ANCILLARY = socket.CMSG_SPACE(16 * array.array("i").itemsize)
 _CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _WITHOUT_WAITING = int(socket.MSG_DONTWAIT) | _CLOSE_ON_EXEC
-"""Plain integers: to combine the flags, which are enums, takes a microsecond."""
+"""Plain integers, because combining the flags, which are enums, takes a microsecond."""
 MAX_JSON_BYTES = 1 << 28
-"""A longer JSON part is not of this protocol: the stream is broken or hostile."""
+"""A longer JSON part violates the protocol: the stream is broken or hostile."""
 
 
 class Stamped(NamedTuple):
-    """An event and when it happened, in seconds since the epoch."""
+    """An event and its time, in seconds since the epoch."""
 
     time: float
     event: Event
 
 
 def encode(messages: Iterable[Stamped]) -> bytes:
-    """Return the frames for ``messages``: events without payload share frames, an event with one ends its frame."""
+    """Return the frames for ``messages``.
+
+    Events without a payload share frames, and one with a payload ends its frame.
+    """
     parts: list[bytes] = []
     rows: list[list[Any]] = []
 
@@ -73,10 +77,10 @@ def encode(messages: Iterable[Stamped]) -> bytes:
 
 
 def plain(value: object) -> object:
-    """Convert number-like objects (numpy scalars, 0-d tensors) to plain numbers, anything else to text."""
+    """Convert number-like objects (numpy scalars, 0-d tensors) to plain numbers, and anything else to text."""
     try:
         return value.item()  # type: ignore[attr-defined]
-    except (Exception, SystemExit):  # noqa: BLE001 - no such method, or more than one element
+    except (Exception, SystemExit):  # noqa: BLE001 - there is no such method, or more than one element
         return str(value)
 
 
@@ -84,7 +88,7 @@ class Decoder:
     """Decodes events from bytes as they arrive.
 
     Args:
-        max_bytes: Most bytes of a frame. A rank may return a result of any size, so its channel has no limit.
+        max_bytes: Maximum bytes of a frame. A rank may return a result of any size, so its channel has no limit.
     """
 
     def __init__(self, max_bytes: int = sys.maxsize) -> None:
@@ -100,13 +104,13 @@ class Decoder:
         if self._buffer:
             self._buffer += data
             del self._buffer[: _decode_frames(self._buffer, found, self._max_bytes)]
-        elif (end := _decode_frames(data, found, self._max_bytes)) < len(data):  # whole frames need no buffer
+        elif (end := _decode_frames(data, found, self._max_bytes)) < len(data):  # Whole frames need no buffer.
             self._buffer += data[end:]
         return found
 
 
 def _decode_frames(data: bytes | bytearray, found: list[Stamped], max_bytes: int) -> int:
-    """Append the events of the complete frames in ``data`` to ``found``; return the end of the last of these frames.
+    """Append the events of the complete frames in ``data`` to ``found``. Return the end of the last complete frame.
 
     Raises:
         ChannelClosedError: See ``Decoder.feed``.
@@ -135,7 +139,7 @@ def _decode_frames(data: bytes | bytearray, found: list[Stamped], max_bytes: int
 
 
 _parse = json.JSONDecoder().raw_decode
-"""Does not detect the encoding or skip white space: frames are UTF-8 without white space."""
+"""Does not detect the encoding or skip white space, because frames are UTF-8 without white space."""
 
 
 _TIMES = frozenset({int, float})
@@ -146,11 +150,11 @@ def _decode_frame(text: bytes | bytearray, payload: bytes | bytearray, found: li
     rows, end = _parse(document)
     if end != len(document):
         raise ValueError("there is text after its JSON")
-    if "\\ud" in document:  # Python's JSON has lone surrogates, which neither UTF-8 nor a front end has
+    if "\\ud" in document:  # Python's JSON may contain lone surrogates, which neither UTF-8 nor a front end supports.
         rows = printable(rows)
     for name, stamp, *values in rows:
         kind = Event.registry.get(name)
-        if kind is None:  # an event of a newer peer is skipped
+        if kind is None:  # Skip an event of a newer peer.
             continue
         if type(stamp) not in _TIMES:
             raise ValueError(f"a {name} has the time {stamp!r:.80}")
@@ -158,12 +162,12 @@ def _decode_frame(text: bytes | bytearray, payload: bytes | bytearray, found: li
         if kind.has_payload:
             arguments = {**dict(zip(names, values, strict=False)), "payload": bytes(payload)}
             found.append(Stamped(stamp, kind(**arguments)))
-        else:  # so are additional fields of a newer peer
+        else:  # Ignore additional fields of a newer peer.
             found.append(Stamped(stamp, kind(*values[: len(names)])))
 
 
 def printable(value: object) -> Any:
-    """Return a JSON value with escapes in place of lone surrogates."""
+    """Return a JSON value with lone surrogates escaped."""
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
     if isinstance(value, list):
@@ -177,21 +181,21 @@ class Sender(Protocol):
     """Sends events to a rank."""
 
     def send(self, *events: Event) -> None:
-        """Send events now; safe from any thread; raises ``ChannelClosedError`` when the rank has ended."""
+        """Send events now. Safe from any thread. Raises ``ChannelClosedError`` after the end of the rank."""
 
 
 class Channel:
     """One end of a duplex channel.
 
     Args:
-        connection: A connected stream socket; the channel owns it from now on.
-        max_bytes: Most bytes of a frame that it receives.
+        connection: A connected stream socket, which the channel owns from now on.
+        max_bytes: Maximum bytes of a received frame.
 
     Attributes:
-        descriptors: Descriptors of files that were received, in order; None if this end receives none. Those that
-            were not taken are closed with the channel.
-        queues: Whether sending returns before the other end has read: what its socket has no room for waits in
-            memory. A rank that is suspended must not block the threads of its kernel.
+        descriptors: Received file descriptors, in order, or None if this end does not receive any. Unused ones are
+            closed with the channel.
+        queues: Whether sending returns before the other end has read. Data that does not fit into the socket is queued
+            in memory. A suspended rank must not block the threads of its kernel.
     """
 
     def __init__(self, connection: socket.socket, max_bytes: int = sys.maxsize) -> None:
@@ -220,7 +224,7 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, *events: Event) -> None:
-        """Send events now; safe from any thread.
+        """Send events now. Safe to call from any thread.
 
         Raises:
             ChannelClosedError: The other end has closed.
@@ -236,23 +240,23 @@ class Channel:
         """Wait up to ``timeout`` seconds (None: no limit) and return the received events, possibly none.
 
         Raises:
-            ChannelClosedError: The other end has closed, and all it sent was returned.
+            ChannelClosedError: The other end has closed, and everything it sent was returned.
         """
         if self._closed:
             raise ChannelClosedError("the channel is closed")
         return self.receive_available() if self._poll(select.POLLIN, timeout) else []
 
     def readable(self) -> bool:
-        """Whether there is something to read now: messages, a part of one, or the end of the stream."""
+        """Return whether something can be read now: messages, a part of one, or the end of the stream."""
         return not self._closed and self._poll(select.POLLIN, 0)
 
     def _poll(self, events: int, timeout: float | None) -> bool:
-        waiter = select.poll()  # select has a limit of 1024 descriptors
+        waiter = select.poll()  # Unlike select, poll works with descriptors above 1024.
         waiter.register(self._socket, events)
         return bool(waiter.poll(None if timeout is None else timeout * 1000))
 
     def receive_available(self) -> list[Stamped]:
-        """Return the events that can be read without waiting; raises ``ChannelClosedError`` at the end."""
+        """Return the events that can be read without waiting. Raises ``ChannelClosedError`` at the end."""
         return self.decode(self.receive_bytes())
 
     def receive_bytes(self) -> bytes:
@@ -286,11 +290,11 @@ class Channel:
         return data
 
     def decode(self, data: bytes) -> list[Stamped]:
-        """Return the events that ``data`` completes, which follows the bytes decoded before."""
+        """Return the events that ``data`` completes. It follows the bytes decoded before."""
         return self._decoder.feed(data)
 
     def send_bytes(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send encoded frames, with copies of ``descriptors`` over a local socket; safe from any thread.
+        """Send encoded frames, with copies of ``descriptors`` over a local socket. Safe to call from any thread.
 
         Raises:
             ChannelClosedError: The other end has closed, or does not read.
@@ -303,11 +307,11 @@ class Channel:
                 if descriptors:
                     data = data[socket.send_fds(self._socket, [data], list(descriptors)) :]
                 self._socket.sendall(data)
-            except (OSError, ValueError) as error:  # a closed socket has no descriptor to wait on
+            except (OSError, ValueError) as error:  # A closed socket has no descriptor to wait on.
                 raise ChannelClosedError(f"the other end has closed: {error}") from None
 
     def _send_queued(self, data: bytes) -> None:
-        """Send what there is room for; a thread sends the rest, as the other end reads."""
+        """Send as much as fits into the socket. A thread sends the rest as the other end reads."""
         waits = bool(self._unsent)
         if waits and self._unsent_bytes - len(self._unsent[0]) + len(data) > MAX_UNSENT_BYTES:
             raise ChannelClosedError("the other end does not read")
@@ -343,7 +347,7 @@ class Channel:
                 if self._poll(select.POLLOUT, CHECK_CLOSED_SECONDS):
                     with self._send_lock:
                         self._send_some()
-        except (OSError, ValueError):  # the channel was closed; the next message raises the error
+        except (OSError, ValueError):  # The channel was closed. The next message raises the error.
             with self._send_lock:
                 self._discard_unsent()
 
@@ -353,7 +357,7 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close this end; closing twice does nothing."""
+        """Close this end. Closing twice has no effect."""
         self._closed = True
         self._socket.close()
         while self.descriptors:

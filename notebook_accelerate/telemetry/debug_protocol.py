@@ -21,7 +21,7 @@ class Collective(NamedTuple):
         number: Sequence number in that group, from 1.
         operation: "all_reduce", "broadcast", ...
         shapes: Shapes of the inputs.
-        dtypes: Element types of the inputs, as "f32".
+        dtypes: Element types of the inputs, such as "f32".
         since: When this rank entered it, in seconds since the epoch.
     """
 
@@ -33,26 +33,26 @@ class Collective(NamedTuple):
     since: float
 
     def text(self) -> str:
-        """Return "all_reduce #4 (f32 [128])"."""
+        """Return a description, such as "all_reduce #4 (f32 [128])"."""
         inputs = ", ".join(f"{dtype} {list(shape)}" for dtype, shape in zip(self.dtypes, self.shapes, strict=False))
         name = f"{self.operation} #{self.number}"
         return f"{name} ({inputs})" if inputs else name
 
     def call(self) -> tuple[str, tuple[tuple[int, ...], ...], tuple[str, ...]]:
-        """Return what must be equal on all ranks."""
+        """Return the values that must be equal on all ranks."""
         return self.operation, self.shapes, self.dtypes
 
 
 @dataclass(slots=True)
 class Request(Event):
-    """Base of the kernel's requests; the reply carries the same number."""
+    """Base of the kernel's requests. The reply has the same number."""
 
     number: int
 
 
 @dataclass(slots=True)
 class Reply(Event):
-    """Base of a rank's replies; each answers the request with the same number."""
+    """Base of a rank's replies. Each answers the request with the same number."""
 
     number: int
 
@@ -67,11 +67,11 @@ class StacksReply(Reply):
     """The stacks and collectives of a rank.
 
     Attributes:
-        threads: Frames by thread name, outermost first; the main thread is the first.
+        threads: Frames by thread name, outermost first. The main thread comes first.
         moved: Time of the main thread's last movement, in seconds since the epoch.
-        waiting: The collectives that this rank has entered and not left.
-        last: By process group, the number of the last collective entered.
-        paused: Where the rank waits for ``run.resume()`` or at a breakpoint; "" where it does not.
+        waiting: The collectives that this rank has entered but not left.
+        last: The number of the last collective entered, by process group.
+        paused: Where the rank waits for ``run.resume()`` or at a breakpoint, or "".
         by_user: Whether it waits for ``run.resume()``.
     """
 
@@ -108,11 +108,11 @@ class SampleRequest(Request):
 
 @dataclass(slots=True)
 class SampleReply(Reply):
-    """What the main thread did while it was sampled.
+    """The main thread's activity while it was sampled.
 
     Attributes:
         frames: The file name, line and function of each frame that occurred.
-        stacks: For each stack that occurred: seconds, samples, and its frames as indices, outermost first.
+        stacks: The seconds, samples, and frames (as indices, outermost first) of each stack that occurred.
         seconds: How long it was sampled.
     """
 
@@ -126,12 +126,12 @@ class ProfileRequest(Request):
     """Record ``steps`` steps with torch's profiler, from the next step boundary on.
 
     Attributes:
-        steps: How many steps.
-        seconds: Begin without a step boundary too, and end after so many seconds; 0.0: wait for the steps.
-        memory: Whether allocations are recorded.
-        folder: A folder of the kernel for the trace; where the rank does not see it, the reply has the trace.
-        token: The name of a file in that folder, by which the rank recognizes it.
-        samples: Take samples of the stacks for at least so many seconds, also after the last recorded step.
+        steps: The number of steps.
+        seconds: Start even without a step boundary, and end after this many seconds. 0.0 means to wait for the steps.
+        memory: Whether to record allocations.
+        folder: A folder of the kernel for the trace. If the rank cannot access it, the reply contains the trace.
+        token: The name of a file in that folder, which lets the rank recognise the folder.
+        samples: Sample the stacks for at least this many seconds, continuing after the last recorded step if necessary.
     """
 
     steps: int
@@ -144,14 +144,14 @@ class ProfileRequest(Request):
 
 @dataclass(slots=True)
 class ProfileReply(Reply):
-    """A rank's trace, or why there is none.
+    """A rank's trace, or the reason why it is missing.
 
     Attributes:
-        path: The trace in the kernel's folder; "" where ``payload`` holds it, compressed with gzip.
+        path: The trace in the kernel's folder, or "" if ``payload`` contains it, compressed with gzip.
         error: Why there is no trace.
         steps: How many steps were recorded.
-        seconds: How long it was recorded.
-        clock: What to add to the trace's times, which are the rank's system time, for the run's clock, in seconds.
+        seconds: How long the recording took.
+        clock: Seconds to add to the trace's times, which are the rank's system time, to get the run's clock.
     """
 
     path: str = ""
@@ -167,12 +167,12 @@ class ProfileReply(Reply):
 
 @dataclass(slots=True)
 class MemoryRequest(Request):
-    """Return what the rank's memory holds."""
+    """Request a report of the rank's memory."""
 
 
 @dataclass(slots=True)
 class MemoryReply(Reply):
-    """What the rank's memory holds; see ``worker.memory_report`` for the fields of ``report``."""
+    """The report of the rank's memory; see ``worker.memory_report`` for the fields of ``report``."""
 
     report: dict[str, Any] = field(default_factory=dict)
     error: str = ""
@@ -205,7 +205,7 @@ class CompleteRequest(Request):
 
 @dataclass(slots=True)
 class CompleteReply(Reply):
-    """The text, completed by each name that fits."""
+    """The text, completed by each matching name."""
 
     matches: list[str] = field(default_factory=list)
 
@@ -232,7 +232,7 @@ class AttachRequest(Request):
 
 @dataclass(slots=True)
 class DoneReply(Reply):
-    """The request was carried out, with ``text`` as its result; or it failed with ``error``."""
+    """The request was carried out, with ``text`` as its result, or it failed with ``error``."""
 
     text: str = ""
     error: str = ""
@@ -259,13 +259,13 @@ class HeartbeatEvent(Event):
 
 @dataclass(slots=True)
 class CheckEvent(Event):
-    """A small fact that the kernel compares over ranks, to find common mistakes.
+    """A small fact that the kernel compares between ranks, to find common mistakes.
 
     Attributes:
         check: "parameters", "batch", "loss", "gradients" or "mistake".
         key: The step or batch, from 1.
         values: The values to compare.
-        text: The warning, where one rank is enough to find the mistake.
+        text: The warning, if one rank is enough to find the mistake.
     """
 
     check: str
@@ -283,7 +283,7 @@ class DumpReadyEvent(Event):
 
 @dataclass(slots=True)
 class PausedEvent(Event):
-    """The rank waits for ``run.resume()``, or waits no longer."""
+    """The rank waits for ``run.resume()``, or no longer waits."""
 
     paused: bool
 
@@ -295,7 +295,10 @@ class DebuggerLeftEvent(Event):
 
 @dataclass(slots=True)
 class CellRequest(Request):
-    """Run a cell in a warm rank; ``payload`` holds variables to set first, ``fetch`` names those to send back."""
+    """Run a cell in a warm rank.
+
+    ``payload`` contains variables to set first, and ``fetch`` names those to send back.
+    """
 
     source: str
     filename: str
@@ -305,7 +308,7 @@ class CellRequest(Request):
 
 @dataclass(slots=True)
 class CellReply(Reply):
-    """A cell has ended: the ``repr`` of its value, or the exceptions; ``payload`` holds the fetched variables."""
+    """A cell has finished, with the ``repr`` of its value or exceptions. ``payload`` contains the fetched variables."""
 
     shown: str = ""
     chain: tuple[ExceptionInfo, ...] = ()
@@ -319,19 +322,19 @@ class CellReply(Reply):
         self.chain = to_chain(self.chain)
 
 
-# ---- names that a rank writes into the trace of a profile, and that its readers look for
+# ---- names that a rank writes into the trace of a profile, and that its readers search for
 
 TRACE_KEY = "notebook_accelerate"
-"""The key of the trace's file with what torch's profiler does not record: samples and other facts of the rank."""
+"""The key in the trace file for data that torch's profiler does not record: samples and other facts of the rank."""
 AFTER_STEPS = "after the last ProfilerStep"
-"""What follows the steps in a trace: HTA leaves out the last event with such a name, and all that begins after it."""
+"""The operations after the last step of a trace. HTA omits the last event with such a name and all later events."""
 
 
-# ---- the memory of a rank as text: for the notebook, and for the note of an out-of-memory error in the rank itself
+# ---- the memory of a rank as text, for the notebook and for the note of an out-of-memory error in the rank itself
 
 
 def size_text(nbytes: float) -> str:
-    """Return a number of bytes as "64.0 MB"."""
+    """Return a number of bytes as text, such as "64.0 MB"."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(nbytes) >= scale:
             return f"{nbytes / scale:.1f} {unit}"
@@ -339,7 +342,7 @@ def size_text(nbytes: float) -> str:
 
 
 def memory_rows(report: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Return what a rank's memory holds, as names and bytes; what is nothing is left out."""
+    """Return the contents of a rank's memory as names and bytes, without empty ones."""
     rows = [(str(name), int(nbytes)) for name, nbytes in report["parts"].items()]
     if peak := report.get("activations at the peak"):
         rows.append(("activations at the peak", int(peak)))

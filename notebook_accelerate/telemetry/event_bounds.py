@@ -1,7 +1,7 @@
-"""Bounds of what a rank may send in one event.
+"""Bounds on the size of events that a rank may send.
 
 Without them, a metric's name, a display or an exception's text of 300 MB would fill the kernel's memory, the notebook,
-and the front end. What exceeds its bound is shortened or left out, and a note in the rank's output says so.
+and the front end. Anything that exceeds its bound is shortened or omitted, and a note in the rank's output says so.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from notebook_accelerate.telemetry.events import (
 )
 
 MAX_NAME_CHARS = 500
-"""Longest name of a metric, and longest label of a progress bar."""
+"""Maximum length of a metric's name, and of a progress bar's label."""
 MAX_METRICS = 10_000
-"""Most metrics of one step; a run keeps fewer different ones, see ``telemetry.store``."""
+"""Maximum number of metrics in one step. A run keeps fewer different metrics; see ``telemetry.store``."""
 MAX_TEXT_CHARS = 100_000
-"""Longest text of a prompt, and longest message of one exception: the first and the last half of it stay."""
+"""Maximum length of a prompt's text, and of an exception's message. The first and the last half are kept."""
 MAX_CHAIN = 20
-"""Most exceptions of a chain: the first and the last half of it stay."""
+"""Maximum number of exceptions in a chain. The first and the last half are kept."""
 MAX_DISPLAY_CHARS = 16 << 20
-"""Most characters of the texts and pictures of one rich display."""
+"""Maximum characters of the texts and pictures of one rich display."""
 MAX_EXCEPTION_BYTES = 16 << 20
-"""Largest pickled exception; of a larger one only type, message and frames are sent."""
+"""Maximum size of a pickled exception. For a larger one, only the type, message and frames are sent."""
 MAX_EVENT_CHARS = 32 << 20
-"""Longest event of any kind, as JSON; a longer one is left out."""
+"""Maximum length of any event as JSON. A longer one is omitted."""
 
 
 def shorten_name(name: str) -> str:
-    """Return a name within ``MAX_NAME_CHARS``; different names stay different."""
+    """Return a name within ``MAX_NAME_CHARS``. Different names remain different."""
     if len(name) <= MAX_NAME_CHARS:
         return name
     mark = "…" + hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:12]
@@ -49,7 +49,7 @@ def shorten_name(name: str) -> str:
 
 
 def shorten_text(text: str) -> str:
-    """Return a text within about ``MAX_TEXT_CHARS``: its begin and its end, and how much is left out."""
+    """Return a text within about ``MAX_TEXT_CHARS``: its beginning, its end, and the number of omitted characters."""
     if len(text) <= MAX_TEXT_CHARS:
         return text
     half = MAX_TEXT_CHARS // 2
@@ -62,7 +62,7 @@ def _metric(event: MetricEvent) -> tuple[Event, str]:
     kept = list(event.values.items())[:MAX_METRICS]
     note = f"the names of metrics are shortened to {MAX_NAME_CHARS} characters"
     if len(kept) < len(event.values):
-        note = f"a step has {len(event.values):,} metrics, of which {MAX_METRICS:,} are recorded"
+        note = f"a step has {len(event.values):,} metrics, but only {MAX_METRICS:,} are recorded"
     return MetricEvent({shorten_name(name): value for name, value in kept}, event.step), note
 
 
@@ -84,11 +84,11 @@ def _texts(event: Event) -> tuple[Event, str]:
 
 
 def _display(event: DisplayEvent) -> tuple[Event, str]:
-    """Replace a display that is too large by its size: half a picture cannot be drawn."""
+    """Replace a display that is too large by a text with its size, because a partial picture cannot be drawn."""
     size = _text_size(event.data) + _text_size(event.metadata)
     if size <= MAX_DISPLAY_CHARS:
         return event, ""
-    text = f"<a display of {size:,} characters is not shown: at most {MAX_DISPLAY_CHARS:,} are; save it to a file>"
+    text = f"<a display of {size:,} characters is not shown: the limit is {MAX_DISPLAY_CHARS:,}; save it to a file>"
     return replace(event, data={"text/plain": text}, metadata={}), text.strip("<>")
 
 
@@ -97,7 +97,7 @@ def _text_size(values: dict[Any, Any]) -> int:
 
 
 def _failure(event: FailureEvent) -> tuple[Event, str]:
-    """Shorten messages, which the failure itself shows: no note is needed."""
+    """Shorten messages. No note is needed, because the failure itself shows that they are shortened."""
     chain = event.chain
     if len(chain) > MAX_CHAIN:
         half = MAX_CHAIN // 2
@@ -132,4 +132,4 @@ BOUNDS: dict[type[Event], Callable[[Any], tuple[Event, str]]] = {
     TraceEvent: _texts,
     CheckpointEvent: _texts,
 }
-"""By kind of event: returns the event within its bounds, and a note about what is shortened or left out, or ""."""
+"""Functions that return an event within its bounds, with a note about what was shortened or omitted, or ""."""

@@ -1,7 +1,7 @@
 """The messages between the kernel and a rank, as named dataclasses.
 
-Fields hold JSON values. One field named ``payload`` may hold bytes, which follow the JSON unchanged; the channel never
-unpickles them. Every subclass of ``Event`` is part of the protocol.
+Fields hold JSON values. One field named ``payload`` may hold bytes, which follow the JSON unchanged and are never
+unpickled by the channel. Every subclass of ``Event`` is part of the protocol.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from notebook_accelerate.errors import ExceptionInfo, FrameInfo
 
 @dataclass(slots=True)
 class Event:
-    """Base of all messages on a channel; subclasses register themselves by name."""
+    """Base of all messages on a channel. Subclasses register themselves by name."""
 
     registry: ClassVar[dict[str, type[Event]]] = {}
     droppable: ClassVar[bool] = False
-    """Whether a full queue may drop it (and then reports the number of dropped events)."""
+    """Whether a full queue may drop the event (and then report the number of dropped events)."""
     boundary: ClassVar[bool] = False
-    """Whether it marks the boundary between two training steps."""
+    """Whether the event marks the boundary between two training steps."""
     latest_by: ClassVar[tuple[str, ...] | None] = None
-    """The fields by which a newer event of a rank replaces an older one in a kept run; None if every event counts."""
+    """The fields that identify events replaced by newer ones in a kept run, or None if every event counts."""
     field_names: ClassVar[tuple[str, ...]] = ()
     """The names of the fields in the JSON, in order."""
     has_payload: ClassVar[bool] = False
-    """Whether it has the field ``payload``."""
+    """Whether the event has the field ``payload``."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         # dataclass(slots=True) creates the class again, and the later class replaces the earlier one in the registry.
@@ -69,13 +69,13 @@ class ProgressEvent(Event):
 
     @property
     def endless(self) -> bool:
-        """Whether it reports a loop of unknown length."""
+        """Whether the loop has an unknown length."""
         return self.total is None
 
 
 @dataclass(slots=True)
 class EpochEvent(Event):
-    """A prepared loader begins a pass, which takes ``steps`` optimizer steps; ``epoch`` counts from 0.
+    """A prepared loader starts a pass, which takes ``steps`` optimizer steps. ``epoch`` counts from 0.
 
     ``steps`` is None for a loader without a length.
     """
@@ -89,9 +89,9 @@ class EpochEvent(Event):
 
 @dataclass(slots=True)
 class FailureEvent(Event):
-    """The function raised; ``chain`` ends with the raised exception, and ``payload`` is that exception, pickled.
+    """The function raised an exception. ``chain`` ends with it, and ``payload`` is the pickled exception.
 
-    When the exception cannot be pickled, ``payload`` is empty and ``note`` has the reason.
+    If the exception cannot be pickled, ``payload`` is empty and ``note`` has the reason.
     """
 
     chain: tuple[ExceptionInfo, ...]
@@ -146,10 +146,10 @@ class ResourceEvent(Event):
 
 @dataclass(slots=True)
 class DeviceMemoryEvent(Event):
-    """Memory that a rank holds on one device, in bytes, as torch in that rank counts it.
+    """Memory that a rank holds on one device, in bytes, as counted by torch in that rank.
 
-    ``device`` is the rank's name for it ("cuda:0"), ``name`` its model, and ``uuid`` its identity without a prefix such
-    as "GPU-"; "" where torch knows none. ``total`` is the device's own size; 0: not known.
+    ``device`` is the rank's name for the device ("cuda:0"), ``name`` its model, and ``uuid`` its identity without a
+    prefix such as "GPU-". Both are "" if torch does not know them. ``total`` is the device's own size, or 0 if unknown.
     """
 
     droppable: ClassVar[bool] = True
@@ -166,9 +166,10 @@ class DeviceMemoryEvent(Event):
 
 @dataclass(slots=True)
 class DeviceUseEvent(Event):
-    """Use of one GPU by all its processes, as the driver measures it; a host sends it under any of its ranks.
+    """Use of one GPU by all its processes, as the driver measures it. A host sends it under any of its ranks.
 
-    ``percent`` is its utilisation (None: the driver has no figure), and ``used`` and ``total`` are bytes of its memory.
+    ``percent`` is its utilisation (None if the driver does not report it), and ``used`` and ``total`` are bytes of its
+    memory.
     """
 
     droppable: ClassVar[bool] = True
@@ -184,8 +185,8 @@ class DeviceUseEvent(Event):
 class DisplayEvent(Event):
     """Rich output of ``display()`` in a rank: a MIME bundle for the kernel to publish.
 
-    ``mark`` is the number of its marks in the rank's standard streams; 0: there are none. ``clear`` is "now" or "wait"
-    where it is no display but a call of ``clear_output``.
+    ``mark`` is the number of its marks in the rank's standard streams, or 0 without marks. ``clear`` is "now" or "wait"
+    for a call of ``clear_output``, which is not a display.
     """
 
     data: dict[str, Any]
@@ -200,8 +201,8 @@ class DisplayEvent(Event):
 class InputRequest(Event):
     """A rank waits for a line of text from the user.
 
-    ``shown`` holds the lines to show before the prompt; ``kind`` is "input" or "debugger"; ``number`` counts the rank's
-    prompts, from 1.
+    ``shown`` contains the lines to show before the prompt, ``kind`` is "input" or "debugger", and ``number`` counts the
+    rank's prompts, from 1.
     """
 
     prompt: str
@@ -213,9 +214,9 @@ class InputRequest(Event):
 
 @dataclass(slots=True)
 class InputReply(Event):
-    """The user's line, without the line break; None means end of file.
+    """The user's line, without the line break. None means end of file.
 
-    ``number`` is that of the prompt: two notebooks may show the same prompt, and only the first answer counts.
+    ``number`` is the prompt's number: two notebooks may show the same prompt, and only the first answer counts.
     """
 
     text: str | None
@@ -231,7 +232,7 @@ class AnsweredEvent(Event):
 
 @dataclass(slots=True)
 class AgentFailedEvent(Event):
-    """The thread of this package in a rank has failed with ``error``, and has ``ended`` or goes on."""
+    """This package's thread in a rank has failed with ``error``, and has either ``ended`` or continues."""
 
     error: str
     ended: bool
@@ -239,7 +240,7 @@ class AgentFailedEvent(Event):
 
 @dataclass(slots=True)
 class ExitWaitEvent(Event):
-    """The function of a rank has ended some time ago, and its process has not: ``text`` says why."""
+    """A rank's function returned some time ago, but its process is still running. ``text`` gives the reason."""
 
     text: str
 
@@ -255,11 +256,11 @@ class DroppedEvent(Event):
 
 @dataclass(slots=True)
 class ResultEvent(Event):
-    """The function returned; ``payload`` is its pickled value.
+    """The function returned. ``payload`` is its pickled value.
 
     A large value is in two files, whose descriptors are sent with this event: its pickle, and its buffers with their
-    ``sizes``. ``error`` is why the value cannot be sent; "" if it is. ``advice`` is what to return instead of a value
-    that cannot be read.
+    ``sizes``. ``error`` is why the value cannot be sent, or "". ``advice`` is what to return instead of a value that
+    cannot be read.
     """
 
     payload: bytes
@@ -272,7 +273,8 @@ class ResultEvent(Event):
 class GroupTimeoutEvent(Event):
     """The requested time limit of the default process group's collectives, in seconds.
 
-    The kernel enforces it, and stops its clock at a breakpoint: torch cannot extend a waiting operation.
+    The kernel enforces it and stops its clock at a breakpoint, because torch cannot extend the limit of a waiting
+    operation.
     """
 
     seconds: float
@@ -280,7 +282,7 @@ class GroupTimeoutEvent(Event):
 
 @dataclass(slots=True)
 class TraceEvent(Event):
-    """A rank has written a profiler trace: its absolute path on the rank's machine, and its size in bytes."""
+    """A rank has written a profiler trace, with its absolute path on the rank's machine and its size in bytes."""
 
     latest_by: ClassVar[tuple[str, ...]] = ("path",)
 
@@ -289,15 +291,15 @@ class TraceEvent(Event):
 
 
 MANIFEST_NAME = "checkpoint_manifest.json"
-"""Written last into a checkpoint: sizes and checksums of all its files. A folder with it is complete."""
+"""Written last into a checkpoint, with sizes and checksums of all its files. A folder that has it is complete."""
 
 
 @dataclass(slots=True)
 class CheckpointEvent(Event):
-    """A checkpoint is complete: its absolute path or URL.
+    """A checkpoint is complete, at this absolute path or URL.
 
-    ``time`` is when all ranks had reached ``save_state``, in seconds since the epoch: what they logged before is part
-    of the training that the checkpoint continues.
+    ``time`` is when all ranks had reached ``save_state``, in seconds since the epoch. Everything logged before belongs
+    to the training that the checkpoint continues.
     """
 
     latest_by: ClassVar[tuple[str, ...]] = ("path",)
@@ -313,9 +315,9 @@ class CheckpointEvent(Event):
 class ShardingEvent(Event):
     """The shards of a rank, sent when it has been prepared; see `ShardReport`.
 
-    ``axes`` are the sizes of the mesh of ranks, outermost first, and ``place`` is the rank's position on each;
-    ``stages`` names the axis along which ranks have different layers, "" where none has. ``held`` maps each kind to:
-    bytes ``whole`` and ``here`` (None: unknown), the axes over which it is ``sharded``, where it is stored while
+    ``axes`` are the sizes of the mesh of ranks, outermost first, and ``place`` is the rank's position on each axis.
+    ``stages`` names the axis along which ranks have different layers, or is "". ``held`` maps each kind to its bytes
+    ``whole`` and ``here`` (None: unknown), the axes over which it is ``sharded``, where it is stored while
     ``offloaded``, and a ``note``. ``units`` is the number of ``unit``: units of FSDP, layers of a stage.
     """
 
@@ -333,7 +335,7 @@ class ShardingEvent(Event):
 
 # ---- marks in a rank's standard streams
 #
-# They say where in a stream a rich display belongs, which travels by the rank's channel. A mark is an operating system
+# They indicate where in a stream a rich display belongs, which is sent over the channel. A mark is an operating system
 # command of ECMA-48, which a terminal ignores.
 
 BEGIN, END = b"\x1b]notebook_accelerate:", b"\x07"
@@ -347,14 +349,14 @@ def display_mark(number: int) -> bytes:
 
 
 def split_at_mark(data: bytes, *, complete: bool) -> tuple[bytes, int | None, bytes]:
-    """Return the output before the next mark, the mark's number, and the output behind it.
+    """Return the output before the next mark, the mark's number, and the output after it.
 
     Args:
         data: Output of a rank.
-        complete: Whether nothing follows ``data``. Otherwise what may be the start of a mark is left for later.
+        complete: Whether nothing follows ``data``. Otherwise, a possible start of a mark is left for later.
 
     Returns:
-        Without a mark its number is None, and the last part holds what is left for later.
+        The three parts. If there is no mark, the number is None, and the last part is the data left for later.
     """
     if (found := _MARK.search(data)) is not None:
         return data[: found.start()], int(found[1]), data[found.end() :]

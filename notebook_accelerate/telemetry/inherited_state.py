@@ -44,8 +44,10 @@ _SETTINGS: dict[str, str] = {
     "backends.cudnn.rnn.fp32_precision": "",
     "multiprocessing.set_sharing_strategy": "multiprocessing.get_sharing_strategy",
 }
-"""Settings of the process that a rank which is not forked from the kernel would miss, by name in torch: functions that
-set, with those that return the value, and attributes."""
+"""Torch's process settings that a rank which is not forked from the kernel would miss, by name.
+
+They are functions that set a value, with the functions that return it, and attributes.
+"""
 
 _PYTHON_SETTINGS: dict[str, str] = {
     "sys.setrecursionlimit": "sys.getrecursionlimit",
@@ -56,21 +58,21 @@ _PYTHON_SETTINGS: dict[str, str] = {
 """Functions of Python's modules that set a value, each with the function that returns it."""
 
 _entered: list[AbstractContextManager[Any]] = []
-"""Contexts that this rank never leaves: inference mode ends when its guard is collected."""
+"""Contexts that this rank never leaves. Inference mode would end if its guard were collected."""
 
 
 @dataclass
 class InheritedState:
-    """The state of a kernel and of one of its threads; None or empty where the kernel has not loaded the library.
+    """The state of a kernel and of one of its threads. Fields are None or empty if the library is not loaded.
 
     Attributes:
         python_rng: State of ``random``.
         python: Python's settings of the process, by name.
-        umask: The mask of the permissions of new files; None: it cannot be read.
+        umask: The permission mask of new files, or None if it cannot be read.
         numpy_rng: State of ``numpy.random``.
-        numpy_errors: What ``numpy.geterr`` returns on the thread.
+        numpy_errors: Result of ``numpy.geterr`` on the thread.
         torch_rng: State of torch's CPU generator.
-        device_seed: Seed of the generators of CUDA devices; None if the kernel has not seeded them.
+        device_seed: Seed of the generators of CUDA devices, or None if the kernel did not seed them.
         settings: Torch's settings of the process, by name.
         thread: Torch's settings of the thread, by name.
     """
@@ -87,9 +89,9 @@ class InheritedState:
 
 
 def capture_inherited_state() -> InheritedState:
-    """Return the state of this process and of the calling thread: call it on the thread of the cell.
+    """Return the state of this process and of the calling thread. Call it on the thread of the cell.
 
-    It imports nothing, and starts no accelerator.
+    It does not import anything or start an accelerator.
     """
     state = InheritedState(random.getstate(), _python_settings(), _umask())
     numpy: Any = sys.modules.get("numpy")
@@ -105,7 +107,7 @@ def capture_inherited_state() -> InheritedState:
 
 
 def apply_inherited_state(state: InheritedState) -> None:
-    """Put this process and the calling thread into the captured state."""
+    """Apply the captured state to this process and the calling thread."""
     random.setstate(state.python_rng)
     for name, value in state.python.items():
         module, _, setting = name.partition(".")
@@ -115,14 +117,14 @@ def apply_inherited_state(state: InheritedState) -> None:
     if state.numpy_rng is not None:
         import numpy as np
 
-        np.random.set_state(state.numpy_rng)  # noqa: NPY002 - the legacy generator is the one that users share
+        np.random.set_state(state.numpy_rng)  # noqa: NPY002 - users share the legacy generator
         np.seterr(**state.numpy_errors)
     if state.torch_rng is not None:
         torch: Any = import_module("torch")
         numbers = torch.frombuffer(bytearray(state.torch_rng), dtype=torch.uint8)
         torch.set_rng_state(numbers)
         if state.device_seed is not None:
-            torch.manual_seed(state.device_seed)  # seeds all devices, once they are used
+            torch.manual_seed(state.device_seed)  # This seeds all devices once they are used.
             torch.set_rng_state(numbers)
         _apply_process_settings(torch, state.settings)
         _apply_thread_settings(torch, state.thread)
@@ -132,13 +134,13 @@ def _python_settings() -> dict[str, Any]:
     found = {}
     for name, source in _PYTHON_SETTINGS.items():
         module, _, getter = source.partition(".")
-        if hasattr(sys.modules.get(module), getter):  # Python 3.10.6 has no limit for the digits of integers
+        if hasattr(sys.modules.get(module), getter):  # Python 3.10.6 has no limit for the digits of integers.
             found[name] = getattr(sys.modules[module], getter)()
     return found
 
 
 def _umask() -> int | None:
-    """Return this process's mask; None on systems that only return it when it is set, which other threads notice."""
+    """Return this process's mask, or None if the system returns it only when it is set, which affects other threads."""
     with suppress(OSError, ValueError, IndexError):
         text = Path("/proc/self/status").read_text()
         return int(text.partition("Umask:")[2].split()[0], 8)
@@ -146,7 +148,7 @@ def _umask() -> int | None:
 
 
 def _process_settings(torch: Any) -> dict[str, Any]:
-    # Names in place of torch's objects: a spawned rank reads them before its environment is complete.
+    # Store names instead of torch's objects, because a spawned rank reads them before its environment is complete.
     found: dict[str, Any] = {
         "default_dtype": _name(torch.get_default_dtype()),
         "determinism": torch.get_deterministic_debug_mode(),
@@ -158,7 +160,8 @@ def _process_settings(torch: Any) -> dict[str, Any]:
 def _apply_process_settings(torch: Any, settings: dict[str, Any]) -> None:
     torch.set_default_dtype(getattr(torch, settings["default_dtype"]))
     if (mode := settings["determinism"]) != torch.get_deterministic_debug_mode():
-        torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)  # imports the compiler, which takes a second
+        # This imports the compiler, which takes a second.
+        torch.use_deterministic_algorithms(mode > 0, warn_only=mode == 1)
     if settings["anomalies"] != (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()):
         torch.autograd.set_detect_anomaly(*settings["anomalies"])
     for name in _SETTINGS:
@@ -167,7 +170,7 @@ def _apply_process_settings(torch: Any, settings: dict[str, Any]) -> None:
 
 
 def _read(torch: Any, name: str) -> Any:
-    """Return a setting; None where this torch has no such setting, or cannot name it in the older of its two ways."""
+    """Return a setting, or None if this torch does not have it, or cannot express it in the older of its two ways."""
     with suppress(AttributeError, RuntimeError):
         value = attrgetter(_SETTINGS[name] or name)(torch)
         return value() if _SETTINGS[name] else value
@@ -205,10 +208,10 @@ def _apply_thread_settings(torch: Any, thread: dict[str, Any]) -> None:
 
 
 def _autocast(torch: Any) -> dict[str, str]:
-    """Return the data type of each type of device for which autocast is on."""
+    """Return the autocast data type of each device type with autocast enabled."""
     found = {}
     for row in device_table.ROWS:
-        with suppress(RuntimeError):  # torch does not know the type before its extension is imported
+        with suppress(RuntimeError):  # Torch does not know the device type before its extension is imported.
             if torch.is_autocast_enabled(row.type):
                 found[row.type] = _name(torch.get_autocast_dtype(row.type))
     return found
@@ -218,7 +221,8 @@ def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# ---- the shared state of `Accelerator`s, which a rank must not inherit; looked up by name: this room is below it
+# ---- the shared state of `Accelerator`s, which a rank must not inherit. It is accessed by name from this lower
+# package.
 
 _STATE = "notebook_accelerate.state"
 
@@ -229,11 +233,11 @@ def reset_inherited_state() -> None:
 
 
 def isolated_state() -> AbstractContextManager[object]:
-    """Give an inline run its own shared state, and restore the kernel's afterwards."""
+    """Give an inline run its own shared state, and restore the kernel's state afterwards."""
     stack = ExitStack()
     if _STATE in sys.modules:
         stack.enter_context(sys.modules[_STATE].isolated_shared_state())
-    else:  # the run itself may be the first to load the module
+    else:  # The run itself may be the first to load the module.
         stack.callback(_call_if_loaded, "start_afresh")
     return stack
 

@@ -24,11 +24,13 @@ from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 from notebook_accelerate.telemetry.tracebacks import describe_error
 
 _NOT_CARRIED = ("lock", "stream")
-"""Attributes of handlers that belong to one process."""
+"""Attributes of handlers that are specific to a process."""
 _STREAMS = ("stdout", "stderr")
 _MAX_BYTES = 1 << 20
-"""Larger handlers, such as those that keep records in memory, are sent without their own attributes; a larger filter or
-formatter is not sent."""
+"""Larger handlers, such as those that keep records in memory, are sent without their own attributes.
+
+Larger filters and formatters are not sent.
+"""
 
 
 def _set_formatwarning(value: Any) -> None:
@@ -40,7 +42,8 @@ def _set_showwarning(value: Any) -> None:
 
 
 _HOOKS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
-    "the logger class": (logging.getLoggerClass, logging.setLoggerClass),  # first: loggers are created below
+    # The logger class comes first, because loggers are created below.
+    "the logger class": (logging.getLoggerClass, logging.setLoggerClass),
     "the log record factory": (logging.getLogRecordFactory, logging.setLogRecordFactory),
     "warnings.formatwarning": (lambda: warnings.formatwarning, _set_formatwarning),
     "warnings.showwarning": (lambda: warnings.showwarning, _set_showwarning),
@@ -58,7 +61,7 @@ class LoggerSettings:
         disabled: Whether it drops its records.
         handlers: Its handlers, each pickled.
         filters: Its filters, each pickled, without those that its library adds.
-        imported: Whether it has the name of a module that the kernel has imported, which may add its handlers itself.
+        imported: Whether it is named after a module that the kernel has imported, which may add its handlers itself.
     """
 
     level: int
@@ -71,16 +74,16 @@ class LoggerSettings:
 
 @dataclass
 class NotebookSettings:
-    """What the cells of a notebook have set for all modules.
+    """Settings that the cells of a notebook have made for all modules.
 
     Attributes:
-        filters: Action, message, category by module and name, module and line of each warning filter, in their order.
+        filters: Action, message, category (by module and name), module and line of each warning filter, in order.
         warnings_logged: Whether warnings are written to the log.
         disabled_level: The level up to which all logging is disabled.
         raises: Whether errors of handlers are printed.
         level_names: The name of each level.
-        loggers: By name; "" for the root logger.
-        hooks: By name in `_HOOKS`, each pickled.
+        loggers: The settings of each logger, by name ("" for the root logger).
+        hooks: The pickled values for `_HOOKS`, by name.
     """
 
     filters: list[tuple[str, str, tuple[str, str], str, int]]
@@ -96,7 +99,7 @@ class NotebookSettings:
 
 
 def capture_notebook_settings() -> bytes:
-    """Return the settings of this process, pickled. Handlers that cannot be pickled write to standard error instead.
+    """Return the pickled settings of this process. Handlers that cannot be pickled write to standard error instead.
 
     A warning names filters, formatters and hooks that cannot be pickled.
     """
@@ -169,21 +172,22 @@ _warned: set[str] = set()
 
 
 def _pickled(value: Any, what: str) -> bytes:
-    """Return a pickled value, or b"" if it cannot be pickled; the first time, issue a warning."""
+    """Return a pickled value, or b"" if it cannot be pickled. The first time, issue a warning."""
     try:
-        data = dump_bytes((id(value), value), "it", "launch")  # equal parts of several loggers stay several objects
+        # Include the id, so that equal parts of several loggers remain separate objects.
+        data = dump_bytes((id(value), value), "it", "launch")
         reason = f"it has more than {_MAX_BYTES >> 20} MiB" if len(data) > _MAX_BYTES else ""
-    except Exception as error:  # noqa: BLE001 - classes of the user
+    except Exception as error:  # noqa: BLE001 - classes of the user may raise any error
         data, reason = b"", str(error)
     if not reason:
         return data
     if what not in _warned:
         _warned.add(what)
         text = (
-            f"ranks that are not forked from the kernel log without {what}: {reason}. Set it in the function, too, or "
+            f"ranks that are not forked from the kernel log without {what}: {reason}. Set it in the function too, or "
             "launch with start_method='fork'"
         )
-        with suppress(Warning):  # a warning must not end the launch if warnings are errors
+        with suppress(Warning):  # If warnings are errors, the warning must not end the launch.
             warnings.warn_explicit(text, UserWarning, "notebook_accelerate", 0, registry={})
     return b""
 
@@ -210,13 +214,13 @@ def _pickled_handler(handler: logging.Handler, place: str) -> bytes:
             data = dump_bytes(choice, "a logging handler", "launch")
             if len(data) <= _MAX_BYTES:
                 return data
-    _pickled(handler.formatter, f"the formatter {_name(handler.formatter)} of {place}")  # warns
+    _pickled(handler.formatter, f"the formatter {_name(handler.formatter)} of {place}")  # This issues the warning.
     plainest = (logging.StreamHandler, plain, stream or "stderr", filters, id(handler))
     return dump_bytes(plainest, "a logging handler", "launch")
 
 
 def _stream_name(stream: Any) -> str:
-    """Return "stdout" or "stderr" for a standard stream of this process, or of its notebook; "" for others."""
+    """Return "stdout" or "stderr" for a standard stream of this process or its notebook, or "" for others."""
     for name in _STREAMS:
         if stream is not None and (stream is getattr(sys, name) or stream is getattr(sys, f"__{name}__")):
             return name
@@ -244,7 +248,7 @@ def _pattern(pattern: Any) -> str:
 
 
 def apply_notebook_settings(data: bytes) -> None:
-    """Set up this process as another one was when its settings were captured.
+    """Apply settings captured in another process to this one.
 
     A second call keeps handlers that exist.
     """
@@ -271,10 +275,10 @@ def apply_notebook_settings(data: bytes) -> None:
 
 @cache
 def _loaded(data: bytes) -> Any:
-    """Return a pickled value, the same one for both calls in a rank; None if it cannot be loaded here."""
+    """Return a pickled value, the same one for both calls in a rank, or None if it cannot be loaded here."""
     try:
         return load_bytes(data)[1]
-    except Exception as error:  # noqa: BLE001 - its class needs a module that this machine does not have
+    except Exception as error:  # noqa: BLE001 - its class may need a module that this machine does not have
         sys.stderr.write(f"A part of the notebook's logging setup is missing here: {describe_error(error)}\n")
         return None
 
@@ -286,7 +290,7 @@ def _add_filters(owner: logging.Filterer, filters: Sequence[bytes]) -> None:
 
 
 class _CategoryByName(type):
-    """A warning category whose module is not imported: importing IPython's and torch's takes a quarter of a second."""
+    """A warning category whose module is not imported. Importing IPython's and torch's takes a quarter of a second."""
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         name = cls.__module__, cls.__qualname__
@@ -313,16 +317,16 @@ def _set_handlers(logger: logging.Logger, found: LoggerSettings) -> None:
 def _handler(data: bytes) -> logging.Handler:
     try:
         kind, attributes, stream, filters, _ = load_bytes(data)
-    except Exception:  # noqa: BLE001 - its class needs a module that this machine does not have
+    except Exception:  # noqa: BLE001 - its class may need a module that this machine does not have
         return logging.StreamHandler()
     file = attributes.get("baseFilename")
     handler: Any = logging.StreamHandler()
-    if file is None or Path(file).parent.is_dir():  # the file may be on another machine
+    if file is None or Path(file).parent.is_dir():  # The file may be on another machine.
         handler = kind.__new__(kind)
         vars(handler).update(attributes, filters=[])
         handler.createLock()
         if file is not None:
-            handler.stream, handler.mode = None, "a"  # opened with the first record
+            handler.stream, handler.mode = None, "a"  # The file is opened with the first record.
         elif stream:
             handler.stream = getattr(sys, stream)
     _add_filters(handler, filters)

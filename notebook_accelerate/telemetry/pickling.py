@@ -1,8 +1,8 @@
 """Pickling of functions, arguments, return values and answers for another process.
 
 cloudpickle supports notebook classes, closures and lambdas. The bytes of tensors and arrays are stored outside the
-pickle, in one anonymous file that every rank maps privately: they are copied once for any number of ranks, and a rank's
-writes to its tensors change no other rank's.
+pickle, in one anonymous file that every rank maps privately. They are copied once for any number of ranks, and a rank's
+writes to its tensors do not change the tensors of other ranks.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ from notebook_accelerate.torch_internals import storage_key
 _HEADER = struct.Struct("!QQ")
 _ALIGN = 64
 MAX_ANSWER_BYTES = 16 << 20
-"""Of a larger value that the user evaluates on a rank, only the ``repr`` is sent."""
+"""For a larger value that the user evaluates on a rank, only the ``repr`` is sent."""
 MAX_DEFINITION_BYTES = 4 << 20
-"""Classes of cells whose definition is larger, such as one whose methods use a table of the notebook, are sent without
-it: only a process that has the class can read their instances."""
+"""Classes of cells with a larger definition, for example because their methods use a large table, are sent without it.
+
+Only a process that has the class can read their instances.
+"""
 Purpose = Literal["launch", "values", "definition"]
 """Decides how a pickle holds the classes and functions of cells.
 
 - "launch": A function and its arguments for a new process, which gets their names in its ``__main__``.
-- "values": Values for a process that has most of the classes. It finds them, or makes them from their definitions.
+- "values": Values for a process that has most of the classes. It finds them, or creates them from their definitions.
 - "definition": The definition of one class.
 """
 
@@ -55,7 +57,7 @@ class Payload:
     buffers: tuple[memoryview, ...]
 
     def to_file(self) -> int:
-        """Write everything to an anonymous file and return its descriptor, owned by the caller."""
+        """Write everything to an anonymous file and return its descriptor, which the caller owns."""
         sizes = [buffer.nbytes for buffer in self.buffers]
         index = json.dumps(sizes).encode()
         descriptor = anonymous_file()
@@ -68,7 +70,7 @@ class Payload:
 
 
 def load_file(descriptor: int) -> Any:
-    """Return the object of a ``Payload``, with its buffers mapped privately; closes ``descriptor``."""
+    """Return the object of a ``Payload``, with its buffers mapped privately, and close ``descriptor``."""
     size = os.fstat(descriptor).st_size
     view = memoryview(mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
     os.close(descriptor)
@@ -94,7 +96,7 @@ def anonymous_file() -> int:
 
 
 class _StorageHandle:
-    """Represents one torch storage, so that its views stay views and it is copied once."""
+    """Represents one torch storage, so that it is copied once and its views remain views."""
 
     def __init__(self, storage: Any) -> None:
         self.storage = storage
@@ -103,13 +105,15 @@ class _StorageHandle:
         flat = self.storage if self.storage.device.type == "cpu" else self.storage.cpu()
         if flat.nbytes() == 0:
             return _rebuild_storage, (bytearray(),)
-        torch: Any = importlib.import_module("torch")  # typed as Any: its arrays are no buffers to a type checker
+        torch: Any = importlib.import_module(
+            "torch"
+        )  # typed as Any, because to type checkers its arrays are not buffers
         data = torch.empty(0, dtype=torch.uint8).set_(flat).numpy()
         return _rebuild_storage, (pickle.PickleBuffer(data),)
 
 
 def _rebuild_storage(buffer: Any) -> Any:
-    torch: Any = importlib.import_module("torch")  # typed as Any: its storages have no type information
+    torch: Any = importlib.import_module("torch")  # typed as Any, because its storages have no type information
     if memoryview(buffer).nbytes == 0:
         return torch.UntypedStorage(0)
     view = memoryview(buffer)
@@ -136,8 +140,8 @@ def _rebuild_tensor(
 def _own_device(device: str) -> str:
     """Return this rank's device in place of the kernel's device.
 
-    Otherwise every rank would create a context on the kernel's device.
-    Every process of torch_xla has the device xla:0.
+    Otherwise every rank would create a context on the kernel's device. With torch_xla, every process has the device
+    xla:0.
     """
     local_rank = os.environ.get("LOCAL_RANK", "")
     alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
@@ -153,13 +157,13 @@ class Writer(Protocol):
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle with plain dense tensors out of band, and with classes of cells that stay the same classes.
+    """cloudpickle with plain dense tensors out of band, which keeps the identity of classes from cells.
 
     Args:
-        file: Receives the pickle; has ``write``.
+        file: Receives the pickle through its ``write``.
         buffers: Called with each buffer.
-        keep_device: Whether tensors are restored on their device; results are restored on the CPU, so that the kernel
-            starts no accelerator runtime.
+        keep_device: Whether tensors are restored on their device. Results are restored on the CPU, so that the kernel
+            does not start an accelerator runtime.
         purpose: Decides how the pickle holds classes and functions of cells.
         omitted: Names of ``__main__`` that cannot be pickled and that a function may not need, each with the reason.
     """
@@ -205,8 +209,8 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
     def _reduce_definition(self, value: Any, reduced: Any) -> Any:
-        """Reduce a class or function; ``reduced`` is what cloudpickle reduces it to."""
-        if reduced is NotImplemented or len(reduced) < 6:  # it is imported by its name
+        """Reduce a class or function. ``reduced`` is the result of cloudpickle's reducer."""
+        if reduced is NotImplemented or len(reduced) < 6:  # It is imported by its name.
             return reduced
         if cells.is_class(value):
             if self._purpose == "values":
@@ -238,11 +242,12 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def _reduce_tensor(self, tensor: Any) -> tuple[Any, ...]:
         if tensor.requires_grad and not tensor.is_leaf:
             raise SerializationError(
-                "a tensor that is part of an autograd graph cannot travel between processes; pass tensor.detach()"
+                "a tensor that is part of an autograd graph cannot be sent to another process; pass tensor.detach()"
             )
         plain = tensor.detach()
         if self._purpose == "definition":
-            _check_definition(plain.numel() * plain.element_size())  # before it is copied from its device
+            # Check the size before the tensor is copied from its device.
+            _check_definition(plain.numel() * plain.element_size())
         device = str(plain.device) if self._keep_device else "cpu"
         if plain.device.type != "cpu":
             plain = plain.cpu()
@@ -292,7 +297,7 @@ def _dump_definition(kind: type) -> tuple[bytes | str, set[str]]:
 
 
 def _find_or_load(name: str, token: str, digest: str, definition: bytes | str) -> type:
-    """Return this process's class, or the class that ``definition`` makes."""
+    """Return this process's class, or a class created from ``definition``."""
     found = cells.find(name, token, digest, warn=True)
     if found is not None:
         return found
@@ -301,14 +306,14 @@ def _find_or_load(name: str, token: str, digest: str, definition: bytes | str) -
             f"{name} is a class of a cell that this process does not have, and that could not be sent: {definition}. "
             f"Run the cell that defines {name}, then read the value again"
         )
-    made = load_bytes(definition)  # it keeps all classes of the definition alive
+    made = load_bytes(definition)  # Keep a reference, because it keeps all classes of the definition alive.
     found = cells.known(token) or cells.find(name, token, digest)
     assert found is not None, made
     return found
 
 
 def _reduce_exception(error: BaseException) -> Any:
-    """Reduce an exception so that its constructor, whose arguments are lost, is not called."""
+    """Reduce an exception such that its constructor is not called, because the constructor's arguments are lost."""
     kind: Any = type(error)
     base = next(each for each in kind.__mro__ if not each.__flags__ & _HEAP_TYPE)
     if kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not base.__reduce__:
@@ -320,7 +325,7 @@ def _reduce_exception(error: BaseException) -> Any:
 
 
 _HEAP_TYPE = 1 << 9
-"""Flag of classes that were made by a class statement (Py_TPFLAGS_HEAPTYPE)."""
+"""Flag of classes that were created by a class statement (Py_TPFLAGS_HEAPTYPE)."""
 
 
 def _new_exception(kind: type[BaseException], base: type[BaseException], arguments: tuple[Any, ...]) -> BaseException:
@@ -332,7 +337,10 @@ def _new_exception(kind: type[BaseException], base: type[BaseException], argumen
 _NAMED_TYPES = tuple(
     getattr(typing, name) for name in ("NewType", "ParamSpec", "TypeVarTuple") if hasattr(typing, name)
 )
-"""Types whose objects pickle names only, which a new ``__main__`` does not have; cloudpickle has type variables."""
+"""Types whose objects are pickled by name, which a new ``__main__`` lacks.
+
+cloudpickle handles type variables itself.
+"""
 
 
 def _reduce_named_type(value: Any) -> tuple[Any, ...]:
@@ -354,14 +362,15 @@ def _of_the_kernel(value: Any) -> tuple[str, str] | None:
     """Return the module and name of the replacement for an IPython-only object, or None for other values."""
     kind = type(value)
     if kind is MethodType and value.__name__ == "get_ipython" and hasattr(value.__self__, "user_ns"):
-        return "notebook_accelerate.worker.debug_agent", "get_ipython"  # by name: this package must not import it
+        # By name, because this package must not import the module.
+        return "notebook_accelerate.worker.debug_agent", "get_ipython"
     if kind.__name__.endswith("ExitAutocall") and kind.__module__.startswith(("IPython", "ipykernel")):
         return "sys", "exit"
     return None
 
 
 def _code(filename: str, arguments: tuple[Any, ...]) -> CodeType:
-    """Return a code object with its original file name; cloudpickle 3.1.3 gives all code the same one."""
+    """Return a code object with its original file name, because cloudpickle 3.1.3 gives all code the same one."""
     return CodeType(*arguments).replace(co_filename=filename)
 
 
@@ -384,12 +393,12 @@ def dump(value: Any, what: str, *, keep_device: bool = True, purpose: Purpose = 
 
     Args:
         value: Any value that cloudpickle supports.
-        what: Name of the value in an error, as "the function or its arguments".
-        keep_device: Whether tensors are restored on their device, or on the CPU.
+        what: Name of the value in an error, such as "the function or its arguments".
+        keep_device: Whether tensors are restored on their device rather than on the CPU.
         purpose: Decides how the pickle holds classes and functions of cells.
 
     Raises:
-        SerializationError: A part of ``value`` cannot be pickled; the message says which and why.
+        SerializationError: A part of ``value`` cannot be pickled. The message names it and the reason.
     """
     omitted: dict[str, str] = {}
     while True:
@@ -411,11 +420,11 @@ def dump(value: Any, what: str, *, keep_device: bool = True, purpose: Purpose = 
 
 
 def _unpicklable_name(value: Any) -> str:
-    """Return the variable of the user that makes a function and its arguments unpicklable; "" if it is not found."""
+    """Return the user's variable that makes a function and its arguments unpicklable, or "" if it is not found."""
     function = value[0] if type(value) is tuple and value else None
-    if type(function) is not FunctionType:  # isinstance would ask the class, which may fail
+    if type(function) is not FunctionType:  # Not isinstance: it would run code of the class, which may fail.
         return ""
-    with suppress(Exception):  # values of the user
+    with suppress(Exception):  # Values of the user may raise any error.
         used = inspect.getclosurevars(function)
         named = {**used.globals, **used.nonlocals}
         named |= dict(inspect.signature(function).bind_partial(*value[1]).arguments)
@@ -426,23 +435,23 @@ def _unpicklable_name(value: Any) -> str:
 
 
 def _unpicklable(values: Mapping[str, Any], omitted: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of those values that cannot be pickled even without the others, each with the reason."""
+    """Return the names of values that cannot be pickled even without the others, each with the reason."""
     without = {**omitted, **dict.fromkeys(values, "")}
     found = {name: _why_unpicklable(value, without) for name, value in values.items()}
     return {name: reason for name, reason in found.items() if reason}
 
 
 def _why_unpicklable(value: Any, omitted: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Return the error that pickling a value raises; "" if it can be pickled."""
+    """Return the error raised by pickling a value, or "" if the value can be pickled."""
     try:
         Pickler(io.BytesIO(), id, keep_device=True, purpose="launch", omitted=omitted).dump(value)
-    except Exception as error:  # noqa: BLE001 - any class of the user may raise anything
+    except Exception as error:  # noqa: BLE001 - any class of the user may raise any error
         return describe_error(error)
     return ""
 
 
 def dump_bytes(value: Any, what: str, purpose: Purpose = "values") -> bytes:
-    """Pickle ``value`` in band, tensors as CPU tensors; raises ``SerializationError`` like ``dump``."""
+    """Pickle ``value`` in band, with tensors as CPU tensors. Raises ``SerializationError`` like ``dump``."""
     payload = dump(value, what, keep_device=False, purpose=purpose)
     return pickle_in_band(payload.pickled, payload.buffers)
 
@@ -459,10 +468,10 @@ def load_bytes(data: bytes) -> Any:
 
 
 def dump_answer(value: Any) -> bytes:
-    """Pickle a value that the user evaluates on a rank; b"" when it cannot be pickled, or is too large."""
+    """Pickle a value that the user evaluates on a rank. Return b"" if it cannot be pickled, or is too large."""
     try:
         data = dump_bytes(_detached(value), "the value")
-    except Exception:  # noqa: BLE001 - its repr is sent in any case
+    except Exception:  # noqa: BLE001 - its repr is always sent
         return b""
     return data if len(data) <= MAX_ANSWER_BYTES else b""
 

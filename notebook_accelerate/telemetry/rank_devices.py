@@ -1,4 +1,4 @@
-"""The devices of a run's ranks: the memory that each rank holds, joined with the use that the driver measures."""
+"""The devices of a run's ranks. Combines the memory that each rank holds with the use measured by the driver."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from notebook_accelerate.telemetry.events import DeviceMemoryEvent, DeviceUseEvent
 
 MAX_DEVICES = 64
-"""Devices that are kept per rank, and GPUs per run and rank: a rank may send any name."""
+"""Maximum devices kept per rank, and GPUs per rank of the run, because a rank may send any name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankDevice:
-    """One device of a rank; sizes in bytes, None where they are not known.
+    """One device of a rank. Sizes are in bytes, or None if unknown.
 
     Attributes:
-        device: The rank's name for it, as "cuda:0".
-        name: Its model, as "Tesla T4"; "" if it is not known.
-        uuid: Its identity, equal for two ranks on the same device; "" if it is not known.
+        device: The rank's name for it, such as "cuda:0".
+        name: Its model, such as "Tesla T4", or "" if unknown.
+        uuid: Its identity, equal for two ranks on the same device, or "" if unknown.
         allocated: Memory of the rank's tensors.
         reserved: Memory that torch's allocator in the rank has taken from the device.
-        peak: The most that was allocated at once.
+        peak: The maximum that was allocated at any time.
         total: Memory of the device.
         used: Memory in use by all processes on the device.
         percent: Utilisation of the device by all processes.
@@ -45,10 +45,11 @@ class RankDevices:
     def __init__(self) -> None:
         self._memory: dict[int, dict[str, DeviceMemoryEvent]] = {}
         self._use: dict[str, DeviceUseEvent] = {}
-        self._on: dict[str, dict[int, None]] = {}  # the ranks by uuid: each sample of a device asks for them
+        # The ranks on each device, by uuid. Every sample of a device looks them up.
+        self._on: dict[str, dict[int, None]] = {}
 
     def add_memory(self, rank: int, event: DeviceMemoryEvent) -> None:
-        """Keep what a rank reports; its peak is the highest of all reports, for torch's can be reset."""
+        """Store a rank's report. The peak is the highest of all reports, because torch's peak can be reset."""
         sizes = (event.allocated, event.reserved, event.peak, event.total)
         if not _numbers(sizes) or not all(isinstance(text, str) for text in (event.device, event.name, event.uuid)):
             return
@@ -65,13 +66,13 @@ class RankDevices:
                 del self._on[before.uuid]
 
     def add_use(self, event: DeviceUseEvent) -> None:
-        """Keep what a host reports."""
+        """Store a host's report."""
         known = event.uuid in self._use or len(self._use) < MAX_DEVICES * max(1, len(self._memory))
         if known and isinstance(event.uuid, str) and _numbers((event.used, event.total, event.percent or 0)):
             self._use[event.uuid] = event
 
     def of_rank(self, rank: int) -> list[RankDevice]:
-        """Return the devices on which a rank has held memory, in their order."""
+        """Return the devices that have held memory of a rank, in order."""
         return [self._joined(event) for _, event in sorted(self._memory.get(rank, {}).items(), key=_order)]
 
     def ranks_on(self, uuid: str) -> list[int]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 MIN_RANGE = 3
-"""As many neighbours, or more, are written as a range."""
+"""This many consecutive ranks or more are written as a range."""
 
 
 def rank_names(ranks: Iterable[int]) -> str:
-    """Return "rank 1", "ranks 0, 2" or "ranks 0–5, 8"."""
+    """Return a text such as "rank 1", "ranks 0, 2" or "ranks 0–5, 8"."""
     runs: list[list[int]] = []
     ordered = sorted(set(ranks))
     for rank in ordered:

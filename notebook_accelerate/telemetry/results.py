@@ -1,7 +1,7 @@
-"""Return values on their way from a rank to the kernel: large ones in anonymous files, which the kernel maps.
+"""Transfer return values from a rank to the kernel. Large ones are in anonymous files, which the kernel maps.
 
-A file without a name needs no folder and no cleaning up: the system removes it when the last process that has it open
-ends, however that happens.
+A file without a name needs neither a folder nor a cleanup: the system removes it when the last process that has it open
+exits, however that happens.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from notebook_accelerate.telemetry.pickling import Pickler, anonymous_file, pick
 from notebook_accelerate.telemetry.tracebacks import describe_error
 
 COPIED_BYTES = 1 << 16
-"""Smaller buffers are copied when a value is read: a small tensor of it does not keep the complete file in memory."""
+"""Smaller buffers are copied when a value is read, so that a small tensor does not keep the whole file in memory."""
 RESERVED_PART = 16
-"""This fraction of the memory stays free, up to `RESERVED_BYTES`: beyond it, the system ends processes."""
+"""This fraction of the memory stays free, up to `RESERVED_BYTES`. With less, the system might kill processes."""
 RESERVED_BYTES = 1 << 30
 _WRITE_BYTES = 1 << 26
 _ALIGN = 64
@@ -31,11 +31,11 @@ Bytes = bytes | bytearray | memoryview
 
 
 class PickledResult(NamedTuple):
-    """A pickled return value: in ``payload``, or in files.
+    """A pickled return value, either in ``payload`` or in files.
 
     Attributes:
-        payload: What `load_bytes` reads; b"" if the value is in files.
-        sizes: Bytes of each buffer in the second file; None if the value is in the payload.
+        payload: The bytes for `load_bytes`, or b"" if the value is in files.
+        sizes: Bytes of each buffer in the second file, or None if the value is in the payload.
         descriptors: The files of the pickle and of its buffers, owned by the holder.
     """
 
@@ -48,12 +48,12 @@ class PickledResult(NamedTuple):
 
 
 def dump_result(value: object, what: str, in_channel: int | None) -> PickledResult:
-    """Pickle a return value, tensors as CPU tensors.
+    """Pickle a return value, with tensors as CPU tensors.
 
     Args:
         value: Any value that cloudpickle supports.
         what: Name of the value in an error.
-        in_channel: Pickles of more bytes are written to files; None: none are.
+        in_channel: Larger pickles (in bytes) are written to files. None: never use files.
 
     Raises:
         SerializationError: A part of ``value`` cannot be pickled, or it takes more memory than is available.
@@ -70,17 +70,17 @@ def dump_result(value: object, what: str, in_channel: int | None) -> PickledResu
     except (SerializationError, KeyboardInterrupt):
         stream.close()
         raise
-    except BaseException as error:  # a __reduce__ may raise SystemExit too
+    except BaseException as error:  # A __reduce__ may raise SystemExit too.
         stream.close()
         text = f"{what} cannot be pickled: {describe_error(error)}; {advice(value)}"
         raise SerializationError(text) from error
 
 
 class _Spool:
-    """A file for the pickler, in memory up to a limit.
+    """A file for the pickler, kept in memory up to a limit.
 
     Args:
-        limit: Bytes to keep in memory; None: all.
+        limit: Bytes to keep in memory, or None for no limit.
         what: Name of the value in an error.
     """
 
@@ -102,11 +102,11 @@ class _Spool:
         return count
 
     def contents(self) -> bytes:
-        """Return what was written, if it is in memory."""
+        """Return the data written so far, if it is in memory."""
         return self._memory.getvalue()
 
     def spill(self) -> int:
-        """Move what was written to a file; return its descriptor."""
+        """Move the data written so far to a file. Return its descriptor."""
         if self._file is None:
             self._file = _File(self._what)
             self._file.write(self._memory.getbuffer())
@@ -128,7 +128,7 @@ def _write_buffers(buffers: Sequence[memoryview], what: str) -> int:
 
 
 class _File:
-    """Writes an anonymous file while there is memory for it.
+    """Writes an anonymous file while there is enough memory.
 
     Args:
         what: Name of the value in an error.
@@ -144,7 +144,7 @@ class _File:
         while rest.nbytes:
             part = rest[:_WRITE_BYTES]
             self._unchecked += part.nbytes
-            if self._unchecked >= _WRITE_BYTES:  # other ranks write at the same time
+            if self._unchecked >= _WRITE_BYTES:  # Check again, because other ranks write at the same time.
                 self._unchecked = 0
                 self.require(part.nbytes)
             try:
@@ -156,23 +156,23 @@ class _File:
             rest = rest[written:]
 
     def close(self) -> None:
-        """Close the file, which removes it; closing twice does nothing."""
+        """Close the file, which removes it. Closing twice has no effect."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
     def require(self, size: int) -> None:
-        """Check that ``size`` bytes more can be written.
+        """Check that ``size`` more bytes can be written.
 
         Raises:
-            SerializationError: Less memory is available; the file is closed.
+            SerializationError: There is not enough memory. The file is closed.
         """
         total, available = machine_memory()
         if size <= available - min(total // RESERVED_PART, RESERVED_BYTES):
             return
         self.close()
         raise SerializationError(
-            f"{self._what} is too large to return: {(self.size + size) / 1e9:.1f} GB travel through memory, of which "
+            f"{self._what} is too large to return: {(self.size + size) / 1e9:.1f} GB travel through memory, but only "
             f"{max(0, available) / 1e9:.1f} GB are available; {_SAVE}"
         )
 
@@ -185,7 +185,7 @@ _UNWRAP = (
 
 
 def advice(value: object) -> str:
-    """Return what to return in place of a value that cannot be brought to the kernel."""
+    """Return what to return instead of a value that cannot be transferred to the kernel."""
     return _UNWRAP if _holds_model(value, depth=3) else _SAVE
 
 
@@ -212,7 +212,7 @@ class ResultFiles:
     """A large return value in the files that a rank has written.
 
     Args:
-        descriptors: The files of the pickle and of its buffers; closed with this object.
+        descriptors: The files of the pickle and of its buffers, closed with this object.
         sizes: Bytes of each buffer.
     """
 
@@ -221,18 +221,18 @@ class ResultFiles:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both files."""
+        """Total size of both files in bytes."""
         return sum(os.fstat(descriptor).st_size for descriptor in self._descriptors)
 
     def load(self) -> Any:
-        """Return the value; its tensors and arrays own the mapped file."""
+        """Return the value, whose tensors and arrays own the mapped file."""
         stream, buffers = self._descriptors
         _keep_contents(self._descriptors)
         with io.BufferedReader(_Reader(stream), 1 << 16) as file:
             return pickle.load(file, buffers=_mapped(buffers, self._sizes))
 
     def in_band(self) -> bytes:
-        """Return the value's pickle with its buffers, for `load_bytes`; the files stay as they are."""
+        """Return the value's pickle with its buffers, for `load_bytes`. The files are unchanged."""
         stream, buffers = self._descriptors
         pickled = os.pread(stream, os.fstat(stream).st_size, 0)
         position, parts = 0, []
@@ -243,10 +243,10 @@ class ResultFiles:
         return pickle_in_band(pickled, parts)
 
     def close(self) -> None:
-        """Close the files; a value that was loaded stays valid.
+        """Close the files. A value that was loaded remains valid.
 
-        Forked ranks inherit the descriptors, and may read the value. Without emptying files that no process has read,
-        their memory would be in use until the last of these ranks ends.
+        Forked ranks inherit the descriptors, and may read the value. Files that no process has read are therefore
+        emptied, or their memory would be in use until the last of these ranks ends.
         """
         descriptors, self._descriptors = self._descriptors, ()
         for descriptor in descriptors:
@@ -260,7 +260,7 @@ class ResultFiles:
 
 
 def _keep_contents(descriptors: Sequence[int]) -> None:
-    """Seal files against emptying: a mapped page that was removed kills the process that reads it."""
+    """Seal files against emptying, because reading a mapped page that was removed kills the process."""
     with suppress(OSError, ImportError, AttributeError):
         import fcntl
 
@@ -269,16 +269,16 @@ def _keep_contents(descriptors: Sequence[int]) -> None:
 
 
 def _empty(descriptor: int) -> None:
-    """Remove the contents of a file that no process has read; only possible where files have seals."""
+    """Remove the contents of a file that no process has read. This is only possible if the system supports seals."""
     with suppress(OSError, ImportError, AttributeError):
         import fcntl
 
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) == 0:
-            os.ftruncate(descriptor, 0)  # refused if another process seals it in between
+            os.ftruncate(descriptor, 0)  # Refused if another process has sealed the file in between.
 
 
 class _Reader(io.RawIOBase):
-    """Reads a file from its start; processes that share the descriptor read it independently of each other."""
+    """Reads a file from its start, independently of other processes that share the descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._position = descriptor, 0
@@ -293,9 +293,9 @@ class _Reader(io.RawIOBase):
 
 
 def _mapped(descriptor: int, sizes: Sequence[int]) -> list[Any]:
-    """Return the buffers of a file: mapped privately, small ones copied.
+    """Return the buffers of a file. Large ones are mapped privately, and small ones copied.
 
-    The pages are shared with the file until they are written to, as with a fork.
+    The pages are shared with the file until they are written to, as after a fork.
     """
     length = os.fstat(descriptor).st_size
     if not length:

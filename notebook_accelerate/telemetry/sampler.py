@@ -1,4 +1,4 @@
-"""Samples the resources of each rank's process and the use of the machine's GPUs, once a second."""
+"""Sample the resources of each rank's process and the use of the machine's GPUs, once a second."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ PERIOD = 1.0
 
 
 def proportional_memory(pid: int) -> int:
-    """Return the PSS of a process in bytes (RSS where the system has no PSS); 0 when it has ended.
+    """Return the PSS of a process in bytes (RSS if the system has no PSS), or 0 if it has exited.
 
-    Forked ranks share most pages with the kernel; PSS divides each shared page among them, so that the sum is right.
+    Forked ranks share most pages with the kernel. PSS divides each shared page among them, so that the sum is right.
     """
     with contextlib.suppress(OSError), Path(f"/proc/{pid}/smaps_rollup").open("rb") as file:
         for line in file:
@@ -38,10 +38,12 @@ def proportional_memory(pid: int) -> int:
 
 
 class ResourceSampler:
-    """A thread that samples processes and GPUs and passes ``ResourceEvent`` and ``DeviceUseEvent`` records to ``sink``.
+    """A thread that samples processes and GPUs, and passes the records to ``sink``.
+
+    The records contain ``ResourceEvent`` and ``DeviceUseEvent``.
 
     Args:
-        pids: Rank to process id.
+        pids: Maps ranks to process ids.
         sink: Called with the records of one sample.
         period: Seconds between samples.
     """
@@ -59,12 +61,12 @@ class ResourceSampler:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread and wait for it."""
+        """Stop the thread and wait for it."""
         self._stop.set()
         self._thread.join()
 
     def _run(self) -> None:
-        # The first sample is early, for short runs; psutil needs two readings for a CPU rate.
+        # Take the first sample early, for short runs. psutil needs two readings for a CPU rate.
         if self._stop.wait(min(0.2, self._period)):
             return
         gpus = GpuReader()
@@ -74,7 +76,7 @@ class ResourceSampler:
         gpus.close()
 
     def sample(self, gpus: GpuReader) -> list[Record]:
-        """Return one record per living process, and one per GPU while there is such a process."""
+        """Return one record per running process, and one per GPU if there is a running process."""
         import psutil
 
         records = []
@@ -83,7 +85,7 @@ class ResourceSampler:
                 process = self._processes.get(rank) or self._processes.setdefault(rank, psutil.Process(pid))
                 cpu = process.cpu_percent()
                 memory = proportional_memory(pid)
-            except (psutil.Error, OSError):  # it has ended, or this process has no descriptor left
+            except (psutil.Error, OSError):  # The process has exited, or this process has no free descriptor.
                 continue
             if memory:
                 records.append(Record(rank, steady_time.now(), ResourceEvent(cpu, memory)))

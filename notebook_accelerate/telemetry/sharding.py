@@ -10,7 +10,7 @@ from typing import Any
 from notebook_accelerate.telemetry.events import ShardingEvent
 
 MAX_RANKS = 1 << 14
-"""Most ranks of a mesh; tables and drawings take time in proportion."""
+"""Maximum number of ranks in a mesh, because the time for tables and drawings is proportional to it."""
 KINDS = ("parameters", "gradients", "optimizer state")
 
 
@@ -19,11 +19,11 @@ class ShardSizes:
     """One kind of tensors on one rank.
 
     Attributes:
-        whole: Bytes of all shards: of the model, or of the rank's pipeline stage; None: unknown.
-        here: Bytes that this rank holds, padding included; None: unknown.
-        sharded: The axes of the mesh over which it is sharded; along the others all ranks hold the same.
-        offloaded: Where it is stored while unused: "cpu", "nvme"; "": on the device.
-        note: Additional information, as "gathered unit by unit".
+        whole: Bytes of all shards of the model or of the rank's pipeline stage, or None if unknown.
+        here: Bytes that this rank holds, including padding, or None if unknown.
+        sharded: The axes of the mesh over which it is sharded. Along the others, all ranks hold the same data.
+        offloaded: Where it is stored while unused: "cpu", "nvme", or "" for the device.
+        note: Additional information, such as "gathered unit by unit".
     """
 
     whole: int | None
@@ -39,13 +39,13 @@ class ShardReport:
 
     Attributes:
         strategy: The strategy's name.
-        variant: The strategy's variant, as FULL_SHARD or ZeRO-2; "" where it has one only.
-        axes: Sizes of the mesh of ranks by axis, outermost first; empty for one rank.
+        variant: The strategy's variant, such as FULL_SHARD or ZeRO-2, or "" if there is only one.
+        axes: Sizes of the mesh of ranks by axis, outermost first. Empty for one rank.
         place: The rank's position on each axis.
         held: Sizes by kind, in the order of ``KINDS``.
-        stages: The axis along which ranks have different layers; "": none.
-        units: Number of ``unit`` that the rank computes; 0: not counted.
-        unit: What ``units`` counts: units, layers.
+        stages: The axis along which ranks have different layers, or "".
+        units: Number of units that the rank computes, or 0 if not counted.
+        unit: The name of a unit: units, layers.
     """
 
     strategy: str
@@ -58,12 +58,12 @@ class ShardReport:
     unit: str = "units"
 
     def event(self) -> ShardingEvent:
-        """Return the event that carries the report."""
+        """Return the event that contains the report."""
         return ShardingEvent(**asdict(self))
 
 
 def to_report(event: ShardingEvent) -> ShardReport | None:
-    """Return the report in a rank's event; None where the event is invalid: a rank may send anything."""
+    """Return the report in a rank's event, or None if the event is invalid, because a rank may send anything."""
     try:
         axes = {str(name): int(size) for name, size in event.axes.items()}
         place = {name: int(event.place[name]) for name in axes}
@@ -89,7 +89,7 @@ def _bytes(given: Any) -> int | None:
 
 
 def states_per_parameter(optimizer: Any, group: Mapping[str, Any]) -> int | None:
-    """Return how many tensors of a parameter's shape an optimizer keeps for it; None for unknown optimizers.
+    """Return how many tensors of a parameter's shape an optimizer keeps for it, or None for unknown optimizers.
 
     Args:
         optimizer: The optimizer.

@@ -1,6 +1,6 @@
 """The queue of a rank's events, in front of its end of the channel.
 
-``emit`` works on any thread, at the cost of one append.
+``emit`` works on any thread and costs one append.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from notebook_accelerate.telemetry.tracebacks import describe_error
 
 T = TypeVar("T")
 QUEUE_LIMIT = 50_000
-"""Most events that wait to be sent; with more, every second droppable one of the older half is dropped."""
+"""Maximum number of queued events. With more, every second droppable event of the older half is dropped."""
 
 FREED_EVENTS = QUEUE_LIMIT // 8
-"""Events that are dropped at least when the queue is full, because each time costs the training thread milliseconds."""
+"""Minimum number of events to drop when the queue is full, because each time costs the training thread milliseconds."""
 
 
 class Sink:
-    """A queue in front of a channel, which the rank's agent flushes.
+    """A queue in front of a channel, flushed by the rank's agent.
 
     Attributes:
-        urgent: Whether the queue has events that the user waits for. The numbers of steps may wait for the next
-            repainting of the panel.
-        last_step: When the last step ended whose event was sent, in seconds since the epoch; 0 before the first.
+        urgent: Whether the queue has events that the user waits for. The numbers of steps can wait until the panel is
+            next repainted.
+        last_step: When the last step ended whose event was sent, in seconds since the epoch, or 0 before the first.
     """
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.urgent = False
         self.last_step = 0.0
-        # Pairs instead of `Stamped`: after a step of training no code is in the processor's caches, and each function
-        # that is called costs microseconds.
+        # Pairs instead of `Stamped`: after a training step, no code is in the processor's caches, and each function
+        # call costs microseconds.
         self._queue: deque[tuple[float, Event]] = deque()
         self._dropped = 0
         self._full = False
@@ -54,25 +54,27 @@ class Sink:
         """Called at every step boundary, on the training thread, while a request waits for one."""
 
     def emit(self, event: Event) -> None:
-        """Queue ``event``; never blocks."""
+        """Queue ``event``. Never blocks."""
         if len(self._queue) >= QUEUE_LIMIT and event.droppable and not self._make_room():
             return
         self._queue.append((steady_time.now(), event))
         if not event.boundary:
             self.urgent = True
             return
-        on_step = self.on_step  # read once: a signal handler may remove it
+        on_step = self.on_step  # Read the attribute once, because a signal handler may remove it.
         if on_step is not None:
             on_step()
 
     def _make_room(self) -> bool:
-        """Drop older events, and return whether a new one is queued; else it is counted as dropped."""
-        if not self._take_lock.acquire(blocking=False):  # this may be a signal handler, or another thread makes room
+        """Drop older events. Return whether to queue the new one, which otherwise counts as dropped."""
+        # This may be a signal handler, or another thread may be making room.
+        if not self._take_lock.acquire(blocking=False):
             return True
         try:
             if not self._full:
-                # The end of a curve is worth more: the older half is thinned. Where that frees little, as with a
-                # different name each time, the oldest events go, which is not tried again in vain before a flush.
+                # The end of a curve is more valuable, so the older half is thinned. If that frees little, because every
+                # event has a different name, the oldest events are dropped. If that fails too, it is not tried again
+                # before a flush.
                 freed = self._drop(QUEUE_LIMIT // 2, lambda old: thin(old, lambda queued: drop_key(queued[1])))
                 if freed < FREED_EVENTS:
                     freed += self._drop(QUEUE_LIMIT, lambda old: _without_oldest(old, FREED_EVENTS))
@@ -83,7 +85,7 @@ class Sink:
             self._take_lock.release()
 
     def _drop(self, count: int, keep: Callable[[list[tuple[float, Event]]], list[tuple[float, Event]]]) -> int:
-        """Replace the ``count`` oldest events with those that ``keep`` returns; return how many were dropped."""
+        """Replace the ``count`` oldest events by the result of ``keep``. Return how many were dropped."""
         old = [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
         kept = keep(old)
         self._queue.extendleft(reversed(kept))
@@ -92,10 +94,10 @@ class Sink:
         return dropped
 
     def flush(self) -> None:
-        """Send what is queued, in order.
+        """Send the queued events, in order.
 
         Raises:
-            ChannelClosedError: The kernel has ended.
+            ChannelClosedError: The kernel has exited.
         """
         with self._flush_lock:
             self.urgent = False
@@ -113,17 +115,18 @@ class Sink:
             self.last_step = stamp
         bound = BOUNDS.get(type(event))
         if bound is not None:
-            with suppress(Exception):  # of another type than its field: it cannot be encoded either, which is noted
+            # A value may not have its field's type. Then it cannot be encoded either, which is noted there.
+            with suppress(Exception):
                 event, note = bound(event)
                 if note:
                     self._note(type(event).__name__, note)
         return Stamped(stamp, event)
 
     def _encode(self, batch: list[Stamped]) -> bytes:
-        """Return the frames of a batch, without the events that cannot be encoded, each kind of which is noted once."""
+        """Return the frames of a batch without events that cannot be encoded. Each kind of these is noted once."""
         try:
             data = encode(batch)
-        except Exception:  # noqa: BLE001 - values of the user's raise what they like
+        except Exception:  # noqa: BLE001 - values of the user may raise any error
             return b"".join(self._encode_one(message) for message in batch)
         if len(data) <= MAX_EVENT_CHARS:
             return data
@@ -133,21 +136,21 @@ class Sink:
         name = type(message.event).__name__
         try:
             data = encode([message])
-        except Exception as error:  # noqa: BLE001 - the same
+        except Exception as error:  # noqa: BLE001 - values of the user may raise any error
             self._note(name, f"a {name} cannot be sent to the notebook ({describe_error(error, 200)})")
             return _left_out(message)
         if len(data) > MAX_EVENT_CHARS and not message.event.has_payload:
-            size = f"{len(data):,} bytes is not sent to the notebook: at most {MAX_EVENT_CHARS:,} are"
+            size = f"{len(data):,} bytes is not sent to the notebook: the limit is {MAX_EVENT_CHARS:,}"
             self._note(name, f"a {name} of {size}")
             return _left_out(message)
         return data
 
     def _note(self, kind: str, text: str) -> None:
-        """Write one line for each kind of event to the rank's output, which needs no channel."""
+        """Write one line for each kind of event to the rank's output, which does not need the channel."""
         if kind not in self._noted:
             self._noted.add(kind)
-            with suppress(OSError):  # closed by the function
-                os.write(2, f"notebook_accelerate: {text}; further ones are not noted\n".encode(errors="replace"))
+            with suppress(OSError):  # The function has closed the descriptor.
+                os.write(2, f"notebook_accelerate: {text}; further ones are not reported\n".encode(errors="replace"))
 
     def send(self, event: Event) -> None:
         """Queue ``event`` and send everything now."""
@@ -195,7 +198,7 @@ def _without_oldest(queued: list[tuple[float, Event]], count: int) -> list[tuple
 
 
 def _left_out(message: Stamped) -> bytes:
-    """Return what is sent in the place of an event: the rank's streams have marks of each display."""
+    """Return what to send instead of an event. For a display it is not empty, because the streams contain its marks."""
     mark = message.event.mark if isinstance(message.event, DisplayEvent) else 0
     return encode([Stamped(message.time, DisplayEvent({}, mark=mark))]) if mark else b""
 
@@ -204,13 +207,13 @@ _sink: Sink | None = None
 
 
 def install_sink(sink: Sink | None) -> None:
-    """Make ``emit`` send to ``sink`` in this process; None removes it."""
-    global _sink  # noqa: PLW0603 - one worker, one sink
+    """Make ``emit`` send to ``sink`` in this process. None removes the sink."""
+    global _sink  # noqa: PLW0603 - one sink per worker
     _sink = sink
 
 
 def current_sink() -> Sink | None:
-    """Return this rank's sink; None outside a launched rank."""
+    """Return this rank's sink, or None outside a launched rank."""
     return _sink
 
 
@@ -222,12 +225,12 @@ def require_sink() -> Sink:
 
 
 def send_soon() -> None:
-    """Have what this rank has queued sent within milliseconds; outside a launched rank, do nothing."""
+    """Send the queued events within milliseconds. Do nothing outside a launched rank."""
     if _sink is not None:
         _sink.urgent = True
 
 
 def emit(event: Event) -> None:
-    """Queue ``event`` for the kernel that launched this rank; outside a launched rank, do nothing."""
+    """Queue ``event`` for the kernel that launched this rank. Do nothing outside a launched rank."""
     if _sink is not None:
         _sink.emit(event)

@@ -1,4 +1,4 @@
-"""Seconds since the epoch by a clock that no step of the system's clock moves, and that counts during sleep."""
+"""Seconds since the epoch, by a clock that ignores changes of the system's clock and counts during sleep."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 _CLOCK: int | None = getattr(time, "CLOCK_BOOTTIME", None)
 if _CLOCK is None and sys.platform == "darwin":
-    _CLOCK = time.CLOCK_MONOTONIC  # there it counts during sleep, unlike time.monotonic
+    _CLOCK = time.CLOCK_MONOTONIC  # On macOS, this clock counts during sleep, unlike time.monotonic.
 
 
 def _uptime() -> float:
@@ -18,17 +18,17 @@ _offset = time.time() - _uptime()
 
 
 def now() -> float:
-    """Return the seconds since the epoch, as they were when this clock was set."""
+    """Return the seconds since the epoch, based on the system's time when this clock was set."""
     return _uptime() + _offset
 
 
 def set_to_system_time() -> None:
-    """Follow the system's clock, where it was set; only while no run needs the order and distance of its times."""
+    """Adopt the system's time, in case it was changed. Call it only while no run depends on the order of its times."""
     set_offset(time.time() - _uptime())
 
 
 def offset() -> float:
-    """Return what ``set_offset`` needs in another process of this machine for the same time."""
+    """Return the argument that ``set_offset`` needs in another process of this machine for the same time."""
     return _offset
 
 

@@ -1,9 +1,9 @@
-"""Measures how a rank's step time divides into five parts.
+"""Measures how a rank's step time is divided into five parts.
 
-The worker's side calls ``switch`` where one part ends and another begins; the time since the last call belongs to the
-previous part. The clock runs only while a sink is installed (``running``), and emits its sums once a second.
+The worker's side calls ``switch`` whenever one part ends and another starts. The time since the last call belongs to
+the previous part. The clock runs only while a sink is installed (``running``), and emits its sums once a second.
 
-It measures the host's time: asynchronous kernels of an accelerator count where the host waits for them, and the
+It measures the host's time. Asynchronous kernels of an accelerator count when the host waits for them, and the
 all-reduce that DistributedDataParallel overlaps with backward counts as backward.
 """
 
@@ -30,8 +30,8 @@ PERIOD = 1.0
 class StepTimeEvent(Event):
     """The time since the last such event: seconds by part, over ``steps`` steps that end with ``step``.
 
-    ``own`` is the time in which the rank cannot have waited for others: outside of collectives, and of backward, which
-    exchanges gradients. It distinguishes a straggler from the ranks that wait for it. 0.0: unknown.
+    ``own`` is the time in which the rank cannot have waited for others, outside of collectives and of backward, which
+    exchanges gradients. It distinguishes a straggler from the ranks that wait for it. 0.0 means unknown.
     """
 
     droppable: ClassVar[bool] = True
@@ -43,7 +43,8 @@ class StepTimeEvent(Event):
     own: float = 0.0
 
 
-BACKWARD = len(PARTS)  # reported in "forward and backward", but a rank may wait for others in it
+# Reported in "forward and backward", but counted separately, because a rank may wait for others in it.
+BACKWARD = len(PARTS)
 _seconds = [0.0] * (len(PARTS) + 1)
 _part = OTHER
 _since = 0.0
@@ -54,11 +55,11 @@ _sink: Sink | None = None
 _short: StepTimeEvent | None = None
 """The sums after the latest step of a run's first second."""
 at_end: set[Callable[[], None]] = set()
-"""Called at the end of each optimizer step, on the thread that trains: by a profile, or a request that waits."""
+"""Called at the end of each optimizer step, on the training thread. Used by profiles and waiting requests."""
 
 
 def running() -> bool:
-    """Whether a sink is installed."""
+    """Return whether a sink is installed."""
     return current_sink() is not None
 
 
@@ -68,11 +69,11 @@ def steps() -> int:
 
 
 def switch(part: int) -> int:
-    """Start ``part``; return the previous part.
+    """Start ``part`` and return the previous part.
 
-    0.15 microseconds; for the thread that trains, and only while ``running()``.
+    Takes 0.15 microseconds. Call it only on the training thread, and only while ``running()``.
     """
-    global _part, _since  # noqa: PLW0603 - one process, one training loop
+    global _part, _since  # noqa: PLW0603 - one training loop per process
     now = perf_counter()
     _seconds[_part] += now - _since
     _since = now
@@ -92,10 +93,10 @@ def end_step() -> None:
     """Count a step, and emit the sums once a second. A run's first step starts the clock."""
     global _steps, _total_steps, _reported, _sink, _short  # noqa: PLW0603 - as in switch
     if at_end:
-        for callback in tuple(at_end):  # a signal handler may remove them
+        for callback in tuple(at_end):  # A signal handler may remove callbacks during the loop.
             callback()
     sink = current_sink()
-    if sink is not _sink:  # a new run: the time before belongs to no step
+    if sink is not _sink:  # This is a new run, and the time before it does not belong to a step.
         _sink, _reported, _steps, _total_steps, _short = sink, _since, 0, 1, None
         _seconds[:] = [0.0] * len(_seconds)
         return
@@ -110,7 +111,7 @@ def end_step() -> None:
 
 
 def end_run() -> None:
-    """Emit the sums of a run that ends within its first second: too short to compare the ranks' own work."""
+    """Emit the sums of a run that ends within its first second, which is too short to compare the ranks' own work."""
     global _short  # noqa: PLW0603 - as in switch
     if _short is not None and _sink is current_sink():
         _short.own = 0.0
@@ -119,7 +120,7 @@ def end_run() -> None:
 
 
 def backward(function: Function) -> Function:
-    """Return a backward pass that counts its time; without a sink, the function itself."""
+    """Return a backward pass that counts its time. Without a sink, return the function itself."""
     if not running():
         return function
 
@@ -135,7 +136,7 @@ def backward(function: Function) -> Function:
 
 
 def collective(function: Function) -> Function:
-    """Decorate a collective: while a sink is installed, its time counts as time in collectives."""
+    """Decorate a collective. While a sink is installed, its time counts as time in collectives."""
 
     @wraps(function)
     def measured(*args: Any, **kwargs: Any) -> Any:
@@ -151,7 +152,7 @@ def collective(function: Function) -> Function:
 
 
 def waiting(batches: Iterator[Any]) -> Generator[Any, None, None]:
-    """Yield ``batches``: the time until each arrives counts as waiting for data, the time after it as computing."""
+    """Yield ``batches``. The time until a batch arrives counts as waiting for data, and the time after as computing."""
     end = object()
     try:
         while True:
@@ -162,7 +163,7 @@ def waiting(batches: Iterator[Any]) -> Generator[Any, None, None]:
                 return
             switch(COMPUTE)
             yield batch
-            batch = None  # free it before the next one is read
+            batch = None  # Free the batch before the next one is read.
     finally:
         close = getattr(batches, "close", None)
         if close is not None:

@@ -1,11 +1,16 @@
 """The bounded store of a run's events, for panels, reports and ``run.metrics``.
 
-Bounds: ``max_points`` points per metric and rank (a full series is thinned: of every four neighbours the smallest and
-the largest stay, so that extremes survive), ``MAX_TOTAL_POINTS`` over all series (with more series, each may have fewer
-points, but always ``MIN_POINTS``), ``max_series`` metrics, and ``RUN_LOG_BYTES`` of text, of which each rank may have
-its share and in any case ``max_log_bytes``. A point takes 24 bytes in an array with an eighth to spare, so a run of any
-length needs at most 108 MB for curves, and 64 MB of text for up to eight ranks; an envelope over more than eight ranks
-adds 24 KB per metric. Failures and results are never dropped.
+The bounds are:
+
+- ``max_points`` points per metric and rank. A full series is thinned: of every four neighbours, the smallest and the
+largest are kept, so that extremes survive.
+- ``MAX_TOTAL_POINTS`` over all series. With more series, each may have fewer points, but always ``MIN_POINTS``.
+- ``max_series`` metrics.
+- ``RUN_LOG_BYTES`` of text. Each rank may use its share of it, and in any case ``max_log_bytes``.
+
+A point takes 24 bytes in an array with an eighth to spare, so a run of any length needs at most 108 MB for curves, and
+64 MB of text for up to eight ranks. An envelope over more than eight ranks adds 24 KB per metric. Failures and results
+are never dropped.
 """
 
 from __future__ import annotations
@@ -55,17 +60,17 @@ MAX_LOG_BYTES = 8 << 20
 RUN_LOG_BYTES = 64 << 20
 MAX_TOTAL_POINTS = 4_000_000
 AUTOMATIC_POINTS = 10_000
-"""Points per series of what is not logged; they come four times a second, and once a second from hosts."""
+"""Maximum points per series of automatic metrics, which arrive four times a second, and once a second from hosts."""
 MIN_POINTS = 64
-"""Points that a series may always have."""
+"""Number of points that a series may always have."""
 MAX_TRACES = 1_000
-"""Most traces that are listed; the latest ones stay."""
+"""Maximum number of listed traces. The latest ones are kept."""
 MAX_CHECKPOINTS = 1_000
-"""Most checkpoints that are listed; the latest ones stay."""
+"""Maximum number of listed checkpoints. The latest ones are kept."""
 RECENT_STEP_TIMES = 10
-"""Step times kept per rank: about as many seconds."""
+"""Number of step times kept per rank, which cover about as many seconds."""
 _OF_HOSTS = frozenset({ResourceEvent, DeviceUseEvent})
-"""Events that a rank's host sends: they are no activity of the rank."""
+"""Events sent by a rank's host. They do not count as activity of the rank."""
 
 
 class Record(NamedTuple):
@@ -77,7 +82,7 @@ class Record(NamedTuple):
 
 
 class LogLine(NamedTuple):
-    """One line a rank wrote."""
+    """One line that a rank wrote."""
 
     time: float
     stream: str
@@ -85,11 +90,11 @@ class LogLine(NamedTuple):
 
 
 class Epoch(NamedTuple):
-    """The pass over a loader in which a rank trains.
+    """A rank's current pass over a loader in training.
 
     Attributes:
-        number: From 0.
-        steps: Optimizer steps of the pass; None: not known.
+        number: The number of the epoch, from 0.
+        steps: Optimizer steps of the pass, or None if unknown.
         done: Steps taken.
     """
 
@@ -99,7 +104,7 @@ class Epoch(NamedTuple):
 
 
 def to_int64(value: object) -> int | None:
-    """Return a value as a 64-bit integer, or None if it is not an integer: a rank may send anything."""
+    """Return a value as a 64-bit integer, or None if it is not an integer. A rank may send anything."""
     try:
         number = int(value)  # type: ignore[call-overload]
     except (TypeError, ValueError, OverflowError):
@@ -127,7 +132,7 @@ class SeriesTail(NamedTuple):
     """The points of one metric and rank since a cursor.
 
     Attributes:
-        steps: int64, shape (n,); -1 where no step was given.
+        steps: int64, shape (n,), with -1 for points without a step.
         times: Seconds since the epoch, float64, shape (n,).
         values: float64, shape (n,).
         cursor: The cursor for the next call.
@@ -146,14 +151,14 @@ class SeriesTail(NamedTuple):
 
 
 class _Points:
-    """The points of one metric on one rank; of every four neighbours, thinning keeps the smallest and the largest."""
+    """The points of one metric on one rank. Thinning keeps the smallest and the largest of every four neighbours."""
 
     def __init__(self) -> None:
         self.steps, self.times, self.values = array("q"), array("d"), array("d")
         self.thinned = 0
 
     def append(self, step: int, time: float, value: float, limit: int) -> int:
-        """Add a point; return the change in the number of points."""
+        """Add a point. Return the change in the number of points."""
         self.steps.append(step)
         self.times.append(time)
         self.values.append(value)
@@ -172,7 +177,7 @@ class _Points:
         self.thin_to(limit)
 
     def thin_to(self, limit: int) -> None:
-        """Thin until there are no more than ``limit`` points."""
+        """Thin until there are at most ``limit`` points."""
         while len(self.values) > max(4, limit):
             self._thin()
 
@@ -210,10 +215,10 @@ def _envelope_of(ranks: Mapping[int, _Points]) -> MetricEnvelope:
 
 
 class Store:
-    """The events of a run's ranks, within bounds; safe from any thread.
+    """The events of a run's ranks, within bounds. Safe to use from any thread.
 
     Attributes:
-        changes: How many times something was added: views compare the number, because they look at fixed intervals.
+        changes: How many times something was added. Views poll at fixed intervals and compare this number.
     """
 
     def __init__(
@@ -233,9 +238,10 @@ class Store:
         self.log_total = 0
         self.changes = 0
         self._step_times: dict[int, deque[StepTimeEvent]] = {}
-        self._counted: dict[int, int] = {}  # by rank, the optimizer's latest step: what is logged may count otherwise
+        # The optimizer's latest step by rank, because logged steps may be counted differently.
+        self._counted: dict[int, int] = {}
         self._automatic: Store | None = None
-        self._samples: list[Record] = []  # for the automatic store, of the call of `add` in progress
+        self._samples: list[Record] = []  # Samples for the automatic store, collected by the current call of `add`.
         self.progress: dict[int, ProgressEvent] = {}
         self.loops: dict[int, ProgressEvent] = {}
         self._passes: dict[int, EpochEvent] = {}
@@ -312,18 +318,18 @@ class Store:
         self._samples.append(Record(record.rank, record.time, MetricEvent(event.values, event.step)))
 
     def _add_host_sample(self, rank: int, time: float, values: dict[str, float]) -> None:
-        """Keep figures of a rank's host as curves over time."""
+        """Store measurements of a rank's host as curves over time."""
         self._samples.append(Record(rank, time, MetricEvent(values, -1)))
 
     def _add_device_memory(self, record: Record, event: DeviceMemoryEvent) -> None:
         self.devices.add_memory(record.rank, event)
         devices = self.devices.of_rank(record.rank)
-        if devices and event.device == devices[0].device:  # once for all devices of the rank
+        if devices and event.device == devices[0].device:  # Add one point for all devices of the rank.
             reserved = sum(device.reserved for device in devices)
             self._add_host_sample(record.rank, record.time, {automatic_metrics.GPU_MEMORY: reserved / 1e9})
 
     def _add_device_use(self, record: Record, event: DeviceUseEvent) -> None:
-        """Keep the use of a GPU, as a curve of each rank that holds memory on it."""
+        """Store the use of a GPU, also as a curve of each rank that holds memory on it."""
         self.devices.add_use(event)
         for rank in self.devices.ranks_on(event.uuid) if event.percent is not None else ():
             used = [device.percent for device in self.devices.of_rank(rank) if device.percent is not None]
@@ -345,7 +351,7 @@ class Store:
         return min(self._max_points, share)
 
     def _thin_all(self) -> None:
-        """Thin the series that exceed the current limit, which falls as series are added."""
+        """Thin the series that exceed the current limit, which decreases as series are added."""
         series = [points for ranks in self._metrics.values() for points in ranks.values()]
         for points in series:
             points.thin_to(self._limit())
@@ -356,10 +362,11 @@ class Store:
         if event.total is None:
             before = self._counted.get(record.rank, event.step)
             self._counted[record.rank] = event.step
-            self._count_steps(record.rank, max(1, event.step - before))  # a kept run has not the events of all steps
+            # A kept run does not have the events of all steps.
+            self._count_steps(record.rank, max(1, event.step - before))
         else:
             self.loops[record.rank] = event
-        # A progress bar counts what it likes; where the optimizer counts steps, it knows better.
+        # A progress bar may count anything, so the optimizer's count of steps takes precedence.
         if event.total is None or record.rank not in self._counted:
             self.last_step[record.rank] = event.step
 
@@ -367,7 +374,7 @@ class Store:
         self._passes[record.rank] = event
 
     def _count_steps(self, rank: int, count: int) -> None:
-        """Count optimizer steps in the latest pass; passes without steps, as of an evaluation, are no epochs."""
+        """Count optimizer steps in the latest pass. Passes without steps, such as an evaluation, are not epochs."""
         begun = self._passes.pop(rank, None)
         epoch = self.epochs.get(rank) if begun is None else Epoch(begun.epoch, begun.steps, 0)
         if epoch is not None:
@@ -389,7 +396,7 @@ class Store:
         if size is None:
             return
         file = record.rank, str(event.path)
-        self._traces.pop(file, None)  # a rewritten trace is the latest one
+        self._traces.pop(file, None)  # A rewritten trace becomes the latest one.
         self._traces[file] = size
         if len(self._traces) > MAX_TRACES:
             del self._traces[next(iter(self._traces))]
@@ -409,15 +416,16 @@ class Store:
         lines = self._logs.setdefault(record.rank, deque())
         self._log_count[record.rank] += 1
         self.log_total += 1
-        # A text of many lines is stored as one object until it is read: a flood must not cost an object per line.
+        # A text of many lines is stored as one object until it is read, so that a flood does not cost an object per
+        # line.
         lines.append(LogLine(record.time, event.stream, event.text))
-        self._log_bytes[record.rank] += len(event.text) + 200  # about the size of the tuple and its parts
+        self._log_bytes[record.rank] += len(event.text) + 200  # The approximate size of the tuple and its parts.
         most = max(self._max_log_bytes, self._run_log_bytes // len(self._logs))
         while self._log_bytes[record.rank] > most and len(lines) > 1:
             self._log_bytes[record.rank] -= len(lines.popleft().text) + 200
 
     def add_points(self, name: str, rank: int, tail: SeriesTail, *, thinned: bool = False) -> None:
-        """Add many points of one metric and rank at once: those of another store, in order.
+        """Add many points of one metric and rank, in order, from another store.
 
         Args:
             name: The metric.
@@ -445,7 +453,7 @@ class Store:
             self.changes += 1
 
     def _note_not_finite(self, name: str, rank: int, tail: SeriesTail) -> None:
-        """Note the first of the points at the end that are NaN or infinite."""
+        """Record the first of the trailing points that are NaN or infinite."""
         import numpy as np
 
         finite = np.flatnonzero(np.isfinite(tail.values))
@@ -459,7 +467,7 @@ class Store:
 
     @property
     def automatic(self) -> Store:
-        """The curves that nobody logs: samples of the training and of the ranks' hosts."""
+        """The curves recorded without a call of ``log``: samples of the training and of the ranks' hosts."""
         with self._lock:
             if self._automatic is None:
                 self._automatic = Store(AUTOMATIC_POINTS)
@@ -474,7 +482,7 @@ class Store:
         """Return one metric over all ranks.
 
         Raises:
-            KeyError: The metric is unknown; the message lists the known ones.
+            KeyError: The metric is unknown. The message lists the known ones.
         """
         import numpy as np
 
@@ -494,13 +502,13 @@ class Store:
             return sorted(self._metrics.get(name, ()))
 
     def last_value(self, name: str, rank: int) -> float | None:
-        """Return the last value of ``name`` on ``rank``; None when the rank has logged none."""
+        """Return the last value of ``name`` on ``rank``, or None if the rank has not logged it."""
         with self._lock:
             points = self._metrics.get(name, {}).get(rank)
             return points.values[-1] if points is not None and points.values else None
 
     def tail(self, name: str, rank: int, cursor: tuple[int, int] = (0, 0)) -> SeriesTail:
-        """Return the points of ``name`` on ``rank`` since ``cursor``; after thinning, all points.
+        """Return the points of ``name`` on ``rank`` since ``cursor``, or all points after thinning.
 
         Raises:
             KeyError: The rank has not logged the metric.
@@ -509,23 +517,23 @@ class Store:
             return self._metrics[name][rank].since(cursor)
 
     def is_thinned(self, name: str, rank: int) -> bool:
-        """Whether points of ``name`` on ``rank`` were removed; raises KeyError where it has none."""
+        """Return whether points of ``name`` on ``rank`` were removed. Raises KeyError if the rank has not logged it."""
         with self._lock:
             return self._metrics[name][rank].thinned > 0
 
     def envelope(self, name: str, cursor: tuple[int, int] = (0, 0)) -> EnvelopeTail | None:
-        """Return the envelope's changes since ``cursor``; None where few ranks have logged ``name``."""
+        """Return the envelope's changes since ``cursor``, or None if only few ranks have logged ``name``."""
         with self._lock:
             envelope = self._envelopes.get(name)
             return None if envelope is None else envelope.since(cursor)
 
     def traces(self) -> list[tuple[int, str, int]]:
-        """Return the written profiler traces: rank, path and size in bytes, by rank."""
+        """Return the rank, path and size in bytes of the written profiler traces, sorted by rank."""
         with self._lock:
             return sorted((rank, path, size) for (rank, path), size in self._traces.items())
 
     def latest_step_time(self, rank: int) -> StepTimeEvent | None:
-        """Return the last of ``step_times``; None where there is none."""
+        """Return the last of ``step_times``, or None."""
         with self._lock:
             events = self._step_times.get(rank)
             return events[-1] if events else None
@@ -540,11 +548,11 @@ class Store:
 
         Args:
             rank: Global index.
-            cursor: From the last call; 0 for all lines.
-            limit: Most lines to return; the newest ones.
+            cursor: The cursor from the last call, or 0 for all lines.
+            limit: Maximum number of lines to return. The newest ones are returned.
 
         Returns:
-            The lines, the cursor for the next call, and the number of omitted lines (without those that the store has
+            The lines, the cursor for the next call, and the number of omitted lines (excluding those that the store has
             already removed).
         """
         with self._lock:
@@ -568,7 +576,7 @@ class Store:
             return sorted(self._logs)
 
     def log_chunks(self, rank: int) -> list[LogLine]:
-        """Return the kept texts of ``rank``, oldest first: each of one line or more, as it was added."""
+        """Return the kept texts of ``rank``, oldest first. Each has one or more lines, as it was added."""
         with self._lock:
             return list(self._logs.get(rank, ()))
 
@@ -600,10 +608,10 @@ class Metrics(Mapping[str, MetricSeries]):
         """Plot metrics side by side.
 
         Args:
-            names: The metrics, in this order; none: all.
+            names: The metrics, in this order. Without names, plot all.
 
         Returns:
-            matplotlib's axes, one or an array of them; where matplotlib is not installed, the images that reports show.
+            One of matplotlib's axes, or an array of them. If matplotlib is not installed, the images that reports show.
 
         Raises:
             KeyError: A metric was not logged.

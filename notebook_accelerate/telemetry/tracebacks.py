@@ -18,9 +18,9 @@ from notebook_accelerate._collection import uncollected
 from notebook_accelerate.errors import ExceptionInfo, FrameInfo
 
 MAX_FRAMES = 60
-"""Frames kept of one exception: the first and the last half of a deeper one."""
+"""Maximum number of frames kept of an exception. For a deeper one, the first and the last half are kept."""
 MAX_MEMBERS = 50
-"""Exceptions of a group that are shown."""
+"""Maximum number of exceptions of a group that are shown."""
 _OWN = tuple(
     str(Path(__file__).parents[1] / room) + "/" for room in ("launch", "worker", "debug", "telemetry", "commands")
 )
@@ -30,12 +30,12 @@ _LIBRARY = ("site-packages", "dist-packages", "/lib/python", "<frozen", "<string
 
 @lru_cache(maxsize=1000)
 def is_user_code(filename: str) -> bool:
-    """Whether a code object's file is the user's: a cell, or a file outside the installed libraries."""
+    """Return whether a file name is the user's: a cell, or a file outside the installed libraries."""
     return not any(part in filename for part in _LIBRARY)
 
 
 def chain_of(error: BaseException) -> tuple[ExceptionInfo, ...]:
-    """Return ``error`` and its causes, root first, without the frames of the launcher."""
+    """Return ``error`` and its causes, root first, without the launcher's frames."""
     chain: list[ExceptionInfo] = []
     seen: set[int] = set()
     link, current = "", error
@@ -56,13 +56,13 @@ def _type_name(error: BaseException) -> str:
     name = type.__dict__["__qualname__"].__get__(type(error))
     try:
         module = type.__dict__["__module__"].__get__(type(error))
-    except AttributeError:  # of a class that code without a module has made
+    except AttributeError:  # The class was created by code without a module.
         module = None
     return name if type(module) is not str or module in ("builtins", "__main__") else f"{module}.{name}"
 
 
 def _message(error: BaseException) -> str:
-    """Return the text of an exception, of the members of a group, and its notes; a class may define all of them."""
+    """Return the text of an exception, of a group's members, and its notes. Its class may define all of them."""
     members: list[Any] = [part for part in _items(error, "exceptions") if issubclass(type(part), BaseException)]
     text = built_in_attribute(error, "msg", SyntaxError) if _is_located(error) else _text(error)
     lines = [text, *(f"  {_type_name(part)}: {_message(part)}" for part in members[:MAX_MEMBERS])]
@@ -74,21 +74,21 @@ def _message(error: BaseException) -> str:
 def _text(value: object) -> str:
     try:
         return str(value)
-    except BaseException as problem:  # noqa: BLE001 - a broken __str__, also one that exits, must not hide the error
+    except BaseException as problem:  # noqa: BLE001 - a broken __str__, even one that exits, must not hide the error
         return f"<its message cannot be shown: {class_name(problem)}>"
 
 
 def _items(error: BaseException, name: str) -> Sequence[object]:
     try:
         found = getattr(error, name, ())
-    except BaseException:  # noqa: BLE001 - the same
+    except BaseException:  # noqa: BLE001 - a broken attribute must not hide the error
         return ()
     return found if issubclass(type(found), (tuple, list)) else ()
 
 
 def _is_located(error: BaseException) -> TypeGuard[SyntaxError]:
-    """Return whether an error names a place in a source, which is none of its frames: its text has the file's name."""
-    if not issubclass(type(error), SyntaxError):  # isinstance would ask the class
+    """Return whether an error names a place in a source that is not one of its frames, as a SyntaxError does."""
+    if not issubclass(type(error), SyntaxError):  # Not isinstance: it would run code of the class.
         return False
     places = built_in_attribute(error, "filename", SyntaxError), built_in_attribute(error, "lineno", SyntaxError)
     return type(places[0]) is str and type(places[1]) is int
@@ -114,25 +114,25 @@ def _frames(error: BaseException) -> tuple[FrameInfo, ...]:
 # ---- in the kernel
 
 _foreign_cells: dict[str, str] = {}
-"""Names of the cells of other kernels, by file name."""
+"""Names of other kernels' cells, by file name."""
 
 
 def name_foreign_cells(names: Mapping[str, str]) -> None:
-    """Name cells that another kernel has run.
+    """Register the names of cells that another kernel has run.
 
     Args:
-        names: "Cell In[7]" by the file name of each cell's code.
+        names: Maps the file name of each cell's code to a name such as "Cell In[7]".
     """
     _foreign_cells.update(names)
 
 
 def frame_location(frame: FrameInfo) -> str:
-    """Return the file and line of a frame, as "Cell In[7], line 3" in a cell."""
+    """Return the file and line of a frame, for a cell such as "Cell In[7], line 3"."""
     return f"{cell_name(frame.filename) or frame.filename}, line {frame.lineno}"
 
 
 def cell_name(filename: str) -> str:
-    """Return "Cell In[7]" for the file name of a cell that this kernel ran; "" for other files."""
+    """Return a name such as "Cell In[7]" for the file name of a cell that this kernel ran, or "" for other files."""
     if not is_cell(filename):
         return ""
     if filename.startswith(NAMED_CELL):
@@ -150,14 +150,14 @@ def cell_name(filename: str) -> str:
 
 
 def _number_in_history(shell: Any, filename: str) -> int | None:
-    """Return the number of the last cell with this file's source: IPython 7 has no table of numbers."""
+    """Return the number of the last cell with this file's source, because IPython 7 has no table of numbers."""
     source = "".join(linecache.getlines(filename)).strip()
     history = getattr(shell, "history_manager", None)
     if not source or history is None:
         return None
     for number in range(len(history.input_hist_raw) - 1, 0, -1):
         raw = history.input_hist_raw[number]
-        # The source as it ran or, for a cell magic, the lines below its first.
+        # Compare with the source as it ran or, for a cell magic, with the lines below its first.
         if source in (history.input_hist_parsed[number].strip(), raw.partition("\n")[2].strip()):
             return number
     return None
@@ -168,7 +168,7 @@ def with_named_cells(chain: tuple[ExceptionInfo, ...], where: str) -> tuple[Exce
 
     Args:
         chain: Exceptions with the file names of cells in their frames.
-        where: Suffix of the names of cells, as " of node 1".
+        where: Suffix for the names of cells, such as " of node 1".
     """
     return tuple(
         info._replace(
@@ -186,7 +186,7 @@ def _of_notebook(name: str, where: str) -> str:
 
 
 def name_cells(text: str) -> str:
-    """Return ``text`` with "Cell In[7]" in place of the file names of cells."""
+    """Return ``text`` with the file names of cells replaced by names such as "Cell In[7]"."""
     for filename in set(_CELL_FILE.findall(text)):
         text = text.replace(filename, cell_name(filename) or filename)
     return text
@@ -238,18 +238,18 @@ _FRAMES_ARE_MADE = sys.version_info[:2] == (3, 11)
 
 
 def reading() -> AbstractContextManager[None]:
-    """Return a context manager in which ``sys._current_frames()`` and ``frame.f_back`` are safe for other threads."""
+    """Return a context manager that makes ``sys._current_frames()`` and ``frame.f_back`` safe for other threads."""
     return uncollected() if _FRAMES_ARE_MADE else nullcontext()
 
 
 def current_frames() -> dict[int, FrameType]:
-    """Return the innermost frame of each thread that runs, by the thread's identity."""
+    """Return the innermost frame of each running thread, by the thread's identity."""
     with reading():
         return sys._current_frames()
 
 
 def frame_of(thread: threading.Thread) -> FrameType | None:
-    """Return a thread's innermost frame; None where it does not run."""
+    """Return a thread's innermost frame, or None if it is not running."""
     return current_frames().get(thread.ident or 0)
 
 
@@ -259,7 +259,7 @@ def main_frame() -> FrameType | None:
 
 
 def callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """Return ``frame`` and its callers, innermost first; of any thread."""
+    """Return ``frame`` and its callers, innermost first. The frame may belong to any thread."""
     found = []
     with reading():
         while frame is not None:
@@ -268,10 +268,10 @@ def callers(frame: FrameType | None) -> Iterator[FrameType]:
     return iter(found)
 
 
-# ---- descriptions of exceptions, even of those whose attributes or ``__str__`` raise
+# ---- descriptions of exceptions, even if their attributes or ``__str__`` raise errors
 
 MAX_TEXT = 2000
-"""Characters of an exception's text in an error about it."""
+"""Maximum characters of an exception's text in an error about it."""
 
 
 def class_name(error: BaseException) -> str:
@@ -291,7 +291,7 @@ def built_in_attribute(error: BaseException | None, name: str, base: type[BaseEx
 
 
 def describe_error(error: BaseException, limit: int = MAX_TEXT) -> str:
-    """Return an exception's class and the start of its text, which its class may be unable to make.
+    """Return an exception's class and the start of its text, or only the class if it fails to produce the text.
 
     Args:
         error: The exception.
@@ -299,24 +299,24 @@ def describe_error(error: BaseException, limit: int = MAX_TEXT) -> str:
     """
     try:
         text = f"{class_name(error)}: {error}"
-    except BaseException:  # noqa: BLE001 - the user's class, which may exit
+    except BaseException:  # noqa: BLE001 - the user's class may even exit
         return class_name(error)
     return text if len(text) <= limit else text[:limit] + " …"
 
 
 def exit_code(error: BaseException | None) -> str:
-    """Return the repr of the code of a ``SystemExit``, which may be any object of the user."""
+    """Return the repr of a ``SystemExit``'s code, which may be any object of the user."""
     code = built_in_attribute(error, "code", SystemExit)
     try:
         return repr(code)
-    except BaseException:  # noqa: BLE001 - the user's class, which may exit
+    except BaseException:  # noqa: BLE001 - the user's class may even exit
         return f"<{type(code).__name__}>"
 
 
 # ---- the sources of cells, which a launch sends to its ranks
 
 MAX_SOURCE_BYTES = 8 << 20
-"""Cell sources beyond this are omitted, the oldest first."""
+"""Maximum size of cell sources. Beyond it, the oldest are omitted."""
 
 
 def cell_sources() -> dict[str, str]:
@@ -335,16 +335,16 @@ def cell_sources() -> dict[str, str]:
 
 
 NAMED_CELL = "Cell In["
-"""Prefix of the file name of another notebook's cell, of which this kernel has no file."""
+"""Prefix of the file name of another notebook's cell, whose file does not exist in this kernel."""
 
 
 def is_cell(filename: str) -> bool:
-    """Whether a code object's file name belongs to a notebook cell or a prompt."""
+    """Return whether a code object's file name belongs to a notebook cell or a prompt."""
     return "ipykernel_" in filename or filename.startswith(("<ipython-input", "<python-input", "<stdin", NAMED_CELL))
 
 
 def install_sources(sources: dict[str, str]) -> None:
     """Add ``sources`` to this process's linecache, for tracebacks."""
     for name, source in sources.items():
-        # No loader and no modification time: linecache.checkcache leaves such entries alone.
+        # Without a loader and a modification time, linecache.checkcache leaves these entries unchanged.
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)

@@ -9,7 +9,7 @@ from typing import Any
 from notebook_accelerate.telemetry import inherited_state
 
 CHANNEL_BYTES = 1 << 20
-"""Larger return values travel in files beside the channel."""
+"""Larger return values are sent in files alongside the channel."""
 
 
 @dataclass
@@ -18,22 +18,23 @@ class WorkerOrder:
 
     Attributes:
         rank: Global index.
-        environment: Variables that replace those of the process.
-        threads: CPU threads of torch's operators; None keeps torch's number.
+        environment: Variables that override the process's variables.
+        threads: CPU threads of torch's operators. None keeps torch's number.
         inherited: The kernel's random state, and its torch and numpy settings.
-        base_environment: The kernel's whole environment; None when the process inherited it.
-        cwd: Working directory; None when inherited.
-        sys_path: Import path; None when inherited.
-        sources: Sources of notebook cells by file name; empty when inherited.
+        base_environment: The kernel's whole environment, or None if the process inherited it.
+        cwd: Working directory, or None if inherited.
+        sys_path: Import path, or None if inherited.
+        sources: Sources of notebook cells by file name. Empty if inherited.
         hold: Whether the rank keeps the frames of a failure for inspection until the kernel releases it.
-        accelerator: Arguments of every `Accelerator()` that passes none; pickled where the process inherits nothing.
-        as_accelerate: Whether the rank serves this package under the name ``accelerate``.
+        accelerator: Arguments of every `Accelerator()` that passes none. Pickled if the process inherits nothing.
+        as_accelerate: Whether the rank provides this package under the name ``accelerate``.
         report_from: Libraries whose numbers, steps and progress the rank reports.
         automatic_metrics: Whether the rank samples its loss, learning rate and speed.
-        time_offset: What gives the rank the kernel's clock; None when inherited, or on another machine.
-        result_bytes: Pickled return values of more bytes travel in files beside the channel; None: none do.
-        notebook_settings: What ``capture_notebook_settings`` returned; b"" when inherited.
-        mark: Marks the rank's process and all that it starts, see ``worker.exit_handlers.set_mark``; 0: nothing does.
+        time_offset: Offset that gives the rank the kernel's clock. None if inherited, or on another machine.
+        result_bytes: Larger pickled return values (in bytes) are sent in files alongside the channel. None: never use
+            files.
+        notebook_settings: Result of ``capture_notebook_settings``, or b"" if inherited.
+        mark: The mark of the rank's process and all that it starts, or 0; see ``worker.exit_handlers.set_mark``.
     """
 
     rank: int

@@ -253,7 +253,7 @@ def test_results_keep_the_definition_of_the_launch(kernel: Kernel, method: str, 
     cell = kernel.check("first, second = run.results")
     assert kernel.value("[first.scaled(), Score(2.0).scaled()]") == [2.0, 6.0]
     assert kernel.value("[type(first) is type(second), isinstance(first, Score)]") == [True, False]
-    assert "the rank had another definition of Score" in cell.stderr
+    assert "the rank's definition of Score differs" in cell.stderr
 
 
 def test_a_kept_run_has_the_classes_of_a_kernel_that_ran_the_cell_again(kernel: Kernel) -> None:
