@@ -1,4 +1,4 @@
-"""Detects devices, without creating a context, and notebook hosts: Jupyter, Colab, Kaggle and VS Code."""
+"""Detect devices without creating a context, and notebook hosts: Jupyter, Colab, Kaggle and VS Code."""
 
 from __future__ import annotations
 

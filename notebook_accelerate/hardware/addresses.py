@@ -11,10 +11,10 @@ BACKLOG = 4096
 
 
 def own_address(target: str, port: int) -> str:
-    """Return this machine's address on the route to another machine; "" when there is no route."""
+    """Return this machine's address on the route to another machine, or "" if there is no route."""
     try:
         family, _, _, _, endpoint = socket.getaddrinfo(target, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # Connecting a datagram socket sends nothing.
             probe.connect(endpoint)
             return str(probe.getsockname()[0])
     except OSError:
@@ -22,7 +22,7 @@ def own_address(target: str, port: int) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the network interface that has ``address``; "" when it cannot be determined."""
+    """Return the name of the network interface that has ``address``, or "" if it cannot be determined."""
     import psutil
 
     wanted = ipaddress.ip_address(address)
@@ -37,7 +37,7 @@ def interface_of(address: str) -> str:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Return a socket that listens on one address of this machine only; "" and "::" mean all."""
+    """Return a socket that listens on one address of this machine only. "" and "::" mean all addresses."""
     flags = 0 if address else socket.AI_PASSIVE
     found = socket.getaddrinfo(address or None, port, type=socket.SOCK_STREAM, flags=flags)
     family, _, _, _, endpoint = found[0]
@@ -47,17 +47,18 @@ def listen(address: str, port: int) -> socket.socket:
 
 _LOOPBACK_SECONDS = 1.0
 _NOT_LOOPBACK = (errno.EADDRINUSE, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
-"""Errors of a connection that do not show that the interface fails: there are no more ports or descriptors."""
+"""Connection errors that do not mean that the interface fails: this machine has run out of ports or descriptors."""
 
 
 def loopback_problem() -> str:
-    """Return why processes cannot connect to 127.0.0.1, as a phrase; "" when they can, or when it cannot be tried."""
+    """Return why processes cannot connect to 127.0.0.1, as a phrase, or "" if they can or if it cannot be tested."""
     with socket.socket() as server, socket.socket() as client:
         try:
             server.bind(("127.0.0.1", 0))
             server.listen(1)
             client.settimeout(_LOOPBACK_SECONDS)
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # frees its port at once
+            # With this option, closing the socket frees its port immediately.
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             client.connect(server.getsockname())
         except OSError as error:
             return "" if error.errno in _NOT_LOOPBACK else str(error)
@@ -65,7 +66,7 @@ def loopback_problem() -> str:
 
 
 def get_free_port() -> int:
-    """Return a port of this machine that was free just now."""
+    """Return a port of this machine that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

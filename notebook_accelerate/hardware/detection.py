@@ -1,4 +1,4 @@
-"""Detects this machine's accelerators, cores, memory and notebook host."""
+"""Detect this machine's accelerators, cores, memory and notebook host."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ class HardwareInfo:
     """Properties of this machine that a launch needs."""
 
     accelerator: str
-    """Type of device that training uses here: cpu, cuda, mps, xpu, npu, mlu, musa, sdaa, hpu, neuron, tpu or xla."""
+    """The device type that training uses here: cpu, cuda, mps, xpu, npu, mlu, musa, sdaa, hpu, neuron, tpu or xla."""
     count: int
-    """Number of these devices that this process may use; 0 for cpu."""
+    """Number of these devices that this process may use, or 0 for cpu."""
     cpu_count: int
-    """Cores this process may use (affinity and container limits applied)."""
+    """Number of cores that this process may use, with affinity and container limits applied."""
     memory_bytes: int
-    """Main memory in bytes (container limit applied)."""
+    """Main memory in bytes, with the container limit applied."""
     host: str
     """Where the user types code: terminal, jupyter, colab, kaggle or vscode."""
     loopback: str | None
-    """Name of the loopback network interface; None if it is unknown."""
+    """Name of the loopback network interface, or None if it is unknown."""
     tpu: str = ""
-    """Generation of the TPU, as "v5e"; "" without torch_tpu or if it is not known."""
+    """Generation of the TPU, such as "v5e", or "" if it is unknown or torch_tpu is missing."""
 
 
 def detect(environment: Mapping[str, str] | None = None) -> HardwareInfo:
-    """Detect this machine's properties; creates no context on a device and does not import torch.
+    """Detect this machine's properties, without creating a context on a device or importing torch.
 
     Args:
         environment: Environment of the processes that will use the devices. Defaults to this process's.
@@ -53,7 +53,7 @@ def detect(environment: Mapping[str, str] | None = None) -> HardwareInfo:
 
 
 def _accelerators(environment: Mapping[str, str] | None) -> tuple[str, int]:
-    """Return the preferred type of the devices here, and their number."""
+    """Return the preferred device type of this machine, and the number of its devices."""
     for row in ROWS:
         if row.is_accelerator and (number := device_counts.count(row.type, environment)):
             return row.type, number
@@ -67,7 +67,7 @@ def cpu_count() -> int:
 
 
 def _container_cores() -> int | None:
-    """Return the control group's CPU time quota in cores, rounded up; None without one."""
+    """Return the control group's CPU time quota in cores, rounded up, or None if there is no quota."""
     for file in control_group_files("cpu.max"):
         quota, _, period = file.read_text(encoding="ascii").strip().partition(" ")
         if quota != "max":
@@ -84,10 +84,10 @@ def machine_memory() -> tuple[int, int]:
 
 
 def _memory_limits() -> Iterator[tuple[int, int]]:
-    """Yield the limit and the use of each control group; cached files, which the system drops, are not counted."""
+    """Yield the limit and the use of each control group. Cached files, which the system can drop, are not counted."""
     for controller, limit_name, used_name, cache in _MEMORY_FILES:
         for file in control_group_files(limit_name, controller):
-            with suppress(OSError, ValueError):  # "max" is no limit
+            with suppress(OSError, ValueError):  # The limit may be "max", which is not a number.
                 limit, used = int(file.read_text()), int(file.with_name(used_name).read_text())
                 yield limit, used - _statistic(file.with_name("memory.stat"), cache)
 
@@ -112,7 +112,7 @@ def system_memory() -> tuple[int, int]:
 
     try:
         memory = psutil.virtual_memory()
-    except OSError:  # there is no /proc
+    except OSError:  # There is no /proc.
         page = os.sysconf("SC_PAGE_SIZE")
         return os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
     return int(memory.total), int(memory.available)
@@ -123,11 +123,11 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def control_group_files(name: str, controller: str = "") -> list[Path]:
-    """Return the files with this name of this process's control group and its parents, nearest first.
+    """Return the files with this name in this process's control group and its parents, nearest first.
 
     Args:
-        name: The name, as "memory.max".
-        controller: A controller of version 1, as "memory"; "": the groups of version 2.
+        name: The name, such as "memory.max".
+        controller: A controller of version 1, such as "memory", or "" for the groups of version 2.
     """
     base = _GROUPS / controller
     group = base / _own_group(controller)
@@ -136,7 +136,7 @@ def control_group_files(name: str, controller: str = "") -> list[Path]:
 
 
 def _own_group(controller: str) -> str:
-    """Return the path of this process's group below the root of the groups; "" if it is the root, or is unknown."""
+    """Return the path of this process's group below the root group, or "" if it is the root group or unknown."""
     with suppress(OSError):
         for line in os.fsdecode(_OWN_GROUPS.read_bytes()).splitlines():
             _, controllers, path = line.split(":", 2)

@@ -1,8 +1,8 @@
-"""Files and folders that other users may have made, or that may be damaged: checks before use, and reads with bounds.
+"""Safe access to files and folders that other users may have created, or that may be damaged.
 
-A folder is the user's only if nobody else can replace it: every folder on the way to it must belong to the user or to
-root, and no other user may write to it. In a folder with the sticky bit, such as /tmp, others can create entries, but
-not replace the user's.
+Folders are checked before use, and reads are bounded. A folder is the user's only if no other user can replace it:
+every folder on the way to it must belong to the user or to root, and no other user may write to it. In a folder with
+the sticky bit, such as /tmp, others can create entries but cannot replace the user's.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 MAX_LINKS = 40
-"""Symbolic links on the way to a folder, as in Linux."""
+"""Maximum number of symbolic links on the way to a folder, as in Linux."""
 MAX_DEPTH = 50
-"""Deepest nesting of JSON."""
+"""Maximum nesting of JSON."""
 MIN_CONTAINERS = 1 << 16
-"""Lists and objects always allowed. Longer JSON may have one per eight bytes."""
+"""Number of lists and objects that is always allowed. Longer JSON may have one per eight bytes."""
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
 """A JSON string, terminated or not. Matching unterminated ones keeps the search linear."""
 
@@ -36,14 +36,14 @@ class ForeignFileError(PermissionError):
 
 
 def make_folder(folder: Path, *, private: bool = True) -> None:
-    """Create a folder with mode 0700, and those on the way to it; check one that exists.
+    """Create a folder with mode 0700, including missing parents, or check an existing folder.
 
     Args:
         folder: The folder.
-        private: Whether nobody else may read it either.
+        private: Whether to require that other users cannot read it either.
 
     Raises:
-        OSError: It cannot be created, another user owns it, or others can replace what is in it.
+        OSError: It cannot be created, another user owns it, or other users can replace its contents.
     """
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     for each in reversed(missing):
@@ -53,11 +53,11 @@ def make_folder(folder: Path, *, private: bool = True) -> None:
 
 
 def check_folder(folder: Path, *, private: bool = False) -> None:
-    """Check that a folder belongs to the user, and that nobody else can replace it or what is in it.
+    """Check that a folder belongs to the user, and that no other user can replace it or its contents.
 
     Args:
         folder: The folder.
-        private: Whether nobody else may read it either.
+        private: Whether to require that other users cannot read it either.
 
     Raises:
         FileNotFoundError: There is no such folder.
@@ -92,7 +92,7 @@ def check_folder(folder: Path, *, private: bool = False) -> None:
 
 
 def is_own_folder(folder: Path) -> bool:
-    """Whether a folder exists, and nobody but the user can replace it or what is in it; see `check_folder`."""
+    """Return whether a folder exists, and only the user can replace it or its contents; see `check_folder`."""
     try:
         check_folder(folder)
     except OSError:
@@ -113,16 +113,16 @@ def _check_writers(folder: Path, found: os.stat_result) -> None:
 
 
 def _is_trusted(owner: int, *, shared: bool) -> bool:
-    """Whether an owner is the user or root.
+    """Return whether an owner is the user or root.
 
-    In a user namespace without root, as of some containers, root's files belong to the "overflow" user, as do other
+    In a user namespace without root, as in some containers, root's files belong to the "overflow" user, like other
     users' files. In a folder that only root can write to, root has created them.
     """
     return owner in (0, os.getuid()) or (not shared and owner == _overflow_user())
 
 
 def _overflow_user() -> int | None:
-    """Return the user to whom root's files belong in a user namespace without root; None elsewhere."""
+    """Return the owner of root's files in a user namespace without root, or None elsewhere."""
     try:
         ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
         return None if any(first == "0" for first, *_ in ranges) else int(_OVERFLOW.read_text())
@@ -134,22 +134,24 @@ _OVERFLOW = Path("/proc/sys/kernel/overflowuid")
 
 
 def _has_access_list(folder: Path) -> bool:
-    """Whether users are named that may use a folder; where some are, the bits of the group are those of all of them."""
-    with suppress(OSError, AttributeError):  # a file system without them, or another system than Linux
+    """Return whether a folder has an access list of users. If so, the group's bits cover all users in the list."""
+    # The file system does not support access lists, or the system is not Linux.
+    with suppress(OSError, AttributeError):
         return "system.posix_acl_access" in os.listxattr(folder)
     return False
 
 
 def _is_private_group(number: int) -> bool:
-    """Whether a group is the one that many systems make for each user, with no member but the user and root.
+    """Return whether a group is the user's private one, which has no members except the user and root.
 
-    A group does not list the users whose first group it is, and the users of a directory such as LDAP cannot be listed
-    everywhere, so any other group counts as shared, whatever members it has here.
+    Many systems create this group for each user. A group does not list the users whose primary group it is, and the
+    users of a directory such as LDAP cannot always be listed. Any other group therefore counts as shared, whatever
+    members it has on this machine.
     """
     user = os.getuid()
     try:
         group = grp.getgrgid(number)
-    except KeyError:  # as in a container that runs as any number
+    except KeyError:  # For example in a container that runs with an arbitrary user id.
         return number == os.getgid() == user
     is_users = (number == 0) if user == 0 else _name_of(user) == group.gr_name
     return is_users and all(_uid_of(name) in (user, 0) for name in group.gr_mem)
@@ -182,40 +184,41 @@ def read_file(path: Path, most: int, *, own: bool = False) -> bytes:
 
     Args:
         path: The file.
-        most: The most bytes it may have.
-        own: Whether it must belong to the user or root, and must not be a symbolic link.
+        most: The maximum size in bytes.
+        own: Whether to require that the file belongs to the user or root, and is not a symbolic link.
 
     Raises:
-        ForeignFileError: It belongs to another user.
+        ForeignFileError: The file belongs to another user.
         OSError: It is not a regular file, or it cannot be read.
-        ValueError: It has more bytes.
+        ValueError: The file is larger.
     """
     descriptor = open_regular(path, own=own)
     with os.fdopen(descriptor, "rb") as file:
         size = os.fstat(descriptor).st_size
         data = file.read(most + 1) if size <= most else b""
     if max(size, len(data)) > most:
-        raise ValueError(f"{path} has {max(size, len(data)):,} bytes, at most {most:,} are read")
+        raise ValueError(f"{path} has {max(size, len(data)):,} bytes, at most {most:,} are allowed")
     return data
 
 
 def open_regular(path: Path, *, own: bool = False) -> int:
-    """Open a regular file for reading: opening a pipe would wait, and some devices have no end.
+    """Open a regular file for reading, because opening a pipe would block and some devices never end.
 
     The checks are made on the open file, so that nobody can replace it in between.
 
     Args:
         path: The file.
-        own: Whether it must belong to the user or root, and must not be a symbolic link.
+        own: Whether to require that the file belongs to the user or root, and is not a symbolic link.
 
     Returns:
-        Its descriptor.
+        The file's descriptor.
 
     Raises:
-        ForeignFileError: It belongs to another user.
+        ForeignFileError: The file belongs to another user.
         OSError: It is not a regular file, or it cannot be opened.
     """
-    if not stat.S_ISREG((path.lstat() if own else path.stat()).st_mode):  # opening some devices changes them
+    # Check before opening too, because opening some devices changes their state.
+    if not stat.S_ISREG((path.lstat() if own else path.stat()).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     follow = os.O_NOFOLLOW if own else 0
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | follow)
@@ -237,15 +240,16 @@ def parse_json(data: bytes, most_containers: int | None = None) -> Any:
 
     Args:
         data: The JSON, in UTF-8.
-        most_containers: The most lists and objects; None: no limit but the one for its length.
+        most_containers: The maximum number of lists and objects. None means only the limit based on the length.
 
     Raises:
-        ValueError: It is not JSON, is nested too deeply, or has more lists and objects: each takes 64 bytes or more.
+        ValueError: It is not JSON, is nested too deeply, or has too many lists and objects, which take at least 64
+            bytes each.
     """
     limit = max(MIN_CONTAINERS, len(data) // 8)
     limit = limit if most_containers is None else min(limit, most_containers)
     if data.count(b"[") + data.count(b"{") > limit:
-        bare = _STRING.sub(b"", data)  # texts may have any number of brackets
+        bare = _STRING.sub(b"", data)  # Texts may contain any number of brackets.
         if bare.count(b"[") + bare.count(b"{") > limit:
             raise ValueError(f"it has more than {limit:,} lists and objects")
     try:
@@ -259,10 +263,10 @@ def check_depth(value: Any, most: int = MAX_DEPTH) -> None:
 
     Args:
         value: The value.
-        most: The deepest nesting that is allowed.
+        most: The maximum nesting.
 
     Raises:
-        ValueError: It is nested more deeply.
+        ValueError: The value is nested more deeply.
     """
     level = [value]
     for _ in range(most + 1):

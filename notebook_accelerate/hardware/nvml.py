@@ -1,4 +1,4 @@
-"""Describes NVIDIA GPUs through NVML (the package nvidia-ml-py), which creates no CUDA context."""
+"""Describe NVIDIA GPUs through NVML (the package nvidia-ml-py), which does not create a CUDA context."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Gpu:
     name: str
     uuid: str
     memory_bytes: int
-    """Total memory; 0 where the GPU shares the main memory and NVML reports no size."""
+    """Total memory, or 0 if the GPU shares the main memory and NVML does not report a size."""
     capability: tuple[int, int]
     pci_bus_id: str
 
@@ -32,9 +32,9 @@ class GpuUse:
 
     Attributes:
         uuid: Its identity, as `bare_uuid` returns it.
-        percent: Share of the last sample period in which a kernel ran; None where NVML has no figure (MIG).
+        percent: Share of the last sample period during which a kernel ran, or None if NVML does not report it (MIG).
         used_bytes: Memory in use.
-        total_bytes: Total memory; 0 where NVML reports no size.
+        total_bytes: Total memory, or 0 if NVML does not report a size.
     """
 
     uuid: str
@@ -47,16 +47,16 @@ def bare_uuid(uuid: object) -> str:
     """Return an identity without NVML's prefix ("GPU-" or "MIG-"), which torch's device properties lack.
 
     Args:
-        uuid: The identity; NVML's text, or torch's object.
+        uuid: The identity: a text from NVML, or torch's object.
     """
     return str(uuid).lower().removeprefix("gpu-").removeprefix("mig-")
 
 
 class GpuReader:
-    """Reads the use of all GPUs through NVML, which stays initialised until `close`; without a driver there are none.
+    """Reads the use of all GPUs through NVML, which stays initialised until `close`. Empty without a driver.
 
-    Memory by process is not read: NVML names processes by the host's pids, which mean nothing in a container.
-    https://github.com/NVIDIA/nvidia-docker/issues/1483
+    Memory per process is not read, because NVML identifies processes by the host's pids, which are meaningless in a
+    container. https://github.com/NVIDIA/nvidia-docker/issues/1483
     """
 
     def __init__(self) -> None:
@@ -88,14 +88,14 @@ def _use(uuid: str, handle: Any) -> GpuUse:
 
 
 LOCK_SECONDS = 2.0
-"""How long a fork, or another call, waits for a call of NVML. One that takes longer may never return."""
+"""How long a fork or another call waits for a running NVML call. A call that takes longer may never return."""
 
 
 class _Calls:
-    """Prevents forks during NVML calls: a child that is forked during one would inherit NVML's locks in a locked state.
+    """Prevents forks during NVML calls, because the child would inherit NVML's locks in a locked state.
 
     Attributes:
-        usable: Whether this process can call NVML; False in a child that was forked while a call hung.
+        usable: Whether this process can call NVML. False in a child that was forked while a call hung.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class _Calls:
 
     @contextmanager
     def one(self) -> Iterator[bool]:
-        """Hold the lock during a call; yield False if NVML cannot be called."""
+        """Hold the lock during a call. Yield False if NVML cannot be called."""
         if not self.usable or not self._lock.acquire(timeout=LOCK_SECONDS):
             yield False
             return
@@ -115,18 +115,18 @@ class _Calls:
             self._lock.release()
 
     def before_fork(self) -> None:
-        """Wait until no call runs, for `LOCK_SECONDS` at most."""
+        """Wait up to `LOCK_SECONDS` until no call is running."""
         self._forking.owns = self._lock.acquire(timeout=LOCK_SECONDS)
 
     def after_fork(self) -> None:
-        """Let other threads call again; the forking thread owns the lock in the parent and in the child."""
+        """Let other threads call NVML again. The forking thread owns the lock in both the parent and the child."""
         if self._forking.owns:
             self._lock.release()
 
     def in_child(self) -> None:
         """Release the lock in the child, or mark NVML as unusable if the fork did not wait for a running call."""
         self.usable = self.usable and self._forking.owns
-        if not self._forking.owns:  # the thread that holds the lock does not exist here
+        if not self._forking.owns:  # The thread that holds the lock does not exist in the child.
             self._lock = threading.RLock()
         self.after_fork()
 
@@ -138,8 +138,9 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def _session() -> Iterator[None]:
-    """Initialise NVML; without a driver, every `_query` inside returns its default."""
-    pynvml: Any = importlib.import_module("pynvml")  # 40 ms, which machines without a GPU need not spend
+    """Initialise NVML. Without a driver, every `_query` in the block returns its default."""
+    # Importing takes 40 ms, which machines without a GPU should not spend.
+    pynvml: Any = importlib.import_module("pynvml")
     with ExitStack() as stack:
         with _calls.one() as can_call, suppress(pynvml.NVMLError):
             if can_call:
@@ -149,7 +150,7 @@ def _session() -> Iterator[None]:
 
 
 def _query(name: str, *args: Any, default: Any = None) -> Any:
-    """Call a function of pynvml; return `default` where NVML cannot answer."""
+    """Call a function of pynvml. Return `default` if NVML cannot answer."""
     pynvml: Any = importlib.import_module("pynvml")
     with _calls.one() as can_call, suppress(pynvml.NVMLError):
         return getattr(pynvml, name)(*args) if can_call else default
@@ -157,21 +158,21 @@ def _query(name: str, *args: Any, default: Any = None) -> Any:
 
 
 def count() -> int | None:
-    """Return the number of physical GPUs; None without a driver."""
+    """Return the number of physical GPUs, or None without a driver."""
     with _session():
         number: int | None = _query("nvmlDeviceGetCount")
         return number
 
 
 def driver_version() -> str | None:
-    """Return the driver's version; None without a driver."""
+    """Return the driver's version, or None without a driver."""
     with _session():
         version: str | None = _query("nvmlSystemGetDriverVersion")
         return version
 
 
 def gpus() -> list[Gpu]:
-    """Return all physical GPUs in PCI bus order; empty without a driver."""
+    """Return all physical GPUs in PCI bus order. Empty without a driver."""
     with _session():
         handles = [
             _query("nvmlDeviceGetHandleByIndex", index) for index in range(_query("nvmlDeviceGetCount", default=0))
@@ -180,11 +181,11 @@ def gpus() -> list[Gpu]:
 
 
 def visible_gpu(local_index: int, environment: Mapping[str, str] | None = None) -> Gpu | None:
-    """Return the physical GPU, or the part of one (MIG), that is ``cuda:local_index``; None if it is unknown.
+    """Return the physical GPU or MIG slice that is ``cuda:local_index``, or None if it is unknown.
 
     Args:
         local_index: Index among the GPUs of CUDA_VISIBLE_DEVICES.
-        environment: Environment variables of the process that uses the GPU; default: ``os.environ``.
+        environment: Environment variables of the process that uses the GPU. Defaults to ``os.environ``.
     """
     environment = os.environ if environment is None else environment
     physical = gpus()
@@ -197,7 +198,7 @@ def visible_gpu(local_index: int, environment: Mapping[str, str] | None = None) 
         return _mig_slice(entry)
     if not entry.isdigit():
         return next((gpu for gpu in physical if gpu.uuid.startswith(entry)), None)
-    # CUDA numbers the fastest GPU first, NVML follows the PCI bus. The orders agree if all GPUs are the same model.
+    # CUDA numbers the fastest GPU first, but NVML follows the PCI bus. The orders agree if all GPUs are the same model.
     if environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID" and len({gpu.name for gpu in physical}) > 1:
         return None
     found = next((gpu for gpu in physical if gpu.index == int(entry)), None)
@@ -205,7 +206,7 @@ def visible_gpu(local_index: int, environment: Mapping[str, str] | None = None) 
 
 
 def _first_slice(index: int) -> str:
-    """Return the UUID of a GPU's first MIG slice, which is what CUDA uses of it; "" if it is not divided."""
+    """Return the UUID of a GPU's first MIG slice, the only one that CUDA uses, or "" if the GPU is not divided."""
     with _session():
         whole = _query("nvmlDeviceGetHandleByIndex", index)
         current, _ = _query("nvmlDeviceGetMigMode", whole, default=(0, 0))
@@ -239,16 +240,16 @@ def _describe(index: int, handle: Any) -> Gpu:
 
 # ---- peer-to-peer access
 
-# GeForce 40 cards have no peer-to-peer access; drivers before this one report that they have, and hang.
-# Source: NVIDIA driver 550.40.07, release highlights.
+# GeForce 40 cards have no peer-to-peer access. Drivers before this version report that they have it, and hang. Source:
+# NVIDIA driver 550.40.07, release highlights.
 _PEER_TO_PEER_DRIVER = "550.40.07"
 
 
 def without_peer_to_peer(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that stop NCCL from using peer-to-peer access and InfiniBand, except for those that are set.
+    """Return the variables that stop NCCL from using peer-to-peer access and InfiniBand, without those already set.
 
     Args:
-        environment: The variables that are set.
+        environment: The variables that are already set.
     """
     return {name: "1" for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE") if name not in environment}
 
@@ -257,7 +258,7 @@ def check_cuda_p2p_ib_support() -> bool:
     """Return whether the GPUs support peer-to-peer access and InfiniBand.
 
     Returns:
-        False for several GeForce RTX 40 cards with a driver before 550.40.07, otherwise True, also without GPUs.
+        False for several GeForce RTX 40 cards with a driver before 550.40.07. Otherwise True, even without GPUs.
     """
     names = [gpu.name for gpu in gpus()]
     if len(names) < 2 or not any("RTX 40" in name for name in names):

@@ -1,4 +1,4 @@
-"""Identifies a process so that another process can find out whether it has ended."""
+"""Identify a process, so that another process can find out whether it has exited."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ from typing import Any
 
 _PROC = Path("/proc")
 _ENDED = {"Z", "X", "x"}
-"""States of a zombie, whose parent has not read its exit status yet, and of a process that is being removed."""
+"""States of a zombie, whose parent has not read its exit status, and of a process that is being removed."""
 KILL_SECONDS = 10.0
-"""Seconds to wait for the end of a process that was killed: it may wait for a disk."""
+"""Seconds to wait for the exit of a killed process, which may be blocked on disk access."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessIdentity:
-    """A process as other processes can find it."""
+    """The identity of a process, which lets other processes find it."""
 
     machine: str
-    """Identifies its machine and PID namespace; empty where the system provides no identifier."""
+    """Identifies its machine and PID namespace. Empty if the system provides no identifier."""
     pid: int
     """Its process ID in that namespace."""
     started: int = 0
-    """When it started, in clock ticks since the machine started; 0: unknown. Process IDs are used again."""
+    """When it started, in clock ticks since the machine started, or 0 if unknown. Process IDs are reused."""
     host: str = ""
     """The name of its machine, for messages."""
 
     def has_ended(self) -> bool:
-        """Tell whether the process is known to have ended; False also where this process cannot look."""
+        """Return whether the process is known to have exited. False also if this process cannot find out."""
         if not self.machine or self.machine != _machine_identity():
             return False
         try:
             os.kill(self.pid, 0)
         except (ProcessLookupError, OverflowError):
             return True
-        except PermissionError:  # it exists, and belongs to another user
+        except PermissionError:  # The process exists and belongs to another user.
             pass
         fields = read_stat(_PROC / str(self.pid))
-        if not fields:  # /proc may hide the processes of other users
+        if not fields:  # /proc may hide the processes of other users.
             return False
         return fields[STATE] in _ENDED or self.started not in {0, int(fields[STARTED])}
 
     def is_suspended(self) -> bool:
-        """Return whether it is a process of this machine, and suspended."""
+        """Return whether it is a process on this machine that is suspended."""
         return self._runs_here() and is_stopped(self.pid)
 
     def kill_tree(self) -> None:
-        """Kill it and its descendants, which may be suspended, too; do nothing on another machine."""
+        """Kill the process and its descendants, even if they are suspended. Do nothing on another machine."""
         import psutil
 
         if not self._runs_here():
@@ -72,7 +72,7 @@ class ProcessIdentity:
 
 
 UNKNOWN = ProcessIdentity(machine="", pid=0)
-"""A process that cannot be identified; as far as is known it is alive."""
+"""A process that cannot be identified, and therefore counts as alive."""
 
 
 def this_process() -> ProcessIdentity:
@@ -84,7 +84,7 @@ def this_process() -> ProcessIdentity:
 
 
 def parse_identity(content: Any) -> ProcessIdentity | None:
-    """Return the identity that a file records; None if it records none.
+    """Return the identity recorded in a file, or None if the record is invalid.
 
     Args:
         content: The fields of a `ProcessIdentity`, from JSON.
@@ -99,7 +99,7 @@ def parse_identity(content: Any) -> ProcessIdentity | None:
 
 
 def _machine_identity() -> str:
-    """Return the boot ID of this machine and its PID namespace (a container has its own); "" if unknown."""
+    """Return the boot ID of this machine and its PID namespace (a container has a separate one), or "" if unknown."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         return f"{boot} {(_PROC / 'self/ns/pid').readlink()}"
@@ -110,30 +110,30 @@ def _machine_identity() -> str:
 # ---- the state of processes and threads
 
 STATE, FLAGS, STARTED = 0, 6, 19
-"""Indices of fields of `read_stat`: proc_pid_stat(5) counts from 1 and has two fields before them."""
+"""Indices into the result of `read_stat`. proc_pid_stat(5) counts from 1, and two fields precede these."""
 
 
 def read_stat(folder: Path) -> list[str]:
-    """Return the fields of a process or thread after its name; [] where it has ended or cannot be read.
+    """Return the fields of a process or thread after its name, or [] if it has exited or cannot be read.
 
     Args:
         folder: ``/proc/PID``, or ``/proc/PID/task/TID``.
     """
     try:
         text = (folder / "stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # also without /proc
+    except OSError:  # Also raised without /proc.
         return []
-    fields = text.rpartition(")")[2].split()  # its name, in parentheses, may contain anything
+    fields = text.rpartition(")")[2].split()  # The name, in parentheses, may contain anything.
     return fields if len(fields) > STARTED else []
 
 
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped (SIGSTOP)."""
-    if fields := read_stat(_PROC / str(pid)):  # a third of psutil's time
+    if fields := read_stat(_PROC / str(pid)):  # This takes a third of psutil's time.
         return fields[STATE] in ("T", "t")
     import psutil
 
     try:
         return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    except (psutil.Error, OSError):  # it has ended, or this process has no descriptor left
+    except (psutil.Error, OSError):  # The process has exited, or this process has no free descriptor.
         return False

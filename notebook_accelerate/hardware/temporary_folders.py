@@ -1,6 +1,6 @@
-"""Private temporary folders for the ranks of a run, for traces, and for files on their way to or from remote stores.
+"""Private temporary folders for the ranks of a run, for traces, and for files in transit to or from remote stores.
 
-Each folder is locked by its process. The next process removes the folders, perhaps gigabytes, that a killed one left.
+Each folder is locked by its process. The next process removes folders left by killed ones, which may take gigabytes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ _locks: dict[Path, int] = {}
 
 
 def make_private_folder(parent: Path | None = None) -> Path:
-    """Make an empty folder of mode 0700, and remove those of ended processes; see `remove_private_folder`.
+    """Create an empty folder with mode 0700, and remove the folders of exited processes.
+
+    See `remove_private_folder`.
 
     Args:
-        parent: Where; None means the system's folder for temporary files.
+        parent: The parent folder. None means the system's folder for temporary files.
     """
     parent = parent or Path(tempfile.gettempdir())
     _remove_abandoned(parent)
@@ -32,11 +34,11 @@ def make_private_folder(parent: Path | None = None) -> Path:
         folder = Path(name.removesuffix(_LOCK))
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if os.fstat(descriptor).st_nlink:  # otherwise another process removed it before it was locked
+            if os.fstat(descriptor).st_nlink:  # Otherwise another process removed it before it was locked.
                 folder.mkdir(mode=0o700)
                 _locks[folder] = descriptor
                 return folder
-        except FileExistsError:  # another user saw the name of the lock
+        except FileExistsError:  # Another user saw the name of the lock, and used it.
             pass
         finally:
             if folder not in _locks:
@@ -45,14 +47,14 @@ def make_private_folder(parent: Path | None = None) -> Path:
 
 
 def make_private_folder_for(owner: object) -> Path:
-    """Make a folder that is removed with an object, or when this process exits."""
+    """Create a folder that is removed together with an object, or when this process exits."""
     folder = make_private_folder()
     weakref.finalize(owner, _remove_of, os.getpid(), folder)
     return folder
 
 
 def _remove_of(process: int, folder: Path) -> None:
-    if os.getpid() == process:  # not where it was forked
+    if os.getpid() == process:  # Do nothing in a fork of this process.
         remove_private_folder(folder)
 
 
@@ -60,7 +62,7 @@ def remove_private_folder(folder: Path) -> None:
     """Remove a folder and its contents.
 
     Args:
-        folder: A folder from `make_private_folder`; it may be missing.
+        folder: A folder from `make_private_folder`. It may be missing.
     """
     shutil.rmtree(folder, ignore_errors=True)
     descriptor = _locks.pop(folder, None)
@@ -71,7 +73,7 @@ def remove_private_folder(folder: Path) -> None:
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Make a folder for the time of a context."""
+    """Create a folder that exists for the duration of a context."""
     folder = make_private_folder()
     try:
         yield folder
@@ -85,10 +87,10 @@ def _lock_of(folder: Path) -> Path:
 
 def _remove_abandoned(parent: Path) -> None:
     for lock in parent.glob(f"{_PREFIX}{os.getuid()}-*{_LOCK}"):
-        with suppress(OSError):  # in use, or another process removes it too
+        with suppress(OSError):  # The folder is in use, or another process is removing it too.
             descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                if os.fstat(descriptor).st_uid != os.getuid():  # other users can create files in /tmp, too
+                if os.fstat(descriptor).st_uid != os.getuid():  # Other users can create files in /tmp too.
                     continue
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(lock.with_name(lock.name.removesuffix(_LOCK)), ignore_errors=True)

@@ -1,4 +1,4 @@
-"""The TPUs of this machine as torch_tpu needs them described: their generation, and how its processes share them.
+"""The TPUs of this machine, as torch_tpu needs them described: their generation, and how processes share them.
 
 Source: torch_tpu 0.2.0, ``_internal/utils/hardware.py`` and ``_internal/distributed/distributed.py``.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 _BUS, _EXPOSED = Path("/sys/bus/pci/devices"), Path("/dev/vfio")
 _GENERATIONS = {"0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "v7"}
-"""By the devices' PCI id."""
+"""The generations by the devices' PCI id."""
 _ALIASES = {"v5litepod": "v5e", "v7x": "v7"}
 _FOUR_CHIPS = {1: "1,1,1", 2: "1,2,1", 4: "2,2,1", 8: "2,2,2"}
 _EIGHT_CHIPS = {1: "1,1,1", 4: "2,2,1", 8: "2,4,1"}
@@ -23,7 +23,7 @@ _TOPOLOGIES = {
     "v6e": _EIGHT_CHIPS,
     "v7": {2: "1,1,1,2", 4: "1,2,1,2", 8: "2,2,1,2"},
 }
-"""By generation: the mesh of the devices of so many processes, one device each."""
+"""The mesh of the devices by generation and number of processes, with one device per process."""
 
 
 def pci_generations() -> list[str]:
@@ -44,11 +44,11 @@ def _read(file: Path) -> str:
 
 
 def generation(environment: Mapping[str, str], on_bus: Iterable[str] = ()) -> str:
-    """Return the generation of this machine's TPU, as "v5e"; "" if it is not known.
+    """Return the generation of this machine's TPU, such as "v5e", or "" if it is unknown.
 
     Args:
-        environment: Environment variables; Colab and Kaggle set TPU_ACCELERATOR_TYPE.
-        on_bus: What `pci_generations` has returned, which comes first.
+        environment: Environment variables. Colab and Kaggle set TPU_ACCELERATOR_TYPE.
+        on_bus: Result of `pci_generations`, which takes precedence.
     """
     name, _ = accelerator_type(environment)
     name = next(iter(on_bus), name)
@@ -66,7 +66,7 @@ def process_counts(name: str, devices: int) -> list[int]:
 
 
 def topology(name: str, processes: int) -> str:
-    """Return the mesh of the processes' devices as TORCH_TPU_TOPOLOGY has it, such as "2,4,1".
+    """Return the mesh of the processes' devices in the format of TORCH_TPU_TOPOLOGY, such as "2,4,1".
 
     Args:
         name: The TPU's generation.
@@ -75,7 +75,7 @@ def topology(name: str, processes: int) -> str:
     return _TOPOLOGIES[name][processes]
 
 
-# Reads from environment variables how torch_xla's runtime divides a machine's devices among processes.
+# The rest reads from environment variables how torch_xla's runtime divides a machine's devices among processes.
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class XlaLayout:
     """The processes and devices of torch_xla's runtime.
 
     Attributes:
-        processes: Number of processes that use all devices: one per chip; one on the CPU.
+        processes: Number of processes that use all devices together: one per chip, or one on the CPU.
         devices: Number of devices of each process.
     """
 
@@ -106,28 +106,29 @@ def layout(environment: Mapping[str, str], chips: int) -> XlaLayout:
     if environment.get("PJRT_DEVICE", "").upper() == "CPU":
         return XlaLayout(1, max(1, chips))
     generation, _ = accelerator_type(environment)
-    # Chips of the second and third generation have two cores, which one process must use.
+    # Chips of the second and third generation have two cores, which must be used by a single process.
     return XlaLayout(max(1, chips), 2 if generation in {"v2", "v3"} else 1)
 
 
 def chips_of_host(environment: Mapping[str, str]) -> int:
-    """Return the chips of this machine by its type of TPU, as in Colab ("v5e-1") and Kaggle ("v5e-8").
+    """Return the number of this machine's chips by its TPU type, as in Colab ("v5e-1") and Kaggle ("v5e-8").
 
-    Bounds are not used: Colab's machine with one chip sets TPU_CHIPS_PER_HOST_BOUNDS=2,2,1.
+    Bounds are not used, because Colab's machine with one chip sets TPU_CHIPS_PER_HOST_BOUNDS=2,2,1.
 
     Args:
         environment: Environment variables.
 
     Returns:
-        The number; 0 without a TPU.
+        The number, or 0 without a TPU.
     """
     generation, number = accelerator_type(environment)
     if generation in {"v5e", "v5litepod", "v6e"}:
         return min(number, 8)
-    return min(-(-number // 2), 4)  # these count cores, two per chip; a machine has at most four chips
+    # The types of other generations count cores, two per chip, and a machine has at most four chips.
+    return min(-(-number // 2), 4)
 
 
 def accelerator_type(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return the generation and the size in the variable TPU_ACCELERATOR_TYPE; ("", 0) without it."""
+    """Return the generation and the size in the variable TPU_ACCELERATOR_TYPE, or ("", 0) without it."""
     found = re.fullmatch(r"(v\d+\w*)-(\d+)", environment.get("TPU_ACCELERATOR_TYPE", "").strip())
     return (found[1], int(found[2])) if found else ("", 0)

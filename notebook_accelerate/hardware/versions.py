@@ -1,4 +1,4 @@
-"""Which packages are installed, and what torch was built for, without importing them."""
+"""Find out which packages are installed, and what torch was built for, without importing them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def is_package(name: str, distribution: str | None = None, minimum: str | None =
 
     Args:
         name: Its import name.
-        distribution: Name of its distribution; None: the import name. A folder with the package's name (such as the
-            logs of wandb) does not count.
+        distribution: Name of its distribution. None means the import name. A folder with the package's name (such as
+            the logs of wandb) does not count.
         minimum: The minimum version.
 
     Returns:
@@ -39,7 +39,7 @@ def is_package(name: str, distribution: str | None = None, minimum: str | None =
 
 def _spec(name: str) -> Any:
     if name in sys.modules:
-        return getattr(sys.modules[name], "__spec__", None)  # None instead of a module hides it
+        return getattr(sys.modules[name], "__spec__", None)  # None in place of a module hides the package
     try:
         return importlib.util.find_spec(name)
     except (ModuleNotFoundError, ValueError):
@@ -47,7 +47,7 @@ def _spec(name: str) -> Any:
 
 
 def installed_version(distribution: str) -> str | None:
-    """Return the version of an installed distribution; None without it.
+    """Return the version of an installed distribution, or None if it is not installed.
 
     Args:
         distribution: Its name, such as notebook-accelerate.
@@ -99,12 +99,12 @@ def is_torch_version(operation: str, version: str) -> bool:
     return compare_versions(parse(parse(torch_build().version or "0").public), operation, version)
 
 
-# ---- torch's version file: importing torch takes a second
+# ---- torch's version file, which is read because importing torch takes a second
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchBuild:
-    """Versions of torch and of the platforms it was built for; None for others."""
+    """Versions of torch and of the platforms it was built for, with None for others."""
 
     version: str | None = None
     cuda: str | None = None
@@ -118,7 +118,7 @@ class TorchBuild:
 
 
 def torch_build() -> TorchBuild:
-    """Return what the installed torch was built for, without importing it."""
+    """Return the versions that the installed torch was built for, without importing it."""
     if (module := sys.modules.get("torch.version")) is not None:
         return TorchBuild(
             version=str(getattr(module, "__version__", "0")),
@@ -144,16 +144,16 @@ def _read_file() -> TorchBuild:
 
 
 FLIGHT_RECORDER_ENTRIES = "2000"
-"""Operations that each of torch's flight recorders keeps, torch's own default for NCCL.
+"""Number of operations that each of torch's flight recorders keeps, which is torch's own default for NCCL.
 
-A host queues NCCL's operations ahead of its device: hundreds may follow the one in which the device waits.
+A host queues NCCL's operations ahead of its device, so hundreds may follow the one that the device waits in.
 """
 
 
 def watched_rank_variables() -> dict[str, str]:
     """Return the torch environment variables for a supervised rank.
 
-    They turn the flight recorders on, and NCCL's own watch of its threads off: that would abort a rank which was
+    They enable the flight recorders, and disable NCCL's monitoring of its threads, which would abort a rank that was
     suspended for eight minutes, with its machine or by Ctrl-Z.
     """
     if torch_build().version is None:
