@@ -172,7 +172,7 @@ class WarmRanks:
                 if pressed:
                     pressed = False
                     raise KeyboardInterrupt
-                self._look(waiting, replies)
+                self._poll(waiting, replies)
             except KeyboardInterrupt:
                 busy = [rank for rank in waiting if rank not in replies]
                 if interrupted is not None:
@@ -188,7 +188,7 @@ class WarmRanks:
         self.run.stop(grace=0.0)
         raise GroupInterrupt(self.run, busy) from None
 
-    def _look(self, waiting: dict[int, int], replies: dict[int, CellReply]) -> None:
+    def _poll(self, waiting: dict[int, int], replies: dict[int, CellReply]) -> None:
         prompt = self.run.commands.prompts.take(PROMPT_SECONDS / 10, among=waiting.keys() - replies.keys())
         if prompt is not None:
             ask_user(prompt, self.run.commands.prompts)

@@ -389,7 +389,7 @@ def owner_in_main(value: Any) -> Any:
     return owner if found is value else None
 
 
-_WAYS = frozenset(("globals", "eval", "exec", "__main__", "modules", "import_module", "__import__"))
+_INDIRECT_READS = frozenset(("globals", "eval", "exec", "__main__", "modules", "import_module", "__import__"))
 """Code that uses one of these names may read names of ``__main__`` from strings or as attributes."""
 _READS = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"))
 _READS_ATTRIBUTE = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
@@ -406,7 +406,7 @@ def undetected_names(code: CodeType) -> set[str]:
     codes = [code]
     for each in codes:
         codes += [value for value in each.co_consts if type(value) is CodeType]
-    if all(each.co_flags & inspect.CO_OPTIMIZED and _WAYS.isdisjoint(each.co_names) for each in codes):
+    if all(each.co_flags & inspect.CO_OPTIMIZED and _INDIRECT_READS.isdisjoint(each.co_names) for each in codes):
         return set()
     uses = _Uses()
     for each in codes:

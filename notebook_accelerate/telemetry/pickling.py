@@ -204,7 +204,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _reduce_exception(obj)
         if self._purpose != "values" and type(obj) in _NAMED_TYPES and obj.__module__ == "__main__":
             return _reduce_named_type(obj)
-        if (name := _of_the_kernel(obj)) is not None:
+        if (name := _replacement_of(obj)) is not None:
             return _attribute, name
         return super().reducer_override(obj)
 
@@ -358,7 +358,7 @@ def _new_named_type(kind: Any, name: str, options: dict[str, Any]) -> Any:
     return value
 
 
-def _of_the_kernel(value: Any) -> tuple[str, str] | None:
+def _replacement_of(value: Any) -> tuple[str, str] | None:
     """Return the module and name of the replacement for an IPython-only object, or None for other values."""
     kind = type(value)
     if kind is MethodType and value.__name__ == "get_ipython" and hasattr(value.__self__, "user_ns"):

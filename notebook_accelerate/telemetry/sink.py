@@ -138,11 +138,11 @@ class Sink:
             data = encode([message])
         except Exception as error:  # noqa: BLE001 - values of the user may raise any error
             self._note(name, f"a {name} cannot be sent to the notebook ({describe_error(error, 200)})")
-            return _left_out(message)
+            return _substitute_for(message)
         if len(data) > MAX_EVENT_CHARS and not message.event.has_payload:
             size = f"{len(data):,} bytes is not sent to the notebook: the limit is {MAX_EVENT_CHARS:,}"
             self._note(name, f"a {name} of {size}")
-            return _left_out(message)
+            return _substitute_for(message)
         return data
 
     def _note(self, kind: str, text: str) -> None:
@@ -197,7 +197,7 @@ def _without_oldest(queued: list[tuple[float, Event]], count: int) -> list[tuple
     return kept
 
 
-def _left_out(message: Stamped) -> bytes:
+def _substitute_for(message: Stamped) -> bytes:
     """Return what to send instead of an event. For a display it is not empty, because the streams contain its marks."""
     mark = message.event.mark if isinstance(message.event, DisplayEvent) else 0
     return encode([Stamped(message.time, DisplayEvent({}, mark=mark))]) if mark else b""

@@ -69,7 +69,7 @@ MAX_CHECKPOINTS = 1_000
 """Maximum number of listed checkpoints. The latest ones are kept."""
 RECENT_STEP_TIMES = 10
 """Number of step times kept per rank, which cover about as many seconds."""
-_OF_HOSTS = frozenset({ResourceEvent, DeviceUseEvent})
+_HOST_EVENTS = frozenset({ResourceEvent, DeviceUseEvent})
 """Events sent by a rank's host. They do not count as activity of the rank."""
 
 
@@ -279,7 +279,7 @@ class Store:
             for record in records:
                 rank, time, event = record
                 kind = type(event)
-                if kind not in _OF_HOSTS:
+                if kind not in _HOST_EVENTS:
                     last_activity[rank] = time
                 if (handler := handlers.get(kind)) is not None:
                     handler(record, event)

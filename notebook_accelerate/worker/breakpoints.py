@@ -123,7 +123,7 @@ def inspect_frame(frame: FrameType | None) -> None:
     try:
         debugger.interaction(frame or sys._getframe(1), None)
     finally:
-        _leave()
+        _release()
 
 
 def post_mortem(traceback: TracebackType) -> None:
@@ -135,7 +135,7 @@ def post_mortem(traceback: TracebackType) -> None:
     except BdbQuit:
         pass
     finally:
-        _leave()
+        _release()
 
 
 def _debugger() -> Any:
@@ -203,16 +203,16 @@ def _debugger_class() -> Any:
 
         def set_quit(self) -> None:
             super().set_quit()
-            _leave()
+            _release()
 
         def set_continue(self) -> None:
             super().set_continue()
-            _leave()
+            _release()
 
     return RankDebugger
 
 
-def _leave() -> None:
+def _release() -> None:
     if _Session.terminal is not None:
         _Session.terminal.finish()
     emit(DebuggerLeftEvent())

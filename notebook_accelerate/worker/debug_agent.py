@@ -190,7 +190,7 @@ class DebugAgent:
         self._cpu_clock = time.pthread_getcpuclockid(self._main)
         self._cpu = 0.0
         self._moved = steady_time.now()
-        self._looked = 0.0
+        self._last_check = 0.0
         self._devices = waits.DeviceWatch()
         self._next_heartbeat = 0.0
         self._profiler: StepProfiler | None = None
@@ -298,7 +298,7 @@ class DebugAgent:
                 pending.signalled, pending.deadline = True, now + BYTECODE_SECONDS
                 signal.pthread_kill(self._main, signal.SIGUSR2)
             elif pending.refuse is not None:
-                self._serve_aside(pending)
+                self._serve_on_new_thread(pending)
         self._request_threads = [thread for thread in self._request_threads if thread.is_alive()]
         for thread in self._request_threads:
             thread.give_up_if_late(self._devices)
@@ -306,7 +306,7 @@ class DebugAgent:
             self._next_heartbeat = now + HEARTBEAT_SECONDS
             self._send_heartbeat()
 
-    def _serve_aside(self, pending: _Pending) -> None:
+    def _serve_on_new_thread(self, pending: _Pending) -> None:
         waiting = [thread for thread in self._request_threads if thread.is_alive()]
         again = any(thread.is_late and thread.pending.key == pending.key for thread in waiting)
         if (again or len(waiting) >= WAITING_REQUESTS) and pending.refuse is not None:
@@ -342,9 +342,9 @@ class DebugAgent:
         if not device_table.accelerator_in_use():
             return True
         now = steady_time.now()
-        if now - max(self._moved, self._looked) < LOOK_SECONDS:
+        if now - max(self._moved, self._last_check) < LOOK_SECONDS:
             return False
-        self._looked = now
+        self._last_check = now
         with suppress(Exception):  # The recorder's format is internal to torch.
             if waits.read_flight_recorder()[0]:
                 return False

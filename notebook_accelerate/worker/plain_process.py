@@ -36,7 +36,7 @@ def leave_notebook() -> Any:
     sys.displayhook, sys.excepthook = sys.__displayhook__, sys.__excepthook__
     shell = ipython_shell()
     if shell is not None:
-        _leave_shell(shell)
+        _disconnect_shell(shell)
     _hide_modules()
     _disconnect_widgets()
     for name, correct in _CONCLUSIONS.items():
@@ -46,7 +46,7 @@ def leave_notebook() -> Any:
     return getattr(shell, "display_formatter", None)
 
 
-def _leave_shell(shell: Any) -> None:
+def _disconnect_shell(shell: Any) -> None:
     """Make ``IPython.get_ipython`` return None.
 
     ``get_ipython`` remains among the names of the user's cells, because a cell's function with ``!ls`` in it calls it.

@@ -188,7 +188,7 @@ class StepProfiler:
         self._marks.clear()
         self._held.clear()
         self._mark()
-        self._look_at_variables()
+        self._record_variables()
         self._profiler.step()
 
     def begin(self, *, within_step: bool = False) -> None:
@@ -203,7 +203,7 @@ class StepProfiler:
         try:
             made, self._made = self._made, None
             self._profiler = made if made is not None and self._warmup == warmup_steps() else self._make()
-            self._look_at_variables()
+            self._record_variables()
             with quiet_stdio():
                 self._profiler.start()
         except Exception as error:  # noqa: BLE001 - the function itself may be profiling
@@ -259,7 +259,7 @@ class StepProfiler:
         """Record how long the main thread has waited for a processor, at a step boundary."""
         self._marks.append({"time": float(time.time_ns()), "delay": thread_delay(os.getpid())})
 
-    def _look_at_variables(self) -> None:
+    def _record_variables(self) -> None:
         """Record the tensors with graphs that variables hold, before the first step and after the last."""
         with suppress(Exception):  # Variables of any type are inspected, and may raise any error.
             self._held.append(self._graphs.look())
@@ -312,7 +312,7 @@ class StepProfiler:
             self._done()
 
     def _facts(self, seconds: float) -> dict[str, Any]:
-        self._look_at_variables()
+        self._record_variables()
         return {
             "version": 1,
             "rank": int(os.environ.get("RANK", "0")),

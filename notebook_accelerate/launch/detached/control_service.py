@@ -175,7 +175,7 @@ class ControlService:
     def _main(self) -> None:
         while not self._over:
             dispatch(self._selector, self._select_timeout())
-            self._send_news()
+            self._send_pending()
             if self._kernels:
                 self._last_attached = time.monotonic()
         self._drain()
@@ -193,12 +193,12 @@ class ControlService:
         self._selector.unregister(self._listener)
         deadline = time.monotonic() + DRAIN_SECONDS
         self._batch_due = 0.0
-        self._send_news()
+        self._send_pending()
         while any(kernel.has_unread for kernel in self._kernels) and (left := deadline - time.monotonic()) > 0:
             dispatch(self._selector, left)
-            self._send_news()
+            self._send_pending()
 
-    def _send_news(self) -> None:
+    def _send_pending(self) -> None:
         if time.monotonic() >= self._batch_due:
             followed = any(kernel.position is not None for kernel in self._kernels)
             self._stream.advance(hold=followed)

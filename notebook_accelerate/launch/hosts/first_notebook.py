@@ -118,7 +118,7 @@ class FirstNotebook(RankSupervisor):
     def _members(self) -> list[protocol.HelloEvent]:
         return [self._own, *(host.hello for host in self._hosts)]
 
-    def _gathered(self, plan: LaunchPlan, number: int) -> LaunchPlan | StopReason:
+    def _await_hosts(self, plan: LaunchPlan, number: int) -> LaunchPlan | StopReason:
         """Return the plan once the hosts have joined, or the reason why the run was stopped before.
 
         Raises:
@@ -144,7 +144,7 @@ class FirstNotebook(RankSupervisor):
                 dispatch(selector, WAIT_SECONDS)
                 self.publisher.flush()
                 self._drop_lost()
-                if reason := self._why_stopped():
+                if reason := self._check_stopped():
                     return reason
                 if len(self._hosts) + 1 < self._least:
                     last_call = 0.0
@@ -183,7 +183,7 @@ class FirstNotebook(RankSupervisor):
                 host.lost = f"was lost: {error}"
         if any(host.lost for host in self._hosts):
             self._drop_lost()
-            return self._gathered(self._plan, number)
+            return self._await_hosts(self._plan, number)
         sizes = [facts.processes for facts in self._members]
         address = self.config.rendezvous_address[0]
         name = f"{self.config.rdzv_id}-{self.id}"
@@ -279,7 +279,7 @@ class FirstNotebook(RankSupervisor):
                 host.send(protocol.WaitingEvent(text))
         self._shown = text
 
-    def _why_stopped(self) -> StopReason | None:
+    def _check_stopped(self) -> StopReason | None:
         """Return why to stop waiting, and record it, or None to continue."""
         limit, clock = self.config.timeout, self.clock
         if limit is not None and clock.now() > clock.started + limit:
@@ -344,7 +344,7 @@ class FirstNotebook(RankSupervisor):
         """Send the journal's events about the run to the other notebooks."""
         if records[0].rank != run_events.RUN:
             return
-        wanted = [record._replace(event=self._abroad(record.event)) for record in records]
+        wanted = [record._replace(event=self._for_other_notebooks(record.event)) for record in records]
         wanted = [record for record in wanted if not isinstance(record.event, _KEPT_HERE)]
         payload = protocol.JournalEvent(pickle.dumps(wanted)) if wanted and self._hosts else None
         for host in self._hosts:
@@ -353,7 +353,7 @@ class FirstNotebook(RankSupervisor):
         if isinstance(ended := records[-1].event, run_events.RunEnded) and self.state.held:
             self._send_end(ended, held=True)
 
-    def _abroad(self, event: Event) -> Event:
+    def _for_other_notebooks(self, event: Event) -> Event:
         """Return an event as other notebooks receive it, with this node's name added to its cells and its stop."""
         event = without_result(name_cells_in(event, " of node 0"), "")
         if isinstance(event, run_events.StopAdvanced) and event.reason == USER_STOP.text:

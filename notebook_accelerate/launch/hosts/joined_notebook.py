@@ -128,10 +128,10 @@ class JoinedNotebook(Supervisor):
 
     def _record_end(self, ended: run_events.RunEnded) -> None:
         if self.state.attempt_status == "running":
-            self._leave_ranks()
+            self._record_lost_ranks()
         super()._record_end(ended)
 
-    def _leave_ranks(self) -> None:
+    def _record_lost_ranks(self) -> None:
         """Record the ends of the ranks, which the first notebook cannot report because it is lost."""
         for info in self.state.ranks:
             if not info.exited:
@@ -161,7 +161,7 @@ class JoinedNotebook(Supervisor):
                 self._start(message)
             else:
                 host.handle_message(message)
-        return self._without_first(host)
+        return self._verdict_without_first(host)
 
     def _start(self, message: protocol.StartOrder) -> None:
         """Run this notebook's ranks of an attempt, and return when they have finished."""
@@ -178,7 +178,7 @@ class JoinedNotebook(Supervisor):
         backend.configure(config, self.note, self.commands.stopping)
         self._host.run_ranks(backend, orders)
 
-    def _without_first(self, host: NotebookHost) -> run_events.RunEnded:
+    def _verdict_without_first(self, host: NotebookHost) -> run_events.RunEnded:
         if self._stops > 1 or (self.commands.stopping() and not self.state.attempts):
             raise RunStoppedError(f"run {self.id} was stopped")
         text = host.refused or f"{host.first} was lost: {host.lost or 'it has left'}"
@@ -224,9 +224,9 @@ class NotebookHost(Host):
     def seconds_until_due(self) -> float | None:
         return self._publisher.seconds_until_due()
 
-    def take_step(self) -> None:
+    def handle_urgent(self) -> None:
         self._publisher.flush()
-        super().take_step()
+        super().handle_urgent()
 
     def handle_message(self, message: Event) -> None:
         if isinstance(message, protocol.WaitingEvent):
@@ -238,7 +238,7 @@ class NotebookHost(Host):
                 f"run {self._supervisor.id} is controlled by the notebook of {self.first}, which has all ranks: "
                 "ask and debug them there"
             )
-            self._take_plan(pickle.loads(message.payload))
+            self._adopt_plan(pickle.loads(message.payload))
         elif isinstance(message, protocol.RunOverEvent):  # Its ranks are held for the debugger of the first notebook.
             self._journal.append(self.verdict(message))
         elif isinstance(message, protocol.JournalEvent):
@@ -246,7 +246,7 @@ class NotebookHost(Host):
                 record.event.shift(-self._clock_offset)
                 self._follow(record._replace(time=record.time - self._clock_offset))
 
-    def _take_plan(self, plan: LaunchPlan) -> None:
+    def _adopt_plan(self, plan: LaunchPlan) -> None:
         own = replace(plan, start_method=self.plan.start_method, reason=self.plan.reason, threads=self.plan.threads)
         self._own, self._node = range(own.first_rank, own.first_rank + own.num_processes), own.node
         self._results.clear()

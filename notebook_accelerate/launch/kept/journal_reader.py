@@ -469,7 +469,7 @@ class JournalReader:
     def _merge(self, again: JournalContents) -> None:
         """Add the new records of a journal that was read from its beginning."""
         contents = self.contents
-        _add_news(contents, again)
+        _add_new_records(contents, again)
         contents.header = contents.header or again.header
         contents.sections.update(again.sections)
         contents.run_events, contents.latest = again.run_events, again.latest
@@ -500,7 +500,7 @@ class JournalReader:
         return self._load_result(rank, self._stored[rank]).read()
 
 
-def _add_news(contents: JournalContents, again: JournalContents) -> None:
+def _add_new_records(contents: JournalContents, again: JournalContents) -> None:
     journal, other = contents.journal, again.journal
     # Start at ``known``, because the journal may also contain events that were added here.
     for record in other.records[contents.known :]:

@@ -290,7 +290,7 @@ def _place(text: str) -> FrameInfo | None:
     return None
 
 
-def with_leavers(found: Sequence[RankFailure], gone: Sequence[int]) -> list[RankFailure]:
+def with_returned_peers(found: Sequence[RankFailure], gone: Sequence[int]) -> list[RankFailure]:
     """If the first failure is a lost connection, add that the peer had returned normally.
 
     Args:

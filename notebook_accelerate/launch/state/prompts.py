@@ -175,7 +175,9 @@ class PromptQueue:
                 if (prompt := self._next(rank, among)) is not None:
                     return self._open.pop(prompt.rank)
                 left = None if deadline is None else deadline - time.monotonic()
-                if (left is not None and left <= 0) or (rank is not None and timeout is None and self._let_go(rank)):
+                if (left is not None and left <= 0) or (
+                    rank is not None and timeout is None and self._is_released(rank)
+                ):
                     return None
                 stay = self._stay_until - time.monotonic()
                 self._changed.wait(slice_of(left) if stay <= 0 else min(slice_of(left), stay))
@@ -185,7 +187,7 @@ class PromptQueue:
         """Return the next prompt of ``rank``'s debugger without taking it, or None after the timeout."""
         deadline = time.monotonic() + timeout
         with self._changed:
-            while not self._closed and not self._let_go(rank) and (left := deadline - time.monotonic()) > 0:
+            while not self._closed and not self._is_released(rank) and (left := deadline - time.monotonic()) > 0:
                 if rank in self._open:
                     return self._open[rank]
                 self._changed.wait(slice_of(left))
@@ -195,7 +197,7 @@ class PromptQueue:
         """Wait until a debugger holds ``rank``."""
         deadline = time.monotonic() + timeout
         with self._changed:
-            while not self._closed and self._let_go(rank) and (left := deadline - time.monotonic()) > 0:
+            while not self._closed and self._is_released(rank) and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(slice_of(left))
 
     def claim(self, rank: int) -> Prompt | None:
@@ -214,5 +216,5 @@ class PromptQueue:
             return None
         return self._open[min(wanted)] if wanted else None
 
-    def _let_go(self, rank: int) -> bool:
+    def _is_released(self, rank: int) -> bool:
         return rank not in self._debugged

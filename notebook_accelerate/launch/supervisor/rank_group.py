@@ -181,7 +181,7 @@ class RankGroup:
             self.events.take_end(rank)
         self.stops.signal_when_due(rank.process for rank in self._ranks.living.values())
         if self.stops.killed_at is not None and time.monotonic() - self.stops.killed_at > UNKILLABLE_SECONDS:
-            self._leave_unkillable()
+            self._abandon_unkillable()
         if self.after_turn is not None:
             self.after_turn()
 
@@ -221,7 +221,7 @@ class RankGroup:
         last = {failure.rank: [line.text for line in store.log_lines(failure.rank)][-lines:] for failure in found}
         returned = [rank for rank, each in self._ranks.all.items() if isinstance(each.outcome, ResultEvent)]
         explained = [failures.explained(failure, last[failure.rank]) for failure in found]
-        return tuple(failures.with_leavers(explained, returned))
+        return tuple(failures.with_returned_peers(explained, returned))
 
     def pids(self) -> dict[int, int]:
         """Return the process ids, by rank, of the ranks on this machine."""
@@ -240,7 +240,7 @@ class RankGroup:
         self.events.record()
         self.selector.close()
 
-    def _leave_unkillable(self) -> None:
+    def _abandon_unkillable(self) -> None:
         """Give up on ranks that survive SIGKILL because a system call does not return, for example in a hung driver."""
         for rank in list(self._ranks.living.values()):
             process = rank.process

@@ -78,18 +78,18 @@ class RankSupervisor(Supervisor):
 
     def _run(self, plan: LaunchPlan) -> RunEnded:
         for number in itertools.count():
-            gathered = self._gathered(plan, number)
+            gathered = self._await_hosts(plan, number)
             if isinstance(gathered, StopReason):
                 text = f"{self._ended_text()}, before all nodes had joined: {gathered.text}"
                 return RunEnded("stopped", gathered.error.__name__, text)
-            group = self._supervised(gathered, number)
+            group = self._supervise_attempt(gathered, number)
             if self.state.ended is not None:  # The ranks were held after a failure and have been released.
                 return RunEnded(self.state.status, self.state.error, self.state.message)
             if not self._restarts(group, number):
                 return self._verdict(group)
         raise AssertionError("every run has a last attempt")
 
-    def _supervised(self, plan: LaunchPlan, number: int) -> RankGroup:
+    def _supervise_attempt(self, plan: LaunchPlan, number: int) -> RankGroup:
         """Start the ranks of an attempt and supervise them until they end."""
         self.journal.append(AttemptStarted(number))
         self.journal.free_old_results()
@@ -154,7 +154,7 @@ class RankSupervisor(Supervisor):
 
     # ---- other machines
 
-    def _gathered(self, plan: LaunchPlan, number: int) -> LaunchPlan | StopReason:
+    def _await_hosts(self, plan: LaunchPlan, number: int) -> LaunchPlan | StopReason:
         """Return the plan of attempt ``number`` once the run's hosts have joined, or why the run was stopped."""
         return plan
 

@@ -39,7 +39,7 @@ class StallDetector:
         self._moved: dict[int, float] = {}
         self._waiting_since: dict[int, tuple[tuple[str, int], float]] = {}
         self._first: float | None = None
-        self._look_due = 0.0
+        self._check_due = 0.0
         self._stall = self._printed = False
         self.busy = False
         self.group_timeout: float | None = None
@@ -54,7 +54,7 @@ class StallDetector:
             self._end_stall()
         self._note_waiting(rank, beat, now)
         settled = self._clock.suspended or self._stall or self.busy
-        if not (moves or settled) and self._is_look_due() and self._stalled(now):
+        if not (moves or settled) and self._is_check_due() and self._stalled(now):
             self._stall = True
             self.diagnose_then(self._report)
         return moves
@@ -78,11 +78,11 @@ class StallDetector:
             self._first = min(since for _, since in self._waiting_since.values())
         return [] if self._first is None else [(self._first + patience, text)]
 
-    def _is_look_due(self) -> bool:
+    def _is_check_due(self) -> bool:
         """Return whether to check all ranks again. Doing so for every heartbeat would be too expensive."""
-        if time.monotonic() < self._look_due:
+        if time.monotonic() < self._check_due:
             return False
-        self._look_due = time.monotonic() + STALL_CHECK_SECONDS
+        self._check_due = time.monotonic() + STALL_CHECK_SECONDS
         return True
 
     def _stalled(self, now: float) -> bool:

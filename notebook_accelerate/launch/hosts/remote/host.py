@@ -146,13 +146,13 @@ class Host:
             if time.monotonic() >= self._guard_due:
                 self._guard_due = time.monotonic() + GUARD_SECONDS
                 orphan_guard.ensure()
-            self.take_step()
+            self.handle_urgent()
 
     def seconds_until_due(self) -> float | None:
-        """Return the seconds until `take_step` must be called, or None to wait until something arrives."""
+        """Return the seconds until `handle_urgent` must be called, or None to wait until something arrives."""
         return None
 
-    def take_step(self) -> None:
+    def handle_urgent(self) -> None:
         """Handle messages that cannot wait for the end of the ranks. Called repeatedly while the ranks run."""
         while self._messages and _is_urgent(self._messages[0]):
             self.handle_message(self._messages.popleft())

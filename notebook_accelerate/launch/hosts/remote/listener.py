@@ -210,7 +210,7 @@ class HostListener(Exchange):
             stream = self._hosts[identity]
             self._take(stream, message)
             if stream in self._unknown:
-                self._greet(stream)
+                self._read_hello(stream)
 
     def _receive_message(self) -> tuple[bytes, bytes]:
         if not self._waiting:
@@ -222,7 +222,7 @@ class HostListener(Exchange):
             self._waiting.pop(int(parts[0].get(zmq.SRCFD)), None)
         return frame.bytes, b"".join(part.bytes for part in parts)
 
-    def _greet(self, stream: Stream) -> None:
+    def _read_hello(self, stream: Stream) -> None:
         """Read the first message of a host."""
         found: list[Stamped] = []
         with suppress(ChannelClosedError):
