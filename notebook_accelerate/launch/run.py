@@ -316,7 +316,7 @@ class Run:
             check_whole_number("tail", tail, 0)
         known = [info.rank for info in self._state.ranks]
         if rank is not None and rank not in known:
-            raise ValueError(f"rank={rank!r} is not a rank that is shown here; there are {known}")
+            raise ValueError(f"rank={rank!r} is not a rank that is shown here; pass one of {known}")
         if rank is not None:
             lines = [line.text for line in self.store.log_lines(rank)]
         else:

@@ -108,7 +108,7 @@ def debug(session: Session, run: RunView, commands: RunCommands, journal: Journa
     chosen = _rank_to_debug(run, commands) if rank is None else rank
     if chosen not in there:
         state = next((f"it is {info.state}" for info in run.ranks if info.rank == chosen), "there is no such rank")
-        raise ValueError(f"rank={chosen} cannot be debugged: {state}; there are {there}")
+        raise ValueError(f"rank={chosen} cannot be debugged: {state}; running ranks: {there}")
     if chosen not in prompts.debugged() and not prompts.is_open(chosen):
         session.break_into(chosen, STOP_SECONDS)
         prompts.await_debugger(chosen, STOP_SECONDS)

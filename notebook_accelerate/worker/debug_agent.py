@@ -391,7 +391,7 @@ class DebugAgent:
         if "torch" not in sys.modules:
             stopped = stopped or "it has not imported torch"
         if self._profiler is not None:
-            stopped = stopped or "another profile of it is being recorded"
+            stopped = stopped or "it is already being profiled"
         if stopped:
             self._agent.sink.send(ProfileReply(request.number, error=stopped))
             return

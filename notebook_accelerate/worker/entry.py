@@ -165,7 +165,7 @@ def detach(wiring: Wiring, kernel_descriptors: AbstractSet[int] | None) -> None:
 
 
 def discard_interrupt(kernel: int) -> None:
-    """Discard an interrupt for the kernel that is pending since the fork in the kernel's process group (Linux)."""
+    """Discard a pending interrupt meant for the kernel, in whose group this process was forked (Linux)."""
     if sys.platform == "linux":
         pending = signal.sigtimedwait([signal.SIGINT], 0)
         if pending is not None and pending.si_pid == kernel:  # The kernel sent this interrupt to stop the rank.

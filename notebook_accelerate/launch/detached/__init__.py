@@ -1,1 +1,1 @@
-"""Detached runs: where their processes are found, and how a kernel steers one."""
+"""Detached runs: how kernels find their processes and control them."""

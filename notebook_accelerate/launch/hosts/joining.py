@@ -37,7 +37,7 @@ SURE_SECONDS = 2.0
 """Seconds after which an error is final if another attempt has repeated it.
 
 The errors are a wrong secret and an unknown name. An earlier run at the same port may still cause the former until it
-ends. A first notebook that is killed causes it only once.
+ends. A first notebook that is killed causes such an error only once.
 """
 UNKNOWN_NAME = {getattr(socket, name) for name in ("EAI_NONAME", "EAI_NODATA") if hasattr(socket, name)}
 """Resolver errors that are permanent, unlike `EAI_AGAIN`."""

@@ -1,1 +1,1 @@
-"""Kept runs: a run's journal in a folder, written while the run goes on, and read again by any process."""
+"""Kept runs, whose journal is written to a folder while they run and can be read by any process."""

@@ -1,1 +1,1 @@
-"""From a configuration and the machine's facts to a launch plan; nothing is started."""
+"""Make a launch plan from a configuration and facts about the machine, without starting anything."""

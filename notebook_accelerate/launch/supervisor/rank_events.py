@@ -236,7 +236,7 @@ class RankEventHandler:
     def _on_exit_wait(self, supervised: SupervisedRank, event: ExitWaitEvent) -> None:
         if event.text not in self._exit_waits:  # All ranks usually wait for the same thing.
             self._exit_waits.add(event.text)
-            self.warn([f"rank {supervised.process.rank} does not end: {tracebacks.name_cells(event.text)}"])
+            self.warn([f"rank {supervised.process.rank} does not exit: {tracebacks.name_cells(event.text)}"])
 
     # ---- progress and the lack of it
 

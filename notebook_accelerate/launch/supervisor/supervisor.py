@@ -96,7 +96,7 @@ class Supervisor(ABC):
             self._end(ended)
 
     def _outcome(self, plan: LaunchPlan) -> RunEnded:
-        """Run to the end and return how it ended. A method, so that an error's own frame does not refer to it."""
+        """Run to the end and return how it ended, in a separate frame, so that an error's frames do not refer to it."""
         try:
             return self._run(plan)
         except BaseException as problem:  # noqa: BLE001 - raised by the caller, or recorded in the run

@@ -250,7 +250,7 @@ def test_one_profile_at_a_time() -> None:
         until(lambda: run.ended is not None or run.ask(loaded)[0] is True)
         second = run.profile(steps=1)
         recording.join()
-    assert second.missing == {0: "another profile of it is being recorded"}
+    assert second.missing == {0: "it is already being profiled"}
     assert (first[0].missing, first[0].steps) == ({}, 2)
 
 

@@ -1,1 +1,1 @@
-"""Ranks on other machines: an authenticated stream to each host, and its two ends."""
+"""Ranks on other machines, with an authenticated stream to each host."""

@@ -374,7 +374,7 @@ These are torch's defaults for ``keep_alive_interval``, and for ``keep_alive_int
 ``keep_alive_max_attempt``.
 """
 _MAX_SECONDS = 3276.0
-"""libzmq stores the sum of both in 16 bits, in tenths of a second."""
+"""Maximum of both values. libzmq stores their sum in 16 bits, in tenths of a second."""
 
 
 def new_secret() -> bytes:
