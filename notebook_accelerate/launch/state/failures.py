@@ -89,10 +89,8 @@ def from_event(rank: int, event: FailureEvent, exceptions: ExceptionLoader) -> R
         message = f"the function called sys.exit({code})"
     if note:
         message += f"  ({note})"
-    # isinstance would query the class of the exception, which may fail.
-    if exception is not None and issubclass(
-        type(exception), NotebookAccelerateError
-    ):  # Exceptions of the user keep their arguments unchanged.
+    # The user's exceptions keep their arguments. isinstance would query the exception's class, which may fail.
+    if exception is not None and issubclass(type(exception), NotebookAccelerateError):
         exception.args = tuple(
             tracebacks.name_cells(part) if isinstance(part, str) else part for part in exception.args
         )
