@@ -125,7 +125,7 @@ def test_failing_counters_are_reported_once_and_do_not_disturb_the_run() -> None
     notes = [text for text in run.warnings if "driver was reset" in text]
     assert len(notes) == 1
     assert "the memory of its devices cannot be read" in notes[0]
-    assert "goes on" in notes[0]
+    assert "continues" in notes[0]
 
 
 def _without_devices() -> None:
