@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -78,7 +79,13 @@ def _stop_the_run() -> None:
 
 
 def _interrupt_the_cell() -> None:
+    # A profile function is not profiled, nor is a signal handler that interrupts it: wait until the cell waits.
+    until(lambda: _main_thread_is_in(threading.Condition.wait))
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+def _main_thread_is_in(function: Callable[..., object]) -> bool:
+    return sys._current_frames()[threading.main_thread().ident or 0].f_code is function.__code__
 
 
 @pytest.mark.parametrize(
