@@ -166,7 +166,7 @@ def is_inline(run: Run) -> bool:
 
 DEBUG = Action(id="debug", label="Debug", hint="Show where every rank is, and how to open its debugger")
 
-RESUME = Action(id="resume", label="Resume", hint="Continue the paused ranks", tone="first")
+UNPAUSE = Action(id="unpause", label="Unpause", hint="Continue the paused ranks", tone="first")
 
 PAUSE = Action(id="pause", label="Pause", hint="Hold all ranks before their next step")
 
@@ -224,7 +224,7 @@ def _paused(run: Run) -> Iterator[ActionRow]:
         at = f" at step {steps[0]:,}" if len(steps) == 1 else f" at steps {steps[0]:,} to {steps[-1]:,}"
     running = [info.rank for info in run.ranks if info.state == "running"]
     who = "Paused" if set(paused) >= set(running) else f"{rank_names(paused)} paused"
-    yield ActionRow(key="paused", text=f"{who}{at}", actions=(RESUME, DEBUG), tone="warn")
+    yield ActionRow(key="paused", text=f"{who}{at}", actions=(UNPAUSE, DEBUG), tone="warn")
 
 
 def _not_finite(run: Run) -> Iterator[ActionRow]:

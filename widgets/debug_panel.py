@@ -39,7 +39,7 @@ _PARTIAL_NAME = re.compile(r"[A-Za-z_][\w.]*$")
 
 
 class DebugPanel(LivePanel):
-    """Ranks with state and location, "Why is it stuck?", stacks, an input line for ``ask`` and ``cast``, and a history.
+    """Ranks with state and location, "Why is it stuck?", stacks, a line for input, and a history.
 
     No request is sent to the ranks before the user clicks or types. Requests run on a separate thread, one at a time,
     so that neither the kernel nor the other panels wait for a rank.
@@ -63,7 +63,7 @@ class DebugPanel(LivePanel):
         self._places = TableView()
         self.why_button = self._button("Why is it stuck?", "Find out where every rank is", self._diagnose)
         self.pause_button = self._button("Pause", "Hold all ranks before their next step", self._pause)
-        self.resume_button = self._button("Resume", "Continue the paused ranks", self._resume)
+        self.unpause_button = self._button("Unpause", "Continue the paused ranks", self._unpause)
         # The descriptions are labels for screen readers; the style sheet hides them.
         options = [ALL, *(f"rank {info.rank}" for info in self.run.ranks)]
         self.target = ipywidgets.Dropdown(options=options, description="Ranks to ask", layout={"width": "120px"})
@@ -76,7 +76,7 @@ class DebugPanel(LivePanel):
         self.line.on_msg(self._on_line_message)
         self.line.observe(self._complete, "value")
         self.why_button.add_class("na-first")
-        headline = row([self._head, self.why_button, self.pause_button, self.resume_button], "na-headline")
+        headline = row([self._head, self.why_button, self.pause_button, self.unpause_button], "na-headline")
         prompt = row([self.target, self.line, self.send_button], "na-prompt")
         return card(headline, self._verdict, self._places, self._frames, prompt, self._problem, self._history)
 
@@ -101,10 +101,10 @@ class DebugPanel(LivePanel):
             part.value = rendering.html(node, inline=False)
         self._places.update(now, lambda _: places, complete=run.ended is not None)
         unreachable = not self._reachable()
-        for control in (self.why_button, self.pause_button, self.resume_button, self.line, self.send_button):
+        for control in (self.why_button, self.pause_button, self.unpause_button, self.line, self.send_button):
             control.disabled = unreachable
         self.pause_button.disabled = unreachable or status(run) == "paused"
-        self.resume_button.disabled = unreachable or not run.paused
+        self.unpause_button.disabled = unreachable or not run.paused
         self.line.placeholder = (
             f"a command for the debugger of {rank_names(stopped)}, e.g. p loss"
             if stopped
@@ -132,21 +132,21 @@ class DebugPanel(LivePanel):
     def _pause(self) -> None:
         self._start_request(lambda: self._record("pause", "", self.run.pause()))
 
-    def _resume(self) -> None:
+    def _unpause(self) -> None:
         ranks = [info.rank for info in self.run.ranks]
-        self._start_request(lambda: self._record("resume", "", self.run.resume(ranks)))
+        self._start_request(lambda: self._record("unpause", "", self.run.unpause(ranks)))
 
     def _send(self) -> None:
         line = self.line.value.strip()
-        if line and self._start_request(lambda: self._ask_or_cast(line)):
+        if line and self._start_request(lambda: self._ask_or_command(line)):
             self.line.value = ""
 
-    def _ask_or_cast(self, line: str) -> None:
-        """Cast a line to those of the chosen ranks that a debugger has stopped; if there are none, ask all of them."""
+    def _ask_or_command(self, line: str) -> None:
+        """Send a line to the debuggers of the chosen ranks. If no debugger has stopped any of them, ask all of them."""
         chosen = self._chosen()
         stopped = [rank for rank in self.run.commands.prompts.debugged() if chosen is None or rank in chosen]
         if stopped:
-            self._record("cast", line, dict(self.run.cast(line, ranks=stopped)))
+            self._record("command", line, dict(self.run.debug_command(line, ranks=stopped)))
         else:
             replies = self.run.ask(line, ranks=chosen)
             self._record("ask", line, {rank: _shown(value) for rank, value in replies.items()})
@@ -324,7 +324,7 @@ class Entry:
     """A command and the replies to it.
 
     Attributes:
-        kind: "ask", "cast", "pause" or "resume".
+        kind: "ask", "command", "pause" or "unpause".
         line: The text of the command.
         answers: The replies as text, by rank.
     """

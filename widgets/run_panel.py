@@ -20,7 +20,7 @@ from notebook_accelerate.widgets import run_sections
 from notebook_accelerate.widgets.actions import (
     DEBUG,
     PAUSE,
-    RESUME,
+    UNPAUSE,
     ActionRow,
     ActionRows,
     ResumeOffer,
@@ -141,7 +141,7 @@ class RunPanel(LivePanel):
         self.attention.show([_reached(row, reached=reached) for row in rows], server_id, how.note, how.unreachable)
         actions = [] if run.ended is not None else [how.action]
         if run.ended is None and not is_inline(run):
-            pause = RESUME if status == "paused" else PAUSE
+            pause = UNPAUSE if status == "paused" else PAUSE
             profile = replace(PROFILE, enabled=not self.profile_section.recording)
             actions = [pause, profile, DEBUG, how.action]
         self.buttons.show([_reached(ActionRow(key="run", actions=tuple(actions)), reached=reached)], server_id)
@@ -202,7 +202,7 @@ class RunPanel(LivePanel):
                 other.request_stop()
         elif name == "stop":
             self.run.request_stop()
-        elif name in ("pause", "resume"):
+        elif name in ("pause", "unpause"):
             self._start_request(getattr(self.run, name))
         elif name == "continue":
             self._start_request(partial(self._resume_offer.launch, self.run))

@@ -441,8 +441,8 @@ def _load_rank(accelerator: AcceleratorProperties, files: _Files) -> None:
 def resumed_checkpoint() -> str | None:
     """Return the checkpoint that this run continues from, or None if the launch starts a new training.
 
-    Call this in the launched function. ``notebook_launcher(..., resume=run)`` and ``run.resume()`` choose the newest
-    complete checkpoint of the earlier run. It is the same on all ranks.
+    Call this in the launched function. ``notebook_launcher(..., resume=run)`` chooses the newest complete checkpoint
+    of the earlier run. It is the same on all ranks.
 
     Returns:
         The absolute path or the URL, to pass to ``accelerator.load_state`` or

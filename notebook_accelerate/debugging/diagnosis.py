@@ -30,7 +30,7 @@ class RankPosition:
         last: By process group, the number of the last collective that it entered; empty if unknown.
         note: Additional information, such as "it holds the GIL in native code".
         answered: Whether its interpreter replied; if not, the collectives are unknown.
-        paused: Whether it waits for ``run.resume()``.
+        paused: Whether it waits for ``run.unpause()``.
         native: The main thread's frames including native ones, if py-spy could read them.
     """
 
@@ -191,9 +191,9 @@ class _Verdict:
             frame = place.user_frame
             lines.setdefault(self._name_place(frame) if frame is not None else "an unknown line", []).append(place.rank)
         if len(paused) == len(self._running) and len(lines) == 1:
-            return f"paused by you at {next(iter(lines))}; run.resume() continues"
+            return f"paused by you at {next(iter(lines))}; run.unpause() continues"
         sides = [f"{rank_names(ranks)} at {line}" for line, ranks in lines.items()]
-        return f"paused by you: {', '.join(sides)}; run.resume() continues"
+        return f"paused by you: {', '.join(sides)}; run.unpause() continues"
 
     def _all_move(self) -> bool:
         """Return whether every rank is running and moved or entered its collective within `MOVING_SECONDS`."""

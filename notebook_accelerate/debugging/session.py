@@ -19,10 +19,10 @@ from notebook_accelerate.telemetry.channel import Sender
 from notebook_accelerate.telemetry.debug_protocol import (
     AskReply,
     AskRequest,
-    AttachRequest,
     BreakRequest,
     CompleteReply,
     CompleteRequest,
+    DebugpyRequest,
     DoneReply,
     MemoryReply,
     MemoryRequest,
@@ -31,11 +31,11 @@ from notebook_accelerate.telemetry.debug_protocol import (
     ProfileRequest,
     Reply,
     Request,
-    ResumeRequest,
     SampleReply,
     SampleRequest,
     StacksReply,
     StacksRequest,
+    UnpauseRequest,
 )
 from notebook_accelerate.telemetry.pickling import load_bytes
 from notebook_accelerate.telemetry.rank_names import rank_names
@@ -190,20 +190,20 @@ class Session:
                 return self._texts(wanted, replies)
             paused = list(replies)
             replies.clear()
-            self.requests.ask(paused, ResumeRequest, REPLY_SECONDS)
+            self.requests.ask(paused, UnpauseRequest, REPLY_SECONDS)
             sent |= self.requests.send(paused, PauseRequest)
 
-    def resume(self, ranks: Iterable[int] | None, timeout: float) -> dict[int, str]:
-        """Resume paused ranks."""
-        return self._do(ResumeRequest, ranks, timeout)
+    def unpause(self, ranks: Iterable[int] | None, timeout: float) -> dict[int, str]:
+        """Unpause ranks."""
+        return self._do(UnpauseRequest, ranks, timeout)
 
     def break_into(self, rank: int, timeout: float) -> None:
         """Open the debugger of a running rank."""
         self._do(BreakRequest, [rank], timeout)
 
-    def attach(self, rank: int, timeout: float) -> str:
+    def debugpy(self, rank: int, timeout: float) -> str:
         """Start debugpy in a rank and return its address, such as "127.0.0.1:5678"."""
-        return self._do(AttachRequest, [rank], timeout)[rank]
+        return self._do(DebugpyRequest, [rank], timeout)[rank]
 
     def _do(self, make: Callable[[int], Request], ranks: Iterable[int] | None, timeout: float) -> dict[int, str]:
         wanted = self._wanted(ranks)

@@ -10,13 +10,12 @@ from notebook_accelerate.launch.report.samples import RunMemory
 from notebook_accelerate.launch.report.profile import Profile
 from notebook_accelerate.launch.report.run_report import Report
 from notebook_accelerate.launch.run import Run
-from notebook_accelerate.launch.state.run_state import Attempt, Break, RankInfo
+from notebook_accelerate.launch.state.run_state import Attempt, ResumePoint, RankInfo
 from notebook_accelerate.launch.run_registry import debug, runs, shutdown
 from notebook_accelerate.launch.starting import start
 
 __all__ = [
     "Attempt",
-    "Break",
     "KeptRun",
     "KeptRuns",
     "KernelFacts",
@@ -24,6 +23,7 @@ __all__ = [
     "Profile",
     "RankInfo",
     "Report",
+    "ResumePoint",
     "Run",
     "RunMemory",
     "attach",

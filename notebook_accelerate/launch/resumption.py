@@ -43,7 +43,7 @@ class Resumption:
             history.feed(frame)
             history.end = 0
         step = max(journal.store.last_step.values(), default=None)
-        for known in earlier.breaks:
+        for known in earlier.resume_points:
             journal.append(RunContinued(known.name, known.status, known.checkpoint, known.time, known.step))
         path = self.checkpoint.path
         journal.append(RunContinued(earlier.name, earlier.status, path, self.checkpoint.time, step))

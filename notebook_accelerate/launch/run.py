@@ -12,12 +12,12 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate import errors
 from notebook_accelerate.config.plain_values import check_seconds, check_whole_number, is_number
 from notebook_accelerate.debugging.session import Session
-from notebook_accelerate.errors import LaunchError, RunNotFinishedError, WorkerError
+from notebook_accelerate.errors import RunNotFinishedError, WorkerError
 from notebook_accelerate.launch import run_debugging, run_display
 from notebook_accelerate.launch.output.replaceable_outputs import Output, here
 from notebook_accelerate.launch.output.running_cell import running_kernel
@@ -27,7 +27,7 @@ from notebook_accelerate.launch.state.interrupts import wait_for
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE, NoCommands, RunCommands
 from notebook_accelerate.launch.state.run_events import RUN, RanksReleased, RunCreated, RunEnded, RunLost
-from notebook_accelerate.launch.state.run_state import Attempt, Break, RankInfo, RunState, Stall
+from notebook_accelerate.launch.state.run_state import Attempt, RankInfo, ResumePoint, RunState, Stall
 from notebook_accelerate.telemetry import Metrics, RankFailure, Store, steady_time
 from notebook_accelerate.telemetry.curves import plot_with
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.plan.planner import LaunchPlan
     from notebook_accelerate.launch.report.run_report import Report
     from notebook_accelerate.launch.report.samples import RunMemory, Samples
-    from notebook_accelerate.launch.run_debugging import Cast
+    from notebook_accelerate.launch.run_debugging import DebuggerReplies
     from notebook_accelerate.launch.state.call_arguments import Plain, RunCall
     from notebook_accelerate.telemetry.store import Record
 
@@ -84,7 +84,7 @@ class Run:
         delete_files: Deletes that file and the results. None if the run is not kept.
         environment: Versions and machine of an opened run, shown in its report. If empty, this process's are shown.
         origin: The notebook or folder that launched a detached run, or "" for other runs.
-        call: The launched function and its arguments, which `resume` launches again. None if another kernel has them.
+        call: The launched function and its arguments, for resuming the training. None if another kernel has them.
         journal: The run's events, in order.
         commands: Commands to the supervisor.
     """
@@ -211,9 +211,9 @@ class Run:
         return self._state.failures
 
     @property
-    def breaks(self) -> tuple[Break, ...]:
+    def resume_points(self) -> tuple[ResumePoint, ...]:
         """The points at which the run continues the training of earlier runs, the oldest first."""
-        return self._state.breaks
+        return self._state.resume_points
 
     @property
     def notes(self) -> list[str]:
@@ -348,40 +348,20 @@ class Run:
 
     # ---- control
 
-    @overload
-    def resume(self, ranks: Iterable[int], timeout: float = 5.0) -> dict[int, str]: ...
-
-    @overload
-    def resume(self, ranks: None = None, timeout: float = 5.0) -> dict[int, str] | Run: ...
-
-    def resume(self, ranks: Iterable[int] | None = None, timeout: float = 5.0) -> dict[int, str] | Run:
-        """Let paused ranks continue. For an ended run, launch the same function to continue its training.
-
-        The new run loads the newest complete checkpoint of this one, and its curves and output continue this one's; see
-        ``resume`` of `notebook_launcher`.
+    def unpause(self, ranks: Iterable[int] | None = None, timeout: float = 5.0) -> dict[int, str]:
+        """Let ranks that ``pause`` holds continue.
 
         Args:
-            ranks: The paused ranks, by global index. None means all, or the training of an ended run.
-            timeout: Seconds to wait for the replies of paused ranks.
+            ranks: Global indices. None means all ranks.
+            timeout: Seconds to wait for their replies.
 
         Returns:
-            The reply of each paused rank, or the new run, as ``notebook_launcher`` returns it.
+            For each rank, "unpaused" or the reason why there was no reply.
 
         Raises:
             ValueError: There is no such rank.
-            LaunchError: The function or one of its arguments no longer exists, or the run was opened from its folder.
-                Pass them to ``notebook_launcher(train, args, resume=run)``.
         """
-        if ranks is not None or self.ended is None or self.held:
-            return run_debugging.release_paused(self._session(), self.commands, ranks, timeout)
-        if self.call is None:
-            raise LaunchError(
-                f"run {self.name} does not hold its function; pass it: "
-                f"notebook_launcher({self.function_name}, args, config=run.config, resume=run)"
-            )
-        function, arguments = self.call.restore(self.function_name)
-        run: Run = self.call.start(self.config, function, arguments, self)
-        return run
+        return run_debugging.unpause(self._session(), self.commands, ranks, timeout)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end, and show prompts of ranks that ask for input.
@@ -670,7 +650,7 @@ class Run:
         return self._session().complete(text, rank, frame, timeout)
 
     def pause(self, ranks: Iterable[int] | None = None, timeout: float = 5.0) -> dict[int, str]:
-        """Make ranks wait at their next step boundary until ``resume``, and suspend the run's time limits until then.
+        """Make ranks wait at their next step boundary until ``unpause``, and suspend the run's time limits until then.
 
         A step boundary is an optimizer step, or ``log`` without an optimizer.
 
@@ -687,7 +667,7 @@ class Run:
         wanted = [info.rank for info in self.ranks] if ranks is None else list(ranks)
         return run_debugging.pause(self._session(), self.commands, wanted, timeout)
 
-    def attach(self, rank: int = 0, timeout: float = 30.0) -> str:
+    def debugpy(self, rank: int = 0, timeout: float = 30.0) -> str:
         """Start debugpy in a rank, so that an editor can attach to it, and print its address.
 
         Args:
@@ -703,7 +683,7 @@ class Run:
             NotebookAccelerateError: debugpy is not installed there, or cannot listen.
         """
         check_seconds("timeout", timeout)
-        address = self._session().attach(rank, timeout)
+        address = self._session().debugpy(rank, timeout)
         print(f"debugpy of rank {rank} listens on {address}")  # noqa: T201 - the answer to a command typed in a cell
         return address
 
@@ -724,7 +704,7 @@ class Run:
         """
         run_debugging.debug(self._session(), self, self.commands, self.journal, rank)
 
-    def cast(self, command: str, ranks: Iterable[int] | None = None, timeout: float = 10.0) -> Cast:
+    def debug_command(self, command: str, ranks: Iterable[int] | None = None, timeout: float = 10.0) -> DebuggerReplies:
         """Send one debugger command to several stopped ranks and return the replies side by side.
 
         Args:
@@ -738,7 +718,7 @@ class Run:
         Raises:
             ValueError: One of the ranks is not stopped, or no rank is stopped.
         """
-        return run_debugging.cast(self.commands.prompts, command, ranks, timeout)
+        return run_debugging.debug_command(self.commands.prompts, command, ranks, timeout)
 
     # ---- display
 

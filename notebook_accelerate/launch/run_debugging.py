@@ -91,12 +91,10 @@ def pause(session: Session, commands: RunCommands, ranks: list[int], timeout: fl
     return said
 
 
-def release_paused(
-    session: Session, commands: RunCommands, ranks: Iterable[int] | None, timeout: float
-) -> dict[int, str]:
+def unpause(session: Session, commands: RunCommands, ranks: Iterable[int] | None, timeout: float) -> dict[int, str]:
     """Let paused ranks continue, by default all of them, and return the reply of each."""
     check_seconds("timeout", timeout)
-    said = session.resume(ranks, timeout)
+    said = session.unpause(ranks, timeout)
     for rank in said:
         commands.release_clock(rank)
     return said
@@ -131,7 +129,7 @@ def _rank_to_debug(run: RunView, commands: RunCommands) -> int:
     return next(iter([*commands.prompts.debugged(), *failed, *waiting, *there]), 0)
 
 
-class Cast(dict[int, str]):
+class DebuggerReplies(dict[int, str]):
     """Replies of several ranks' debuggers to one command. The ``repr`` shows them side by side."""
 
     def __repr__(self) -> str:
@@ -142,7 +140,7 @@ class Cast(dict[int, str]):
         return "\n".join(blocks)
 
 
-def cast(prompts: PromptQueue, command: str, ranks: Iterable[int] | None, timeout: float) -> Cast:
+def debug_command(prompts: PromptQueue, command: str, ranks: Iterable[int] | None, timeout: float) -> DebuggerReplies:
     """Send one debugger command to several stopped ranks; see ``Run.cast``."""
     check_seconds("timeout", timeout)
     stopped = prompts.debugged()
@@ -153,7 +151,7 @@ def cast(prompts: PromptQueue, command: str, ranks: Iterable[int] | None, timeou
     for prompt in asked:
         prompt.answer(command)
     answers = {prompt.rank: prompts.await_prompt(prompt.rank, timeout) for prompt in asked}
-    return Cast({rank: next_.request.shown if next_ else "(continues)" for rank, next_ in answers.items()})
+    return DebuggerReplies({rank: next_.request.shown if next_ else "(continues)" for rank, next_ in answers.items()})
 
 
 # ---- prompts

@@ -70,7 +70,7 @@ def start(
     if not config.detach:
         return start_here(config, function, arguments, resume)
     run = launch_detached(config, function, arguments, resume)
-    run.call = RunCall(function, arguments, start)
+    run.call = RunCall(function, arguments)
     run.reserve_output()
     run_registry.announce_run(run)
     _announce(run, _publisher(run), f"detached: notebook_accelerate.attach({run.name!r}) opens it in any kernel")
@@ -189,7 +189,7 @@ def _new_run(
         journal = Journal()
         writer = _writer(config, name, number, function, arguments, journal)
         run = Run(config, function_name, journal, commands, number, name, call_arguments(function, arguments))
-        run.call = RunCall(function, arguments, start)
+        run.call = RunCall(function, arguments)
         if writer is not None:
             run.folder, run.journal_file, run.delete_files = writer.folder, writer.file, run_folder.delete_run
         if resumption is not None:

@@ -71,8 +71,8 @@ class StacksReply(Reply):
         moved: Time of the main thread's last movement, in seconds since the epoch.
         waiting: The collectives that this rank has entered but not left.
         last: The number of the last collective entered, by process group.
-        paused: Where the rank waits for ``run.resume()`` or at a breakpoint, or "".
-        by_user: Whether it waits for ``run.resume()``.
+        paused: Where the rank waits for ``run.unpause()`` or at a breakpoint, or "".
+        by_user: Whether it waits for ``run.unpause()``.
     """
 
     threads: dict[str, tuple[FrameInfo, ...]]
@@ -216,8 +216,8 @@ class PauseRequest(Request):
 
 
 @dataclass(slots=True)
-class ResumeRequest(Request):
-    """Resume."""
+class UnpauseRequest(Request):
+    """Unpause."""
 
 
 @dataclass(slots=True)
@@ -226,7 +226,7 @@ class BreakRequest(Request):
 
 
 @dataclass(slots=True)
-class AttachRequest(Request):
+class DebugpyRequest(Request):
     """Start debugpy."""
 
 
@@ -283,7 +283,7 @@ class DumpReadyEvent(Event):
 
 @dataclass(slots=True)
 class PausedEvent(Event):
-    """The rank waits for ``run.resume()``, or no longer waits."""
+    """The rank waits for ``run.unpause()``, or no longer waits."""
 
     paused: bool
 

@@ -28,11 +28,11 @@ from notebook_accelerate.telemetry.debug_protocol import (
     HEARTBEAT_SECONDS,
     AskReply,
     AskRequest,
-    AttachRequest,
     BreakRequest,
     CellRequest,
     CompleteReply,
     CompleteRequest,
+    DebugpyRequest,
     DoneReply,
     DumpReadyEvent,
     HeartbeatEvent,
@@ -43,10 +43,10 @@ from notebook_accelerate.telemetry.debug_protocol import (
     ProfileReply,
     ProfileRequest,
     Request,
-    ResumeRequest,
     SampleRequest,
     StacksReply,
     StacksRequest,
+    UnpauseRequest,
 )
 from notebook_accelerate.telemetry.pickling import anonymous_file, dump_answer
 from notebook_accelerate.telemetry.tracebacks import describe_error, main_frame
@@ -181,8 +181,8 @@ class DebugAgent:
         self._traceback: TracebackType | None = None
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._quit = False
-        self._resumes = 0
-        self._resume = threading.Event()
+        self._unpauses = 0
+        self._unpaused = threading.Event()
         self._paused, self._by_user = "", False
         self._timeouts: collective_timeouts.GroupTimeouts | None = None
         self._main = threading.main_thread().ident or 0
@@ -198,9 +198,9 @@ class DebugAgent:
         agent.on(AskRequest, self._on_ask)
         agent.on(CompleteRequest, self._on_complete)
         agent.on(PauseRequest, self._on_pause)
-        agent.on(ResumeRequest, self._on_resume)
+        agent.on(UnpauseRequest, self._on_unpause)
         agent.on(BreakRequest, self._on_break)
-        agent.on(AttachRequest, self._on_attach)
+        agent.on(DebugpyRequest, self._on_debugpy)
         agent.on(CellRequest, cell_requests.put)
         agent.on(SampleRequest, self._on_sample)
         agent.on(ProfileRequest, self._on_profile)
@@ -261,19 +261,19 @@ class DebugAgent:
                 if pending is None:
                     return
                 self._pending.remove(pending)
-            resumes = self._resumes
+            unpauses = self._unpauses
             pending.serve(frame, "")
             # The request paused the rank here, so the next pause request is for the next boundary.
-            if self._resumes != resumes:
+            if self._unpauses != unpauses:
                 return
 
-    def _wait(self, why: str, frame: FrameType | None, resumes: int) -> None:
-        """Pause the main thread until it has been resumed more than ``resumes`` times."""
+    def _wait(self, why: str, frame: FrameType | None, unpauses: int) -> None:
+        """Pause the main thread until it has been resumed more than ``unpauses`` times."""
         self._paused, self._by_user = why, True
         try:
-            while self._resumes == resumes:
+            while self._unpauses == unpauses:
                 self._serve(frame)
-                self._resume.wait(0.2)  # Wait in short slices, to handle KeyboardInterrupt and the debugger.
+                self._unpaused.wait(0.2)  # Wait in short slices, to handle KeyboardInterrupt and the debugger.
         finally:
             self._paused, self._by_user = "", False
             self._agent.sink.emit(PausedEvent(False))
@@ -460,24 +460,24 @@ class DebugAgent:
         self._agent.sink.emit(evaluate(request, found, note))
 
     def _on_pause(self, request: Request) -> None:
-        self._resume.clear()
+        self._unpaused.clear()
         # Read the count now, because a resume may follow the reply before the rank starts to wait.
-        resumes = self._resumes
+        unpauses = self._unpauses
 
         def pause(frame: FrameType | None, _note: str) -> None:
             place = stacks.stack(stacks.find_frame(frame, "", self._code))
             self._agent.sink.emit(PausedEvent(True))  # Emit this first, so that the run is paused when pause() returns.
             self._agent.sink.emit(DoneReply(request.number, "paused"))
-            self._wait(f"paused at line {place[-1].lineno}" if place else "paused", frame, resumes)
+            self._wait(f"paused at line {place[-1].lineno}" if place else "paused", frame, unpauses)
 
         self._queue(pause, at_step=True)
 
-    def _on_resume(self, request: Request) -> None:
-        self._resumes += 1
-        self._resume.set()
+    def _on_unpause(self, request: Request) -> None:
+        self._unpauses += 1
+        self._unpaused.set()
         with self._lock:
             self._pending = [pending for pending in self._pending if pending.refuse is not None]
-        self._agent.sink.send(DoneReply(request.number, "resumed"))
+        self._agent.sink.send(DoneReply(request.number, "unpaused"))
 
     def _on_break(self, request: Request) -> None:
         if self._traceback is not None:
@@ -491,7 +491,7 @@ class DebugAgent:
 
         self._queue(stop_here)
 
-    def _on_attach(self, request: Request) -> None:
+    def _on_debugpy(self, request: Request) -> None:
         try:
             import debugpy  # noqa: T100 - the user asked for it
         except ImportError:

@@ -152,7 +152,7 @@ def test_a_pause_is_shown_in_every_panel(opened: Any, app: App) -> None:
     page.shot(f"{app}-paused-narrow-dark", f"{CARD} >> nth=1")
     page.shot(f"{app}-paused-run-narrow-dark", CARD)
     page.page.set_viewport_size({"width": 1280, "height": 1000})
-    button("Resume").click()
+    button("Unpause").click()
     page.wait_for("() => document.querySelector('.na-live .na-head .na-state-running')")
 
 

@@ -150,7 +150,7 @@ def test_a_running_run_has_no_cut_off_text(page: NotebookPage, server: Server) -
     page.page.get_by_role("button", name="Pause").click()
     state(page, "Paused")
     shoot(page, "paused")
-    page.page.locator(".na-attention").get_by_role("button", name="Resume").click()
+    page.page.locator(".na-attention").get_by_role("button", name="Unpause").click()
     state(page, "Running")
 
     happen(server, "bad")

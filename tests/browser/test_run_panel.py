@@ -455,7 +455,7 @@ def test_the_panel_says_when_it_needs_its_user(opened: Any, server: Server, app:
     news("Paused at step")
     state("Paused")
     page.shot(f"{app}-news-paused", CARD)
-    button("Resume").click()
+    button("Unpause").click()
     gone("Paused")
     state("Running")
 

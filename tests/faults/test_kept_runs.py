@@ -97,14 +97,14 @@ def test_the_run_of_a_killed_kernel_can_be_followed_is_lost_and_can_be_resumed(t
         train, (str(tmp_path / "killed"), 0.0, goal), config=opened.config.changed(block=True), resume=opened
     )
     check_history(resumed, goal, missing=20)  # From the second before the kill.
-    assert (resumed.breaks[0].name, resumed.breaks[0].status) == ("kept", "lost")
+    assert (resumed.resume_points[0].name, resumed.resume_points[0].status) == ("kept", "lost")
     undisturbed = notebook_launcher(
         train, (str(tmp_path / "plain"), 0.0, goal), num_processes=2, use_port=0, panel=False
     )
     assert resumed.results == undisturbed.results
     again = open_run(resumed.folder or "")
     check_history(again, goal, missing=20)
-    assert again.breaks == resumed.breaks
+    assert again.resume_points == resumed.resume_points
     assert [each.name for each in runs(tmp_path / "runs")] == ["kept", "kept"]
     assert runs(tmp_path / "runs")[1].continues == ("kept",)
 
@@ -117,24 +117,23 @@ def check_history(run: object, goal: int, missing: int = 0) -> None:
         assert steps == sorted(set(steps))
         assert goal - missing <= len(steps) <= goal
         assert steps[-1] == goal - 1
-    (found,) = run.breaks  # type: ignore[attr-defined]
+    (found,) = run.resume_points  # type: ignore[attr-defined]
     assert found.step is not None
     assert found.step % 10 == 9
     assert any("continues run" in note for note in run.notes)  # type: ignore[attr-defined]
     assert "continues run" in str(run.report())  # type: ignore[attr-defined]
 
 
-def test_a_failed_run_resumes_by_itself(tmp_path: Path) -> None:
+def test_a_failed_run_resumes_with_its_configuration(tmp_path: Path) -> None:
     options = {"num_processes": 2, "use_port": 0, "start_method": "fork", "panel": False}
     run = notebook_launcher(train, (str(tmp_path / "a"), 0.0, 40, 25), block=False, **options)  # type: ignore[arg-type]
     assert run.wait(120)
     assert run.status == "failed"
-    resumed = run.resume()
-    assert not isinstance(resumed, dict)
+    resumed = notebook_launcher(train, (str(tmp_path / "a"), 0.0, 40, 25), config=run.config, resume=run)
     assert resumed.wait(120)
     assert resumed.status == "succeeded", str(resumed.error)
     check_history(resumed, 40)
-    assert (resumed.breaks[0].status, resumed.breaks[0].step) == ("failed", 19)
+    assert (resumed.resume_points[0].status, resumed.resume_points[0].step) == ("failed", 19)
     undisturbed = notebook_launcher(train, (str(tmp_path / "b"), 0.0, 40), **options)  # type: ignore[arg-type]
     assert resumed.results == undisturbed.results
     assert resumed.name == run.name

@@ -415,25 +415,27 @@ def test_a_running_rank_can_be_interrupted_for_the_debugger(kernel: Kernel, answ
     first = kernel.value("run.ask('step', timeout=60)[1]")
     kernel.check(f"until(lambda: run.ask('step', timeout=60)[1] > {first})")
     answers.waiting[:] = ["p step > 0", "c"]
-    cell = kernel.check("run.pause(timeout=60); run.debug(rank=0); run.resume(timeout=60)")
+    cell = kernel.check("run.pause(timeout=60); run.debug(rank=0); run.unpause(timeout=60)")
     assert "[rank 0] True" in cell.plain
 
 
-def test_cast_gives_a_command_to_several_ranks(kernel: Kernel) -> None:
+def test_debug_command_gives_a_command_to_several_ranks(kernel: Kernel) -> None:
     kernel.check("run = go(both_stop); until(lambda: run.commands.prompts.debugged() == [0, 1])")
-    cell = kernel.check("run.cast('p loss', timeout=60)")
+    cell = kernel.check("run.debug_command('p loss', timeout=60)")
     assert without_colours(cell.result_text or "") == "rank 0 │ 0.5\nrank 1 │ 1.5"
-    assert kernel.value("dict(run.cast('p loss', ranks=[1], timeout=60))") == {"1": "1.5\n"}
-    assert kernel.value("(run.cast('c', timeout=60), run.wait(100), run.results)[-1]") == [0.5, 1.5]
-    assert "are not all stopped at a breakpoint; stopped are []" in said(kernel.run("run.cast('p loss', ranks=[0])"))
+    assert kernel.value("dict(run.debug_command('p loss', ranks=[1], timeout=60))") == {"1": "1.5\n"}
+    assert kernel.value("(run.debug_command('c', timeout=60), run.wait(100), run.results)[-1]") == [0.5, 1.5]
+    assert "are not all stopped at a breakpoint; stopped are []" in said(
+        kernel.run("run.debug_command('p loss', ranks=[0])")
+    )
 
 
 def test_asking_keeps_the_input_typed_at_a_breakpoint(kernel: Kernel) -> None:
     kernel.check("run = go(both_stop); until(lambda: run.commands.prompts.debugged() == [0, 1])")
-    kernel.check("run.cast('loss = 9.5', timeout=60)")
+    kernel.check("run.debug_command('loss = 9.5', timeout=60)")
     assert kernel.value("run.ask('loss + 1', timeout=60)") == {"0": 10.5, "1": 10.5}
     assert kernel.value("run.complete('los', timeout=60)") == ["loss"]
-    assert kernel.value("(run.cast('c', timeout=60), run.wait(100), run.results)[-1]") == [9.5, 9.5]
+    assert kernel.value("(run.debug_command('c', timeout=60), run.wait(100), run.results)[-1]") == [9.5, 9.5]
 
 
 # ---- post-mortem
@@ -524,13 +526,13 @@ def test_pausing_holds_all_ranks_and_the_time_limits(kernel: Kernel) -> None:
     assert kernel.value("run.ask('step', timeout=60)") == first
     kernel.check("until(lambda: 'paused at line' in run.diagnose().text)")
     verdict = kernel.value("run.diagnose().verdict")
-    assert re.fullmatch(r"paused by you.* at Cell In\[\d+\], line \d+.*; run\.resume\(\) continues", verdict)
+    assert re.fullmatch(r"paused by you.* at Cell In\[\d+\], line \d+.*; run\.unpause\(\) continues", verdict)
     assert kernel.value("run.paused") == [0, 1]
     assert kernel.value("run.status") == "running"
     heads = kernel.value("[view._tick(time.time()) or view.sections.widgets['head'].value for view in [run.panel()]]")
     assert "Paused" in heads[0]
     assert "na-state-running" not in heads[0]
-    assert kernel.value("[run.resume(timeout=60), run.status]") == [{"0": "resumed", "1": "resumed"}, "running"]
+    assert kernel.value("[run.unpause(timeout=60), run.status]") == [{"0": "unpaused", "1": "unpaused"}, "running"]
     kernel.check(
         "first = run.ask('step', timeout=60)\n"
         "until(lambda: all(step > first[rank] for rank, step in run.ask('step', timeout=60).items()))"
@@ -549,7 +551,7 @@ def test_an_editor_can_be_attached(kernel: Kernel) -> None:
     if importlib.util.find_spec("debugpy") is None:
         pytest.skip("debugpy is not installed")
     goes_on(kernel, "plain_loop")
-    cell = kernel.check("address = run.attach(1, timeout=100)")
+    cell = kernel.check("address = run.debugpy(1, timeout=100)")
     assert re.search(r"debugpy of rank 1 listens on 127\.0\.0\.1:\d+", cell.stdout)
     kernel.check(
         "import socket\nhost, _, port = address.rpartition(':')\n"

@@ -108,7 +108,7 @@ def test_the_first_notebook_answers_a_breakpoint_of_another_notebooks_rank(pair:
     first, second = pair.kernels
     cells = pair.finish(pair.launch("stops, 1", *ONE_EACH, block=False, rdzv_conf=SECRET))
     shows(pair, 0, cells[0], "rank 1 is stopped at a breakpoint; notebook_accelerate.debug(rank=1) opens it")
-    assert first.check("run.cast('p value', ranks=[1], timeout=100)", LIMIT).result_text == "rank 1 │ 41"
+    assert first.check("run.debug_command('p value', ranks=[1], timeout=100)", LIMIT).result_text == "rank 1 │ 41"
     first.types("w", "c")
     shown = first.check("run.debug(rank=1)", LIMIT).plain
     assert re.search(r"Cell In\[\d+\] of node 1", shown), shown

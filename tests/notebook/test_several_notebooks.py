@@ -150,7 +150,7 @@ def test_ranks_of_other_notebooks_can_be_asked_and_inspected(pair: Notebooks) ->
     assert "rank 0" in stacks or "ranks 0" in stacks
     assert first.value("[run.pause(timeout=100)[rank] for rank in range(3)]", LIMIT) == ["paused"] * 3
     assert first.value("run.commands.clock.suspended") is True
-    assert first.value("[run.resume(timeout=100)[rank] for rank in range(3)]", LIMIT) == ["resumed"] * 3
+    assert first.value("[run.unpause(timeout=100)[rank] for rank in range(3)]", LIMIT) == ["unpaused"] * 3
     assert first.value("run.commands.clock.suspended") is False
     first.check("run.stop()", LIMIT)
     assert pair.kernels[1].value("run.wait(100)", LIMIT)

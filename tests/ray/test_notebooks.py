@@ -129,7 +129,7 @@ def test_remote_ranks_can_be_inspected_and_are_held_when_they_fail(kernel: Kerne
     place = r"Cell In\[\d+\], line [56], in watched: "
     kernel.until(f"__import__('re').search({place!r}, run.diagnose().text) is not None", 300)
     kernel.until("'in watched' in str(run.stacks(ranks=[1]))", 300)
-    assert kernel.value("list(run.resume(timeout=60).values())", 300) == ["resumed", "resumed"]
+    assert kernel.value("list(run.unpause(timeout=60).values())", 300) == ["unpaused", "unpaused"]
     kernel.types("p value", "c")
     assert "[rank 1] 41" in debugged(kernel, "run.debug(rank=1)")
     kernel.check(f"open({flag!r}, 'w').close()")

@@ -360,5 +360,5 @@ def summary_of(header: dict[str, Any], code: dict[str, Any], journal: Journal) -
         "dirty": code.get("dirty"),
         "metrics": last,
         "message": state.message,
-        "continues": [each.name for each in state.breaks],
+        "continues": [each.name for each in state.resume_points],
     }

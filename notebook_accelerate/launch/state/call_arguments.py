@@ -1,4 +1,4 @@
-"""The launched call: its arguments for tables of runs, and references that let ``run.resume()`` repeat it."""
+"""The launched call: its arguments for tables of runs, and references for repeating it."""
 
 from __future__ import annotations
 
@@ -97,11 +97,10 @@ class RunCall:
     Args:
         function: The launched function.
         arguments: Its arguments.
-        start: Launches them again: ``launch.start``.
     """
 
-    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], start: Callable[..., Any]) -> None:
-        self._function, self.start = _reference(function), start
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        self._function = _reference(function)
         self._arguments = [_reference(argument) for argument in arguments]
 
     def restore(self, name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -155,7 +155,7 @@ class RankExited(RunEvent):
 
 @dataclass(slots=True)
 class RankPaused(RunEvent):
-    """A rank waits for ``run.resume()``."""
+    """A rank waits for ``run.unpause()``."""
 
     rank: int
 

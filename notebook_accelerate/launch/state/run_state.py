@@ -130,7 +130,7 @@ class Attempt:
 
 
 @dataclass(frozen=True)
-class Break:
+class ResumePoint:
     """The point at which a run continues the training of an earlier one.
 
     Attributes:
@@ -179,7 +179,7 @@ class RunState:
         stop_reason: Why the ranks are being stopped, or "" if they are not, or if a failure is the cause.
         held: Whether ranks are kept for inspection although the run has ended.
         prompts: The number of each rank's open prompt, by rank.
-        paused: The ranks that wait for ``run.resume()``.
+        paused: The ranks that wait for ``run.unpause()``.
         notes: Notes of the launch.
         warnings: Findings of the sanity checks.
         unsaved: Why the run cannot be written to its folder, or "" if it can.
@@ -188,7 +188,7 @@ class RunState:
         error: Class of the error that the run ended with, or "".
         message: The error's text.
         cause: The error of the launch itself.
-        breaks: The points at which it continues the training of earlier runs, the oldest first.
+        resume_points: The points at which it continues the training of earlier runs, the oldest first.
     """
 
     started: float = 0.0
@@ -213,7 +213,7 @@ class RunState:
     error: str = ""
     message: str = ""
     cause: BaseException | None = None
-    breaks: tuple[Break, ...] = ()
+    resume_points: tuple[ResumePoint, ...] = ()
 
     def apply(self, event: events.RunEvent, time: float) -> RunState:
         """Return the state after ``event``, which happened at ``time`` seconds since the epoch.
@@ -411,8 +411,8 @@ class RunState:
 
     def _continued(self, event: events.RunContinued, _time: float) -> RunState:
         self._require(not self.attempts, event)
-        found = Break(event.name, event.status, event.checkpoint, event.until, event.step)
-        return self._while_not_ended(event, breaks=(*self.breaks, found))
+        found = ResumePoint(event.name, event.status, event.checkpoint, event.until, event.step)
+        return self._while_not_ended(event, resume_points=(*self.resume_points, found))
 
     # ---- helpers of these methods
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from notebook_accelerate.telemetry import Event, install_sink, step_time
-from notebook_accelerate.telemetry.debug_protocol import DoneReply, PausedEvent, PauseRequest, ResumeRequest
+from notebook_accelerate.telemetry.debug_protocol import DoneReply, PausedEvent, PauseRequest, UnpauseRequest
 from notebook_accelerate.worker import debug_agent as debugging
 
 
@@ -69,19 +69,19 @@ def reach_a_boundary(host: Host) -> None:
 
 def test_a_rank_that_is_resumed_before_it_has_begun_to_wait_goes_on(host: Host) -> None:
     host.hear(PauseRequest(1))
-    host.answers = [ResumeRequest(2)]
+    host.answers = [UnpauseRequest(2)]
     reach_a_boundary(host)
-    assert host.said == [(1, "paused"), (2, "resumed")]
+    assert host.said == [(1, "paused"), (2, "unpaused")]
 
 
 def test_a_rank_that_is_paused_again_goes_on_to_the_next_boundary_first(host: Host) -> None:
     host.hear(PauseRequest(1))
-    host.answers = [ResumeRequest(2), PauseRequest(3)]
+    host.answers = [UnpauseRequest(2), PauseRequest(3)]
     reach_a_boundary(host)
-    assert host.said == [(1, "paused"), (2, "resumed")]
-    host.answers = [ResumeRequest(4)]
+    assert host.said == [(1, "paused"), (2, "unpaused")]
+    host.answers = [UnpauseRequest(4)]
     reach_a_boundary(host)
-    assert host.said[2:] == [(3, "paused"), (4, "resumed")]
+    assert host.said[2:] == [(3, "paused"), (4, "unpaused")]
     reach_a_boundary(host)
     assert host.on_step is None
 
@@ -91,11 +91,11 @@ def test_where_an_optimizer_steps_a_rank_is_paused_after_a_step_and_not_where_it
     try:
         step_time.end_step()
         host.hear(PauseRequest(1))
-        host.answers = [ResumeRequest(2)]
+        host.answers = [UnpauseRequest(2)]
         reach_a_boundary(host)
         assert host.said == []
         step_time.end_step()
-        assert host.said == [(1, "paused"), (2, "resumed")]
+        assert host.said == [(1, "paused"), (2, "unpaused")]
         step_time.end_step()
         assert (host.on_step, step_time.at_end) == (None, set())
     finally:
@@ -107,7 +107,7 @@ def test_an_interrupt_ends_a_pause(host: Host, monkeypatch: pytest.MonkeyPatch) 
         raise KeyboardInterrupt
 
     agent: Any = host.handlers[PauseRequest].__self__  # type: ignore[attr-defined]
-    monkeypatch.setattr(agent._resume, "wait", interrupted)
+    monkeypatch.setattr(agent._unpaused, "wait", interrupted)
     host.hear(PauseRequest(1))
     with pytest.raises(KeyboardInterrupt):
         agent._at_boundary()

@@ -127,13 +127,13 @@ def test_paused_ranks_are_named_with_their_lines() -> None:
     paused = [
         RankPosition(rank, "running", _at(12), NOW - 60, note="paused at line 12", paused=True) for rank in (0, 1)
     ]
-    assert _verdict(*paused) == "paused by you at cell, line 12; run.resume() continues"
+    assert _verdict(*paused) == "paused by you at cell, line 12; run.unpause() continues"
     other = replace(paused[1], frames=_at(14))
     assert _verdict(paused[0], other) == (
-        "paused by you: rank 0 at cell, line 12, rank 1 at cell, line 14; run.resume() continues"
+        "paused by you: rank 0 at cell, line 12, rank 1 at cell, line 14; run.unpause() continues"
     )
     assert _verdict(paused[0], _waiting(1, _call(4))) == (
-        "paused by you: rank 0 at cell, line 12; run.resume() continues"
+        "paused by you: rank 0 at cell, line 12; run.unpause() continues"
     )
 
 

@@ -94,8 +94,8 @@ def test_texts_are_escaped(made: list[DebugPanel]) -> None:
 
 
 def test_equal_replies_are_grouped_and_colours_removed() -> None:
-    entry = Entry("cast", "p loss", {0: "\x1b[32m1.5\x1b[0m\n", 1: "1.5", 2: "2.0"})
-    assert entry.text == "cast> p loss\n  ranks 0, 1: 1.5\n  rank 2: 2.0"
+    entry = Entry("command", "p loss", {0: "\x1b[32m1.5\x1b[0m\n", 1: "1.5", 2: "2.0"})
+    assert entry.text == "command> p loss\n  ranks 0, 1: 1.5\n  rank 2: 2.0"
 
 
 def test_history_is_bounded(made: list[DebugPanel]) -> None:
@@ -169,7 +169,7 @@ def _patient(run: Run) -> Run:
     def with_time(method: Any) -> Any:
         return lambda *arguments, **named: method(*arguments, **{**named, "timeout": SECONDS})
 
-    for name in ("ask", "complete", "pause", "resume", "cast"):
+    for name in ("ask", "complete", "pause", "unpause", "debug_command"):
         setattr(run, name, with_time(getattr(run, name)))
     return run
 
@@ -203,9 +203,9 @@ def test_over_a_real_run(made: list[DebugPanel]) -> None:
         panel.pause_button.click()
         panel.wait(SECONDS)
         assert panel.history[-1].answers == {0: "paused", 1: "paused"}
-        panel.resume_button.click()
+        panel.unpause_button.click()
         panel.wait(SECONDS)
-        assert panel.history[-1].answers == {0: "resumed", 1: "resumed"}
+        assert panel.history[-1].answers == {0: "unpaused", 1: "unpaused"}
     finally:
         run.stop(1.0)
     assert run.debug_panel() is not None
@@ -233,7 +233,7 @@ def test_a_line_is_cast_to_the_debuggers_of_stopped_ranks(made: list[DebugPanel]
             panel._send()
             panel.wait(SECONDS)
             entry = panel.history[-1]
-            assert (entry.kind, entry.line) == ("cast", line)
+            assert (entry.kind, entry.line) == ("command", line)
             assert {rank: text.strip() for rank, text in entry.answers.items()} == answers
         assert "p loss * 2" in _render(panel, clock)
         panel.target.value, panel.line.value = ALL, "c"

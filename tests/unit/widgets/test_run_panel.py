@@ -198,7 +198,7 @@ def test_what_needs_the_user_is_listed_the_most_urgent_first() -> None:
         "the data are the same",
     ]
     labels = [[action["label"] for action in row["actions"]] for row in one.panel.attention.rows]
-    assert labels == [["Debug", "Stop"], ["Answer"], ["Resume", "Debug"], ["Debug"], []]
+    assert labels == [["Debug", "Stop"], ["Answer"], ["Unpause", "Debug"], ["Debug"], []]
     one.run.journal.append(RunMoved())
     one.run.journal.append(PromptClosed(1, answered=True))
     one.run.journal.append(RankResumed(2))
