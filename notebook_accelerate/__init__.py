@@ -103,4 +103,5 @@ def load_ipython_extension(shell: Any) -> None:
     load(shell)
 
 
-reexport(__name__)
+# `from notebook_accelerate import *` in a notebook must not hide the user's own variables of these common names.
+reexport(__name__, without={"attach", "configure", "debug", "runs", "shutdown"})

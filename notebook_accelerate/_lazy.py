@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -31,7 +31,7 @@ class _LazyModule(ModuleType):
 
     def __setattr__(self, name: str, value: object) -> None:
         # Importing a submodule sets it as an attribute of its package, but must not hide an export: utils.tqdm is both.
-        if isinstance(value, ModuleType) and name in self.__all__:
+        if isinstance(value, ModuleType) and name in exports(self.__name__).homes:
             return
         if name in exports(self.__name__).homes:
             replace_everywhere(import_module(exports(self.__name__).homes[name]), name, value)
@@ -74,7 +74,7 @@ def _modules_of_this_package() -> list[ModuleType]:
     ]
 
 
-def reexport(module_name: str) -> None:
+def reexport(module_name: str, without: Collection[str] = ()) -> None:
     """Make a module re-export its type-checking imports, and list its exports in ``__all__``.
 
     Type checkers see ordinary imports. At run time the same lines, read from the source, are the table of names. (The
@@ -92,9 +92,10 @@ def reexport(module_name: str) -> None:
 
     Args:
         module_name: The module's ``__name__``.
+        without: Exports that are imported by name only. They are not in ``__all__``.
     """
     module: Any = sys.modules[module_name]
-    module.__all__ = sorted(exports(module_name).homes)
+    module.__all__ = sorted(exports(module_name).homes.keys() - set(without))
     module.__class__ = _LazyModule
 
 
@@ -126,7 +127,7 @@ def exports(module_name: str) -> Exports:
     return Exports(homes, submodules)
 
 
-_CALL = "\nreexport(__name__)\n"
+_CALL = "\nreexport(__name__"
 # Matches definitions at the start of a line, because parsing all of utils.imports would take 4 ms.
 _DEFINITION = re.compile(r"^(?:class |def |(?=\w+ = ))([A-Za-z]\w*)", re.MULTILINE)
 

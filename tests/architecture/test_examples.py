@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 
 import pytest
+
+from notebook_accelerate import _lazy
 
 EXAMPLES = sorted((Path(__file__).resolve().parents[2] / "examples").rglob("*.ipynb"))
 PACKAGE = "notebook_accelerate"
@@ -35,4 +36,4 @@ def test_examples_import_public_names(path: Path) -> None:
     assert found, f"{path.name} does not import the package"
     for module, name in found:
         assert module in PUBLIC, f"{path.name} imports {module}"
-        assert not name or name in import_module(module).__all__, f"{path.name} imports {module}.{name}"
+        assert not name or name in _lazy.exports(module).homes, f"{path.name} imports {module}.{name}"
