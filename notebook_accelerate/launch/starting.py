@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate import hardware
@@ -128,14 +129,25 @@ def start_here(
 # ---- before the start
 
 
+_UNUSABLE = (
+    (inspect.iscoroutinefunction, "an async function", "one that runs it: lambda *args: asyncio.run({name}(*args))"),
+    (inspect.isgeneratorfunction, "a generator function", "one that reads it: lambda *args: list({name}(*args))"),
+    (inspect.isasyncgenfunction, "an async generator function", "one that reads it with `async for`"),
+)
+"""Functions whose call does not run their body: how to recognise each kind, its name, and what to pass instead."""
+
+
 def _check_function(function: Callable[..., Any]) -> None:
     if not callable(function):
         raise ValueError(f"{function!r} is not a function; pass the function itself: notebook_launcher(train, (args,))")
-    if inspect.iscoroutinefunction(function):
-        name = function.__name__
-        raise ValueError(
-            f"{name} is an async function; pass one that runs it: lambda *args: asyncio.run({name}(*args))"
-        )
+    called: Any = function
+    while isinstance(called, partial):
+        called = called.func
+    name = getattr(called, "__name__", type(called).__name__)
+    for is_unusable, kind, instead in _UNUSABLE:
+        # Calling an object calls a method of its class.
+        if is_unusable(called) or is_unusable(type(called).__call__):
+            raise ValueError(f"{name} is {kind}, whose call does not run its body; pass {instead.format(name=name)}")
 
 
 def _with_cluster_of_environment(config: LaunchConfig) -> LaunchConfig:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 import socket
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -489,8 +491,45 @@ def test_the_kernels_random_numbers_are_not_advanced() -> None:
     assert found == expected
 
 
-def test_an_async_function_is_refused_with_the_line_to_type() -> None:
-    async def train() -> None: ...
+async def _coroutine() -> None: ...
 
-    with pytest.raises(ValueError, match=r"lambda \*args: asyncio.run\(train\(\*args\)\)"):
-        notebook_launcher(train, num_processes=2)
+
+async def _async_generator() -> AsyncIterator[int]:
+    yield 1
+
+
+def _generator(count: int = 1) -> Iterator[int]:
+    yield from range(count)
+
+
+class _Generating:
+    def __call__(self) -> Iterator[int]:
+        yield 1
+
+    def train(self) -> Iterator[int]:
+        yield 1
+
+
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        (_coroutine, "lambda *args: asyncio.run(_coroutine(*args))"),
+        (_async_generator, "_async_generator is an async generator function, whose call does not run its body"),
+        (_generator, "lambda *args: list(_generator(*args))"),
+        (partial(_generator, 2), "lambda *args: list(_generator(*args))"),
+        (partial(partial(_Generating()), 2), "_Generating is a generator function"),
+        (_Generating(), "_Generating is a generator function"),
+        (_Generating().train, "train is a generator function"),
+    ],
+)
+def test_a_function_that_a_call_does_not_run_is_refused(function: Callable[..., Any], line: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(line)):
+        notebook_launcher(function, num_processes=2)
+
+
+def test_a_function_that_wraps_a_generator_is_launched() -> None:
+    @wraps(_generator)
+    def train(count: int) -> list[int]:
+        return list(_generator(count))
+
+    assert launch(train, 2).results[0] == [0, 1]
