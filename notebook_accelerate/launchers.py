@@ -55,14 +55,21 @@ def _defaults_from_config(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _documented(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Add the texts of LaunchConfig's fields to a launcher's docstring, before its parameter ``resume``."""
+    """Add the texts of LaunchConfig's fields to a launcher's docstring, in the order of its parameters.
+
+    The parameters after ``config`` are documented with `LaunchConfig` only.
+    """
     texts = help_texts(LaunchConfig)
-    names = [name for name in inspect.signature(launcher).parameters if name in texts and name != "resume"]
+    names = list(inspect.signature(launcher).parameters)
+    position = names.index("config") + 1
     lines = [
         textwrap.fill(f"{name}: {texts[name]}", 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
-        for name in names
+        for name in names[:position]
+        if name in texts
     ]
-    launcher.__doc__ = (launcher.__doc__ or "").replace("        resume:", "\n".join([*lines, "        resume:"]))
+    rare = f"        {', '.join(names[position:])}: The fields of `LaunchConfig` with these names."
+    text = (launcher.__doc__ or "").replace("        resume:", "\n".join([*lines, "        resume:"]))
+    launcher.__doc__ = text.replace("\n\n    Returns:", f"\n{rare}\n\n    Returns:")
     return launcher
 
 
@@ -88,28 +95,28 @@ def notebook_launcher(  # noqa: D417 - `_documented` adds the texts of the setti
     block: bool = True,
     start_method: str = "auto",
     panel: bool | str = "auto",
-    timeout: float | None = None,
-    hang_timeout: float | None = None,
     env: Mapping[str, str] | None = None,
-    debug: bool = False,
-    min_nodes: int | None = None,
-    on: str | RayCluster | None = None,
-    name: str | None = None,
+    hold_on_error: bool = False,
     save: str | os.PathLike[str] | None = None,
     detach: bool = False,
     resume: Run | None = None,
+    config: LaunchConfig | None = None,
+    timeout: float | None = None,
+    hang_timeout: float | None = None,
+    min_nodes: int | None = None,
+    on: str | RayCluster | None = None,
+    name: str | None = None,
     output: str = "cell",
     tags: Sequence[str] = (),
-    config: LaunchConfig | None = None,
 ) -> Run:
     """Run ``function(*args)`` in ``num_processes`` processes started from this notebook.
 
     Args:
         function: The function that every rank runs; it may be defined in a cell.
         args: Its positional arguments.
-        resume: A run that has ended: go on with its training from its newest complete checkpoint, as one history. The
+        resume: An ended run, whose training continues from its newest complete checkpoint, with its history. The
             function must load it: ``if notebook_accelerate.resumed_checkpoint(): accelerator.load_state(...)``.
-        config: All of the above, except ``resume``, in one object; an argument passed here wins over its field.
+        config: All settings in one object. An argument passed here overrides the field of the same name.
 
     Returns:
         The run, with ``results`` (one value per rank), ``metrics``, ``logs()`` and ``report()``.

@@ -292,7 +292,7 @@ class DebugSection:
             return _paragraph(text), _line(self.run, waiting[0] if waiting else None)
         if self._reachable():
             return _paragraph("This line opens the debugger of a rank in its cell:"), _line(self.run)
-        text = "The ranks of this run have ended. Launch with debug=True to keep ranks at the failing line, then run:"
+        text = "The ranks have ended. Launch with hold_on_error=True to keep ranks at the failing line, then run:"
         return _paragraph(text), _line(None)
 
 

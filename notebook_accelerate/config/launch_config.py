@@ -90,7 +90,7 @@ class LaunchConfig:
     """Seconds without output, metric or progress from any rank before the run is ended; None: no limit."""
     env: Mapping[str, str] | None = setting(group=_OUTPUT)
     """Environment variables for the ranks, over the kernel's."""
-    debug: bool = setting(False, group=_OUTPUT)
+    hold_on_error: bool = setting(False, group=_OUTPUT)
     """Whether the ranks of a failed run are kept, so that ``debug()`` opens at the failing line."""
     cpu: bool = setting(False, parameter=False)
     """Whether the ranks use the CPU only."""

@@ -192,7 +192,7 @@ class Run:
 
     @property
     def held(self) -> bool:
-        """Whether ranks are kept for inspection after a failure (``debug=True``)."""
+        """Whether ranks are kept for inspection after a failure (``hold_on_error=True``)."""
         return self._state.held
 
     @property
@@ -690,8 +690,8 @@ class Run:
     def debug(self, rank: int | None = None) -> None:
         """Use the debugger of a rank in this cell, until it continues or quits.
 
-        A running rank stops at its next bytecode. A rank that failed under ``debug=True`` opens at the failing line.
-        For a rank that waits in ``input()``, its prompt is shown, even if it is also shown elsewhere.
+        A running rank stops at its next bytecode. A rank that failed with ``hold_on_error=True`` opens at the failing
+        line. For a rank that waits in ``input()``, its prompt is shown, even if it is also shown elsewhere.
 
         If several ranks are stopped, ``rank 1`` at the prompt switches to the debugger of rank 1.
 

@@ -230,8 +230,8 @@ def own_runs() -> list[Run]:
 def debug(rank: int | None = None) -> None:
     """Use the debugger of a rank in this cell, until it continues or quits; see ``Run.debug``.
 
-    The run is the last one with a rank at a breakpoint, else the last one that failed with ``debug=True`` and whose
-    ranks are kept, else the last one that is running.
+    The run is the last one with a rank at a breakpoint, else the last one that failed with ``hold_on_error=True``
+    and whose ranks are kept, else the last one that is running.
 
     Args:
         rank: Global index. None means the first rank that is stopped, else the first that failed, else rank 0.
@@ -245,7 +245,7 @@ def debug(rank: int | None = None) -> None:
     if not chosen:
         raise ValueError(
             "no run can be debugged: none is running, and no ranks are kept after a failure; "
-            "launch with notebook_launcher(..., debug=True), or with block=False and call debug() while it runs"
+            "launch with notebook_launcher(..., hold_on_error=True), or with block=False and call debug() while it runs"
         )
     chosen[-1].debug(rank)
 

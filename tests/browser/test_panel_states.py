@@ -198,7 +198,7 @@ def test_a_running_run_has_no_cut_off_text(page: NotebookPage, server: Server) -
 @cells(
     LAUNCH.format("0.02, 150", ", tags=('baseline', 'small')"),
     LAUNCH.format("0.05, 150", ""),
-    LAUNCH.format("0.08,", ", debug=True"),
+    LAUNCH.format("0.08,", ", hold_on_error=True"),
     "notebook_accelerate.runs()",
     "run = notebook_launcher(train, (0.03,), num_processes=2, use_port=0, block=False, panel=False)",
     "run.stop()",

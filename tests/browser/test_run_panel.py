@@ -202,7 +202,7 @@ def test_tabs_show_the_straggler_the_step_times_and_the_logs(opened: Any, app: A
 @DAILY_IN_LAB
 def test_a_failing_run_shows_the_cell_line(opened: Any, server: Server, app: App) -> None:
     (server.notebooks / "drawn").unlink(missing_ok=True)
-    page = opened([TRAIN, "notebook_launcher(train, (60, 40), num_processes=2, use_port=0, debug=True)"])
+    page = opened([TRAIN, "notebook_launcher(train, (60, 40), num_processes=2, use_port=0, hold_on_error=True)"])
     page.run(1)
     _watch(page)
     (server.notebooks / "drawn").touch()

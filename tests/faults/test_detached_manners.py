@@ -98,7 +98,7 @@ def _fails() -> None:
 
 def test_ranks_of_a_failed_run_without_an_attached_kernel_end(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NOTEBOOK_ACCELERATE_HELD_SECONDS", "2")
-    run = _launch(_fails, debug=True)
+    run = _launch(_fails, hold_on_error=True)
     until(lambda: run.held)
     time.sleep(4.0)
     assert processes_of(state), "this kernel is attached"

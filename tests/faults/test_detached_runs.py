@@ -142,7 +142,7 @@ def test_a_breakpoint_waits_for_the_next_kernel(state: Path) -> None:
 
 def test_the_ranks_of_a_failed_run_are_held_for_the_next_kernel(state: Path) -> None:
     with Kernel(cwd=state) as kernel:
-        _launch(kernel, "fails", "('', 0.0, 5, 3)", ", debug=True")
+        _launch(kernel, "fails", "('', 0.0, 5, 3)", ", hold_on_error=True")
         followed = attach("fails")
         until(lambda: followed.status == "failed" and followed.held, seconds=120)
     failure = followed.failures[0]

@@ -442,7 +442,7 @@ def test_asking_keeps_the_input_typed_at_a_breakpoint(kernel: Kernel) -> None:
 
 
 def test_a_failed_run_can_be_debugged_post_mortem(kernel: Kernel, answers: Answers) -> None:
-    failed = kernel.run("launch(fails, debug=True)")
+    failed = kernel.run("launch(fails, hold_on_error=True)")
     assert "KeyError: 14" in said(failed)
     assert "its ranks are kept: notebook_accelerate.debug() opens the debugger where it failed" in failed.stderr
     kernel.check("run = notebook_accelerate.runs()[-1]")
@@ -464,7 +464,7 @@ def test_a_failed_run_can_be_debugged_post_mortem(kernel: Kernel, answers: Answe
 
 
 def test_the_next_launch_releases_failed_ranks(kernel: Kernel) -> None:
-    kernel.run("launch(fails, debug=True)")
+    kernel.run("launch(fails, hold_on_error=True)")
     kernel.check("held = notebook_accelerate.runs()[-1]")
     assert kernel.value("held.held") is True
     assert kernel.check("launch(rank).results").result_text == "(0, 1)"

@@ -255,7 +255,7 @@ def test_a_commands_ranks_are_restarted(first: Kernel, join: Start) -> None:
 
 
 def test_a_command_says_that_its_ranks_are_held_for_the_debugger(first: Kernel, join: Start) -> None:
-    cell, where = launch(first, "meet, 2", debug=True)
+    cell, where = launch(first, "meet, 2", hold_on_error=True)
     command = join(where, "--num_processes", "2")
     first.finish(cell, LIMIT)
     command.wait_until_it_prints("; its ranks are held for the debugger of the first notebook\n")

@@ -147,7 +147,9 @@ def test_a_rank_of_another_notebook_asks_for_input_in_the_first(pair: Notebooks)
 
 @pytest.mark.parametrize("failing", [1, 0])
 def test_a_failure_holds_the_ranks_of_all_notebooks(pair: Notebooks, failing: int) -> None:
-    cells = pair.finish(pair.launch(f"fails, {failing}", *ONE_EACH, debug=True, hang_timeout=HANG, rdzv_conf=SECRET))
+    cells = pair.finish(
+        pair.launch(f"fails, {failing}", *ONE_EACH, hold_on_error=True, hang_timeout=HANG, rdzv_conf=SECRET)
+    )
     for cell in cells:
         assert f"rank {failing} failed" in said(cell)
         assert 'raise KeyError("bad batch")' in said(cell)

@@ -123,7 +123,7 @@ def test_remote_ranks_can_be_inspected_and_are_held_when_they_fail(kernel: Kerne
         "    while not os.path.exists(flag):\n        time.sleep(0.05)\n"
         "    if rank() == 1:\n        raise KeyError('bad batch')\n    dist.barrier()"
     )
-    kernel.check(f"run = launch(watched, {flag!r}, block=False, debug=True)", timeout=300)
+    kernel.check(f"run = launch(watched, {flag!r}, block=False, hold_on_error=True)", timeout=300)
     kernel.until("run.status == 'running' and list(run.ask('value', timeout=60).values()) == [40, 41]", 300)
     assert kernel.value("list(run.pause(timeout=60).values())", 300) == ["paused", "paused"]
     place = r"Cell In\[\d+\], line [56], in watched: "

@@ -330,7 +330,7 @@ def _needs_process(config: LaunchConfig) -> str:
     """Return the settings that need a separate process, as the user wrote them, or ""."""
     needed = [
         name
-        for name in ("timeout", "hang_timeout", "max_restarts", "env", "debug")
+        for name in ("timeout", "hang_timeout", "max_restarts", "env", "hold_on_error")
         if getattr(config, name) not in (None, 0, False)
     ]
     if not config.block:

@@ -72,7 +72,7 @@ class RankGroup:
         self._ranks = SupervisedRanks()
         self.after_turn: Callable[[], None] | None = None
         self._guard_due = 0.0
-        self.stops = StopSequence(supervisor.journal, supervisor.commands.prompts, hold=supervisor.config.debug)
+        self.stops = StopSequence(supervisor.journal, supervisor.commands.prompts, hold=supervisor.config.hold_on_error)
         self.events = RankEventHandler(supervisor, self.selector, self._ranks, self.stops)
         self._limits = TimeLimits(supervisor, self.events, self.stops)
 
@@ -104,7 +104,7 @@ class RankGroup:
             environment,
             plan.threads,
             inherited,
-            hold=config.debug,
+            hold=config.hold_on_error,
             accelerator=config.accelerator,
             as_accelerate=config.as_accelerate or accelerate_alias.is_installed(),
             report_from=config.report_from,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import dataclass, fields
 
 import pytest
@@ -98,7 +99,17 @@ def test_the_launcher_has_the_fields_of_its_configuration() -> None:
     own = {"function", "args", "resume", "config"}
     assert set(parameters) - set(known) == own
     described = [line.strip() for line in (notebook_launcher.__doc__ or "").splitlines()]
-    assert all(any(line.startswith(f"{name}: ") for line in described) for name in parameters)
+    listed = [name for line in described if re.match(r"[\w, ]+: ", line) for name in line.partition(":")[0].split(", ")]
+    assert [name for name in listed if name in parameters] == list(parameters)
+
+
+def test_the_launcher_documents_its_everyday_parameters_first() -> None:
+    """Accelerate's own parameters, then these, and the rarer ones in one line."""
+    own = list(inspect.signature(notebook_launcher).parameters)[15:]
+    assert own[:9] == [
+        "block", "start_method", "panel", "env", "hold_on_error", "save", "detach", "resume", "config",
+    ]  # fmt: skip
+    assert f"{', '.join(own[9:])}: The fields of `LaunchConfig`" in (notebook_launcher.__doc__ or "")
 
 
 def test_settings_in_a_file_are_fields_of_a_launch() -> None:

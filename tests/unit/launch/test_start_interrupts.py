@@ -87,7 +87,7 @@ def test_ranks_that_cannot_be_held_are_reaped(monkeypatch: pytest.MonkeyPatch) -
         time.sleep(600)
 
     monkeypatch.setattr(sys, "stdout", _Gone())
-    run = launch(body, debug=True, block=False)
+    run = launch(body, hold_on_error=True, block=False)
     assert run.wait(30)
     run.stop(grace=1.0)
     assert run.status == "failed"

@@ -208,7 +208,7 @@ def test_what_needs_the_user_is_listed_the_most_urgent_first() -> None:
 
 
 def test_a_failed_run_has_a_debug_button_with_the_line_to_type() -> None:
-    one = _Panel(debug=True)
+    one = _Panel(hold_on_error=True)
     one.look()
     end(one.run, "failed", (_failure(1),))
     one.look()
@@ -221,7 +221,7 @@ def test_a_failed_run_has_a_debug_button_with_the_line_to_type() -> None:
     )
     one.panel.attention.click("debug")
     assert one.panel.debug_section.copy.text == "import notebook_accelerate; notebook_accelerate.debug()"
-    assert "Launch with debug=True" in one.panel.debug_section._text.value
+    assert "Launch with hold_on_error=True" in one.panel.debug_section._text.value
     one.panel.attention.click("debug")
     assert one.panel.debug_section.widget.children == ()
     one.panel.attention.click("errors")
