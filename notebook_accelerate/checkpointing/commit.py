@@ -32,13 +32,13 @@ from typing import Any
 from notebook_accelerate.big_modeling.remote_paths import AnyPath
 from notebook_accelerate.checkpointing.manifest import (
     COMMITTING_NAME,
-    MANIFEST_NAME,
     FileRecord,
     Manifest,
     manifest_json,
     read_manifest,
 )
 from notebook_accelerate.checkpointing.single_files import write_error, write_text
+from notebook_accelerate.config.constants import MANIFEST_NAME
 from notebook_accelerate.errors import CheckpointError
 
 FileRecords = dict[str, FileRecord]

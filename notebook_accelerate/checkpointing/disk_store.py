@@ -23,7 +23,6 @@ from notebook_accelerate.checkpointing.manifest import (
     CHECKPOINTS_FOLDER,
     COMMITTING_NAME,
     LOCK_SUFFIX,
-    MANIFEST_NAME,
     RESERVED,
     STAGING_SUFFIX,
     FileRecord,
@@ -41,7 +40,7 @@ from notebook_accelerate.checkpointing.save_lock import (
     second_writer_error,
 )
 from notebook_accelerate.checkpointing.single_files import sync_file, write_error
-from notebook_accelerate.config import constants
+from notebook_accelerate.config.constants import MANIFEST_NAME, RNG_STATE_NAME
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 from notebook_accelerate.state.process_group import world_from_environ
 
@@ -298,7 +297,7 @@ class DiskStore(CheckpointStore):
         return self.target.exists()
 
     def unfinished_save(self) -> str | None:
-        if self.target.is_dir() and any(self.target.glob(f"{constants.RNG_STATE_NAME}_*.pkl")):
+        if self.target.is_dir() and any(self.target.glob(f"{RNG_STATE_NAME}_*.pkl")):
             return None
         return next((str(left) for left in _staging_folders(self.target) if left.is_dir()), None)
 

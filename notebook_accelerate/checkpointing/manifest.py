@@ -14,13 +14,11 @@ from typing import Any
 from notebook_accelerate.big_modeling.remote_paths import AnyPath
 from notebook_accelerate.big_modeling.untrusted_files import MALFORMED, read_json
 from notebook_accelerate.big_modeling.weight_files import inside
+from notebook_accelerate.config.constants import MANIFEST_NAME
 from notebook_accelerate.errors import BrokenCheckpointError
-from notebook_accelerate.telemetry import events
 
 CHECKPOINTS_FOLDER = "checkpoints"
 """The folder in a project that contains the automatically named checkpoints."""
-MANIFEST_NAME = events.MANIFEST_NAME
-"""The file with the sizes and checksums of all files. A checkpoint is complete if its manifest exists and matches."""
 STAGING_SUFFIX = ".incomplete"
 """The suffix of the hidden folder where a checkpoint is being written."""
 REMOVED_SUFFIX = ".removed"

@@ -22,7 +22,6 @@ from notebook_accelerate.checkpointing.commit import CheckpointStore, FileRecord
 from notebook_accelerate.checkpointing.manifest import (
     CHECKPOINTS_FOLDER,
     COMMITTING_NAME,
-    MANIFEST_NAME,
     STAGING_SUFFIX,
     FileRecord,
     files_below,
@@ -32,6 +31,7 @@ from notebook_accelerate.checkpointing.manifest import (
 )
 from notebook_accelerate.checkpointing.rank_agreement import gather_values
 from notebook_accelerate.checkpointing.save_lock import second_writer_error
+from notebook_accelerate.config.constants import MANIFEST_NAME
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.hardware.process_liveness import parse_identity, this_process
 from notebook_accelerate.hardware.temporary_folders import make_private_folder, remove_private_folder, scratch_folder

@@ -14,6 +14,11 @@ SCHEDULER_NAME = "scheduler"
 SAMPLER_NAME = "sampler"
 FSDP_MODEL_NAME = "pytorch_model_fsdp"
 PROFILE_PATTERN_NAME = "profile_{suffix}.json"
+MANIFEST_NAME = "checkpoint_manifest.json"
+"""The file with the sizes and checksums of all files. A checkpoint is complete if its manifest exists and matches.
+
+Accelerate does not have this file.
+"""
 
 # Files of a saved model.
 WEIGHTS_NAME = f"{MODEL_NAME}.bin"

@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from notebook_accelerate.config.constants import MANIFEST_NAME
 from notebook_accelerate.launch.kept import journal_file, journal_format
 from notebook_accelerate.launch.kept.journal_file import last_lines, points_frames
 from notebook_accelerate.launch.kept.journal_reader import JournalContents
@@ -13,7 +14,6 @@ from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.run_events import NoteAdded, RunContinued
 from notebook_accelerate.telemetry import CheckpointEvent
-from notebook_accelerate.telemetry.events import MANIFEST_NAME
 from notebook_accelerate.telemetry.store import Record
 
 

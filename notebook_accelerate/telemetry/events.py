@@ -290,10 +290,6 @@ class TraceEvent(Event):
     size: int
 
 
-MANIFEST_NAME = "checkpoint_manifest.json"
-"""Written last into a checkpoint, with sizes and checksums of all its files. A folder that has it is complete."""
-
-
 @dataclass(slots=True)
 class CheckpointEvent(Event):
     """A checkpoint is complete, at this absolute path or URL.
