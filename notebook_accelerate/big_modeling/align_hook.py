@@ -15,8 +15,8 @@ from notebook_accelerate.big_modeling.module_tensors import TiedParams, set_modu
 from notebook_accelerate.big_modeling.module_tree import as_names, full_name, named_module_tensors, submodule
 from notebook_accelerate.big_modeling.offload_folder import OffloadedWeightsLoader, PrefixedDataset, unprefixed
 from notebook_accelerate.big_modeling.prefetch import Prefetcher, Slot, Unit, can_prefetch
-from notebook_accelerate.big_modeling.tensor_sources import FileSource
 from notebook_accelerate.collectives import find_device, send_to_device
+from notebook_accelerate.files.tensor_sources import FileSource
 from notebook_accelerate.torch_internals import disable_dynamo
 
 _BLOCK = re.compile(r"^.*?\.?\d+(?=\.|$)")

@@ -34,11 +34,11 @@ from notebook_accelerate.big_modeling.quantization import (
     make_offloadable_below,
     offloaded_modules,
 )
-from notebook_accelerate.big_modeling.remote_paths import path_of
-from notebook_accelerate.big_modeling.tensor_sources import FileSource, Source
-from notebook_accelerate.big_modeling.weight_files import safetensors_sources
 from notebook_accelerate.collectives import broadcast_object_list
 from notebook_accelerate.errors import CheckpointError, CheckpointMismatchError
+from notebook_accelerate.files.remote_paths import path_of
+from notebook_accelerate.files.tensor_sources import FileSource, Source
+from notebook_accelerate.files.weight_files import safetensors_sources
 from notebook_accelerate.torch_internals import uncompiled_name
 
 _LOG = logging.getLogger(__name__)

@@ -15,12 +15,12 @@ from pathlib import Path
 import torch
 
 from notebook_accelerate.big_modeling.module_tree import fit_compiled_names
-from notebook_accelerate.big_modeling.remote_paths import AnyPath, RemotePath, path_of
-from notebook_accelerate.big_modeling.tensor_sources import MemorySource, Source
-from notebook_accelerate.big_modeling.weight_files import indexed_files, read_index, read_torch, safetensors_sources
 from notebook_accelerate.config import constants
 from notebook_accelerate.config.config_file import cache_folder
 from notebook_accelerate.errors import BrokenCheckpointError
+from notebook_accelerate.files.remote_paths import AnyPath, RemotePath, path_of
+from notebook_accelerate.files.tensor_sources import MemorySource, Source
+from notebook_accelerate.files.weight_files import indexed_files, read_index, read_torch, safetensors_sources
 
 
 @dataclass

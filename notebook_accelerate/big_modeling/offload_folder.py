@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.tensor_sources import FileSource, MemorySource, Source
-from notebook_accelerate.big_modeling.untrusted_files import read_json
-from notebook_accelerate.big_modeling.weight_files import inside, safetensors_sources
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
+from notebook_accelerate.files.tensor_sources import FileSource, MemorySource, Source
+from notebook_accelerate.files.untrusted_files import read_json
+from notebook_accelerate.files.weight_files import inside, safetensors_sources
 
 INDEX_NAME = "index.json"
 

@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling import tensor_sources
 from notebook_accelerate.big_modeling.empty_init import like
-from notebook_accelerate.big_modeling.tensor_sources import Source
 from notebook_accelerate.config.plain_values import convert_bytes
+from notebook_accelerate.files import tensor_sources
+from notebook_accelerate.files.tensor_sources import Source
 from notebook_accelerate.hardware.detection import machine_memory
 
 _LOG = logging.getLogger(__name__)

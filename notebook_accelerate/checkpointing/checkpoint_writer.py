@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from notebook_accelerate.big_modeling.remote_paths import AnyPath
 from notebook_accelerate.checkpointing.commit import CheckpointStore, FileRecords
 from notebook_accelerate.checkpointing.manifest import FileRecord, Manifest, make_record
 from notebook_accelerate.checkpointing.rank_agreement import gather_failures
@@ -25,6 +24,7 @@ from notebook_accelerate.checkpointing.single_files import write_file
 from notebook_accelerate.checkpointing.snapshot import Snapshot
 from notebook_accelerate.checkpointing.state_files import StateFile
 from notebook_accelerate.errors import CheckpointError
+from notebook_accelerate.files.remote_paths import AnyPath
 from notebook_accelerate.hardware import device_table
 from notebook_accelerate.hardware.process_liveness import ProcessIdentity
 from notebook_accelerate.state.warn_once import warn_once

@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from notebook_accelerate.big_modeling.remote_paths import AnyPath
 from notebook_accelerate.checkpointing.manifest import (
     COMMITTING_NAME,
     FileRecord,
@@ -40,6 +39,7 @@ from notebook_accelerate.checkpointing.manifest import (
 from notebook_accelerate.checkpointing.single_files import write_error, write_text
 from notebook_accelerate.config.constants import MANIFEST_NAME
 from notebook_accelerate.errors import CheckpointError
+from notebook_accelerate.files.remote_paths import AnyPath
 
 FileRecords = dict[str, FileRecord]
 """The sizes and checksums of files, by path relative to the checkpoint."""

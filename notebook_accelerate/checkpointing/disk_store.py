@@ -17,7 +17,6 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from notebook_accelerate.big_modeling.weight_files import inside
 from notebook_accelerate.checkpointing.commit import CheckpointStore, FileRecords, ReadLocation
 from notebook_accelerate.checkpointing.manifest import (
     CHECKPOINTS_FOLDER,
@@ -42,6 +41,7 @@ from notebook_accelerate.checkpointing.save_lock import (
 from notebook_accelerate.checkpointing.single_files import sync_file, write_error
 from notebook_accelerate.config.constants import MANIFEST_NAME, RNG_STATE_NAME
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
+from notebook_accelerate.files.weight_files import inside
 from notebook_accelerate.state.process_group import world_from_environ
 
 _MOVE_LIMIT = 60.0

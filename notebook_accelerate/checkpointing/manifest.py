@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from notebook_accelerate.big_modeling.remote_paths import AnyPath
-from notebook_accelerate.big_modeling.untrusted_files import MALFORMED, read_json
-from notebook_accelerate.big_modeling.weight_files import inside
 from notebook_accelerate.config.constants import MANIFEST_NAME
 from notebook_accelerate.errors import BrokenCheckpointError
+from notebook_accelerate.files.remote_paths import AnyPath
+from notebook_accelerate.files.untrusted_files import MALFORMED, read_json
+from notebook_accelerate.files.weight_files import inside
 
 CHECKPOINTS_FOLDER = "checkpoints"
 """The folder in a project that contains the automatically named checkpoints."""

@@ -17,8 +17,6 @@ import torch
 
 from notebook_accelerate.big_modeling.checkpoint_shards import weights_on_disk
 from notebook_accelerate.big_modeling.module_tensors import get_state_dict_offloaded_model, has_offloaded_params
-from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
-from notebook_accelerate.big_modeling.weight_files import inside, plain_data_only, read_index, read_torch
 from notebook_accelerate.checkpointing.single_files import (
     METADATA,
     atomic_write,
@@ -32,7 +30,9 @@ from notebook_accelerate.checkpointing.single_files import (
 )
 from notebook_accelerate.config import constants
 from notebook_accelerate.errors import CheckpointError
-from notebook_accelerate.hardware.temporary_folders import scratch_folder
+from notebook_accelerate.files.remote_paths import AnyPath, path_of
+from notebook_accelerate.files.temporary_folders import scratch_folder
+from notebook_accelerate.files.weight_files import inside, plain_data_only, read_index, read_torch
 from notebook_accelerate.state import PartialState
 from notebook_accelerate.strategies.sharding.sharded_checkpoint import read_metadata_in
 

@@ -16,8 +16,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from notebook_accelerate.big_modeling.remote_paths import RemotePath
-from notebook_accelerate.big_modeling.weight_files import inside
 from notebook_accelerate.checkpointing.commit import CheckpointStore, FileRecords, ReadLocation, read_message
 from notebook_accelerate.checkpointing.manifest import (
     CHECKPOINTS_FOLDER,
@@ -33,8 +31,10 @@ from notebook_accelerate.checkpointing.rank_agreement import gather_values
 from notebook_accelerate.checkpointing.save_lock import second_writer_error
 from notebook_accelerate.config.constants import MANIFEST_NAME
 from notebook_accelerate.errors import CheckpointError
+from notebook_accelerate.files.remote_paths import RemotePath
+from notebook_accelerate.files.temporary_folders import make_private_folder, remove_private_folder, scratch_folder
+from notebook_accelerate.files.weight_files import inside
 from notebook_accelerate.hardware.process_liveness import parse_identity, this_process
-from notebook_accelerate.hardware.temporary_folders import make_private_folder, remove_private_folder, scratch_folder
 from notebook_accelerate.state.process_group import world_from_environ
 
 _HEARTBEAT = 30.0

@@ -19,8 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
-from notebook_accelerate.big_modeling.remote_paths import AnyPath
 from notebook_accelerate.errors import CheckpointError
+from notebook_accelerate.files.remote_paths import AnyPath
 from notebook_accelerate.hardware.process_liveness import UNKNOWN, ProcessIdentity, parse_identity, this_process
 
 _TRIES = 200

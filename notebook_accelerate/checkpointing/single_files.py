@@ -17,12 +17,12 @@ import safetensors
 import safetensors.torch
 import torch
 
-from notebook_accelerate.big_modeling.remote_paths import AnyPath
-from notebook_accelerate.big_modeling.untrusted_files import MALFORMED, broken_file
-from notebook_accelerate.big_modeling.weight_files import read_torch
 from notebook_accelerate.checkpointing.snapshot import is_plain_tensor
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
-from notebook_accelerate.hardware.temporary_folders import scratch_folder
+from notebook_accelerate.files.remote_paths import AnyPath
+from notebook_accelerate.files.temporary_folders import scratch_folder
+from notebook_accelerate.files.untrusted_files import MALFORMED, broken_file
+from notebook_accelerate.files.weight_files import read_torch
 
 if TYPE_CHECKING:
     from notebook_accelerate.state.rank_execution import RankExecution

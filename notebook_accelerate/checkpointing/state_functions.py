@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate.big_modeling.weight_files import read_torch
 from notebook_accelerate.checkpointing import state_files, state_loading
 from notebook_accelerate.checkpointing.single_files import atomic_write, is_writer, write_file
+from notebook_accelerate.files.weight_files import read_torch
 from notebook_accelerate.state import PartialState
 
 

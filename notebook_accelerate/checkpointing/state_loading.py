@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from notebook_accelerate.big_modeling.module_tree import fit_compiled_names
-from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
-from notebook_accelerate.big_modeling.untrusted_files import MALFORMED, naming_file
-from notebook_accelerate.big_modeling.weight_files import plain_data_only, trusted_files
 from notebook_accelerate.checkpointing import state_files
 from notebook_accelerate.checkpointing.commit import ReadLocation
 from notebook_accelerate.checkpointing.manifest import WHOLE, Manifest, broken_checkpoint, find_damage, read_manifest
@@ -31,6 +28,9 @@ from notebook_accelerate.collectives.communicator import wait_for_all_ranks
 from notebook_accelerate.config import constants, environ
 from notebook_accelerate.data_loader.stateful_loaders import LoaderState
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError, CheckpointMismatchError
+from notebook_accelerate.files.remote_paths import AnyPath, path_of
+from notebook_accelerate.files.untrusted_files import MALFORMED, naming_file
+from notebook_accelerate.files.weight_files import plain_data_only, trusted_files
 from notebook_accelerate.state.process_group import world_from_environ
 from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.strategies.module_queries import extract_model_from_parallel

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate import telemetry
-from notebook_accelerate.big_modeling.remote_paths import AnyPath, path_of
-from notebook_accelerate.big_modeling.untrusted_files import unreadable_classes
 from notebook_accelerate.checkpointing import rank_agreement, state_files
 from notebook_accelerate.checkpointing.checkpoint_writer import PendingSave, SaveTarget
 from notebook_accelerate.checkpointing.commit import CheckpointStore
@@ -31,6 +29,8 @@ from notebook_accelerate.checkpointing.state_files import (
 from notebook_accelerate.collectives.communicator import wait_for_all_ranks
 from notebook_accelerate.config.kwargs_handlers import ProjectConfiguration
 from notebook_accelerate.errors import CheckpointError
+from notebook_accelerate.files.remote_paths import AnyPath, path_of
+from notebook_accelerate.files.untrusted_files import unreadable_classes
 from notebook_accelerate.hardware.process_liveness import ProcessIdentity, this_process
 from notebook_accelerate.hardware.versions import installed_version
 from notebook_accelerate.state.warn_once import warn_once

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from notebook_accelerate.errors import FrameInfo
-from notebook_accelerate.hardware import guarded_files
+from notebook_accelerate.files import guarded_files
 from notebook_accelerate.telemetry.channel import printable
 from notebook_accelerate.telemetry.debug_protocol import AFTER_STEPS, TRACE_KEY
 from notebook_accelerate.telemetry.tracebacks import describe_error

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate import torch_internals
 from notebook_accelerate.config import environ
-from notebook_accelerate.hardware.temporary_folders import make_private_folder_for, remove_private_folder
+from notebook_accelerate.files.temporary_folders import make_private_folder_for, remove_private_folder
 from notebook_accelerate.telemetry import Event, steady_time, step_time
 from notebook_accelerate.telemetry.debug_protocol import AFTER_STEPS, TRACE_KEY, ProfileReply, ProfileRequest
 from notebook_accelerate.telemetry.tracebacks import describe_error

@@ -32,7 +32,14 @@ WORKER_SIDE = (
     "tracking",
 )
 TORCH_FREE_PACKAGES = ("config", "hardware", "telemetry", "widgets")
-TORCH_FREE_MODULES = ("notebook_accelerate", "notebook_accelerate.errors", "notebook_accelerate.launch.plan.planner")
+TORCH_FREE_MODULES = (
+    "notebook_accelerate",
+    "notebook_accelerate.errors",
+    "notebook_accelerate.files.guarded_files",
+    "notebook_accelerate.files.remote_paths",
+    "notebook_accelerate.files.temporary_folders",
+    "notebook_accelerate.launch.plan.planner",
+)
 
 
 def _python(code: str) -> subprocess.CompletedProcess[str]:
@@ -78,7 +85,7 @@ def test_an_accelerator_loads_only_the_modules_it_uses() -> None:
     done = _python(code)
     assert done.returncode == 0, done.stderr
     loaded = done.stdout.split()
-    later = ("big_modeling.", "checkpointing.", "telemetry.debug_protocol", "strategies.fsdp", "tracking.")
+    later = ("big_modeling.", "checkpointing.", "files.", "telemetry.debug_protocol", "strategies.fsdp", "tracking.")
     idle = [name for name in loaded if name.removeprefix("notebook_accelerate.").startswith(later)]
     assert idle == [], "modules were loaded before their first use"
 

@@ -24,9 +24,9 @@ _OF_OTHERS = {
     "config.fsdp_plugin": {"_no_split_modules"},
     "inference": {"_no_split_modules"},
     # Python's own unpickler, fsspec, numpy (names in pickles of arrays), rich, Lightning, IPython, Habana.
-    "big_modeling.untrusted_files": {"_Unpickler"},
-    "big_modeling.remote_paths": {"_strip_protocol"},
-    "big_modeling.weight_files": {"_core", "_reconstruct"},
+    "files.untrusted_files": {"_Unpickler"},
+    "files.remote_paths": {"_strip_protocol"},
+    "files.weight_files": {"_core", "_reconstruct"},
     "integrations.reporting": {"_LoggerConnector", "_tasks"},
     "telemetry.tracebacks": {"_filename_map"},
     # cloudpickle: the tokens that identify the classes it has pickled.

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from notebook_accelerate.big_modeling.remote_paths import RemotePath
 from notebook_accelerate.checkpointing import wait_for_saves
 from notebook_accelerate.collectives import gather_object
 from notebook_accelerate.config.kwargs_handlers import ProjectConfiguration
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
+from notebook_accelerate.files.remote_paths import RemotePath
 from tests.s3.conftest import store
 from tests.support.background_saves import pending_save
 from tests.support.mounted import OWN_MACHINES, to_a_machine_of_its_own

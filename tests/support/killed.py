@@ -11,7 +11,7 @@ import os, signal, sys, torch
 import torch._dynamo  # what each forked process would import with its first optimizer
 from tests.support import stores
 from notebook_accelerate import Accelerator, errors
-from notebook_accelerate.big_modeling.remote_paths import RemotePath
+from notebook_accelerate.files.remote_paths import RemotePath
 from notebook_accelerate.config.kwargs_handlers import ProjectConfiguration
 
 url, target, blocking, every = sys.argv[1], sys.argv[2], sys.argv[3] == "True", int(sys.argv[4])

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from notebook_accelerate.big_modeling import disk_offload, prefetch
-from notebook_accelerate.big_modeling.tensor_sources import FileSource, MemorySource
 from notebook_accelerate.checkpointing import snapshot, state_files
+from notebook_accelerate.files.tensor_sources import FileSource, MemorySource
 from notebook_accelerate.hardware import device_table
 from notebook_accelerate.telemetry import pickling
 from notebook_accelerate.telemetry.automatic_metrics import event_on

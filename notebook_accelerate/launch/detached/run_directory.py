@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from notebook_accelerate.errors import LaunchError
-from notebook_accelerate.hardware import device_table, guarded_files
+from notebook_accelerate.files import guarded_files
+from notebook_accelerate.hardware import device_table
 from notebook_accelerate.hardware.process_liveness import parse_identity, this_process
 
 LISTED_SECONDS = 30 * 86400.0

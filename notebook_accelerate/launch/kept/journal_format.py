@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, cast
 
 from notebook_accelerate.debugging.diagnosis import Diagnosis, RankPosition
 from notebook_accelerate.errors import ExceptionInfo, FrameInfo
-from notebook_accelerate.hardware import guarded_files
+from notebook_accelerate.files import guarded_files
 from notebook_accelerate.launch.plan.planner import LaunchPlan
 from notebook_accelerate.launch.state import run_events
 from notebook_accelerate.launch.state.call_arguments import Plain

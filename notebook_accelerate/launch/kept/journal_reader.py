@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from notebook_accelerate.errors import BrokenRunError, SerializationError
-from notebook_accelerate.hardware import guarded_files
+from notebook_accelerate.files import guarded_files
 from notebook_accelerate.launch.kept import journal_format
 from notebook_accelerate.launch.kept.journal_format import Frame, Points
 from notebook_accelerate.launch.state.journal import Journal

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from notebook_accelerate.config.plain_values import given_folder
 from notebook_accelerate.errors import BrokenRunError, NotebookAccelerateError, SerializationError
-from notebook_accelerate.hardware.guarded_files import ForeignFileError, read_file
+from notebook_accelerate.files.guarded_files import ForeignFileError, read_file
 from notebook_accelerate.hardware.process_liveness import UNKNOWN, parse_identity, this_process
 from notebook_accelerate.launch.detached import run_directory
 from notebook_accelerate.launch.detached.control_client import ControlClient, warn

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from notebook_accelerate.errors import PortInUseError
+from notebook_accelerate.files.temporary_folders import make_private_folder, remove_private_folder
 from notebook_accelerate.hardware.addresses import get_free_port
-from notebook_accelerate.hardware.temporary_folders import make_private_folder, remove_private_folder
 from notebook_accelerate.launch.processes import kernel_descriptors
 
 DEFAULT = 29500

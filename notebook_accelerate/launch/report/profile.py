@@ -14,7 +14,7 @@ from math import inf
 from pathlib import Path
 
 from notebook_accelerate.errors import FrameInfo
-from notebook_accelerate.hardware.temporary_folders import make_private_folder_for
+from notebook_accelerate.files.temporary_folders import make_private_folder_for
 from notebook_accelerate.launch.report.document import Drawing, Section, Table, Text, table_of
 from notebook_accelerate.launch.report.rendering import DocumentView
 from notebook_accelerate.launch.report.timeline_picture import timeline_svg

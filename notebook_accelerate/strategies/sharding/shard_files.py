@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from notebook_accelerate.big_modeling.weight_files import read_metadata
+from notebook_accelerate.files.weight_files import read_metadata
 from notebook_accelerate.torch_internals import StorageInfo
 
 FileChecksums = dict[str, tuple[int, int]]

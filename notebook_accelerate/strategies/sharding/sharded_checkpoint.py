@@ -36,9 +36,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from notebook_accelerate.big_modeling.weight_files import plain_data_only, read_metadata, read_torch
 from notebook_accelerate.config import constants
 from notebook_accelerate.errors import CheckpointMismatchError
+from notebook_accelerate.files.weight_files import plain_data_only, read_metadata, read_torch
 from notebook_accelerate.strategies.module_queries import is_compiled_module, tied_names
 from notebook_accelerate.strategies.sharding.shard_files import frame_of, is_framed
 from notebook_accelerate.strategies.sharding.write_plans import StatePart, exchange_or_raise, make_part

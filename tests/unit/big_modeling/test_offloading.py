@@ -26,8 +26,9 @@ from notebook_accelerate import (
     init_empty_weights,
     load_checkpoint_and_dispatch,
 )
-from notebook_accelerate.big_modeling import offloaded_gradients, tensor_sources
+from notebook_accelerate.big_modeling import offloaded_gradients
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
+from notebook_accelerate.files import tensor_sources
 from notebook_accelerate.utils import (
     OffloadedWeightsLoader,
     PrefixedDataset,

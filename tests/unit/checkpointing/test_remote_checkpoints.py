@@ -14,10 +14,10 @@ from torch import nn
 
 from notebook_accelerate import load_checkpoint_in_model
 from notebook_accelerate.big_modeling import checkpoint_shards
-from notebook_accelerate.big_modeling.remote_paths import RemotePath, path_of
 from notebook_accelerate.checkpointing import load, read_weights, save
 from notebook_accelerate.config.kwargs_handlers import ProjectConfiguration
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
+from notebook_accelerate.files.remote_paths import RemotePath, path_of
 from notebook_accelerate.utils import merge_fsdp_weights
 from tests.support import stores
 from tests.support.trainings import Training, same

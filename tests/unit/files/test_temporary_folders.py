@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from notebook_accelerate.hardware.temporary_folders import (
+from notebook_accelerate.files.temporary_folders import (
     _PREFIX,
     _locks,
     make_private_folder,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from notebook_accelerate.hardware import guarded_files
+from notebook_accelerate.files import guarded_files
 
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to own a file as another user")
 NOBODY = 65534

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 import torch
 
-from notebook_accelerate.big_modeling import untrusted_files, weight_files
 from notebook_accelerate.errors import CheckpointError
+from notebook_accelerate.files import untrusted_files, weight_files
 
 
 class Kind(enum.Enum):
@@ -173,7 +173,7 @@ def test_files_that_run_code_are_refused(what: str, beside: Any, tmp_path: Path)
 GLOBAL_PATH = b"cpathlib\nPurePosixPath\n"
 RAW: dict[str, bytes] = {
     "an attribute of a known class": GLOBAL_PATH + b"N}X\x04\x00\x00\x00nameX\x01\x00\x00\x00as\x86b.",
-    "an old instance": b"(X\x01\x00\x00\x00ainotebook_accelerate.big_modeling.weight_files\nread_torch\n.",
+    "an old instance": b"(X\x01\x00\x00\x00ainotebook_accelerate.files.weight_files\nread_torch\n.",
     "an object of no class": b"(K\x01K\x02o.",
     "a call of data": b"K\x01)R.",
     "a set of a range": b"cbuiltins\nset\ncbuiltins\nrange\n" + b"J\xff\xff\xff\x7f\x85R\x85R.",

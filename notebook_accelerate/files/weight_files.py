@@ -20,9 +20,10 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from notebook_accelerate.big_modeling.remote_paths import AnyPath
-from notebook_accelerate.big_modeling.tensor_sources import FileSource
-from notebook_accelerate.big_modeling.untrusted_files import (
+from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
+from notebook_accelerate.files.remote_paths import AnyPath
+from notebook_accelerate.files.tensor_sources import FileSource
+from notebook_accelerate.files.untrusted_files import (
     MALFORMED,
     UNREADABLE,
     ZIP_BEGIN,
@@ -34,7 +35,6 @@ from notebook_accelerate.big_modeling.untrusted_files import (
     naming_file,
     read_json,
 )
-from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 from notebook_accelerate.torch_internals import weights_only_globals
 
 _DTYPES = {

@@ -25,8 +25,8 @@ from typing import Any, BinaryIO, ClassVar
 import numpy as np
 import torch
 
-from notebook_accelerate.big_modeling.remote_paths import AnyPath
 from notebook_accelerate.errors import BrokenCheckpointError
+from notebook_accelerate.files.remote_paths import AnyPath
 from notebook_accelerate.telemetry.tracebacks import describe_error
 
 MALFORMED: tuple[type[Exception], ...] = (

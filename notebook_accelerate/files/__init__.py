@@ -1,0 +1,1 @@
+"""Files: at URLs, of weights, from untrusted sources; guarded from other users, and temporary."""
