@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -22,11 +22,12 @@ from torch.distributed.fsdp import (
 
 from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accelerate.optimizer import AcceleratedOptimizer
+from notebook_accelerate.strategies.context_parallel import make_attention_causal, split_sequences
 from notebook_accelerate.strategies.expert_parallel import split_experts
 from notebook_accelerate.strategies.fsdp.fsdp_units import choose_units, resolved_plugin
+from notebook_accelerate.strategies.fsdp.packed_weights import has_packed_weights, make_weights_shardable
 from notebook_accelerate.strategies.module_queries import (
     check_values,
-    layer_kinds,
     model_has_dtensor,
     retie,
     tied_names,
@@ -244,143 +245,3 @@ def load_full_state(model: nn.Module, state: dict[str, Any], cpu_offload: bool =
     """
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload)
     set_model_state_dict(model, state if dist.get_rank() == 0 else {}, options=options)
-
-
-# ---- 4-bit weights, such as bitsandbytes' `Params4bit`
-#
-# A packed weight consists of bytes and of a state that says how to decode them (scales, a table of values). The bytes
-# are sharded like any frozen parameter. The state takes a few percent of their size, so it stays whole on every rank.
-# It is stored in the module, where bitsandbytes finds it if the (gathered) weight does not have it.
-
-
-def has_packed_weights(model: nn.Module) -> bool:
-    """Return whether a model has 4-bit weights.
-
-    Args:
-        model: The model.
-    """
-    return any(True for _ in _packed(model))
-
-
-def _packed(model: nn.Module) -> Iterator[tuple[Any, nn.Parameter]]:
-    for module in model.modules():
-        weight = module._parameters.get("weight")
-        if weight is not None and getattr(weight, "quant_state", None) is not None:
-            yield module, weight
-
-
-@torch.no_grad()
-def make_weights_shardable(model: nn.Module, device: torch.device) -> None:
-    """Turn 4-bit weights into plain byte parameters, in place and equal on all ranks; every rank must call this.
-
-    Without this, torch would treat weights that are stored as bfloat16 as numbers: gathering them would convert them to
-    the dtype of mixed precision, and change bit patterns that look like NaN (bitsandbytes#1945).
-
-    Args:
-        model: The model before it is sharded.
-        device: The device on which the model trains.
-    """
-    for module, weight in list(_packed(model)):
-        state = weight.quant_state  # type: ignore[attr-defined]
-        state.to(device)
-        for tensor in _tensors_of(state):
-            dist.broadcast(tensor, src=0)
-        stored = weight.detach().as_subclass(torch.Tensor).to(device).contiguous()
-        plain = nn.Parameter(stored.view(torch.uint8).reshape(-1, 1).clone(), requires_grad=False)
-        module._parameters["weight"] = plain
-        module.quant_state = state
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False  # In evaluation, bitsandbytes would convert the gathered copy.
-
-
-def _tensors_of(state: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a quantization state, including the nested state of its quantized scales."""
-    for value in vars(state).values():
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif hasattr(value, "absmax"):
-            yield from _tensors_of(value)
-
-
-# ---- context parallelism
-#
-# Each rank computes a part of every sequence, and attention layers exchange keys and values. Sources: Liu et al., "Ring
-# Attention", https://arxiv.org/abs/2310.01889, and torch's experimental `context_parallel`.
-
-
-@contextmanager
-def split_sequences(
-    mesh: DeviceMesh, exchange: str, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept_split: set[torch.Tensor]
-) -> Iterator[None]:
-    """Split sequences over ranks inside a with block; every rank must enter it.
-
-    Args:
-        mesh: The ranks that share sequences.
-        exchange: How ranks exchange keys and values: "allgather" or "alltoall".
-        buffers: The tensors to split in place.
-        dims: The sequence dimension of each buffer.
-        kept_split: The buffers that are not restored afterwards.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        ValueError: Buffers and dimensions do not match, or a sequence cannot be split evenly.
-    """
-    from torch.distributed.tensor.experimental import context_parallel
-
-    from notebook_accelerate.torch_internals import set_rotate_method
-
-    _check_buffers(buffers, dims, kept_split, 2 * mesh.size())
-    set_rotate_method(exchange)
-    with context_parallel(mesh, buffers=list(buffers), buffer_seq_dims=list(dims), no_restore_buffers=set(kept_split)):
-        yield
-
-
-def _check_buffers(
-    buffers: Sequence[torch.Tensor], dims: Sequence[int], kept_split: set[torch.Tensor], pieces: int
-) -> None:
-    if len(buffers) != len(dims):
-        raise ValueError(
-            f"maybe_context_parallel was given {len(buffers)} buffers and {len(dims)} buffer_seq_dims; pass the "
-            "sequence dimension of each buffer"
-        )
-    if not all(any(kept is buffer for buffer in buffers) for kept in kept_split):
-        raise ValueError("no_restore_buffers contains a tensor that is not in buffers; pass a subset of buffers")
-    for buffer, dim in zip(buffers, dims, strict=True):
-        # Later positions attend to more keys. Each rank gets one piece from the front and one from the back, so that
-        # all ranks have the same amount of work.
-        if not -buffer.dim() <= dim < buffer.dim() or buffer.shape[dim] % pieces:
-            raise ValueError(
-                f"a buffer of shape {list(buffer.shape)} cannot be split along buffer_seq_dims={dim}: that dimension "
-                f"must be a multiple of {pieces}, twice cp_size; pad the sequences"
-            )
-
-
-def make_attention_causal(model: nn.Module) -> None:
-    """Make a transformers model use causal attention instead of a mask, in place.
-
-    A mask for the whole sequence does not fit a part of it, and torch's split attention does not accept a mask.
-
-    Args:
-        model: A model whose attention modules are named self_attn.
-
-    Raises:
-        ValueError: Some layers need a mask other than the causal one (sliding windows, chunks), or have no attention.
-    """
-    if others := [kind for kind in layer_kinds(model) if kind != "full_attention"]:
-        raise ValueError(
-            f"context parallelism computes causal attention over the whole sequence, and {type(model).__name__} has "
-            f"layers of the kind {', '.join(others)}, whose mask would be lost; train a model with full attention, or "
-            "write ParallelismConfig(...) without cp_size"
-        )
-    for name, module in model.named_modules():
-        if name.endswith("self_attn"):
-            module.register_forward_pre_hook(_causal, with_kwargs=True)
-
-
-def _causal(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    changed: dict[str, Any] = {"attention_mask": None} if "attention_mask" in kwargs else {}
-    if "is_causal" in kwargs:
-        changed["is_causal"] = True
-    return args, {**kwargs, **changed}
