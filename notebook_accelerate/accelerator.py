@@ -26,6 +26,7 @@ from notebook_accelerate.config.kwargs_handlers import (
 )
 from notebook_accelerate.config.launch_config import takes_launch_arguments
 from notebook_accelerate.config.parallelism_config import ParallelismConfig
+from notebook_accelerate.config.plain_values import check_type
 from notebook_accelerate.data_loader import skip_first_batches
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.precision import make_precision
@@ -221,9 +222,7 @@ class Accelerator(AcceleratorProperties):
         """
         self.state.distributed_type  # noqa: B018 - this raises if the state was reset
         placements: Sequence[bool | None] = [None] * len(args) if device_placement is None else device_placement
-        accelerator_arguments.check_type(
-            "device_placement", placements, (list, tuple), "a list with True or False for each object"
-        )
+        check_type("device_placement", placements, (list, tuple), "a list with True or False for each object")
         if len(placements) != len(args):
             raise ValueError(f"device_placement has {len(placements)} items for {len(args)} objects; pass one for each")
         prepared = self.strategy.prepare(args, placements)
@@ -246,7 +245,7 @@ class Accelerator(AcceleratorProperties):
         Returns:
             The prepared model.
         """
-        accelerator_arguments.check_type("prepare_model", model, torch.nn.Module, "a torch.nn.Module")
+        check_type("prepare_model", model, torch.nn.Module, "a torch.nn.Module")
         return self.strategy.prepare_model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(
@@ -262,7 +261,7 @@ class Accelerator(AcceleratorProperties):
             The prepared optimizer.
         """
         if not hasattr(optimizer, "param_groups"):
-            accelerator_arguments.check_type("prepare_optimizer", optimizer, torch.optim.Optimizer, "a torch optimizer")
+            check_type("prepare_optimizer", optimizer, torch.optim.Optimizer, "a torch optimizer")
         return self.strategy.prepare_optimizer(optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
@@ -275,9 +274,7 @@ class Accelerator(AcceleratorProperties):
             The prepared scheduler.
         """
         if not callable(getattr(scheduler, "step", None)):
-            accelerator_arguments.check_type(
-                "prepare_scheduler", scheduler, AcceleratedScheduler, "a learning rate scheduler"
-            )
+            check_type("prepare_scheduler", scheduler, AcceleratedScheduler, "a learning rate scheduler")
         return self.strategy.prepare_scheduler(scheduler)
 
     def prepare_data_loader(
@@ -445,9 +442,7 @@ class Accelerator(AcceleratorProperties):
             A context manager.
         """
         if autocast_handler is not None:
-            accelerator_arguments.check_type(
-                "autocast_handler", autocast_handler, AutocastKwargs, "AutocastKwargs(...)"
-            )
+            check_type("autocast_handler", autocast_handler, AutocastKwargs, "AutocastKwargs(...)")
         return self._precision.autocast(autocast_handler)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:

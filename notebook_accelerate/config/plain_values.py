@@ -221,19 +221,20 @@ def check_whole_number(name: str, value: object, least: int = 1, most: int | Non
         raise ValueError(f"{name}={short_repr(value)} is not allowed; pass a whole number of at least {least}{limit}")
 
 
-def check_type(name: str, value: object, kind: type) -> None:
-    """Check that a value is an object of a class.
+def check_type(name: str, value: object, allowed: type | tuple[type, ...], what: str) -> None:
+    """Check the type of an argument.
 
     Args:
-        name: Name of the field or argument.
-        value: Its value.
-        kind: The class.
+        name: The function or argument, for the message.
+        value: The value to check.
+        allowed: The allowed type or types.
+        what: The allowed types as text, or the line to type, for the message.
 
     Raises:
-        ValueError: It is of another class; the message shows the call.
+        ValueError: The value has another type.
     """
-    if not isinstance(value, kind):
-        raise ValueError(f"{name}={value!r} is not allowed; pass an object: {name}={kind.__name__}(...)")
+    if not isinstance(value, allowed):
+        raise ValueError(f"{name} takes {what}; got {type(value).__name__} ({value!r:.60})")
 
 
 MAX_SECONDS = 10**9

@@ -68,7 +68,7 @@ def offloads_gradients(requested: Slots) -> bool:
     if plugin is not None:
         from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
 
-        check_type("fsdp_plugin", plugin, FullyShardedDataParallelPlugin)
+        check_type("fsdp_plugin", plugin, FullyShardedDataParallelPlugin, "FullyShardedDataParallelPlugin(...)")
     if plugin is None:  # A parallel layout may imply a plugin, which then takes its settings from the environment.
         return requested.get("parallelism_config") is not None and environ.flag("FSDP_OFFLOAD_PARAMS")
     return plugin.fsdp_version == 2 and bool(getattr(plugin, "offloads", False))
@@ -92,7 +92,7 @@ def arrange_ranks(slots: Slots) -> Slots:
         layout.device_mesh = tp_plugin.torch_device_mesh
     if layout is None:
         return {}
-    check_type("parallelism_config", layout, ParallelismConfig)
+    check_type("parallelism_config", layout, ParallelismConfig, "ParallelismConfig(...)")
     layout.check_world_size(slots["num_processes"])
     if layout.sp_enabled:
         return _arrange_sequence_ranks(layout, slots)

@@ -25,6 +25,7 @@ from notebook_accelerate.config.kwargs_handlers import (
     ProjectConfiguration,
 )
 from notebook_accelerate.config.low_precision import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from notebook_accelerate.config.plain_values import check_type
 from notebook_accelerate.precision import Precision
 from notebook_accelerate.state import AcceleratorState, GradientState
 from notebook_accelerate.state.warn_once import warn_once
@@ -59,22 +60,6 @@ class Setup:
     """Whether schedulers step only when optimizers do."""
     ddp_handler: DistributedDataParallelKwargs | None = None
     """The settings of DDP; None means torch's defaults."""
-
-
-def check_type(name: str, value: Any, allowed: type | tuple[type, ...], what: str) -> None:
-    """Check the type of an argument.
-
-    Args:
-        name: The function or argument, for the message.
-        value: The value to check.
-        allowed: The allowed type or types.
-        what: The allowed types as text, or the line to type, for the message.
-
-    Raises:
-        ValueError: The value has another type.
-    """
-    if not isinstance(value, allowed):
-        raise ValueError(f"{name} takes {what}; got {type(value).__name__} ({value!r:.60})")
 
 
 def check_loss(loss: Any) -> None:
