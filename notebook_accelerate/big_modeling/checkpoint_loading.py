@@ -37,7 +37,7 @@ from notebook_accelerate.big_modeling.quantization import (
 from notebook_accelerate.collectives import broadcast_object_list
 from notebook_accelerate.errors import CheckpointError, CheckpointMismatchError
 from notebook_accelerate.files.remote_paths import path_of
-from notebook_accelerate.files.tensor_sources import FileSource, Source
+from notebook_accelerate.files.tensor_sources import FileSource, TensorSource
 from notebook_accelerate.files.weight_files import safetensors_sources
 from notebook_accelerate.torch_internals import uncompiled_name
 
@@ -168,7 +168,7 @@ class _Loading:
         if folder is not None:
             Path(folder).mkdir(parents=True, exist_ok=True)
 
-    def check_shapes(self, sources: dict[str, Source]) -> None:
+    def check_shapes(self, sources: dict[str, TensorSource]) -> None:
         """Compare the shapes of all tensors with the model's."""
         mismatches = [
             f"{name}: {tuple(source.shape)} in the checkpoint, {tuple(self._tensors[name].shape)} in the model"
@@ -182,7 +182,7 @@ class _Loading:
                 f"loaded:\n  {lines}\nThis checkpoint belongs to another model."
             )
 
-    def _bytes_to_allocate(self, sources: dict[str, Source]) -> dict[torch.device, int]:
+    def _bytes_to_allocate(self, sources: dict[str, TensorSource]) -> dict[torch.device, int]:
         """Return the bytes that loading allocates on each device, without mapped, overwritten and offloaded tensors."""
         found: dict[torch.device, int] = {}
         for name, source in sources.items():
@@ -199,7 +199,7 @@ class _Loading:
     def load_all(self) -> None:
         """Check the files, then load them in order. If one is broken, report how much was loaded before it."""
         shards = find_shards(self._checkpoint, self._state)
-        known: dict[str, Source] = {}
+        known: dict[str, TensorSource] = {}
         for shard in shards:
             if shard.path.suffix == ".safetensors":
                 known |= shard.sources()
@@ -229,7 +229,7 @@ class _Loading:
             self._place(name, source)
             self._loaded.add(name)
 
-    def _keep_8bit(self, name: str, source: Source) -> None:
+    def _keep_8bit(self, name: str, source: TensorSource) -> None:
         to_disk = str(device_of(name, self._map)) == "disk"
         keep_8bit(self._model, name, source.load(torch.device("cpu")), self._folder if to_disk else None, self._index)
         self._loaded |= {name, name_of_scales(name)}
@@ -250,7 +250,7 @@ class _Loading:
         if devices or self._dtype is not None:
             self._model.to(device=next(iter(self._map.values()), None), dtype=self._dtype)
 
-    def _place(self, name: str, source: Source) -> None:
+    def _place(self, name: str, source: TensorSource) -> None:
         device = device_of(name, self._map)
         dtype = self._dtype_of(name, source)
         if str(device) == "disk":
@@ -269,7 +269,7 @@ class _Loading:
             value = source.map(read_ahead=False) if maps else source.load(torch.device(device))
             set_module_tensor_to_device(self._model, name, device, value=value, dtype=dtype)
 
-    def _dtype_of(self, name: str, source: Source) -> torch.dtype | None:
+    def _dtype_of(self, name: str, source: TensorSource) -> torch.dtype | None:
         if not source.dtype.is_floating_point or name.endswith(".SCB"):
             return None  # bitsandbytes keeps the scales of 8-bit weights in float32.
         if self._dtype is not None and any(part in name.split(".") for part in self._kept):
@@ -277,12 +277,12 @@ class _Loading:
         return self._dtype
 
     @staticmethod
-    def _fits(old: torch.Tensor, source: Source, device: torch.device, dtype: torch.dtype | None) -> bool:
+    def _fits(old: torch.Tensor, source: TensorSource, device: torch.device, dtype: torch.dtype | None) -> bool:
         """Return whether a tensor can be read directly into the model's memory."""
         same = old.device == device and old.device.type == "cpu" and old.dtype == source.dtype
         return same and old.is_contiguous() and dtype in (None, old.dtype)
 
-    def _leave_on_disk(self, name: str, source: Source, dtype: torch.dtype | None) -> None:
+    def _leave_on_disk(self, name: str, source: TensorSource, dtype: torch.dtype | None) -> None:
         dtype = dtype or (self._tensors[name].dtype if source.dtype.is_floating_point else source.dtype)
         if isinstance(source, FileSource) and source.dtype == dtype:
             dtype_name = str(source.dtype).removeprefix("torch.")
@@ -407,7 +407,7 @@ def _check_device_map_limits(
 def load_on_ranks(
     model: torch.nn.Module,
     checkpoint: Any,
-    check: Callable[[dict[str, Source]], None],
+    check: Callable[[dict[str, TensorSource]], None],
     check_names: Callable[[Iterable[str]], None],
     full_state_dict: bool,
     broadcast_from_rank0: bool,

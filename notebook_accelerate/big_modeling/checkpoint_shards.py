@@ -19,7 +19,7 @@ from notebook_accelerate.config import constants
 from notebook_accelerate.config.config_file import cache_folder
 from notebook_accelerate.errors import BrokenCheckpointError
 from notebook_accelerate.files.remote_paths import AnyPath, RemotePath, path_of
-from notebook_accelerate.files.tensor_sources import MemorySource, Source
+from notebook_accelerate.files.tensor_sources import MemorySource, TensorSource
 from notebook_accelerate.files.weight_files import indexed_files, read_index, read_torch, safetensors_sources
 
 
@@ -37,7 +37,7 @@ class Shard:
     names: set[str] | None = None
     wanted: frozenset[str] = frozenset()
 
-    def sources(self) -> dict[str, Source]:
+    def sources(self) -> dict[str, TensorSource]:
         """Return the source of each tensor. Of a safetensors file, only the header is read.
 
         Raises:
@@ -56,10 +56,10 @@ class Shard:
         """Return the name in the model of each name in the file."""
         return fit_compiled_names(names, self.wanted)
 
-    def _all(self) -> dict[str, Source]:
+    def _all(self) -> dict[str, TensorSource]:
         return dict(safetensors_sources(self.path)) if self.path.suffix == ".safetensors" else self._torch()
 
-    def _torch(self) -> dict[str, Source]:
+    def _torch(self) -> dict[str, TensorSource]:
         state = read_torch(self.path, mmap=True) if _is_zip(self.path) else read_torch(self.path)
         if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
             raise BrokenCheckpointError(f"{self.path} is broken: it contains no named tensors.")

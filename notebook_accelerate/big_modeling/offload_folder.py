@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
-from notebook_accelerate.files.tensor_sources import FileSource, MemorySource, Source
+from notebook_accelerate.files.tensor_sources import FileSource, MemorySource, TensorSource
 from notebook_accelerate.files.untrusted_files import read_json
 from notebook_accelerate.files.weight_files import inside, safetensors_sources
 
@@ -177,7 +177,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         tensor = source.load(torch.device(self.device or "cpu"))
         return tensor.to(getattr(torch, info["dtype"])) if "dtype" in info else tensor
 
-    def source(self, key: str) -> Source:
+    def source(self, key: str) -> TensorSource:
         """Return the source of a tensor, with the dtype that it has there.
 
         Args:

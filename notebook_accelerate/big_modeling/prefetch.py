@@ -31,7 +31,7 @@ import torch
 from notebook_accelerate.big_modeling.empty_init import like
 from notebook_accelerate.config.plain_values import convert_bytes
 from notebook_accelerate.files import tensor_sources
-from notebook_accelerate.files.tensor_sources import Source
+from notebook_accelerate.files.tensor_sources import TensorSource
 from notebook_accelerate.hardware.detection import machine_memory
 
 _LOG = logging.getLogger(__name__)
@@ -310,7 +310,7 @@ class Slot:
     """
 
     placeholder: Any
-    source: Source
+    source: TensorSource
 
     def as_held(self, tensor: torch.Tensor) -> Any:
         """Return a loaded tensor in the form its module expects: a parameter like the placeholder, or a buffer."""
@@ -408,7 +408,7 @@ class StreamTransfer:
             done.record(self._stream)
         return tensors, done
 
-    def _copied(self, source: Source) -> torch.Tensor:
+    def _copied(self, source: TensorSource) -> torch.Tensor:
         tensor = torch.empty(source.shape, dtype=source.dtype, device=self._device)
         if source.pinned is not None:
             tensor.copy_(source.pinned, non_blocking=True)
@@ -441,7 +441,7 @@ class StreamTransfer:
         return event
 
 
-def _check_room(sources: Sequence[Source]) -> None:
+def _check_room(sources: Sequence[TensorSource]) -> None:
     """Check that main memory has room for pinned tensors, whose sizes torch rounds up to a power of two.
 
     Pinning a tensor that is mapped from a file frees no memory: its pages belong to the system's cache of the file.

@@ -78,7 +78,7 @@ def load_state(
     wait_for_saves(_CALL)
     folder = None if input_dir is None else path_of(input_dir).absolute()
     for attempt in itertools.count(1):
-        reading = _Reading(_find_checkpoint(accelerator, folder))
+        reading = _LoadAttempt(_find_checkpoint(accelerator, folder))
         failure = None
         try:
             _load_checkpoint(accelerator, reading, elastic, load_kwargs or {}, load_model_func_kwargs)
@@ -93,7 +93,7 @@ def load_state(
     continue_numbering(accelerator.project_configuration, reading.checkpoint)
 
 
-class _Reading:
+class _LoadAttempt:
     """An attempt to read a checkpoint that another process may be replacing.
 
     Args:
@@ -124,7 +124,7 @@ def _changing_error(checkpoint: AnyPath) -> str:
 
 def _load_checkpoint(
     accelerator: AcceleratorProperties,
-    reading: _Reading,
+    reading: _LoadAttempt,
     elastic: bool,
     load_kwargs: dict[str, Any],
     model_options: dict[str, Any],
@@ -204,7 +204,7 @@ def _reject_unfinished(folder: AnyPath) -> None:
         )
 
 
-def _fetch_and_verify(reading: _Reading, location: ReadLocation) -> Manifest | None:
+def _fetch_and_verify(reading: _LoadAttempt, location: ReadLocation) -> Manifest | None:
     """Read the manifest, fetch this rank's share of the files, and compare the share with the manifest."""
     checkpoint = reading.checkpoint
     with raising_on_all_ranks(_CALL, CheckpointError, OSError):

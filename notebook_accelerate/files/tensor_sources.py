@@ -24,7 +24,7 @@ _ALIGNMENT = 64
 """The alignment in bytes of torch's CPU allocator. With safetensors' 8 bytes, MKL's dot products round differently."""
 
 
-class Source:
+class TensorSource:
     """A tensor that can be read repeatedly.
 
     Args:
@@ -80,7 +80,7 @@ class Source:
         return self.read().to(device)
 
 
-class MemorySource(Source):
+class MemorySource(TensorSource):
     """A tensor in memory.
 
     Args:
@@ -127,7 +127,7 @@ class MemorySource(Source):
         return self._tensor.detach().to(device)
 
 
-class FileSource(Source):
+class FileSource(TensorSource):
     """A tensor in a file.
 
     Args:
@@ -161,7 +161,7 @@ class FileSource(Source):
                 done += count
 
     def map(self, *, read_ahead: bool = True) -> torch.Tensor:
-        """Return the tensor as a mapping of its file; see `Source.map`."""
+        """Return the tensor as a mapping of its file; see `TensorSource.map`."""
         if not self.nbytes:
             return torch.empty(self.shape, dtype=self.dtype)
         data = map_file(self.path, self.offset, self.nbytes, read_ahead=read_ahead)

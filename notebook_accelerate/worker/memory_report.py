@@ -23,7 +23,7 @@ MAX_ROWS = 20
 _NO_MEMORY = ("can't allocate memory", "not enough memory")
 
 
-class _Held:
+class _StorageCounter:
     """Counts each storage once, by its device."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ def take_memory_report(frames: Sequence[FrameType] | None = None) -> dict[str, A
     modules, optimizers, tensors = _instances(torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
     roots = _roots(modules)
     state = {id(p): held for each in optimizers for p, held in list(each.state.items())}
-    held = _Held()
+    held = _StorageCounter()
     rows: list[list[Any]] = []
     totals = dict.fromkeys(KINDS, 0)
     for root in roots:
@@ -124,7 +124,7 @@ def _own_bytes(tensor: Any) -> int:
     return int(local.numel() * local.element_size())
 
 
-def _module_row(module: Any, state: dict[int, Any], held: _Held) -> list[int]:
+def _module_row(module: Any, state: dict[int, Any], held: _StorageCounter) -> list[int]:
     parameters = list(module.parameters(recurse=False))
     grads = [p.grad for p in parameters if p.grad is not None]
     states = [tensor for p in parameters for tensor in _tensors(state.get(id(p), {}))]
@@ -136,7 +136,7 @@ def _tensors(value: object) -> list[Any]:
     return [each for each in (value.values() if isinstance(value, dict) else ()) if isinstance(each, torch.Tensor)]
 
 
-def _variables(held: _Held, frames: Iterable[FrameType]) -> list[list[Any]]:
+def _variables(held: _StorageCounter, frames: Iterable[FrameType]) -> list[list[Any]]:
     """Return the variables of the user's functions that hold tensors which do not belong to a model."""
     torch: Any = sys.modules["torch"]
     rows = []

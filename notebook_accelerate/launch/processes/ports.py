@@ -33,7 +33,7 @@ SEARCH_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HeldPort:
     port: int
     sockets: tuple[socket.socket, ...] = ()
 
@@ -44,7 +44,7 @@ class _Held:
 
 
 _lock = threading.Lock()
-_reserved: dict[Hashable, _Held] = {}
+_reserved: dict[Hashable, _HeldPort] = {}
 
 
 def reserve(user: Hashable, asked: int, *, fixed: bool, here: bool = True) -> tuple[int, str]:
@@ -72,7 +72,7 @@ def reserve(user: Hashable, asked: int, *, fixed: bool, here: bool = True) -> tu
         elif held is None:
             held = _any_free()
             note = f"port {asked} is taken, using {held.port}" if asked else ""
-        _reserved[user] = held or _Held(port)
+        _reserved[user] = held or _HeldPort(port)
         return _reserved[user].port, note
 
 
@@ -97,12 +97,12 @@ def release(user: Hashable) -> None:
         held.close()
 
 
-def _hold(port: int) -> _Held | None:
+def _hold(port: int) -> _HeldPort | None:
     """Reserve a port for this process. Return None if a server, this kernel or another kernel uses it."""
     if any(held.port == port for held in _reserved.values()) or not _free(port):
         return None
     if sys.platform != "linux":  # Elsewhere a bound socket blocks the listener, and there are no abstract names.
-        return _Held(port)
+        return _HeldPort(port)
     with ExitStack() as undo:
         name = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
         bound = undo.enter_context(socket.socket())
@@ -114,7 +114,7 @@ def _hold(port: int) -> _Held | None:
             return None
         undo.pop_all()
     kernel_descriptors.add(name.fileno(), bound.fileno())
-    return _Held(port, (name, bound))
+    return _HeldPort(port, (name, bound))
 
 
 def _free(port: int) -> bool:
@@ -132,7 +132,7 @@ def _can_bind(port: int, address: str) -> bool:
         return True
 
 
-def _any_free() -> _Held:
+def _any_free() -> _HeldPort:
     deadline = time.monotonic() + SEARCH_SECONDS
     reason = "other kernels have reserved every port tried"
     while time.monotonic() < deadline:
