@@ -40,7 +40,7 @@ def is_numbered(name: str) -> bool:
     return _NUMBERED.fullmatch(name) is not None
 
 
-def number_of(name: str) -> int:
+def checkpoint_number(name: str) -> int:
     """Return the number in the name of an automatically named checkpoint."""
     match = _NUMBERED.fullmatch(name)
     assert match is not None

@@ -16,7 +16,7 @@ from notebook_accelerate.checkpointing import rank_agreement, state_files
 from notebook_accelerate.checkpointing.checkpoint_writer import PendingSave, SaveTarget
 from notebook_accelerate.checkpointing.commit import CheckpointStore
 from notebook_accelerate.checkpointing.disk_store import DiskStore
-from notebook_accelerate.checkpointing.manifest import CHECKPOINTS_FOLDER, Manifest, is_numbered, number_of
+from notebook_accelerate.checkpointing.manifest import CHECKPOINTS_FOLDER, Manifest, checkpoint_number, is_numbered
 from notebook_accelerate.checkpointing.rank_agreement import gather_results, raise_on_all_ranks, raising_on_all_ranks
 from notebook_accelerate.checkpointing.snapshot import SnapshotBuffers
 from notebook_accelerate.checkpointing.state_files import (
@@ -363,7 +363,7 @@ def automatic_checkpoints(project_dir: AnyPath) -> list[AnyPath]:
 def _numbered_folders(project_dir: AnyPath) -> list[AnyPath]:
     folder = project_dir / CHECKPOINTS_FOLDER
     found = [path for path in folder.iterdir() if is_numbered(path.name)] if folder.is_dir() else []
-    return sorted(found, key=lambda path: number_of(path.name))
+    return sorted(found, key=lambda path: checkpoint_number(path.name))
 
 
 def next_target(project: ProjectConfiguration, output_dir: str | os.PathLike[str] | None) -> AnyPath:
@@ -389,7 +389,7 @@ def next_target(project: ProjectConfiguration, output_dir: str | os.PathLike[str
     project_dir = project_directory(project)
     target = project_dir / CHECKPOINTS_FOLDER / f"checkpoint_{project.iteration}"
     if store_for(target).is_occupied():
-        newest = number_of(_numbered_folders(project_dir)[-1].name)
+        newest = checkpoint_number(_numbered_folders(project_dir)[-1].name)
         raise ValueError(
             f"Checkpoint {target} exists already. Resume from the newest one with accelerator.load_state(), which "
             f"also sets the number, or start numbering after it: ProjectConfiguration(..., iteration={newest + 1})."
@@ -460,4 +460,4 @@ def continue_numbering(project: ProjectConfiguration, loaded: AnyPath) -> None:
     if project.automatic_checkpoint_naming and loaded.parent.name == CHECKPOINTS_FOLDER:
         found = automatic_checkpoints(project_directory(project))
         if loaded in found:
-            project.iteration = number_of(found[-1].name) + 1
+            project.iteration = checkpoint_number(found[-1].name) + 1

@@ -179,7 +179,7 @@ def _user_name(number: int) -> str:
 # ---- files
 
 
-def read_file(path: Path, most: int, *, own: bool = False) -> bytes:
+def read_limited(path: Path, most: int, *, own: bool = False) -> bytes:
     """Read a regular file of limited size.
 
     Args:

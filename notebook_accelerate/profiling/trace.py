@@ -174,7 +174,7 @@ def read_trace(path: str | Path, rank: int | None = None) -> RankTrace:
         ValueError: The file is not a trace of torch's profiler.
     """
     try:
-        data = guarded_files.read_file(Path(path), MAX_BYTES)
+        data = guarded_files.read_limited(Path(path), MAX_BYTES)
         loaded = _json(data)
         rows = loaded["traceEvents"] if isinstance(loaded, dict) else loaded
         return parse(loaded if isinstance(loaded, dict) else {}, rows, rank)

@@ -333,7 +333,7 @@ AFTER_STEPS = "after the last ProfilerStep"
 # ---- the memory of a rank as text, for the notebook and for the note of an out-of-memory error in the rank itself
 
 
-def size_text(nbytes: float) -> str:
+def size_cell(nbytes: float) -> str:
     """Return a number of bytes as text, such as "64.0 MB"."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(nbytes) >= scale:
@@ -368,4 +368,4 @@ def memory_table(report: Mapping[str, Any]) -> str:
 
 def _aligned(rows: Sequence[tuple[str, int]]) -> list[str]:
     width = max((len(name) for name, _ in rows), default=0)
-    return [f"  {name:<{width}}  {size_text(nbytes):>10}" for name, nbytes in rows]
+    return [f"  {name:<{width}}  {size_cell(nbytes):>10}" for name, nbytes in rows]

@@ -9,7 +9,13 @@ from notebook_accelerate import telemetry
 from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.telemetry import automatic_metrics
 from notebook_accelerate.telemetry.events import MetricEvent
-from notebook_accelerate.tracking.tracker import BlankTracker, GeneralTracker, LogValueError, number_of, with_text_names
+from notebook_accelerate.tracking.tracker import (
+    BlankTracker,
+    GeneralTracker,
+    LogValueError,
+    plain_number,
+    with_text_names,
+)
 from notebook_accelerate.tracking.tracker_table import find_row, known_trackers
 
 if TYPE_CHECKING:
@@ -56,7 +62,7 @@ class LiveTracker(GeneralTracker):
 
 def _float_of(value: object) -> float | None:
     """Return a value as a float, or None if it is not a number or is too large."""
-    number = number_of(value)
+    number = plain_number(value)
     try:
         return None if number is None else float(number)
     except OverflowError:

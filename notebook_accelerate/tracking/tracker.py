@@ -272,7 +272,7 @@ def _as_text(name: object) -> str:
     return "/".join(map(str, name)) if isinstance(name, tuple) else str(name)
 
 
-def number_of(value: Any) -> float | int | None:
+def plain_number(value: Any) -> float | int | None:
     """Convert a value to a plain number.
 
     Args:
@@ -322,12 +322,12 @@ def by_kind(
 
 def _classified(value: Any) -> tuple[Kind, Any] | None:
     """Return the kind of a value and the value as a plain Python object, or None if no kind fits."""
-    if (number := number_of(value)) is not None:
+    if (number := plain_number(value)) is not None:
         return "number", number
     if isinstance(value, str):
         return "text", value
     if isinstance(value, Mapping):
-        numbers = {str(key): number_of(item) for key, item in value.items()}
+        numbers = {str(key): plain_number(item) for key, item in value.items()}
         if None not in numbers.values():
             return "numbers", numbers
     return None
@@ -356,4 +356,4 @@ def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         values: The logged values.
     """
-    return {name: value if (number := number_of(value)) is None else number for name, value in values.items()}
+    return {name: value if (number := plain_number(value)) is None else number for name, value in values.items()}

@@ -132,7 +132,7 @@ def _attributes(name: str, function: str, value: object, seen: set[int]) -> Iter
     torch: Any = sys.modules["torch"]
     if isinstance(value, (type, *_CONTAINERS)) or not hasattr(value, "__dict__") or isinstance(value, torch.Tensor):
         return
-    if id(value) in seen or (not is_own(type(value)) and not isinstance(value, torch.nn.Module)):
+    if id(value) in seen or (not is_user_class(type(value)) and not isinstance(value, torch.nn.Module)):
         return
     seen.add(id(value))
     modules = value.named_modules() if isinstance(value, torch.nn.Module) else [("", value)]
@@ -143,7 +143,7 @@ def _attributes(name: str, function: str, value: object, seen: set[int]) -> Iter
                 yield Held(".".join(filter(None, [name, path, key])), function, held)
 
 
-def is_own(kind: type) -> bool:
+def is_user_class(kind: type) -> bool:
     """Return whether a class is the user's."""
     module = sys.modules.get(kind.__module__)
     return kind.__module__ == "__main__" or is_user_code(getattr(module, "__file__", None) or "<string>")
@@ -296,7 +296,8 @@ def compiled_variable() -> str:
         for name, value in variables_of(frame).items():
             if type(value).__name__ == "OptimizedModule":
                 return name
-            for key, held in list(vars(value).items()) if hasattr(value, "__dict__") and is_own(type(value)) else ():
+            own = hasattr(value, "__dict__") and is_user_class(type(value))
+            for key, held in list(vars(value).items()) if own else ():
                 if type(held).__name__ == "OptimizedModule":
                     return f"{name}.{key}"
     return ""

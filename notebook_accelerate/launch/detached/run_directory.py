@@ -272,7 +272,7 @@ def _entries_folder() -> Path:
 
 def _read(path: Path) -> DetachedEntry | None:
     try:
-        content = guarded_files.parse_json(guarded_files.read_file(path, _MAX_ENTRY_BYTES, own=True))
+        content = guarded_files.parse_json(guarded_files.read_limited(path, _MAX_ENTRY_BYTES, own=True))
         guarded_files.check_depth(content)
         known = {each.name for each in fields(DetachedEntry)}  # A newer version may have more fields.
         entry = DetachedEntry(**{name: value for name, value in content.items() if name in known})

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from notebook_accelerate.config.plain_values import given_folder
 from notebook_accelerate.errors import BrokenRunError, NotebookAccelerateError, SerializationError
-from notebook_accelerate.files.guarded_files import ForeignFileError, read_file
+from notebook_accelerate.files.guarded_files import ForeignFileError, read_limited
 from notebook_accelerate.hardware.process_liveness import UNKNOWN, parse_identity, this_process
 from notebook_accelerate.launch.detached import run_directory
 from notebook_accelerate.launch.detached.control_client import ControlClient, warn
@@ -205,7 +205,7 @@ def _stored_result(folder: Path, rank: int, stored: object) -> RankResult:
 
 def _load_result(path: Path, size: int, checksum: object) -> Any:
     try:
-        data = read_file(path, size, own=True)
+        data = read_limited(path, size, own=True)
     except ForeignFileError as error:
         raise SerializationError(
             f"{path} cannot be read: {error}. A result is a pickle, and its author can run "

@@ -16,7 +16,7 @@ from typing import Any
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.config.plain_values import HIDDEN, given_folder, hide_credentials, shown_value
 from notebook_accelerate.errors import BrokenRunError, LaunchError
-from notebook_accelerate.files.guarded_files import check_depth, parse_json, read_file
+from notebook_accelerate.files.guarded_files import check_depth, parse_json, read_limited
 from notebook_accelerate.hardware.process_liveness import this_process
 from notebook_accelerate.launch.kept import journal_format
 from notebook_accelerate.launch.kept.journal_reader import read_journal
@@ -192,7 +192,7 @@ SUMMARY_SECONDS = 2.0
 def read_summary(folder: Path) -> dict[str, Any] | None:
     """Return the data for the table of runs, or None if the run is unfinished or its summary is unusable."""
     try:
-        content = parse_json(read_file(folder / SUMMARY_NAME, MAX_SUMMARY_BYTES))
+        content = parse_json(read_limited(folder / SUMMARY_NAME, MAX_SUMMARY_BYTES))
         check_depth(content)
         content = printable(content)
     except (OSError, ValueError):

@@ -24,7 +24,7 @@ def wait_for(event: threading.Event, timeout: float | None = None) -> bool:
     return True
 
 
-def slice_of(left: float | None) -> float:
+def next_wait(left: float | None) -> float:
     """Return the duration of a condition's next wait, with ``left`` seconds remaining (None: no limit)."""
     return SLICE if left is None else min(left, SLICE)
 

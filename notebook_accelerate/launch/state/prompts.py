@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from notebook_accelerate.errors import ChannelClosedError
-from notebook_accelerate.launch.state.interrupts import slice_of
+from notebook_accelerate.launch.state.interrupts import next_wait
 from notebook_accelerate.telemetry import InputReply, InputRequest
 from notebook_accelerate.telemetry.channel import Sender
 
@@ -180,7 +180,7 @@ class PromptQueue:
                 ):
                     return None
                 stay = self._stay_until - time.monotonic()
-                self._changed.wait(slice_of(left) if stay <= 0 else min(slice_of(left), stay))
+                self._changed.wait(next_wait(left) if stay <= 0 else min(next_wait(left), stay))
             return None
 
     def await_prompt(self, rank: int, timeout: float) -> Prompt | None:
@@ -190,7 +190,7 @@ class PromptQueue:
             while not self._closed and not self._is_released(rank) and (left := deadline - time.monotonic()) > 0:
                 if rank in self._open:
                     return self._open[rank]
-                self._changed.wait(slice_of(left))
+                self._changed.wait(next_wait(left))
             return self._open.get(rank)
 
     def await_debugger(self, rank: int, timeout: float) -> None:
@@ -198,7 +198,7 @@ class PromptQueue:
         deadline = time.monotonic() + timeout
         with self._changed:
             while not self._closed and self._is_released(rank) and (left := deadline - time.monotonic()) > 0:
-                self._changed.wait(slice_of(left))
+                self._changed.wait(next_wait(left))
 
     def claim(self, rank: int) -> Prompt | None:
         """Take the open prompt of ``rank``'s debugger without waiting."""

@@ -32,7 +32,7 @@ from notebook_accelerate.strategies.deepspeed.deepspeed_engine import (
 from notebook_accelerate.strategies.deepspeed.initialize_arguments import (
     EngineParts,
     object_kind,
-    optimizer_parameters,
+    trained_parameters,
 )
 from notebook_accelerate.strategies.engine_strategy import PREPARE_TOGETHER, EngineStrategy
 from notebook_accelerate.strategies.module_queries import compile_regions, without_wrappers
@@ -155,7 +155,7 @@ class DeepSpeedStrategy(EngineStrategy):
                 "this Accelerator already trains a model with DeepSpeed; create another Accelerator for the second "
                 "model, or free the first: accelerator.free_memory()"
             )
-        trained = {id(parameter) for parameter in optimizer_parameters(optimizers[0])}
+        trained = {id(parameter) for parameter in trained_parameters(optimizers[0])}
         owned = {at: {id(p) for p in without_wrappers(objects[at]).parameters()} for at in indices["model"]}
         owners = [at for at, parameters in owned.items() if trained & parameters]
         if len(owners) == 1 and trained <= owned[owners[0]]:

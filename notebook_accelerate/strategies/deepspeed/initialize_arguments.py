@@ -61,7 +61,7 @@ def object_kind(item: Any) -> str:
     return placeholders.get(type(item)) or kind_of(item)
 
 
-def optimizer_parameters(optimizer: Any) -> Iterator[Any]:
+def trained_parameters(optimizer: Any) -> Iterator[Any]:
     """Iterate over the parameters of an optimizer.
 
     The parameters of a placeholder may be a generator; they are replaced with a list, so that they can be read again.

@@ -143,7 +143,7 @@ def _write_tensor(stream: Any, tensor: torch.Tensor) -> None:
             tensor = tensor.clone()  # torch.save would write the whole storage of a view.
         torch.save(tensor, stream)
         return
-    before, after = frame_of(tensor.dtype, tensor.shape)
+    before, after = bytes_around_values(tensor.dtype, tensor.shape)
     stream.write(before)
     stream.keep(tensor.reshape(-1).view(torch.uint8).numpy().data)
     stream.write(after)
@@ -164,7 +164,7 @@ def _can_be_framed(tensor: torch.Tensor) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def frame_of(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
+def bytes_around_values(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
     """Return the bytes that torch.save writes before and after the values of a contiguous tensor.
 
     Args:

@@ -40,7 +40,7 @@ from notebook_accelerate.config import constants
 from notebook_accelerate.errors import CheckpointMismatchError
 from notebook_accelerate.files.weight_files import plain_data_only, read_metadata, read_torch
 from notebook_accelerate.strategies.module_queries import is_compiled_module, tied_names
-from notebook_accelerate.strategies.sharding.shard_files import frame_of, is_framed
+from notebook_accelerate.strategies.sharding.shard_files import bytes_around_values, is_framed
 from notebook_accelerate.strategies.sharding.write_plans import StatePart, exchange_or_raise, make_part
 from notebook_accelerate.torch_internals import CHECKPOINT_PREFIX, StorageInfo, has_own_names, narrow_tensor_by_index
 
@@ -462,7 +462,7 @@ class ShardReader(FileSystemReader):
         shape = next((chunk.sizes for chunk in found.chunks if offset is None or chunk.offsets == offset), None)
         if shape is None or not is_framed(dtype, size := math.prod(shape) * dtype.itemsize):
             return None
-        before, after = frame_of(dtype, shape)
+        before, after = bytes_around_values(dtype, shape)
         begin, end = info.offset + len(before), info.offset + len(before) + size
         if info.length != len(before) + size + len(after) or file[info.offset : begin] != before:
             return None  # The item was written by torch itself, or with another version of torch.

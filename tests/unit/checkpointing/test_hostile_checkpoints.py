@@ -285,4 +285,4 @@ def test_a_folder_whose_number_has_thousands_of_digits_is_no_checkpoint(tmp_path
 
     assert not manifest.is_numbered("checkpoint_" + "9" * 5000)
     assert not manifest.is_numbered("checkpoint_\N{ARABIC-INDIC DIGIT ONE}")
-    assert manifest.number_of("checkpoint_12") == 12
+    assert manifest.checkpoint_number("checkpoint_12") == 12

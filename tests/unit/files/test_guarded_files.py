@@ -106,15 +106,15 @@ def test_a_folder_that_another_group_can_write_to_is_not_the_users(tmp_path: Pat
 def test_only_files_of_the_user_or_of_root_are_own(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"12345")
-    assert guarded_files.read_file(file, 5, own=True) == b"12345"
+    assert guarded_files.read_limited(file, 5, own=True) == b"12345"
     (tmp_path / "link").symlink_to(file)
-    assert guarded_files.read_file(tmp_path / "link", 5) == b"12345"
+    assert guarded_files.read_limited(tmp_path / "link", 5) == b"12345"
     with pytest.raises(OSError, match="not a regular file"):
-        guarded_files.read_file(tmp_path / "link", 5, own=True)
+        guarded_files.read_limited(tmp_path / "link", 5, own=True)
     os.chown(file, NOBODY, NOBODY)
-    assert guarded_files.read_file(file, 5) == b"12345"
+    assert guarded_files.read_limited(file, 5) == b"12345"
     with pytest.raises(guarded_files.ForeignFileError, match="belongs to"):
-        guarded_files.read_file(file, 5, own=True)
+        guarded_files.read_limited(file, 5, own=True)
 
 
 def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
@@ -123,9 +123,9 @@ def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(b"123456")
     for name in ("pipe", "zero", "."):
         with pytest.raises(OSError, match="not a regular file"):
-            guarded_files.read_file(tmp_path / name, 5)
+            guarded_files.read_limited(tmp_path / name, 5)
     with pytest.raises(ValueError, match="has 6 bytes, at most 5"):
-        guarded_files.read_file(tmp_path / "large", 5)
+        guarded_files.read_limited(tmp_path / "large", 5)
 
 
 @pytest.mark.parametrize(

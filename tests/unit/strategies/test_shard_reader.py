@@ -70,13 +70,13 @@ def test_what_other_versions_of_torch_wrote_is_read(
     tmp_path: Path, read_by_torch: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_part("part", state(fill=True)).write_here(tmp_path)
-    frame_of = shard_files.frame_of
+    bytes_around_values = shard_files.bytes_around_values
 
     def other_frame(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
-        before, after = frame_of(dtype, shape)
+        before, after = bytes_around_values(dtype, shape)
         return before.replace(b"archive", b"envelop"), after
 
-    monkeypatch.setattr("notebook_accelerate.strategies.sharding.sharded_checkpoint.frame_of", other_frame)
+    monkeypatch.setattr("notebook_accelerate.strategies.sharding.sharded_checkpoint.bytes_around_values", other_frame)
     assert_read(tmp_path / "part")
     assert len(read_by_torch) == len(state(fill=True)["model"]) - 1  # what is empty is not read
 
