@@ -18,9 +18,15 @@ from types import ModuleType
 from typing import Any
 
 from notebook_accelerate import launch
-from notebook_accelerate.commands.launch_settings import GENERAL, GROUPS, launch_config, log_streams, option
+from notebook_accelerate.commands.launch_settings import (
+    GENERAL,
+    GROUPS,
+    interpreter_options,
+    launch_config,
+    log_streams,
+    option,
+)
 from notebook_accelerate.commands.parsers import Subparsers, command_parser
-from notebook_accelerate.config.environ import parse_flag
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.errors import WorkerError
 from notebook_accelerate.launch import run_registry
@@ -47,10 +53,6 @@ def launch_command_parser(subparsers: Subparsers | None = None) -> argparse.Argu
     )
     for each in GENERAL:
         each.add_to(parser)
-    parser.add_argument(
-        "--as_accelerate", "--as-accelerate", type=parse_flag, metavar="BOOL",
-        help="Serve this package to the script as accelerate (default: where Accelerate is not installed).",
-    )  # fmt: skip
     for title, options in GROUPS.items():
         group = parser.add_argument_group(title)
         for each in options:
@@ -88,9 +90,7 @@ def launch_command(args: argparse.Namespace) -> None:
 
 
 def _runner(args: argparse.Namespace) -> Callable[..., None]:
-    module, no_python = bool(option(args, "module", False)), bool(option(args, "no_python", False))
-    if module and no_python:
-        raise ValueError("--module and --no_python exclude each other; pass one of them")
+    module, no_python = interpreter_options(args)
     if no_python:
         return run_program
     return run_module if module else run_script

@@ -6,7 +6,7 @@ import argparse
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -16,7 +16,16 @@ from notebook_accelerate.config import config_file, environ
 from notebook_accelerate.config.config_file import ClusterConfig, section_settings
 from notebook_accelerate.config.environ import parse_flag, str_to_bool
 from notebook_accelerate.config.launch_config import LaunchConfig
-from notebook_accelerate.config.settings import Setting, short_help
+from notebook_accelerate.config.settings import (
+    HARDWARE,
+    LIMITS,
+    MACHINES,
+    OTHER,
+    OUTPUT,
+    Setting,
+    settings_of,
+    short_help,
+)
 from notebook_accelerate.integrations import accelerate_alias
 
 _EXCLUSIVE = (
@@ -36,6 +45,21 @@ def option(args: argparse.Namespace, name: str, default: Any = None) -> Any:
     return default if value is None else value
 
 
+def interpreter_options(args: argparse.Namespace) -> tuple[bool, bool]:
+    """Return whether the script is a module, and whether it runs without Python.
+
+    Args:
+        args: Options of ``launch``.
+
+    Raises:
+        ValueError: Both options are given.
+    """
+    module, no_python = bool(option(args, "module", False)), bool(option(args, "no_python", False))
+    if module and no_python:
+        raise ValueError("--module and --no_python are mutually exclusive; pass one of them")
+    return module, no_python
+
+
 def cluster_config(args: argparse.Namespace) -> ClusterConfig:
     """Return the configuration file of a launch with the options over it.
 
@@ -53,9 +77,9 @@ def cluster_config(args: argparse.Namespace) -> ClusterConfig:
     for _, each in section_settings(""):
         if (value := option(args, str(each.option))) is not None:
             setattr(found, each.name, value)
-    for section, fields in SECTIONS.items():
-        contents = getattr(found, section) if section in _sections_in_use(args, found) else None
-        setattr(found, section, {} if contents is None else _section(args, fields, contents))
+    in_use = _sections_in_use(args, found)
+    for key in STRATEGIES:
+        setattr(found, key, _section(args, key, getattr(found, key)) if key in in_use else {})
     found.dynamo_config = dynamo_section(args, found.dynamo_config or {})
     found.fp8_config = _fp8(args, found.fp8_config or {}) if found.mixed_precision == "fp8" else {}
     return found
@@ -69,37 +93,33 @@ def _file_in_use(args: argparse.Namespace) -> bool:
 
 def _sections_in_use(args: argparse.Namespace, found: ClusterConfig) -> set[str]:
     """Return the sections that the options select; if they select none, those of the file."""
-    asked = {section for section in SECTIONS if option(args, f"use_{section.removesuffix('_config')}", False)}
-    if option(args, "use_parallelism_config", False):
-        asked.add("parallelism_config")
-    if asked:
+    if asked := {key for key, section in STRATEGIES.items() if option(args, f"use_{section.strategy}", False)}:
         return asked
-    kind = getattr(found.distributed_type, "value", found.distributed_type)
-    in_file = {"DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config", "MEGATRON_LM": "megatron_lm_config"}
-    sections = {in_file[kind]} if kind in in_file else set()
+    kind = str(getattr(found.distributed_type, "value", found.distributed_type))
+    sections = {key for key, section in STRATEGIES.items() if section.strategy.upper() == kind}
     return sections | ({"parallelism_config"} if found.parallelism_config else set())
 
 
-def _section(args: argparse.Namespace, options: Iterable[Option], contents: dict[str, Any]) -> dict[str, Any]:
-    defaults = {each.name: each.default for each in options if each.default is not None}
-    return {**defaults, **contents, **given_options(args, options)}
+def _section(args: argparse.Namespace, key: str, contents: dict[str, Any] | None) -> dict[str, Any]:
+    defaults = {each.name: each.default for each in OPTIONS[key] if each.default is not None}
+    return {**defaults, **(contents or {}), **given_options(args, key)}
 
 
-def given_options(args: argparse.Namespace, options: Iterable[Option]) -> dict[str, Any]:
-    """Return the values of those options that are given, by name."""
-    return {each.name: value for each in options if (value := option(args, each.name)) is not None}
+def given_options(args: argparse.Namespace, key: str) -> dict[str, Any]:
+    """Return the values of the options that are given for a section of the configuration file, by name."""
+    return {each.name: value for each in OPTIONS[key] if (value := option(args, each.name)) is not None}
 
 
 def dynamo_section(args: argparse.Namespace, contents: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of ``torch.compile``: given options override ``contents``, which overrides the defaults."""
     named = {f"dynamo_{name.removeprefix('dynamo_')}": value for name, value in contents.items()}
-    return _section(args, DYNAMO, named)
+    return _section(args, "dynamo_config", named)
 
 
 def _fp8(args: argparse.Namespace, contents: dict[str, Any]) -> dict[str, Any]:
     """Return the section, whose keys have no prefix."""
     named = {f"fp8_{name.removeprefix('fp8_')}": value for name, value in contents.items()}
-    return {name.removeprefix("fp8_"): value for name, value in _section(args, FP8, named).items()}
+    return {name.removeprefix("fp8_"): value for name, value in _section(args, "fp8_config", named).items()}
 
 
 def launch_config(args: argparse.Namespace) -> LaunchConfig:
@@ -120,11 +140,9 @@ def launch_config(args: argparse.Namespace) -> LaunchConfig:
     _check_devices(args, found)
     arguments = found.to_launch_arguments()
     arguments["env"] = {**arguments["env"], **_launcher_variables(args, found)}
-    for name in ("max_restarts", "monitor_interval"):
-        if (value := option(args, name)) is not None:
-            arguments[name] = value
-    if conf := option(args, "rdzv_conf"):
-        arguments["rdzv_conf"] = dict(part.split("=", 1) for part in conf.split(",") if "=" in part)
+    for each in settings_of(LaunchConfig).values():
+        if each.option and (value := option(args, each.option)) is not None:
+            arguments[each.name] = value
     if arguments.get("num_processes") == 1 and arguments["num_nodes"] == 1:
         arguments["log_line_prefix_template"] = ""  # one process needs no label
     return LaunchConfig(**arguments, as_accelerate=_as_accelerate(args), panel=False)
@@ -133,7 +151,7 @@ def launch_config(args: argparse.Namespace) -> LaunchConfig:
 def _launcher_variables(args: argparse.Namespace, found: ClusterConfig) -> dict[str, str]:
     """Return the variables that Accelerate's launcher sets whatever the options are."""
     variables = {"OMP_NUM_THREADS": _threads(args, found)}
-    by_torchrun = option(args, "multi_gpu", False) or any(getattr(found, section) for section in SECTIONS)
+    by_torchrun = option(args, "multi_gpu", False) or any(getattr(found, key) for key in STRATEGIES)
     if by_torchrun or found.num_processes > 1 or found.num_machines > 1:
         # Not KMP_AFFINITY: Intel's OpenMP would bind the threads of all ranks to the same cores.
         return {**variables, "ROLE_NAME": str(option(args, "role", "default"))}
@@ -278,17 +296,6 @@ class Option:
             )
 
 
-def options_of(key: str, *names: str) -> tuple[Option, ...]:
-    """Return the options that set a section of the configuration file.
-
-    Args:
-        key: The section.
-        names: The options; empty: all of the section.
-    """
-    found = {str(each.option): (owner, each) for owner, each in section_settings(key)}
-    return tuple(_option_of(*found[name]) for name in names or found)
-
-
 def _option_of(owner: type[Any], known: Setting) -> Option:
     choices = tuple(each.value.lower() if isinstance(each, Enum) else each for each in known.choices)
     return Option(
@@ -300,12 +307,13 @@ def _option_of(owner: type[Any], known: Setting) -> Option:
     )
 
 
+_PROCESSES = "Processes"
+"""The group of settings without a group."""
 _CONVERTERS: dict[type[Any], Callable[[str], Any]] = {bool: parse_flag, int: int, float: float, str: str}
-
-
 _FLAGS = (parse_flag, environ.flag_text, str_to_bool)
 _METAVARS: dict[Any, str] = {
-    int: "N", float: "X", str: "TEXT", environ.flags_text: "BOOL,BOOL,BOOL", **dict.fromkeys(_FLAGS, "BOOL"),
+    int: "N", float: "X", str: "TEXT", environ.flags_text: "BOOL,BOOL,BOOL",
+    environ.assignments: "NAME=VALUE,...", **dict.fromkeys(_FLAGS, "BOOL"),
 }  # fmt: skip
 
 GENERAL = (
@@ -313,81 +321,80 @@ GENERAL = (
     Option("module", "The script is the name of a module, as after python -m.", None, short="-m"),
     Option("no_python", "The script is a program, not a Python file.", None),
     Option("quiet", "Print the error of the first failed rank only.", None, short="-q"),
-    *options_of("", "debug"),
 )
-HARDWARE = (
-    *options_of("", "cpu"),
-    Option("multi_gpu", "Train on several GPUs, as is done where there are several.", None),
-    Option("tpu", "Train on a TPU, as is done where there is one.", None),
-    *options_of("", "gpu_ids"),
-)
-RESOURCES = (
-    *options_of("", "mixed_precision", "num_processes", "num_machines", "enable_cpu_affinity"),
-    Option(
-        "num_cpu_threads_per_process",
-        "CPU threads of each process; without it OMP_NUM_THREADS, with --cpu a share of the cores, else 1.", int,
-    ),
-    Option("max_restarts", "How often all processes are restarted after a failure.", int, default=0),
-    Option("monitor_interval", "Seconds between two checks of the processes where the system reports no end.", float),
-)  # fmt: skip
-MACHINES = (
-    *options_of("", "machine_rank", "main_process_ip", "main_process_port", "rdzv_backend", "same_network"),
-    Option("rdzv_conf", "Settings of the rendezvous: name=value,name=value."),
-)
-STRATEGIES = (
-    Option("use_deepspeed", "Train with DeepSpeed.", None),
-    Option("use_fsdp", "Train with FSDP.", None),
-    Option("use_megatron_lm", "Train with Megatron-LM.", None),
-    Option("use_parallelism_config", "Train with several kinds of parallelism.", None),
-)
-DYNAMO = options_of("dynamo_config")
-DEEPSPEED = (
-    *options_of("deepspeed_config"),
+OPTIONS = {key: tuple(_option_of(*entry) for entry in section_settings(key)) for key in config_file.SECTIONS if key}
+"""Options by section of the configuration file."""
+OPTIONS["deepspeed_config"] += (
     Option("deepspeed_multinode_launcher", "DeepSpeed's launcher; standard only.", default="standard"),
     Option("deepspeed_hostfile", supported=False),
     Option("deepspeed_exclusion_filter", supported=False),
     Option("deepspeed_inclusion_filter", supported=False),
 )
-FSDP = options_of("fsdp_config")
-PARALLELISM = options_of("parallelism_config")
-MEGATRON = options_of("megatron_lm_config")
-FP8 = (
-    Option("fp8_backend", "Library that computes in fp8.", choices=("ao", "te", "msamp")),
-    *options_of("fp8_config"),
-)
-OTHER = (
-    *options_of("", "downcast_bf16", "main_training_function"),
-    *(
-        Option(name, supported=False)
-        for name in (
-            "vm", "env", "aws_access_key_id", "aws_secret_access_key", "mpirun_hostfile",
-        )
+_BACKEND = "Library that computes in fp8, with --mixed_precision fp8."
+OPTIONS["fp8_config"] += (Option("fp8_backend", _BACKEND, choices=("ao", "te", "msamp")),)
+STRATEGIES = {key: config_file.section_of(key) for key in OPTIONS if config_file.section_of(key).strategy}
+"""The sections that configure strategies."""
+_NOT_IN_FILE = {
+    HARDWARE: (
+        Option("multi_gpu", "Train on several GPUs, as is done where there are several.", None),
+        Option("tpu", "Train on a TPU, as is done where there is one.", None),
     ),
-    Option("log_dir", "Folder of files with the output of each process, which is still printed."),
-    Option("tee", "Streams in the files: 1 (stdout), 2 (stderr), 3 (both), or by process, as 0:1,1:3.", short="-t"),
-    Option("role", "Name of the processes' role, which they find in ROLE_NAME.", default="default"),
-    Option("tpu_use_sudo", type=None, supported=False),
-    Option("tpu_cluster", type=None, supported=False),
-    Option("no_tpu_cluster", "One machine with a TPU, as is usual.", None),
-)  # fmt: skip
+    _PROCESSES: (
+        Option(
+            "num_cpu_threads_per_process",
+            "CPU threads of each process; without it OMP_NUM_THREADS, with --cpu a share of the cores, else 1.", int,
+        ),
+    ),
+    OUTPUT: (
+        Option(
+            "as_accelerate",
+            "Serve this package to the script as accelerate (default: where Accelerate is not installed).", parse_flag,
+        ),
+        Option("log_dir", "Folder of files with the output of each process, which is still printed."),
+        Option("tee", "Streams in the files: 1 (stdout), 2 (stderr), 3 (both), or by process, as 0:1,1:3.", short="-t"),
+        Option("role", "Name of the processes' role, which they find in ROLE_NAME.", default="default"),
+    ),
+    OTHER: (
+        *(
+            Option(name, supported=False)
+            for name in ("vm", "env", "aws_access_key_id", "aws_secret_access_key", "mpirun_hostfile")
+        ),
+        Option("tpu_use_sudo", type=None, supported=False),
+        Option("tpu_cluster", type=None, supported=False),
+        Option("no_tpu_cluster", "One machine with a TPU, as is usual.", None),
+    ),
+}  # fmt: skip
+"""Options that are not settings of the configuration file, by group."""
 
-GROUPS = {
-    "hardware": HARDWARE,
-    "processes": RESOURCES,
-    "several machines": MACHINES,
-    "strategy": STRATEGIES,
-    "torch.compile": DYNAMO,
-    "DeepSpeed (with --use_deepspeed)": DEEPSPEED,
-    "FSDP (with --use_fsdp)": FSDP,
-    "parallelism (with --use_parallelism_config)": PARALLELISM,
-    "Megatron-LM (with --use_megatron_lm)": MEGATRON,
-    "fp8 (with --mixed_precision fp8)": FP8,
-    "other options of Accelerate": OTHER,
-}
-SECTIONS = {
-    "deepspeed_config": DEEPSPEED,
-    "fsdp_config": FSDP,
-    "megatron_lm_config": MEGATRON,
-    "parallelism_config": PARALLELISM,
-}
-"""Options by section of the configuration file."""
+
+def _groups() -> dict[str, list[Option]]:
+    """Return the options by the title of their group."""
+    groups: dict[str, list[Option]] = {title: [] for title in (HARDWARE, _PROCESSES, MACHINES, LIMITS, OUTPUT)}
+    groups["Strategy"] = [
+        Option(f"use_{section.strategy}", f"Train with {section.title}.", None) for section in STRATEGIES.values()
+    ]
+    for key, options in OPTIONS.items():
+        selected = f" (with --use_{STRATEGIES[key].strategy})" if key in STRATEGIES else ""
+        groups[f"{config_file.section_of(key).title}{selected}"] = list(options)
+    settings = section_settings("")
+    settings += [(LaunchConfig, each) for each in settings_of(LaunchConfig).values() if each.option]
+    for owner, each in settings:
+        groups.setdefault(each.group or _PROCESSES, []).append(_option_of(owner, each))
+    for title, options in _NOT_IN_FILE.items():
+        groups[title] += options
+    return groups
+
+
+GROUPS = _groups()
+_BY_NAME = {each.name: each for options in GROUPS.values() for each in options}
+
+
+def add_options(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Add options of ``launch`` to the parser of another command.
+
+    Args:
+        parser: The parser.
+        names: The options, with underscores.
+    """
+    for name in names:
+        _BY_NAME[name].add_to(parser)

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.commands.launch import run_in_ranks
-from notebook_accelerate.commands.launch_settings import launch_config
+from notebook_accelerate.commands.launch_settings import add_options, launch_config
 from notebook_accelerate.commands.parsers import Subparsers, add_config_file, command_parser
 
 if TYPE_CHECKING:
@@ -21,8 +21,7 @@ def test_command_parser(subparsers: Subparsers | None = None) -> argparse.Argume
         "weights.",
     )  # fmt: skip
     add_config_file(parser, "The configuration file; without it, the default one, or all devices.")
-    parser.add_argument("--num_processes", "--num-processes", type=int, metavar="N", help="Number of processes.")
-    parser.add_argument("--cpu", action="store_true", default=None, help="Train on the CPU.")
+    add_options(parser, "num_processes", "cpu")
     parser.set_defaults(func=test_command)
     return parser
 

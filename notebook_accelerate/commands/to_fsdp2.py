@@ -9,20 +9,14 @@ from typing import Any
 import yaml
 
 from notebook_accelerate.commands.parsers import Subparsers, add_config_file, command_parser
+from notebook_accelerate.config.constants import FSDP_SHARDING_STRATEGY
+from notebook_accelerate.config.fsdp_plugin import choice
 
 _REMOVED = {
     "fsdp_backward_prefetch": "FSDP 2 prefetches by itself",
     "fsdp_forward_prefetch": "FSDP 2 has no such setting yet",
     "fsdp_sync_module_states": "FSDP 2 always sends the first rank's weights",
     "fsdp_use_orig_params": "FSDP 2 always keeps the model's own parameters",
-}
-_STRATEGIES = {1: "FULL_SHARD", 2: "SHARD_GRAD_OP", 3: "NO_SHARD", 4: "HYBRID_SHARD", 5: "HYBRID_SHARD_ZERO2"}
-_RESHARDS = {
-    "FULL_SHARD": True,
-    "SHARD_GRAD_OP": False,
-    "HYBRID_SHARD": True,
-    "HYBRID_SHARD_ZERO2": False,
-    "NO_SHARD": False,
 }
 
 
@@ -71,7 +65,7 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
         config: The contents of a file for FSDP 1.
 
     Raises:
-        ValueError: There are no settings of FSDP.
+        ValueError: There are no settings of FSDP, or the sharding strategy is unknown.
     """
     section = dict(config.get("fsdp_config") or {})
     if not section:
@@ -80,9 +74,8 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
         print(f"{name} is left out: {_REMOVED[name]}")
         del section[name]
     if "fsdp_sharding_strategy" in section:
-        strategy = section.pop("fsdp_sharding_strategy")
-        strategy = _STRATEGIES[int(strategy)] if str(strategy).isdigit() else str(strategy).upper()
-        section["fsdp_reshard_after_forward"] = _RESHARDS[strategy]
+        strategy = choice("fsdp_sharding_strategy", str(section.pop("fsdp_sharding_strategy")), FSDP_SHARDING_STRATEGY)
+        section["fsdp_reshard_after_forward"] = strategy in ("FULL_SHARD", "HYBRID_SHARD")
         if strategy == "NO_SHARD":
             print("FSDP 2 cannot leave parameters whole: the file shards them; for plain data parallelism, use DDP")
         if strategy.startswith("HYBRID"):

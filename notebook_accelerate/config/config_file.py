@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 import yaml
 
 from notebook_accelerate.config import constants, environ
-from notebook_accelerate.config.deepspeed_config import check_launched_fields
-from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin
+from notebook_accelerate.config.deepspeed_plugin import DeepSpeedPlugin, check_launched_fields
 from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.enums import (
     ComputeEnvironment,
@@ -34,7 +33,11 @@ from notebook_accelerate.config.parallelism_config import (
 )
 from notebook_accelerate.config.plain_values import check_one_of
 from notebook_accelerate.config.settings import (
+    HARDWARE,
+    MACHINES,
     MIXED_PRECISIONS,
+    OTHER,
+    OUTPUT,
     RDZV_BACKENDS,
     Answers,
     Section,
@@ -66,6 +69,7 @@ class BaseConfig:
     distributed_type: DistributedType | SageMakerDistributedType
     mixed_precision: str = field(
         metadata=metadata(
+            variable="ACCELERATE_MIXED_PRECISION",
             launch="mixed_precision",
             choices=MIXED_PRECISIONS,
             closed=True,
@@ -77,19 +81,21 @@ class BaseConfig:
     """Precision of the computation."""
     use_cpu: bool = field(
         metadata=metadata(
+            variable="ACCELERATE_USE_CPU",
             launch="cpu",
             option="cpu",
             switch=True,
+            group=HARDWARE,
             ask="Train on the CPU only?",
             answer=lambda answers: not answers["devices"],
             place=2,
         )
     )
     """Train on the CPU, without the default configuration file."""
-    debug: bool = field(metadata=metadata(switch=True))
+    debug: bool = field(metadata=metadata(variable="ACCELERATE_DEBUG_MODE", switch=True, group=OUTPUT))
     """Ranks compare the tensors that they pass to collectives."""
 
-    settings = Section()
+    settings = Section(title="Machines and processes")
     distributed_types: ClassVar[type[Enum]] = DistributedType
 
     def __post_init__(self) -> None:
@@ -188,24 +194,30 @@ class BaseConfig:
         Path(yaml_file).write_text(yaml.safe_dump(self.to_dict()), encoding="utf-8")
 
 
+def processes_per_machine(num_processes: int, num_machines: int) -> int:
+    """Divide the processes among the machines.
+
+    Args:
+        num_processes: Number of processes on all machines.
+        num_machines: Number of machines.
+
+    Raises:
+        ValueError: The number of processes is not a multiple of the number of machines.
+    """
+    if num_processes % num_machines:
+        raise ValueError(
+            f"num_processes={num_processes} is not a multiple of num_machines={num_machines}; write the number of "
+            f"all processes, such as num_processes: {num_machines * (num_processes // num_machines + 1)}"
+        )
+    return num_processes // num_machines
+
+
 def _several(answers: Answers) -> bool:
     return bool(answers["num_machines"] > 1)
 
 
 def _all_devices(answers: Answers) -> int:
     return int((1 if answers["cpu"] else max(answers["devices"], 1)) * answers["num_machines"])
-
-
-# Sections of a cluster's configuration; empty where a file does not have them.
-_SECTIONS = (
-    "fp8_config",
-    "deepspeed_config",
-    "fsdp_config",
-    "parallelism_config",
-    "megatron_lm_config",
-    "mpirun_config",
-    "dynamo_config",
-)
 
 
 @dataclass
@@ -217,36 +229,41 @@ class ClusterConfig(BaseConfig):
     )
     """Number of processes on all machines; without it, one per device."""
     machine_rank: int = setting(
-        0, launch="node_rank", ask="Which is this one, counted from 0?", answer=0, when=_several, place=1
+        0, launch="node_rank", group=MACHINES, ask="Which is this one, counted from 0?", when=_several, place=1
     )
     """Index of this machine, from 0."""
-    num_machines: int = setting(1, launch="num_nodes", ask="How many machines train together?", answer=1)
+    num_machines: int = setting(1, launch="num_nodes", ask="How many machines train together?")
     """Number of machines."""
-    gpu_ids: str | None = setting()
+    gpu_ids: str | None = setting(group=HARDWARE)
     """Numbers of the GPUs to use, separated by commas, or all."""
     main_process_ip: str | None = setting(
-        launch="master_addr", ask="What is the address of machine 0?", answer="127.0.0.1", when=_several, place=1
+        launch="master_addr",
+        group=MACHINES,
+        ask="What is the address of machine 0?",
+        answer="127.0.0.1",
+        when=_several,
+        place=1,
     )
     """Address of the machine with index 0."""
     main_process_port: int | None = setting(
-        launch="use_port", ask="Which of its ports is free?", answer=29500, when=_several, place=1
+        launch="use_port", group=MACHINES, ask="Which of its ports is free?", answer=29500, when=_several, place=1
     )
     """Port of the process group on that machine."""
     rdzv_backend: str | None = setting(
         "static",
         launch="rdzv_backend",
         choices=RDZV_BACKENDS,
+        group=MACHINES,
         ask="How do they find each other?",
-        answer="static",
         when=_several,
         place=1,
     )
     """How machines find each other: static, by their index, or c10d, in the order they join."""
-    same_network: bool | None = setting(False, switch=True)
+    same_network: bool | None = setting(False, switch=True, group=MACHINES)
     """Machines share a network. No effect: they connect to main_process_ip."""
-    main_training_function: str = setting("main")
+    main_training_function: str = setting("main", group=OTHER)
     """No effect: the whole script runs."""
-    enable_cpu_affinity: bool = setting(False, switch=True)
+    enable_cpu_affinity: bool = setting(False, variable="ACCELERATE_CPU_AFFINITY", switch=True)
     """Bind each process to the CPU cores near its GPU."""
     fp8_config: dict[str, Any] | None = None
     deepspeed_config: dict[str, Any] | None = None
@@ -254,7 +271,7 @@ class ClusterConfig(BaseConfig):
     parallelism_config: dict[str, Any] | None = None
     megatron_lm_config: dict[str, Any] | None = None
     mpirun_config: dict[str, Any] | None = None
-    downcast_bf16: bool = setting(False, switch=True)
+    downcast_bf16: bool = setting(False, variable="ACCELERATE_DOWNCAST_BF16", switch=True, group=OTHER)
     """On a TPU, bfloat16 for float and double."""
     tpu_name: str | None = None
     tpu_zone: str | None = None
@@ -268,8 +285,8 @@ class ClusterConfig(BaseConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in _SECTIONS:
-            if getattr(self, name) is None:
+        for name in ("mpirun_config", *SECTIONS):
+            if name and getattr(self, name) is None:
                 setattr(self, name, {})
         if (self.deepspeed_config or {}).get("deepspeed_config_file") not in {None, "none"}:
             check_launched_fields(self.deepspeed_config or {})
@@ -283,14 +300,10 @@ class ClusterConfig(BaseConfig):
             ValueError: The number of processes is not a multiple of the number of machines.
         """
         machines = max(self.num_machines, 1)
-        if self.num_processes > 0 and self.num_processes % machines:
-            raise ValueError(
-                f"num_processes={self.num_processes} is not a multiple of num_machines={machines}; write the number of "
-                f"all processes, such as num_processes: {machines * (self.num_processes // machines + 1)}"
-            )
+        processes = processes_per_machine(self.num_processes, machines) if self.num_processes > 0 else None
         same = settings_of(ClusterConfig).values()
         given: dict[str, Any] = {each.launch: getattr(self, each.name) for each in same if each.launch} | {
-            "num_processes": self.num_processes // machines if self.num_processes > 0 else None,
+            "num_processes": processes,
             "use_port": str(self.main_process_port) if self.main_process_port else None,
             "num_nodes": machines,
             "env": self.rank_variables() or None,
@@ -299,28 +312,21 @@ class ClusterConfig(BaseConfig):
 
     def rank_variables(self) -> dict[str, str]:
         """Return the environment variables of the settings that ``LaunchConfig`` has no field for."""
-        variables = self.to_environment()
-        for name in ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_USE_CPU"):
-            variables.pop(name, None)
+        in_launch = {each.variable for each in settings_of(ClusterConfig).values() if each.launch}
+        variables = {name: value for name, value in self.to_environment().items() if name not in in_launch}
         if self.gpu_ids not in {None, "all"}:
             variables["CUDA_VISIBLE_DEVICES"] = str(self.gpu_ids)
         return variables
 
     def to_environment(self) -> dict[str, str]:
         """Return these settings as environment variables of a rank."""
-        values: dict[str, Any] = {
-            "ACCELERATE_MIXED_PRECISION": self.mixed_precision,
-            "ACCELERATE_USE_CPU": "True" if self.use_cpu else None,
-            "ACCELERATE_DEBUG_MODE": self.debug or None,
-            "ACCELERATE_CPU_AFFINITY": "1" if self.enable_cpu_affinity else None,
-            "ACCELERATE_DOWNCAST_BF16": self.downcast_bf16 or None,
-            **_dynamo_variables(self.dynamo_config or {}),
-            **_section_variables("fsdp_config", self.fsdp_config or {}),
-            **_section_variables("deepspeed_config", self.deepspeed_config or {}),
-            **_section_variables("parallelism_config", _split_dimensions(self.parallelism_config or {})),
-            **_section_variables("megatron_lm_config", self.megatron_lm_config or {}),
-            **_section_variables("fp8_config", _fp8_contents(self.fp8_config or {})),
-        }
+        values: dict[str, Any] = {}
+        for each in settings_of(ClusterConfig).values():
+            if each.variable and (value := getattr(self, each.name)):
+                values[each.variable] = _TRUE_TEXTS.get(each.name, value)
+        for key in filter(None, SECTIONS):
+            contents = getattr(self, key) or {}
+            values |= _section_variables(key, _PREPARATIONS[key](contents) if key in _PREPARATIONS else contents)
         return {name: environ.as_text(value) for name, value in values.items() if value is not None}
 
 
@@ -416,6 +422,8 @@ SECTIONS: dict[str, tuple[type[Any], ...]] = {
 """The classes whose settings are in each section of a configuration file."""
 _LOWER_CASE = ("fsdp_config", "deepspeed_config")
 """The sections whose truth values Accelerate writes in lower case."""
+_TRUE_TEXTS = {"use_cpu": "True", "enable_cpu_affinity": "1"}
+"""The texts that Accelerate writes for True at the top level, unless it writes "true"."""
 
 
 def section_settings(key: str) -> list[tuple[type[Any], Setting]]:
@@ -428,9 +436,15 @@ def section_settings(key: str) -> list[tuple[type[Any], Setting]]:
     return [(owner, each) for owner, each in entries if each.option]
 
 
+def section_of(key: str) -> Section:
+    """Return where the settings of a section are found."""
+    section: Section = SECTIONS[key][0].settings
+    return section
+
+
 def _section_variables(key: str, contents: Mapping[str, Any]) -> dict[str, Any]:
     """Return the variables of a section; keys that are not settings become variables with their names in capitals."""
-    section: Section = SECTIONS[key][0].settings
+    section = section_of(key)
     names: dict[Any, str | None] = {}
     for _, each in section_settings(key):
         names |= dict.fromkeys((each.option, each.former), each.variable)
@@ -447,10 +461,10 @@ def _joined(value: Any, *, capitalized: bool) -> Any:
     return ",".join(str(item) for item in value) if isinstance(value, (list, tuple)) else value
 
 
-def _dynamo_variables(contents: Mapping[str, Any]) -> dict[str, Any]:
-    values = _section_variables("dynamo_config", contents)
-    backend = str(values.get("ACCELERATE_DYNAMO_BACKEND", "NO")).upper()
-    return values | {"ACCELERATE_DYNAMO_BACKEND": DynamoBackend(backend).value} if values else {}
+def _dynamo_contents(contents: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section with the name of a back end as torch writes it."""
+    backend = str(contents.get("dynamo_backend", "NO")).upper()
+    return {**contents, "dynamo_backend": DynamoBackend(backend).value} if contents else {}
 
 
 def _split_dimensions(contents: Mapping[str, Any]) -> dict[str, Any]:
@@ -477,3 +491,11 @@ def _fp8_contents(contents: Mapping[str, Any]) -> dict[str, Any]:
         del values["fp8_override_linear_precision"]
         values |= dict(zip(("fp8_override_fprop", "fp8_override_dgrad", "fp8_override_wgrad"), formats, strict=True))
     return values
+
+
+_PREPARATIONS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
+    "dynamo_config": _dynamo_contents,
+    "parallelism_config": _split_dimensions,
+    "fp8_config": _fp8_contents,
+}
+"""Functions that change the contents of a section before they become variables."""

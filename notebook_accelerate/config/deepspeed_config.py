@@ -7,22 +7,11 @@ import binascii
 import copy
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 AUTO = "auto"
-FIELD_KEYS = {
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "gradient_clipping",
-    "zero_stage": "zero_optimization.stage",
-    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
-    "offload_param_device": "zero_optimization.offload_param.device",
-    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
-    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
-    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-}
-"""The dotted key of each of the plugin's fields in a DeepSpeed configuration."""
 
 
 class HfDeepSpeedConfig:
@@ -170,19 +159,3 @@ def _parsed(text: str, source: Any) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ValueError(f"{source} contains a {type(found).__name__}; a DeepSpeed configuration is a JSON object")
     return found
-
-
-def check_launched_fields(names: Iterable[str]) -> None:
-    """Check that a launch's configuration file has no fields beside ``deepspeed_config_file``.
-
-    Args:
-        names: The keys of its section ``deepspeed_config``.
-
-    Raises:
-        ValueError: There are some; the file of DeepSpeed has values for them.
-    """
-    if fields := sorted(FIELD_KEYS.keys() & set(names)):
-        raise ValueError(
-            f"deepspeed_config has deepspeed_config_file, and {', '.join(fields)}, which would be ignored; write them "
-            "in DeepSpeed's file only"
-        )

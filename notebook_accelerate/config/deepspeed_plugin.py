@@ -13,22 +13,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from notebook_accelerate.config import environ
-from notebook_accelerate.config.deepspeed_config import (
-    AUTO,
-    FIELD_KEYS,
-    DerivedConfig,
-    HfDeepSpeedConfig,
-    check_launched_fields,
-)
+from notebook_accelerate.config.deepspeed_config import AUTO, DerivedConfig, HfDeepSpeedConfig
 from notebook_accelerate.config.fsdp_plugin import get_module_class_from_name
-from notebook_accelerate.config.plain_values import check_one_of
-from notebook_accelerate.config.settings import Answers, Section, fill_unset, from_environment, setting
+from notebook_accelerate.config.settings import (
+    Answers,
+    Section,
+    check_choices,
+    fill_unset,
+    from_environment,
+    setting,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     import torch
 
 _ZERO = "zero_optimization"
-_DEVICES = ("none", "cpu", "nvme")
 _HALVES = {"fp16": {"enabled": True, "auto_cast": True}, "bf16": {"enabled": True}}
 
 
@@ -55,6 +55,12 @@ def _without_file(answers: Answers) -> bool:
     return not answers["deepspeed_config_file"]
 
 
+def _device(part: str, question: str) -> Any:
+    """Return the field of the device to which a part of the training is offloaded."""
+    key = f"{_ZERO}.offload_{part}.device"
+    return setting(unset="none", choices=("none", "cpu", "nvme"), ask=question, when=_without_file, argument=key)
+
+
 @dataclass
 class DeepSpeedPlugin:
     """Settings of DeepSpeed.
@@ -66,7 +72,7 @@ class DeepSpeedPlugin:
         ValueError: A value is not allowed, or fields and configuration contradict each other.
     """
 
-    settings = Section("deepspeed_config", "", "ACCELERATE_DEEPSPEED_", "ACCELERATE_USE_DEEPSPEED")
+    settings = Section("deepspeed_config", "", "ACCELERATE_DEEPSPEED_", "deepspeed", "DeepSpeed", presets=False)
 
     hf_ds_config: Any = setting(
         variable="ACCELERATE_DEEPSPEED_CONFIG_FILE",
@@ -76,6 +82,7 @@ class DeepSpeedPlugin:
     """A DeepSpeed configuration: a path, a dict or an ``HfDeepSpeedConfig``; default: derived from the other fields."""
     gradient_accumulation_steps: int | None = setting(
         variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        argument="gradient_accumulation_steps",
         read=_number_or_auto(int),
         ask="Batches per step?",
         answer=1,
@@ -85,6 +92,7 @@ class DeepSpeedPlugin:
     """Batches per optimizer step; default: the ``Accelerator``'s."""
     gradient_clipping: float | None = setting(
         variable="ACCELERATE_GRADIENT_CLIPPING",
+        argument="gradient_clipping",
         read=_number_or_auto(float),
         ask="Norm of gradients?",
         answer=1.0,
@@ -93,26 +101,28 @@ class DeepSpeedPlugin:
     )
     """Largest norm of gradients; default: the argument of ``clip_grad_norm_``."""
     zero_stage: int | None = setting(
-        unset=2, choices=(0, 1, 2, 3), ask="Which stage of ZeRO?", answer=2, when=_without_file
+        unset=2,
+        choices=(0, 1, 2, 3),
+        ask="Which stage of ZeRO?",
+        when=_without_file,
+        argument=f"{_ZERO}.stage",
     )
     """Stage of ZeRO: 0, 1, 2 or 3."""
     is_train_batch_min: bool = True
     """Whether the smallest of several loaders' batch sizes is used (False: the largest)."""
-    offload_optimizer_device: str | None = setting(
-        unset="none", choices=_DEVICES, ask="Optimizer offloaded to?", answer="none", when=_without_file
-    )
+    offload_optimizer_device: str | None = _device("optimizer", "Optimizer offloaded to?")
     """Where the optimizer's state is kept: none, cpu or nvme."""
-    offload_param_device: str | None = setting(
-        unset="none", choices=_DEVICES, ask="Parameters offloaded to?", answer="none", when=_without_file
-    )
+    offload_param_device: str | None = _device("param", "Parameters offloaded to?")
     """Where parameters are kept, with stage 3: none, cpu or nvme."""
-    offload_optimizer_nvme_path: str | None = setting()
+    offload_optimizer_nvme_path: str | None = setting(argument=f"{_ZERO}.offload_optimizer.nvme_path")
     """Folder on a disk for the optimizer's state."""
-    offload_param_nvme_path: str | None = setting()
+    offload_param_nvme_path: str | None = setting(argument=f"{_ZERO}.offload_param.nvme_path")
     """Folder on a disk for parameters."""
-    zero3_init_flag: bool | None = setting(variable="ACCELERATE_DEEPSPEED_ZERO3_INIT", unset=True)
+    zero3_init_flag: bool | None = setting(variable="ACCELERATE_DEEPSPEED_ZERO3_INIT", unset=True, preset=None)
     """Whether transformers shards models while it builds them, with stage 3."""
-    zero3_save_16bit_model: bool | None = setting(unset=True)
+    zero3_save_16bit_model: bool | None = setting(
+        unset=True, argument=f"{_ZERO}.stage3_gather_16bit_weights_on_model_save"
+    )
     """Whether stage 3 gathers whole weights to save them.
 
     With ``hf_ds_config``: the configuration's value; DeepSpeed's default is False.
@@ -129,7 +139,7 @@ class DeepSpeedPlugin:
     def __post_init__(self) -> None:
         self._selected = False
         self.dschf: Any = None
-        given = {name: getattr(self, name) for name in FIELD_KEYS if getattr(self, name) is not None}
+        given = {name: getattr(self, name) for name in _keys() if getattr(self, name) is not None}
         self._read_environment()
         if self.hf_ds_config is None:
             self._check_fields()
@@ -148,17 +158,17 @@ class DeepSpeedPlugin:
             path = from_environment(DeepSpeedPlugin, "hf_ds_config")
             self.hf_ds_config = None if path == "none" else path
         if self.hf_ds_config is None:  # a configuration has values for these
-            fill_unset(self, *FIELD_KEYS)
+            fill_unset(self, *_keys())
         else:
             check_launched_fields(environ.text("ACCELERATE_CONFIG_DS_FIELDS", "").split(","))  # type: ignore[union-attr]
         fill_unset(self, "enable_msamp", "msamp_opt_level")
 
     def _check_fields(self) -> None:
-        check_one_of("zero_stage", self.zero_stage, range(4))
+        check_choices(self, "zero_stage")
         assert self.zero_stage is not None
         for part, least in (("optimizer", 1), ("param", 3)):
             device = getattr(self, f"offload_{part}_device")
-            check_one_of(f"offload_{part}_device", device, _DEVICES)
+            check_choices(self, f"offload_{part}_device")
             if device != "none" and self.zero_stage < least:
                 raise ValueError(
                     f"offload_{part}_device={device!r} needs zero_stage={least}{'' if least == 3 else ' or more'}, and "
@@ -169,20 +179,16 @@ class DeepSpeedPlugin:
 
     def _config_from_fields(self) -> dict[str, Any]:
         """Return the configuration that the fields define."""
-        zero: dict[str, Any] = {"stage": self.zero_stage}
+        values = {key: getattr(self, name) for name, key in _keys().items()}
         for part in ("optimizer", "param"):
-            offload = {"device": getattr(self, f"offload_{part}_device")}
-            if offload["device"] == "nvme":
-                offload["nvme_path"] = getattr(self, f"offload_{part}_nvme_path")
-            zero[f"offload_{part}"] = offload
-        zero["stage3_gather_16bit_weights_on_model_save"] = self.zero3_save_16bit_model
-        return {
-            "train_batch_size": AUTO,
-            "train_micro_batch_size_per_gpu": AUTO,
-            "gradient_accumulation_steps": self.gradient_accumulation_steps or AUTO,
-            "gradient_clipping": AUTO if self.gradient_clipping is None else self.gradient_clipping,
-            _ZERO: zero,
-        }
+            if getattr(self, f"offload_{part}_device") != "nvme":
+                del values[f"{_ZERO}.offload_{part}.nvme_path"]
+        values["gradient_accumulation_steps"] = self.gradient_accumulation_steps or AUTO
+        values["gradient_clipping"] = AUTO if self.gradient_clipping is None else self.gradient_clipping
+        config: dict[str, Any] = {"train_batch_size": AUTO, "train_micro_batch_size_per_gpu": AUTO}
+        for key, value in values.items():
+            _set_value(config, key, value)
+        return config
 
     def _merge_config(self, given: dict[str, Any]) -> None:
         """Fill a configuration's "auto" values from the fields, and the fields from its other values."""
@@ -193,33 +199,25 @@ class DeepSpeedPlugin:
             )
         self.deepspeed_config = self.hf_ds_config.config
         mismatches: list[str] = []
-        launched = {
-            name: from_environment(DeepSpeedPlugin, name) for name in FIELD_KEYS if self.is_auto(FIELD_KEYS[name])
-        }
+        keys = _keys()
+        launched = {name: from_environment(DeepSpeedPlugin, name) for name in keys if self.is_auto(keys[name])}
         for name, value in {**launched, **given}.items():
             if value is None:
                 continue
-            node, key = self.hf_ds_config.find_config_node(FIELD_KEYS[name])
+            node, key = self.hf_ds_config.find_config_node(keys[name])
             if node is None or key not in node:
-                self._set_value(FIELD_KEYS[name], value)
+                _set_value(self.deepspeed_config, keys[name], value)
             else:
-                self.fill_match(FIELD_KEYS[name], mismatches, True, **{FIELD_KEYS[name]: value})
+                self.fill_match(keys[name], mismatches, True, **{keys[name]: value})
         if mismatches:
             raise ValueError(_mismatch_text(mismatches, "fields of the DeepSpeedPlugin"))
-        for name, key in FIELD_KEYS.items():
+        for name, key in keys.items():
             value = self.get_value(key)
             if value is not None and value != AUTO:
                 setattr(self, name, value)
         self.zero_stage = self.get_value(f"{_ZERO}.stage", 0)
         self.offload_optimizer_device = self.offload_optimizer_device or "none"
         self.offload_param_device = self.offload_param_device or "none"
-
-    def _set_value(self, ds_key_long: str, value: Any) -> None:
-        node = self.hf_ds_config.config
-        *path, key = ds_key_long.split(".")
-        for part in path:
-            node = node.setdefault(part, {})
-        node[key] = value
 
     def _finish(self) -> None:
         self.hf_ds_config.set_stage_and_offload()
@@ -234,7 +232,7 @@ class DeepSpeedPlugin:
             )
             self.zero3_init_flag = False
         if self.enable_msamp:
-            check_one_of("msamp_opt_level", self.msamp_opt_level, ("O1", "O2"))
+            check_choices(self, "msamp_opt_level")
             if zero3:
                 raise ValueError("MS-AMP does not work with ZeRO stage 3; pass zero_stage=2, or enable_msamp=False")
             self.deepspeed_config["msamp"] = {"enabled": True, "opt_level": self.msamp_opt_level}
@@ -446,6 +444,34 @@ class DeepSpeedPlugin:
     def _unselect(self) -> None:
         self._selected = False
         self.dschf = None
+
+
+def _keys() -> dict[str, str]:
+    """Return the dotted key in a DeepSpeed configuration of each field that has one."""
+    return {each.name: each.argument for each in settings_of(DeepSpeedPlugin).values() if each.argument}
+
+
+def check_launched_fields(names: Iterable[str]) -> None:
+    """Check that a launch's configuration file has no fields beside ``deepspeed_config_file``.
+
+    Args:
+        names: The keys of its section ``deepspeed_config``.
+
+    Raises:
+        ValueError: There are some; the file of DeepSpeed has values for them.
+    """
+    if fields := sorted(_keys().keys() & set(names)):
+        raise ValueError(
+            f"deepspeed_config has deepspeed_config_file, and {', '.join(fields)}, which would be ignored; write them "
+            "in DeepSpeed's file only"
+        )
+
+
+def _set_value(config: dict[str, Any], dotted_key: str, value: Any) -> None:
+    *path, key = dotted_key.split(".")
+    for part in path:
+        config = config.setdefault(part, {})
+    config[key] = value
 
 
 def _mismatch_text(mismatches: list[str], other: str) -> str:

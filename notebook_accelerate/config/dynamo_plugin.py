@@ -8,8 +8,7 @@ from typing import Any
 
 from notebook_accelerate.config.enums import DynamoBackend
 from notebook_accelerate.config.kwargs_handlers import KwargsHandler
-from notebook_accelerate.config.plain_values import check_one_of
-from notebook_accelerate.config.settings import Section, fill_unset, from_environment, setting
+from notebook_accelerate.config.settings import Section, check_choices, fill_unset, from_environment, setting
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -28,7 +27,7 @@ class TorchDynamoPlugin(KwargsHandler):
         ValueError: The backend or the mode is not known.
     """
 
-    settings = Section("dynamo_config", "dynamo_", "ACCELERATE_DYNAMO_")
+    settings = Section("dynamo_config", "dynamo_", "ACCELERATE_DYNAMO_", title="torch.compile")
 
     backend: DynamoBackend | None = setting(
         unset="NO",
@@ -40,7 +39,7 @@ class TorchDynamoPlugin(KwargsHandler):
         answers=(),
     )
     """The compiler; NO: no compilation."""
-    mode: str | None = setting(unset="default", choices=_MODES, closed=True, preset="default")
+    mode: str | None = setting(unset="default", choices=_MODES, closed=True)
     """default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs."""
     fullgraph: bool | None = _switch("fullgraph", unset=False)
     """Whether a graph break is an error."""
@@ -56,7 +55,7 @@ class TorchDynamoPlugin(KwargsHandler):
     def __post_init__(self) -> None:
         self.backend = _backend(self.backend or from_environment(type(self), "backend"))
         fill_unset(self)
-        check_one_of("mode", self.mode, _MODES)
+        check_choices(self, "mode")
 
     def to_dict(self) -> dict[str, Any]:
         """Return a copy of all fields by name, with the backend in torch's spelling."""

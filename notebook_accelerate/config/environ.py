@@ -171,6 +171,11 @@ def flags_text(text: str) -> tuple[int, ...]:
     return tuple(map(str_to_bool, text.split(",")))
 
 
+def assignments(text: str) -> dict[str, str]:
+    """Convert "name=value,name=value" to a dict; parts without "=" are ignored."""
+    return dict(part.split("=", 1) for part in text.split(",") if "=" in part)
+
+
 def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
     """Return the first of several variables that holds a number of at least 0.
 

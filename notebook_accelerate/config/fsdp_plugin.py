@@ -5,13 +5,20 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from notebook_accelerate.config import constants, environ
 from notebook_accelerate.config.plain_values import check_one_of
-from notebook_accelerate.config.settings import Section, fill_unset, from_environment, setting
+from notebook_accelerate.config.settings import (
+    Section,
+    check_choices,
+    fill_unset,
+    from_environment,
+    setting,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -40,18 +47,14 @@ class FullyShardedDataParallelPlugin:
         ValueError: A value is not allowed, or belongs to the other version of FSDP.
     """
 
-    settings = Section("fsdp_config", "fsdp_", "FSDP_", switch="ACCELERATE_USE_FSDP")
+    settings = Section("fsdp_config", "fsdp_", "FSDP_", strategy="fsdp", title="FSDP")
 
-    fsdp_version: int | None = setting(
-        unset=1, preset=1, choices=(1, 2), closed=True, ask="Which version of FSDP?", answer=2
-    )
+    fsdp_version: int | None = setting(unset=1, choices=(1, 2), closed=True, ask="Which version of FSDP?", answer=2)
     """1 or 2."""
     sharding_strategy: str | ShardingStrategy | None = setting(
         unset="FULL_SHARD",
-        preset="FULL_SHARD",
         choices=constants.FSDP_SHARDING_STRATEGY,
         ask="What is sharded?",
-        answer="FULL_SHARD",
         when=lambda answers: answers["fsdp_version"] == 1,
     )
     """FSDP 1: which tensors are sharded."""
@@ -60,7 +63,6 @@ class FullyShardedDataParallelPlugin:
         read=environ.flag,
         preset="true",
         ask="Shard parameters again after forward, which saves memory?",
-        answer=True,
         when=lambda answers: answers["fsdp_version"] == 2,
     )
     """FSDP 2: whether parameters are freed after the forward. FSDP 1: another name of ``sharding_strategy``."""
@@ -76,6 +78,7 @@ class FullyShardedDataParallelPlugin:
     auto_wrap_policy: Callable[..., Any] | Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"] | None = (
         setting(
             unset="NO_WRAP",
+            preset=None,
             ask="What are its units?",
             answer="TRANSFORMER_BASED_WRAP",
             answers=tuple(constants.FSDP_AUTO_WRAP_POLICY),
@@ -86,9 +89,7 @@ class FullyShardedDataParallelPlugin:
         variable="FSDP_OFFLOAD_PARAMS",
         unset=False,
         option="fsdp_offload_params",
-        preset=False,
         ask="Keep parameters and gradients on the CPU?",
-        answer=False,
         place=1,
     )
     """Whether parameters are kept in main memory."""
@@ -120,13 +121,11 @@ class FullyShardedDataParallelPlugin:
 
     Always in FSDP 1 with ``cpu_ram_efficient_loading``, and in FSDP 2 unless it is False.
     """
-    forward_prefetch: bool | None = setting(unset=False, preset=False)
+    forward_prefetch: bool | None = setting(unset=False)
     """FSDP 1: whether the next unit is gathered before the forward of the present one."""
-    activation_checkpointing: bool | None = setting(
-        unset=False, preset=False, ask="Recompute activations in backward?", answer=False, place=1
-    )
+    activation_checkpointing: bool | None = setting(unset=False, ask="Recompute activations in backward?", place=1)
     """Whether the activations of units are computed again in the backward."""
-    activation_checkpointing_offload: bool | None = setting(unset=False, preset=False)
+    activation_checkpointing_offload: bool | None = setting(unset=False)
     """Whether the inputs of such units wait for the backward in main memory."""
     cpu_ram_efficient_loading: bool | None = setting(unset=False, preset=True)
     """Whether rank 0 alone loads the weights."""
@@ -145,7 +144,7 @@ class FullyShardedDataParallelPlugin:
 
     def __post_init__(self) -> None:
         fill_unset(self, "fsdp_version")
-        check_one_of("fsdp_version", self.fsdp_version, (1, 2))
+        check_choices(self, "fsdp_version")
         if self.fsdp_version == 1:
             self.sharding_strategy = self._strategy_by_either_name()
         fill_unset(self, without=_OF_FSDP_1 if self.fsdp_version == 2 else _OF_FSDP_2)
@@ -167,15 +166,16 @@ class FullyShardedDataParallelPlugin:
         return given
 
     def _check_choices(self) -> None:
-        self.auto_wrap_policy = _choice("auto_wrap_policy", self.auto_wrap_policy, constants.FSDP_AUTO_WRAP_POLICY)
+        self.auto_wrap_policy = choice("auto_wrap_policy", self.auto_wrap_policy, constants.FSDP_AUTO_WRAP_POLICY)
         if self.fsdp_version == 1:
-            for name, allowed in _CHOICES_OF_FSDP_1.items():
-                setattr(self, name, _choice(name, getattr(self, name), allowed))
+            for name in ("sharding_strategy", "backward_prefetch"):
+                allowed = settings_of(FullyShardedDataParallelPlugin)[name].choices
+                setattr(self, name, choice(name, getattr(self, name), allowed))
         else:
             self._check_version_2()
         allowed = constants.FSDP_STATE_DICT_TYPE if self.fsdp_version == 1 else constants.FSDP2_STATE_DICT_TYPE
         default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
-        self.state_dict_type = _choice("state_dict_type", self.state_dict_type or default, allowed)
+        self.state_dict_type = choice("state_dict_type", self.state_dict_type or default, allowed)
 
     def _check_version_2(self) -> None:
         sharding = " (reshard_after_forward=True shards like FULL_SHARD, False like SHARD_GRAD_OP)"
@@ -343,7 +343,7 @@ class FullyShardedDataParallelPlugin:
         from torch.distributed import fsdp
 
         allowed = constants.FSDP_STATE_DICT_TYPE if self.fsdp_version == 1 else constants.FSDP2_STATE_DICT_TYPE
-        given = _choice("state_dict_type", state_dict_type or self.state_dict_type, allowed)
+        given = choice("state_dict_type", state_dict_type or self.state_dict_type, allowed)
         self.state_dict_type = fsdp.StateDictType[given] if isinstance(given, str) else given
         if self.state_dict_type == fsdp.StateDictType.FULL_STATE_DICT:
             self.state_dict_config = fsdp.FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
@@ -371,14 +371,19 @@ class FullyShardedDataParallelPlugin:
 _OF_FSDP_1 = ("sharding_strategy", "backward_prefetch", "use_orig_params", "sync_module_states", "forward_prefetch")
 _OF_FSDP_2 = ("reshard_after_forward",)
 """Fields that are read from variables in one version only."""
-_CHOICES_OF_FSDP_1 = {
-    "sharding_strategy": constants.FSDP_SHARDING_STRATEGY,
-    "backward_prefetch": constants.FSDP_BACKWARD_PREFETCH,
-}
 
 
-def _choice(name: str, value: Any, allowed: list[str]) -> Any:
-    """Check a name and return it in upper case; return torch's own objects and None as they are."""
+def choice(name: str, value: Any, allowed: Sequence[str]) -> Any:
+    """Check a name and return it in upper case; return torch's own objects and None as they are.
+
+    Args:
+        name: The field.
+        value: A name, its number as in older files, or another object.
+        allowed: The allowed names.
+
+    Raises:
+        ValueError: The name is not allowed.
+    """
     if not isinstance(value, str):
         return value
     if value.isdigit() and 1 <= int(value) <= len(allowed):  # older files number the choices from 1

@@ -11,10 +11,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from notebook_accelerate.config import environ
 from notebook_accelerate.config.cluster import RayCluster, resolve_cluster
 from notebook_accelerate.config.plain_values import (
     MAX_SECONDS,
-    check_one_of,
     check_seconds,
     check_whole_number,
     names_only,
@@ -22,19 +22,25 @@ from notebook_accelerate.config.plain_values import (
     shown_repr,
     shown_value,
 )
-from notebook_accelerate.config.settings import MIXED_PRECISIONS, RDZV_BACKENDS, setting
+from notebook_accelerate.config.settings import (
+    LIMITS,
+    MACHINES,
+    MIXED_PRECISIONS,
+    OUTPUT,
+    RDZV_BACKENDS,
+    check_choices,
+    setting,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
 START_METHODS = ("auto", "inline", "fork", "zygote", "spawn")
-OUTPUTS = ("cell", "panel")
 REPORT_SOURCES = (
     "accelerate", "lightning", "mlflow", "pytorch_accelerated", "rich", "tensorboard", "torch", "tqdm", "transformers",
     "wandb",
 )  # fmt: skip
-_LIMITS, _OUTPUT, _MACHINES = "Limits and restarts", "Environment and output", "Several machines, ports"
 
 
 @dataclass(kw_only=True, frozen=True, repr=False)
@@ -45,56 +51,56 @@ class LaunchConfig:
         ValueError: A field has a value that is not allowed; the message says which are.
     """
 
-    form_groups = ("", _LIMITS, _OUTPUT, _MACHINES)  # the order of their folds
+    form_groups = ("", LIMITS, OUTPUT, MACHINES)  # the order of their folds
 
     num_processes: int | None = setting()
     """Ranks that this notebook starts; None: one per accelerator, or one rank without accelerators."""
     mixed_precision: str = setting("no", choices=MIXED_PRECISIONS)
     """Precision of every ``Accelerator()`` in the ranks that does not set one: no, fp16, bf16 or fp8."""
-    use_port: str | int = setting("29500", group=_MACHINES)
+    use_port: str | int = setting("29500", group=MACHINES)
     """Port of the process group's rendezvous. If it is taken on a single machine, another one is used; 0: any."""
-    master_addr: str = setting("127.0.0.1", group=_MACHINES)
+    master_addr: str = setting("127.0.0.1", group=MACHINES)
     """Address of the machine with rank 0."""
-    node_rank: int = setting(0, group=_MACHINES)
+    node_rank: int = setting(0, group=MACHINES)
     """Index of this notebook among ``num_nodes``; with c10d, 0: numbered in the order of joining."""
-    num_nodes: int = setting(1, group=_MACHINES)
+    num_nodes: int = setting(1, group=MACHINES)
     """Notebooks that run this cell together, on one machine or several; each starts its own ranks."""
-    rdzv_backend: str = setting("static", choices=RDZV_BACKENDS, group=_MACHINES)
+    rdzv_backend: str = setting("static", choices=RDZV_BACKENDS, group=MACHINES)
     """How several notebooks find each other: static (each has its node_rank) or c10d (in the order they join)."""
-    rdzv_endpoint: str = setting("", group=_MACHINES)
+    rdzv_endpoint: str = setting("", group=MACHINES)
     """host:port of the rendezvous; empty means master_addr:use_port."""
-    rdzv_conf: Mapping[str, Any] | None = setting(group=_MACHINES)
+    rdzv_conf: Mapping[str, Any] | None = setting(group=MACHINES, option="rdzv_conf", parse=environ.assignments)
     """Settings of the rendezvous: join_timeout, last_call_timeout, keep_alive_interval (seconds), ..., and secret.
 
     By torch's names: join_timeout (600), last_call_timeout (30), keep_alive_interval (5; a notebook is lost after
     keep_alive_max_attempt (3) of them). secret is a text that all notebooks share (or the variable
     NOTEBOOK_ACCELERATE_SECRET), which lets the first notebook show the ranks of all.
     """
-    rdzv_id: str = setting("none", group=_MACHINES)
+    rdzv_id: str = setting("none", group=MACHINES)
     """Name of the run in the rendezvous."""
-    max_restarts: int = setting(0, group=_LIMITS)
+    max_restarts: int = setting(0, group=LIMITS, option="max_restarts")
     """How often the whole group is restarted after a failure."""
-    monitor_interval: float = setting(0.1, group=_LIMITS)
+    monitor_interval: float = setting(0.1, group=LIMITS, option="monitor_interval")
     """Seconds between two checks of the ranks on systems that do not report the end of a process (Linux does)."""
-    log_line_prefix_template: str | None = setting(group=_OUTPUT)
+    log_line_prefix_template: str | None = setting(group=OUTPUT)
     """Label of every line, with ${role_name}, ${rank} and ${local_rank}; None: "[rank N] "."""
     block: bool = setting(True)
     """Whether the call waits for the end of the run (True) or returns after its start (False)."""
     start_method: str = setting("auto", choices=START_METHODS)
     """auto, inline (this process), fork (from the kernel), zygote (from a clean server process) or spawn."""
-    panel: bool | str = setting("auto", choices=("auto", True, False), group=_OUTPUT)
+    panel: bool | str = setting("auto", choices=("auto", True, False), group=OUTPUT)
     """Whether the launch shows a panel in the cell: auto (in a notebook), True or False."""
-    timeout: float | None = setting(group=_LIMITS)
+    timeout: float | None = setting(group=LIMITS)
     """Seconds for the whole run; None: no limit."""
-    hang_timeout: float | None = setting(group=_LIMITS)
+    hang_timeout: float | None = setting(group=LIMITS)
     """Seconds without output, metric or progress from any rank before the run is ended; None: no limit."""
-    env: Mapping[str, str] | None = setting(group=_OUTPUT)
+    env: Mapping[str, str] | None = setting(group=OUTPUT)
     """Environment variables for the ranks, over the kernel's."""
-    hold_on_error: bool = setting(False, group=_OUTPUT)
+    hold_on_error: bool = setting(False, group=OUTPUT)
     """Whether the ranks of a failed run are kept, so that ``debug()`` opens at the failing line."""
     cpu: bool = setting(False, parameter=False)
     """Whether the ranks use the CPU only."""
-    min_nodes: int | None = setting(group=_MACHINES)
+    min_nodes: int | None = setting(group=MACHINES)
     """Smallest number of notebooks that continue when others are lost; None: ``num_nodes``.
 
     The group restarts with the remaining ones (needs c10d and ``max_restarts``), and again when one joins late.
@@ -107,13 +113,13 @@ class LaunchConfig:
     """
     accelerator: Mapping[str, Any] | None = setting(group=None, parameter=False)
     """Default arguments for every ``Accelerator()`` in the ranks: plugins, handlers, ..."""
-    as_accelerate: bool = setting(False, group=_OUTPUT, parameter=False)
+    as_accelerate: bool = setting(False, group=OUTPUT, parameter=False)
     """Whether the ranks serve this package to other libraries as ``accelerate``; see ``as_accelerate``."""
-    report_from: Sequence[str] = setting(REPORT_SOURCES, group=_OUTPUT, parameter=False)
+    report_from: Sequence[str] = setting(REPORT_SOURCES, group=OUTPUT, parameter=False)
     """Libraries whose losses, steps, progress and scalars the ranks report, in addition to the Accelerator's."""
-    name: str | None = setting(group=_OUTPUT)
+    name: str | None = setting(group=OUTPUT)
     """Name of the run: letters, digits and . _ -; None: the function's name and the run's number."""
-    save: str | os.PathLike[str] | None = setting(group=_OUTPUT)
+    save: str | os.PathLike[str] | None = setting(group=OUTPUT)
     """Folder that keeps the run, for `open_run` and `runs`; None: the variable NOTEBOOK_ACCELERATE_RUNS, if it is set.
 
     Each run gets a subfolder, which is written while it runs.
@@ -123,20 +129,18 @@ class LaunchConfig:
 
     The run is kept in ``save`` or, without it, in a folder of the user; `attach` opens it in any later kernel.
     """
-    automatic_metrics: bool = setting(True, group=_OUTPUT, parameter=False)
+    automatic_metrics: bool = setting(True, group=OUTPUT, parameter=False)
     """Whether panels show automatic curves: the loss given to ``backward``, learning rate, memory, ..."""
-    output: str = setting("cell", choices=OUTPUTS, group=_OUTPUT)
+    output: str = setting("cell", choices=("cell", "panel"), group=OUTPUT)
     """Where the text that ranks write is shown: cell (under the launch, and in the panel) or panel (there only).
 
     Figures and other displays stay under the launch.
     """
-    tags: Sequence[str] = setting((), group=_OUTPUT)
+    tags: Sequence[str] = setting((), group=OUTPUT)
     """Words to find this run in the table of runs."""
 
     def __post_init__(self) -> None:
-        check_one_of("start_method", self.start_method, START_METHODS)
-        check_one_of("mixed_precision", self.mixed_precision, MIXED_PRECISIONS)
-        check_one_of("rdzv_backend", self.rdzv_backend, RDZV_BACKENDS)
+        check_choices(self, "start_method", "mixed_precision", "rdzv_backend")
         for name, least in _LEAST.items():
             check_whole_number(name, getattr(self, name), least)
         if self.num_processes is not None:
@@ -159,7 +163,7 @@ class LaunchConfig:
         _check_detached(self)
         if self.save is not None and not (isinstance(self.save, (str, os.PathLike)) and os.fspath(self.save)):
             raise ValueError(f"save={self.save!r} is not a folder; pass its path, as save='runs'")
-        check_one_of("output", self.output, OUTPUTS)
+        check_choices(self, "output")
         _check_tags(self.tags)
         if self.output == "panel" and self.panel is False:
             raise ValueError("output='panel' is not allowed with panel=False, which shows no panel; pass output='cell'")

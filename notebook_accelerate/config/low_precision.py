@@ -9,20 +9,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from notebook_accelerate.config import environ
-from notebook_accelerate.config.enums import CustomDtype, FP8BackendType
+from notebook_accelerate.config.enums import CustomDtype
 from notebook_accelerate.config.kwargs_handlers import KwargsHandler
 from notebook_accelerate.config.plain_values import check_one_of, is_number
-from notebook_accelerate.config.settings import Section, fill_unset, from_environment, setting, settings_of
+from notebook_accelerate.config.settings import (
+    Section,
+    check_choices,
+    fill_unset,
+    from_environment,
+    setting,
+    settings_of,
+)
 
 if TYPE_CHECKING:
     import torch
     from torchao.float8 import Float8LinearConfig
 
 
-_SECTION = Section("fp8_config", "fp8_", "ACCELERATE_FP8_")
-_FORMATS = ("HYBRID", "E4M3", "E5M2")
-_AMAX_ALGORITHMS = ("max", "most_recent")
-_OPT_LEVELS = ("O1", "O2")
+_SECTION = Section("fp8_config", "fp8_", "ACCELERATE_FP8_", title="fp8")
 
 
 def _require(module: str, install: str, name: str) -> None:
@@ -84,21 +88,17 @@ class TERecipeKwargs(KwargsHandler):
 
     settings = _SECTION
 
-    use_autocast_during_eval: bool | None = setting(unset=False, preset=False, switch=True)
+    use_autocast_during_eval: bool | None = setting(unset=False, switch=True)
     """Whether evaluation computes in fp8 too (te)."""
-    margin: int | None = setting(unset=0, preset=0)
+    margin: int | None = setting(unset=0)
     """The scaling factor is divided by 2 to this power (te)."""
-    interval: int | None = setting(unset=1, preset=1)
+    interval: int | None = setting(unset=1)
     """Steps between computations of the scaling factor (te)."""
-    fp8_format: Literal["HYBRID", "E4M3", "E5M2"] | None = setting(
-        unset="HYBRID", preset="HYBRID", choices=_FORMATS, closed=True
-    )
+    fp8_format: Literal["HYBRID", "E4M3", "E5M2"] | None = setting(unset="HYBRID", closed=True)
     """HYBRID, E4M3 or E5M2 (te)."""
-    amax_history_len: int | None = setting(unset=1024, preset=1024, former="fp8_amax_history_length")
+    amax_history_len: int | None = setting(unset=1024, former="fp8_amax_history_length")
     """Steps whose largest absolute values are kept (te)."""
-    amax_compute_algo: Literal["max", "most_recent"] | None = setting(
-        unset="most_recent", preset="most_recent", choices=_AMAX_ALGORITHMS, closed=True
-    )
+    amax_compute_algo: Literal["max", "most_recent"] | None = setting(unset="most_recent", closed=True)
     """How the scale follows from the history (te)."""
     override_linear_precision: tuple[bool, bool, bool] | None = setting(
         read=_overridden, preset=(False, False, False), parse=environ.flags_text
@@ -115,8 +115,7 @@ class TERecipeKwargs(KwargsHandler):
         fill_unset(self, *settings_of(TERecipeKwargs))
         self.fp8_format = str(self.fp8_format).upper()  # type: ignore[assignment]
         self.amax_compute_algo = str(self.amax_compute_algo).lower()  # type: ignore[assignment]
-        check_one_of("fp8_format", self.fp8_format, _FORMATS)
-        check_one_of("amax_compute_algo", self.amax_compute_algo, _AMAX_ALGORITHMS)
+        check_choices(self, "fp8_format", "amax_compute_algo")
         _flags(",".join(str(flag) for flag in self.override_linear_precision or ()))
 
 
@@ -130,12 +129,12 @@ class MSAMPRecipeKwargs(KwargsHandler):
 
     settings = _SECTION
 
-    opt_level: Literal["O1", "O2"] | None = setting(unset="O2", preset="O2", choices=_OPT_LEVELS, closed=True)
+    opt_level: Literal["O1", "O2"] | None = setting(unset="O2", closed=True)
     """Level of MS-AMP: O1: gradients and their reduction in fp8; O2: optimizer states too."""
 
     def __post_init__(self) -> None:
         fill_unset(self, "opt_level")
-        check_one_of("opt_level", self.opt_level, _OPT_LEVELS)
+        check_choices(self, "opt_level")
 
 
 @dataclass
@@ -150,7 +149,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         warnings.warn(message, FutureWarning, stacklevel=3)
         found: Any = self.backend or from_environment(FP8RecipeKwargs, "backend") or _installed_backend()
         self.backend = found.upper()
-        check_one_of("backend", self.backend, (FP8BackendType.MSAMP.value, FP8BackendType.TE.value))
+        check_choices(self, "backend")
         if self.backend == "MSAMP":
             MSAMPRecipeKwargs.__post_init__(self)
         else:

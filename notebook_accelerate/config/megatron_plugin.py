@@ -8,7 +8,7 @@ from typing import Any
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.plain_values import check_one_of, check_whole_number
-from notebook_accelerate.config.settings import Section, fill_unset, setting
+from notebook_accelerate.config.settings import Section, fill_unset, setting, settings_of
 
 _PREFIX = "MEGATRON_LM_"
 
@@ -28,13 +28,13 @@ class MegatronLMPlugin:
         ValueError: A value is not allowed, or is not available with Megatron-LM.
     """
 
-    settings = Section("megatron_lm_config", "megatron_lm_", _PREFIX, switch="ACCELERATE_USE_MEGATRON_LM")
+    settings = Section("megatron_lm_config", "megatron_lm_", _PREFIX, "megatron_lm", "Megatron-LM", arguments=True)
 
-    tp_degree: int | None = setting(unset=1, preset=1, ask="Ranks that split each layer?", answer=1)
+    tp_degree: int | None = setting(unset=1, ask="Ranks that split each layer?", argument="tensor_model_parallel_size")
     """Number of ranks over which each layer's tensors are split."""
-    pp_degree: int | None = setting(unset=1, preset=1, ask="Stages of the pipeline?", answer=1)
+    pp_degree: int | None = setting(unset=1, ask="Stages of the pipeline?", argument="pipeline_model_parallel_size")
     """Number of ranks over which the layers are distributed."""
-    use_custom_fsdp: bool | None = setting(variable=None, preset=False)
+    use_custom_fsdp: bool | None = setting(variable=None, preset=False, argument=None)
     """Accepted for compatibility; has no effect."""
     overlap_cpu_optimizer_d2h_h2d: bool | None = setting(variable=None, preset=False)
     """Whether copies between GPU and an offloaded optimizer overlap with its step."""
@@ -48,7 +48,7 @@ class MegatronLMPlugin:
     """Whether optimizer states are kept in main memory."""
     use_precision_aware_optimizer: bool | None = setting(variable=None, preset=False)
     """Whether optimizer states may have another dtype than float32."""
-    decoder_last_pipeline_num_layers: int | None = setting(variable=None)
+    decoder_last_pipeline_num_layers: int | None = setting(variable=None, argument=None)
     """Accepted for compatibility; has no effect."""
     recompute_granularity: str | None = setting(variable=None)
     """What is computed again in the backward: full (layers) or selective (attention); None: nothing."""
@@ -72,21 +72,23 @@ class MegatronLMPlugin:
     """Number of ranks over which the tensors of each expert are split."""
     calculate_per_token_loss: bool | None = setting(variable=None, parse=environ.flag_text)
     """Whether the loss is the mean over the tokens of the window, not of its micro-batches."""
-    use_rotary_position_embeddings: bool | None = setting(variable=None, parse=environ.flag_text)
+    use_rotary_position_embeddings: bool | None = setting(variable=None, parse=environ.flag_text, argument=None)
     """Whether positions are rotary embeddings; None: as the model has them."""
-    num_micro_batches: int | None = setting(unset=1, ask="Micro-batches per step?", answer=1)
+    num_micro_batches: int | None = setting(unset=1, preset=None, ask="Micro-batches per step?")
     """Batches of a window, which are in the pipeline one after the other."""
-    gradient_clipping: float | None = setting(unset=1.0, preset=1.0, ask="Norm of gradients?", answer=1.0)
+    gradient_clipping: float | None = setting(unset=1.0, ask="Norm of gradients?", argument="clip_grad")
     """Largest norm of gradients."""
-    sequence_parallelism: bool | None = setting(unset=False, parse=environ.flag_text)
+    sequence_parallelism: bool | None = setting(
+        unset=False, preset=None, parse=environ.flag_text, argument="sequence_parallel"
+    )
     """Whether norms and dropouts are split over the tensor-parallel ranks."""
-    recompute_activations: bool | None = setting(unset=False, parse=environ.flag_text)
+    recompute_activations: bool | None = setting(unset=False, preset=None, parse=environ.flag_text, argument=None)
     """Whether attention is computed again in the backward."""
-    use_distributed_optimizer: bool | None = setting(unset=False, parse=environ.flag_text)
+    use_distributed_optimizer: bool | None = setting(unset=False, preset=None, parse=environ.flag_text)
     """Whether optimizer states are sharded over the data-parallel ranks."""
     pipeline_model_parallel_split_rank: int | None = None
     """Accepted for compatibility; has no effect."""
-    num_layers_per_virtual_pipeline_stage: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = setting(variable=None, option=None)
     """Layers of each part where a rank has several parts of the pipeline (interleaved)."""
     is_train_batch_min: bool = True
     """Accepted for compatibility; has no effect."""
@@ -124,11 +126,11 @@ class MegatronLMPlugin:
     """Factor of the learning rate where ``scale_lr_cond`` returns True."""
     megatron_dataset_flag: bool = False
     """Whether batches are from Megatron's datasets."""
-    seq_length: int | None = None
+    seq_length: int | None = setting(variable=None, option=None)
     """Tokens of a sequence; None: those of the first batch, else the model's positions."""
-    encoder_seq_length: int | None = None
+    encoder_seq_length: int | None = setting(variable=None, option=None)
     """Tokens of the encoder's sequences (T5)."""
-    decoder_seq_length: int | None = None
+    decoder_seq_length: int | None = setting(variable=None, option=None)
     """Tokens of the decoder's sequences (T5), where ``seq_length`` is None."""
     tensorboard_dir: str | None = None
     """Folder of TensorBoard's files, as an argument for Megatron."""
@@ -168,7 +170,9 @@ class MegatronLMPlugin:
         fill_unset(self)
         self._check()
         self.megatron_lm_default_args: dict[str, Any] = {
-            name: value for field, name in _ARGUMENTS.items() if (value := getattr(self, field)) is not None
+            each.argument: value
+            for each in settings_of(MegatronLMPlugin).values()
+            if each.argument is not None and (value := getattr(self, each.name)) is not None
         }
         if self.recompute_activations and self.recompute_granularity is None:
             self.megatron_lm_default_args["recompute_granularity"] = "selective"
@@ -304,24 +308,6 @@ _SCHEDULE = (
     "weight_decay_incr_style",
 )
 _LOGGED = ("log_params_norm", "log_num_zeros_in_grad", "log_memory_to_tensorboard", "log_world_size_to_tensorboard")
-# Megatron's name of a setting by the field's.
-_ARGUMENTS = {
-    "tp_degree": "tensor_model_parallel_size",
-    "pp_degree": "pipeline_model_parallel_size",
-    "gradient_clipping": "clip_grad",
-    "sequence_parallelism": "sequence_parallel",
-    **{
-        name: name
-        for name in (
-            *("overlap_cpu_optimizer_d2h_h2d", "no_load_optim", "no_save_optim", "eod_mask_loss"),
-            *("optimizer_cpu_offload", "use_precision_aware_optimizer", "recompute_granularity", "recompute_method"),
-            *("recompute_num_layers", "attention_backend", "expert_model_parallel_size", "context_parallel_size"),
-            *("attention_dropout", "hidden_dropout", "attention_softmax_in_fp32", "expert_tensor_parallel_size"),
-            *("calculate_per_token_loss", "use_distributed_optimizer", "num_layers_per_virtual_pipeline_stage"),
-            *("seq_length", "encoder_seq_length", "decoder_seq_length", "num_micro_batches"),
-        )
-    },
-}
 
 # Functions that translate a model's configuration to Megatron's arguments, by model type.
 MODEL_CONFIGS_TO_MEGATRON_PARSERS: dict[str, Callable[..., Any]] = {}

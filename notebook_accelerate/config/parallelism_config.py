@@ -8,15 +8,14 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from notebook_accelerate.config.plain_values import check_one_of, check_whole_number
-from notebook_accelerate.config.settings import Section, fill_unset, setting, settings_of
+from notebook_accelerate.config.settings import Section, check_choices, fill_unset, setting
 from notebook_accelerate.torch_internals import flatten_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_SECTION = Section(
-    "parallelism_config", "parallelism_config_", "PARALLELISM_CONFIG_", switch="ACCELERATE_USE_PARALLELISM_CONFIG"
-)
+_NAME = "parallelism_config"
+_SECTION = Section(_NAME, f"{_NAME}_", f"{_NAME.upper()}_", strategy=_NAME, title="ParallelismConfig")
 _CP_STRATEGIES = ("allgather", "alltoall")
 _SP_ATTENTIONS = ("flash_attention_2", "flash_attention_3", "sdpa")
 
@@ -62,7 +61,7 @@ class TorchContextParallelConfig:
 
     settings = _SECTION
 
-    cp_comm_strategy: str | None = setting(unset="allgather", preset="allgather")
+    cp_comm_strategy: str | None = setting(unset="allgather")
     """How ranks exchange keys and values: allgather or alltoall."""
 
     def __post_init__(self) -> None:
@@ -82,7 +81,7 @@ class DeepSpeedSequenceParallelConfig:
 
     sp_seq_length: int | None = setting()
     """Tokens of the whole sequence; default: as in each batch."""
-    sp_seq_length_is_variable: bool | None = setting(unset=True, preset=True)
+    sp_seq_length_is_variable: bool | None = setting(unset=True)
     """Whether it differs between batches."""
     sp_attn_implementation: str | None = setting(preset="sdpa")
     """flash_attention_2, flash_attention_3, sdpa or a kernel on the hub."""
@@ -123,21 +122,19 @@ class ParallelismConfig:
 
     settings = _SECTION
 
-    dp_replicate_size: int | None = setting(unset=1, preset=1)
+    dp_replicate_size: int | None = setting(unset=1)
     """Number of replicas of the (sharded) model, which train on different data."""
-    dp_shard_size: int | None = setting(unset=1, preset=1)
+    dp_shard_size: int | None = setting(unset=1)
     """Number of ranks over which each replica's parameters are sharded (FSDP 2)."""
-    tp_size: int | None = setting(unset=1, preset=1)
+    tp_size: int | None = setting(unset=1)
     """Number of ranks over which each layer's tensors are split."""
-    cp_size: int | None = setting(unset=1, preset=1)
+    cp_size: int | None = setting(unset=1)
     """Number of ranks over which context parallelism splits each sequence."""
-    cp_backend: Literal["torch"] | None = setting(unset="torch", preset="torch", choices=("torch",), closed=True)
+    cp_backend: Literal["torch"] | None = setting(unset="torch", closed=True)
     """Implementation of context parallelism: torch."""
-    sp_size: int | None = setting(unset=1, preset=1)
+    sp_size: int | None = setting(unset=1)
     """Number of ranks over which DeepSpeed's sequence parallelism splits each sequence."""
-    sp_backend: Literal["deepspeed"] | None = setting(
-        unset="deepspeed", preset="deepspeed", choices=("deepspeed",), closed=True
-    )
+    sp_backend: Literal["deepspeed"] | None = setting(unset="deepspeed", closed=True)
     """Implementation of sequence parallelism: deepspeed."""
     tp_handler: TorchTensorParallelConfig | None = None
     """Settings of tensor parallelism; default with ``tp_size`` above 1: those of the class."""
@@ -147,7 +144,7 @@ class ParallelismConfig:
     """Settings of sequence parallelism; default with ``sp_size`` above 1: those of the class."""
     pp_size: int | None = setting(unset=1, option=None)
     """Number of ranks over which `prepare_pippy` distributes a model's layers, for inference."""
-    ep_size: int | None = setting(unset=1)
+    ep_size: int | None = setting(unset=1, preset=None)
     """Number of ranks over which the experts of mixture-of-experts layers are split.
 
     Accelerate creates this dimension of the mesh (accelerate#4202); here `prepare` also splits the experts over it.
@@ -158,8 +155,7 @@ class ParallelismConfig:
         fill_unset(self)
         for name in _DIMENSIONS:
             check_whole_number(f"{name}_size", getattr(self, f"{name}_size"))
-        for name in ("cp_backend", "sp_backend"):
-            check_one_of(name, getattr(self, name), settings_of(ParallelismConfig)[name].choices)
+        check_choices(self, "cp_backend", "sp_backend")
         self._check_combination()
         for name, kind in _HANDLERS.items():
             given = getattr(self, f"{name}_handler")

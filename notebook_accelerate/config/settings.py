@@ -26,11 +26,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from notebook_accelerate.config import environ
+from notebook_accelerate.config.plain_values import check_one_of
 
 Answers = Mapping[str, Any]
 MIXED_PRECISIONS = ("no", "fp16", "bf16", "fp8")
 RDZV_BACKENDS = ("static", "c10d")
 """Choices that a launch and a configuration file have in common."""
+HARDWARE, MACHINES, LIMITS = "Hardware", "Several machines, ports", "Limits and restarts"
+OUTPUT, OTHER = "Environment and output", "Other options of Accelerate"
+"""Titles of groups in the form and in the help of ``launch``."""
 
 
 @dataclass(frozen=True)
@@ -41,20 +45,35 @@ class Section:
 
     Attributes:
         key: Section of a configuration file; "": its top level.
-        option: How the names of options begin.
-        variable: How the names of variables begin.
-        switch: The variable that selects what the section configures.
+        option: Prefix of the options' names.
+        variable: Prefix of the variables' names.
+        strategy: The strategy that the section configures, as in the option ``--use_fsdp``; "": none.
+        title: Heading of the section in help texts and documentation.
+        presets: Whether ``launch`` passes on ``unset`` for options that are not given, unless a field says otherwise.
+        arguments: Whether fields are arguments of the library by their own names, unless they say otherwise.
     """
 
     key: str = ""
     option: str = ""
     variable: str = ""
-    switch: str = ""
+    strategy: str = ""
+    title: str = ""
+    presets: bool = True
+    arguments: bool = False
+
+    @property
+    def switch(self) -> str:
+        """The variable that selects the strategy; "" without a strategy."""
+        return f"ACCELERATE_USE_{self.strategy.upper()}" if self.strategy else ""
 
     @property
     def prefix(self) -> str:
         """The part of a variable's name before the option in capitals."""
         return self.variable.removesuffix(self.option.upper())
+
+
+_DERIVED: Any = object()
+"""Attributes with this value follow from other attributes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +84,7 @@ class Setting:
         name: The field.
         default: Its default.
         kind: The type of its texts in variables and options: bool, int, float or str.
-        group: Title of its group in a form; None: the form leaves it out.
+        group: Title of its group in a form and in the help of ``launch``; None: the form leaves it out.
         launch: The field of ``LaunchConfig`` with the same meaning (fields of a configuration file).
         choices: The values that a form offers.
         variable: The variable that is read where the field is None; None: no variable is.
@@ -73,14 +92,18 @@ class Setting:
         read: Reads the variable, given its name and ``unset``; None: a function of `environ` for ``kind``.
         option: Its name on the command line and in a configuration file; None: in neither.
         former: A name of the option in older configuration files.
-        preset: The value where neither the command line nor the file gives one.
+        preset: The value that ``launch`` passes on if neither the command line nor the file gives one. Left out:
+            ``unset`` if the section has ``presets``, otherwise None.
         parse: Converts the option's text; None: as ``kind``.
         switch: Whether the option has no text.
         closed: Whether the command line refuses values that are not among ``choices``.
         ask: The question of ``config``; "": it does not ask.
-        answer: The answer of an empty line; a function of the answers so far, or a value.
+        answer: The answer of an empty line; a function of the answers so far, or a value. Left out: ``unset``, or
+            ``default`` if that is None.
         answers: The allowed answers; None: ``choices``.
         when: Whether to ask, from the answers so far by option.
+        argument: Its name in the configuration of the library, dotted if it is nested; None: it is not passed on. Left
+            out: the field's name if the section's fields are ``arguments``, otherwise None.
         place: Questions of a section are asked by place, and in the order of the fields.
         parameter: Whether ``notebook_launcher`` has a parameter of this name (fields of ``LaunchConfig``).
     """
@@ -96,14 +119,15 @@ class Setting:
     read: Callable[[str, Any], Any] | None = None
     option: str | None = ""
     former: str = ""
-    preset: Any = None
+    preset: Any = _DERIVED
     parse: Callable[[str], Any] | None = None
     switch: bool = False
     closed: bool = False
     ask: str = ""
-    answer: Any = None
+    answer: Any = _DERIVED
     answers: tuple[Any, ...] | None = None
     when: Callable[[Answers], bool] = lambda _: True
+    argument: Any = _DERIVED
     place: int = 0
     parameter: bool = True
 
@@ -126,7 +150,11 @@ def setting(default: Any = None, **known: Any) -> Any:
 
 
 def metadata(**known: Any) -> dict[str, Setting]:
-    """Return the metadata of a field that is a setting without a default, as `setting` has it."""
+    """Return the metadata of a setting's field; for fields without a default, which mypy finds by ``field()``.
+
+    Args:
+        known: Attributes of its `Setting`.
+    """
     return {"setting": Setting(**known)}
 
 
@@ -149,15 +177,48 @@ _KINDS = {"bool": bool, "int": int, "float": float}
 
 def _completed(entry: dataclasses.Field[Any], section: Section | None) -> Setting:
     found: Setting = entry.metadata["setting"]
-    first_type = re.match(r"\w*", str(entry.type))
-    kind = _KINDS.get(first_type[0] if first_type else "", str)
-    found = replace(found, name=entry.name, default=entry.default, kind=kind)
+    annotation = str(entry.type)
+    first_type = re.match(r"\w*", annotation)
+    found = replace(
+        found,
+        name=entry.name,
+        default=entry.default,
+        kind=_KINDS.get(first_type[0] if first_type else "", str),
+        choices=found.choices or _literals(annotation),
+    )
+    if found.preset is _DERIVED:
+        found = replace(found, preset=found.unset if section is None or section.presets else None)
+    if found.answer is _DERIVED:
+        found = replace(found, answer=found.default if found.unset is None else found.unset)
+    if found.argument is _DERIVED:
+        found = replace(found, argument=entry.name if section is not None and section.arguments else None)
     if section is None:
         return replace(found, option=found.option or None, variable=found.variable or None)
     name = entry.name.removeprefix(section.option)
     option = section.option + name if found.option == "" else found.option
     variable = section.variable + name.upper() if found.variable == "" and section.variable else found.variable
     return replace(found, option=option, variable=variable or None)
+
+
+def _literals(annotation: str) -> tuple[str, ...]:
+    """Return the texts of a ``Literal`` in an annotation."""
+    found = re.search(r"Literal\[([^\]]*)\]", annotation)
+    return tuple(ast.literal_eval(f"({found[1]},)")) if found else ()
+
+
+def check_choices(instance: Any, *names: str) -> None:
+    """Check that fields have one of their choices.
+
+    Args:
+        instance: An instance of a dataclass.
+        names: The fields.
+
+    Raises:
+        ValueError: A value is not a choice; the message lists the choices.
+    """
+    known = settings_of(type(instance))
+    for name in names:
+        check_one_of(name, getattr(instance, name), known[name].choices)
 
 
 # ---- variables

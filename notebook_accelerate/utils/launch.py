@@ -14,54 +14,51 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from notebook_accelerate.commands.launch_settings import SECTIONS, dynamo_section, given_options, option
+from notebook_accelerate.commands.launch_settings import (
+    STRATEGIES,
+    dynamo_section,
+    given_options,
+    interpreter_options,
+    option,
+)
 from notebook_accelerate.config import environ
-from notebook_accelerate.config.config_file import ClusterConfig
-from notebook_accelerate.config.enums import PrecisionType
-from notebook_accelerate.config.plain_values import check_one_of, merge_dicts
+from notebook_accelerate.config.config_file import ClusterConfig, processes_per_machine
+from notebook_accelerate.config.plain_values import merge_dicts
 
 
-def _training_variables(args: argparse.Namespace) -> dict[str, str]:
-    """Return the variables of mixed precision and compilation.
+def _training_variables(args: argparse.Namespace, *flags: str) -> dict[str, str]:
+    """Return the variables of mixed precision and compilation, and of flags.
 
     Raises:
         ValueError: The mixed precision is unknown.
     """
-    precision = str(option(args, "mixed_precision", "no")).lower()
-    check_one_of("mixed_precision", precision, PrecisionType.list())
-    fp8 = {name.removeprefix("fp8_"): value for name, value in vars(args).items() if name.startswith("fp8_")}
-    sections = {
-        "dynamo_config": dynamo_section(args, {}),
-        "fp8_config": {name: value for name, value in fp8.items() if value is not None} if precision == "fp8" else {},
-    }
-    environment: dict[str, str] = ClusterConfig.from_dict({"mixed_precision": precision, **sections}).to_environment()
+    contents: dict[str, Any] = {name: option(args, name, False) for name in flags}
+    contents["mixed_precision"] = str(option(args, "mixed_precision", "no")).lower()
+    contents["dynamo_config"] = dynamo_section(args, {})
+    if contents["mixed_precision"] == "fp8":
+        given = given_options(args, "fp8_config")
+        contents["fp8_config"] = {name.removeprefix("fp8_"): value for name, value in given.items()}
+    environment: dict[str, str] = ClusterConfig.from_dict(contents).to_environment()
     return environment
 
 
 def _environment(args: argparse.Namespace) -> dict[str, str]:
     """Return this process's environment with the variables of a launch."""
-    env = {**os.environ, **_training_variables(args)}
-    if option(args, "debug", False):
-        env["ACCELERATE_DEBUG_MODE"] = "true"
-    if option(args, "enable_cpu_affinity", False):
-        env["ACCELERATE_CPU_AFFINITY"] = "1"
+    env = {**os.environ, **_training_variables(args, "debug", "enable_cpu_affinity")}
     if (gpu_ids := option(args, "gpu_ids", "all")) != "all":
         env[_visible_devices()] = str(gpu_ids)
     if (threads := option(args, "num_cpu_threads_per_process")) is not None:
         env["OMP_NUM_THREADS"] = str(threads)
-    for strategy in ("fsdp", "megatron_lm", "parallelism_config"):
-        if option(args, f"use_{strategy}", False):
-            env |= _strategy_variables(args, strategy)
+    for key, section in STRATEGIES.items():
+        if key != "deepspeed_config" and option(args, f"use_{section.strategy}", False):
+            env |= _strategy_variables(args, key)
     return env
 
 
-def _strategy_variables(args: argparse.Namespace, strategy: str) -> dict[str, str]:
+def _strategy_variables(args: argparse.Namespace, key: str) -> dict[str, str]:
     """Return the variables that select a strategy and pass its options on."""
-    section = f"{strategy.removesuffix('_config')}_config"
-    given = given_options(args, SECTIONS[section])
-    variables = ClusterConfig.from_dict({section: given}).to_environment()
-    del variables["ACCELERATE_MIXED_PRECISION"]
-    return {f"ACCELERATE_USE_{strategy.upper()}": "true", **variables}
+    variables: dict[str, str] = ClusterConfig.from_dict({key: given_options(args, key)}).rank_variables()
+    return {STRATEGIES[key].switch: "true", **variables}
 
 
 def _visible_devices() -> str:
@@ -75,14 +72,6 @@ def _script(args: argparse.Namespace) -> list[str]:
     return [args.training_script, *option(args, "training_script_args", [])]
 
 
-def _interpreter_options(args: argparse.Namespace) -> tuple[bool, bool]:
-    """Return whether the script is a module, and whether it runs without Python."""
-    module, no_python = bool(option(args, "module", False)), bool(option(args, "no_python", False))
-    if module and no_python:
-        raise ValueError("module and no_python are mutually exclusive; pass one of them")
-    return module, no_python
-
-
 def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     """Return the command and the environment that run a script in one process per machine.
 
@@ -92,7 +81,7 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
     Raises:
         ValueError: Options are mutually exclusive, or the mixed precision is unknown.
     """
-    module, no_python = _interpreter_options(args)
+    module, no_python = interpreter_options(args)
     env = _environment(args)
     on_cpu = bool(option(args, "cpu", False) or option(args, "use_cpu", False))
     env["ACCELERATE_USE_CPU"] = str(on_cpu)
@@ -115,11 +104,10 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     Raises:
         ValueError: The number of processes is not a multiple of the number of machines.
     """
-    machines, processes = int(option(args, "num_machines", 1)), int(option(args, "num_processes", 1))
-    if processes % machines:
-        raise ValueError(f"num_processes={processes} is not a multiple of num_machines={machines}; pass a multiple")
+    machines = int(option(args, "num_machines", 1))
+    processes = processes_per_machine(int(option(args, "num_processes", 1)), machines)
     address, port = option(args, "main_process_ip"), option(args, "main_process_port", 29500)
-    args.nnodes, args.nproc_per_node = str(machines), str(processes // machines)
+    args.nnodes, args.nproc_per_node = str(machines), str(processes)
     args.node_rank = int(option(args, "machine_rank", 0))
     if machines > 1 and option(args, "rdzv_backend", "static") != "static":
         args.rdzv_endpoint = f"{address}:{port}"
@@ -139,7 +127,7 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
         args: Options of ``accelerate launch`` and of its DeepSpeed section.
     """
     env = prepare_multi_gpu_env(args)
-    env |= {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", **_strategy_variables(args, "deepspeed")}
+    env |= {"ACCELERATE_DEEPSPEED_ZERO_STAGE": "2", **_strategy_variables(args, "deepspeed_config")}
     launcher = option(args, "deepspeed_multinode_launcher", "standard")
     if int(option(args, "num_machines", 1)) < 2 or launcher == "standard":
         return None, env
@@ -155,7 +143,7 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
     if address := option(args, "main_process_ip"):
         command += ["--master_addr", address]
     command += ["--master_port", str(option(args, "main_process_port", 29500))]
-    module, no_python = _interpreter_options(args)
+    module, no_python = interpreter_options(args)
     command += ["--module"] * module + ["--no_python"] * no_python
     return [*command, *_script(args)], env
 

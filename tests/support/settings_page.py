@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from notebook_accelerate.config.config_file import SECTIONS
+from notebook_accelerate.config.config_file import SECTIONS, section_of
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.config.settings import Setting, settings_of, short_help
 from tests.support.pages import DOCS
@@ -20,15 +20,6 @@ A field that is None is read from its variable. The default is the value if the 
 sets the variables of the sections that it uses, and some of its defaults differ. An option is its key in the file with
 `--` in front of it, with two exceptions: the keys of `fp8_config` lack `fp8_`, and the key of `--cpu` is `use_cpu`.
 """
-_TITLES = {
-    "": "Machines and processes",
-    "dynamo_config": "torch.compile",
-    "deepspeed_config": "DeepSpeed",
-    "fsdp_config": "FSDP",
-    "parallelism_config": "Parallelism",
-    "megatron_lm_config": "Megatron-LM",
-    "fp8_config": "fp8",
-}
 
 
 def text() -> str:
@@ -37,12 +28,12 @@ def text() -> str:
     parts.append(
         _table(("field", "default", "meaning"), [_launch_row(each) for each in settings_of(LaunchConfig).values()])
     )
-    for key, title in _TITLES.items():
+    for key, owners in SECTIONS.items():
         where = f"Section `{key}` of a configuration file." if key else "Top level of a configuration file."
-        parts.append(f"## {title}\n\n{where}\n")
-        for owner in SECTIONS[key]:
+        parts.append(f"## {section_of(key).title}\n\n{where}\n")
+        for owner in owners:
             rows = [_row(owner, each) for each in settings_of(owner).values() if each.option or each.variable]
-            if len(SECTIONS[key]) > 1:
+            if len(owners) > 1:
                 parts.append(f"`{owner.__name__}`:\n")
             parts.append(_table(("field", "variable", "option and key", "default", "meaning"), rows))
     return "\n".join(parts)

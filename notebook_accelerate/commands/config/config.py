@@ -15,13 +15,11 @@ from notebook_accelerate.config import config_file
 from notebook_accelerate.config.config_file import ClusterConfig, SageMakerConfig, section_settings
 from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.config.environ import parse_flag
-from notebook_accelerate.config.settings import Answers, Setting
+from notebook_accelerate.config.settings import MIXED_PRECISIONS, Answers, Setting
 from notebook_accelerate.hardware import device_table
 
 _FILE = "Path of the file, YAML or .json; without it, the default one."
-_STRATEGIES = {
-    "fsdp": DistributedType.FSDP, "deepspeed": DistributedType.DEEPSPEED, "megatron_lm": DistributedType.MEGATRON_LM,
-}  # fmt: skip
+_STRATEGIES = ("fsdp", "deepspeed", "megatron_lm")
 
 
 def config_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
@@ -42,7 +40,7 @@ def config_command_parser(subparsers: Subparsers | None = None) -> argparse.Argu
     )  # fmt: skip
     add_config_file(default, _FILE, default=argparse.SUPPRESS)
     default.add_argument(
-        "--mixed_precision", "--mixed-precision", choices=("no", "fp16", "bf16", "fp8"), default="no",
+        "--mixed_precision", "--mixed-precision", choices=MIXED_PRECISIONS, default="no",
         help="Precision of the computation (default: no).",
     )  # fmt: skip
     default.set_defaults(func=default_config_command)
@@ -96,7 +94,8 @@ def get_cluster_input(read: Callable[[str], str]) -> ClusterConfig:
         ask(f"{strategy}_config")
     if _ask(Setting(ask="Compile models with torch.compile?", answer=False), answers, read):
         ask("dynamo_config")
-    contents["distributed_type"] = _STRATEGIES.get(strategy) or _plain_type(answers, machine)
+    chosen = DistributedType(strategy.upper()) if strategy in _STRATEGIES else _plain_type(answers, machine)
+    contents["distributed_type"] = chosen
     found: ClusterConfig = ClusterConfig.from_dict(contents)
     return found
 
