@@ -16,7 +16,7 @@ OF_PYTHON = frozenset({"_asdict", "_current_frames", "_exit", "_fields", "_getfr
 OF_THIS_PACKAGE = frozenset(
     {"_hf_hook", "_is_accelerate_prepared", "_of_dispatch", "_old_forward", "_original_forward", "_prepared_for"}
 )
-"""Set on users' objects here; Accelerate's clients read some of them."""
+"""Set on users' objects by this package. Accelerate's clients read some of them."""
 _OF_OTHERS = {
     # Transformers' models.
     "big_modeling.module_tree": {"_no_split_modules"},

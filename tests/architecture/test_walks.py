@@ -24,7 +24,7 @@ from tests.support.waiting import until
 from tests.support.walks import Call, Trace, first_missing, steps_of
 
 _trace = Trace()
-"""The trace of the current test: a rank, which is forked from this process, returns its part of it."""
+"""The trace of the current test. A rank, forked from this process, returns its part of it."""
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ def train(lr, steps=100_000):
 LAUNCH = "run = notebook_launcher(train, ({}), num_processes=2, use_port=0, block=False{})"
 CARD = ".na-live"
 HEIGHT = 2200
-"""Pixels: a picture shows a whole panel, and not the toolbar over it."""
+"""Margin in pixels, so that a screenshot shows a whole panel without the toolbar above it."""
 SIZES = ((1280, "desktop"), (600, "narrow"))
 # Nothing is wider than the card, except for scrolling parts, and curves out of sight, which are drawn later.
 WIDER = """(selector) => {

@@ -42,7 +42,7 @@ def train(seconds, fail_at=None):
 """
 LAUNCH = "run = notebook_launcher(train, ({},), num_processes=2, use_port=0, block=False)"
 LONG = 1200
-"""Seconds of a run whose end no test waits for, even with slow steps."""
+"""Duration in seconds of a run whose end no test waits for, even with slow steps."""
 LAST = "import notebook_accelerate; notebook_accelerate.runs()[-1].panel()"
 CARD = ".na-live"
 BOOK = "window.jupyterapp.shell.currentWidget.content"

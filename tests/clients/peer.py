@@ -24,12 +24,12 @@ from tests.support.ranks import reserved_port
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(sys.prefix) / "peer"
-"""Where the environment has the real Accelerate: outside of the path, so that nothing else imports it."""
+"""The folder of the real Accelerate, which is outside of the path so that nothing else imports it."""
 VERSIONS = ROOT / ".build" / "transformers"
 """The folder in which make installs other versions of transformers, each with its dependencies."""
 RANKS = 2
 SECONDS = 300
-"""For one program; after that its ranks print their stacks and end."""
+"""Time limit in seconds for one program. After that its ranks print their stacks and exit."""
 LIBRARIES = (
     "transformers.trainer", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "peft", "diffusers.models",
     "datasets", "diffusers.training_utils", "pytorch_accelerated.trainer", "lightning", "torch._dynamo",

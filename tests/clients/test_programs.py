@@ -24,7 +24,7 @@ pytestmark = [
 ]
 EACH = pytest.mark.parametrize("name", PROGRAMS)
 TOLERANCE = 1e-4
-"""Of losses and weights; most are equal bit for bit."""
+"""Relative tolerance of losses and weights. Most are bitwise equal."""
 SECONDS = 900
 
 CODE = """

@@ -30,7 +30,7 @@ from tests.support.ports import free_port
 pytestmark = [
     pytest.mark.notebook,
     pytest.mark.timeout(400),
-    pytest.mark.leaks_ok("kernels are kept for the next round; each round looks for its own processes"),
+    pytest.mark.leaks_ok("kernels are kept for the next round; each round checks its own processes"),
 ]
 HOST = re.escape(platform.node())
 SECRET = "hush-4711"
@@ -38,13 +38,16 @@ FIRST, NOTEBOOK, COMMAND = 0, 1, 2
 """The nodes."""
 NAMES = ["the first notebook", "the other notebook", "the command"]
 KINDS = [(verb, what) for verb in ("kill", "suspend") for what in ("first", "host", "rank")]
-"""A seed's remainder chooses one of them."""
+"""The remainder of a seed selects one of them."""
 DAILY = (0, 25, 8, 21, 11)
-"""Each kind once but for a suspended host, which test_a_suspended_host_is_lost_after_the_time_of_the_heartbeats has."""
+"""One of each kind, except for a suspended host:
+
+test_a_suspended_host_is_lost_after_the_time_of_the_heartbeats has it.
+"""
 ROUNDS = 56
 JOIN_SECONDS = 60.0
 SILENT_SECONDS = [3.0, 3.0, 15.0]
-"""Seconds after which each host regards a silent one as lost; a command does not have the run's ``rdzv_conf``."""
+"""Seconds after which each host considers a silent one lost. A command does not know the run's ``rdzv_conf``."""
 HANG_SECONDS = 10.0
 LIMIT = 60.0
 """Time limit in seconds from the fault to the end of every surviving host, once all ranks run."""

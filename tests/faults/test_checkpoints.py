@@ -222,7 +222,7 @@ save()
     assert value_in(tmp_path / "out") == 1.0
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="making a small file system takes root")
+@pytest.mark.skipif(os.geteuid() != 0, reason="creating a small file system needs root")
 def test_a_full_file_system_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()

@@ -10,7 +10,7 @@ from tests.support.launching import said
 pytestmark = pytest.mark.notebook
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote"])
 HUGE = 300_000_000
-"""Characters of a text that exceeds every bound."""
+"""Length of a text that exceeds every bound."""
 
 
 def _run(kernel: Kernel, body: str, method: str, options: str = "", timeout: float = 120) -> Cell:
@@ -188,7 +188,7 @@ return 'lives'"""
 
 
 BUDGET = 5_000_000
-"""Characters that the front end may receive of a run of a few seconds."""
+"""Maximum number of characters that the front end may receive from a run of a few seconds."""
 
 
 def _sent(cell: Cell) -> int:

@@ -33,10 +33,10 @@ def train(*arguments):
 """
 _LAUNCH = "run = notebook_launcher(train, {}, num_processes=2, use_port=0, detach=True, name='killed', panel=False{})"
 _SCENES = {"start": -1, "run": 4, "failure": 18, "breakpoint": 5, "save": 17}
-"""Where the kernel is killed, and the step that the run has reached then; some time later."""
+"""The phase in which the kernel is killed, and the step that the run must have reached, plus a random delay."""
 _DAILY = {"start"}
 _SECONDS = {"start": 5.0}
-"""Seconds within which the kernel is killed then."""
+"""Maximum of the random delay in seconds."""
 
 
 @pytest.fixture

@@ -187,7 +187,7 @@ SOCKETS = {
     "utils/other.py": PROBE,
     "launch/processes/ports.py": PROBE,
 }
-"""The modules that open sockets: the test of their peers, or why they need none."""
+"""The modules that open sockets, with the test of their peers or the reason why they need none."""
 
 
 def test_the_table_covers_the_peers_of_all_sockets() -> None:

@@ -47,7 +47,7 @@ def hidden(self):
     (self.path / self._token).unlink()
 ProfileFolder.__init__ = hidden
 """
-"""A cell after which ranks do not see the folder of a profile, as on another machine."""
+"""A cell that hides the folder of a profile from ranks, as on another machine."""
 
 
 def check(kernel: Kernel) -> None:

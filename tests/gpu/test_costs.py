@@ -22,7 +22,7 @@ WIDTH, DEPTH, ROWS = gpu.size(1024, 32), gpu.size(12, 3), gpu.size(4096, 16)
 STEPS = gpu.size(20, 3)
 TURNS = 5
 SLOW = 3.0
-"""A guard against a wrong path, as a device that waits for each layer; `make bench` watches the ratios themselves."""
+"""A guard against a wrong path, such as a device that waits for each layer. `make bench` monitors the ratios."""
 
 
 def step_of(model: Any, optimizer: Any, backward: Callable[[torch.Tensor], None], device: Any) -> Callable[[], None]:

@@ -13,7 +13,7 @@ ranks._PRELOAD += [
     for name in ("dist_checkpointing", "distributed", "models.T5", "models.bert", "models.gpt", "optimizer")
 ]
 SECONDS = 900
-"""For one test: the first one waits until the server of ranks has imported all that, minutes on a busy machine."""
+"""Time limit in seconds for one test. The first one waits, possibly minutes, for the imports of the rank server."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 CLOSE = 1e-5
-"""Relative: float32, in another order of additions."""
+"""Relative tolerance: float32 with another order of additions."""
 HALF_WAY = 2
 
 

@@ -109,16 +109,16 @@ class Case:
     kind: str = "gpt"
     precision: str = "no"
     start: str | None = None
-    """The checkpoint to begin with."""
+    """The checkpoint to start from."""
     skipped: int = 0
-    """Windows that are left out at the beginning."""
+    """Windows that are skipped at the beginning."""
     save_after: int = -1
     """The step after which a checkpoint is written."""
     save_to: str = ""
     more: dict[str, Any] = field(default_factory=dict)
     """More settings of the plugin."""
     launched: bool = False
-    """Whether the launch brings the plugin."""
+    """Whether the launch passes the plugin."""
 
     def plugin(self) -> MegatronLMPlugin:
         """Return the plugin."""

@@ -219,7 +219,7 @@ def test_a_large_static_form_is_sent_after_other_large_messages() -> None:
         assert table.displays[0]["text/html"] == "form " * 100_000
 
 
-@pytest.mark.leaks_ok("nbclient keeps the event loop that it made")
+@pytest.mark.leaks_ok("nbclient keeps the event loop that it created")
 def test_a_notebook_that_ran_headless_keeps_the_report_and_converts(tmp_path: Path) -> None:
     cells = [nbformat.v4.new_code_cell(source) for source in (TRAIN, "launch(1.0);", "launch(0.3, panel=False)")]
     book = nbformat.v4.new_notebook(cells=cells)
@@ -253,7 +253,7 @@ def test_a_killed_kernel_leaves_a_static_form_next_to_every_live_view() -> None:
         assert "(train), running, as of" in cells[0].displays[1]["text/plain"]
 
 
-@pytest.mark.leaks_ok("nbclient keeps the event loop that it made")
+@pytest.mark.leaks_ok("nbclient keeps the event loop that it created")
 def test_a_run_that_a_later_cell_stops_is_saved_as_stopped(tmp_path: Path) -> None:
     sources = (TRAIN, "run = launch(600, block=False)", "time.sleep(0.5)", "run.stop()")
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])

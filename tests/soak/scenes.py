@@ -84,7 +84,7 @@ def train(folder, seconds, blocking=True):
 """
 
 GUARD = 300.0
-"""Seconds that anything may take: a busy machine starts three interpreters in more than one minute."""
+"""Time limit in seconds for anything: a busy machine needs more than one minute to start three interpreters."""
 Scene = Callable[[Kernel, random.Random], None]
 SCENES: dict[str, tuple[int, Scene]] = {}
 

@@ -52,7 +52,7 @@ App = Literal["lab", "notebook"]
 DAILY_IN_LAB = pytest.mark.parametrize(
     "app", ["lab", pytest.param("notebook", marks=pytest.mark.nightly)], indirect=True
 )
-"""For a test that `make test` runs in JupyterLab, and `make test-nightly` in Notebook too."""
+"""Marks a test that runs daily in JupyterLab, and nightly in Notebook too."""
 _SESSION = "window.jupyterapp?.shell?.currentWidget?.sessionContext"
 # Messages of the applications themselves, whatever the notebook contains. The last ones appear when a page is reloaded,
 # and when a kernel exits with an unanswered message.

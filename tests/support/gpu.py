@@ -17,13 +17,13 @@ from torch import nn
 DRY = os.environ.get("TEST_GPU") == "dry"
 DEVICE = "cpu" if DRY else "cuda"
 COUNT = 2 if DRY else torch.cuda.device_count()
-"""Devices of this machine; asked of NVML, so this process has no CUDA context."""
+"""Number of devices of this machine, according to NVML, so that this process gets no CUDA context."""
 WORLDS = range(1, COUNT + 1)
 """World sizes with a device for each rank."""
 
-only_cuda = pytest.mark.skipif(DRY, reason="the CPU has no such thing; not part of a dry run")
-two_devices = pytest.mark.skipif(COUNT < 2, reason="takes two CUDA devices")
-four_devices = pytest.mark.skipif(COUNT < 4 and not DRY, reason="takes four CUDA devices")
+only_cuda = pytest.mark.skipif(DRY, reason="the CPU does not support this; not part of a dry run")
+two_devices = pytest.mark.skipif(COUNT < 2, reason="needs two CUDA devices")
+four_devices = pytest.mark.skipif(COUNT < 4 and not DRY, reason="needs four CUDA devices")
 
 
 def rank_environment(*, share: bool = False) -> dict[str, str]:

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Any, NoReturn
 
 PRELOADED = ("ipykernel.ipkernel", "ipykernel.kernelapp", "torch", "torch._dynamo")
-"""The last one is what each forked rank would import with its first optimizer."""
+"""Otherwise, each forked rank would import the last one with its first optimizer."""
 _LONGEST = 1 << 20
 
 

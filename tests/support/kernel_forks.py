@@ -30,7 +30,7 @@ PROVISIONER = "forked-for-tests"
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = Path(__file__).with_name("kernel_fork_server.py")
 _READ_AT_START = ("PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "LD_", "MALLOC_", "TORCH", "CUDA", "XLA", "PJRT")
-"""Beginnings of the names of variables that an interpreter, or torch, reads before a test could change them."""
+"""Prefixes of variables that an interpreter or torch reads before a test could change them."""
 _OWN_INTERPRETERS = ("TEST_NIGHTLY", "TEST_KERNEL_PATH", "TEST_HOSTED")
 """Variables that make every kernel start a separate interpreter."""
 _environment = dict(os.environ)

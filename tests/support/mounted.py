@@ -14,7 +14,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 OWN_MACHINES = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-"""Variables of ranks that believe to be alone on their machines."""
+"""Variables for ranks that appear to be alone on their machines."""
 
 
 class MountedFileSystem(LocalFileSystem):  # type: ignore[misc]

@@ -35,7 +35,7 @@ def two_namespaces(label: str) -> Iterator[list[str]]:
                 ip("netns", "add", name)
             _connect(names, label)
         except (OSError, subprocess.SubprocessError) as error:
-            pytest.skip(f"network namespaces cannot be made here: {error}")
+            pytest.skip(f"network namespaces cannot be created here: {error}")
         yield names
     finally:
         for name in names:

@@ -22,11 +22,11 @@ import psutil
 from tests.support.ports import free_port
 
 SHADOW = Path(__file__).resolve().parents[1] / "ray" / "shadow"
-"""Modules that make `import ray` quick."""
+"""Folder of stub modules that make `import ray` fast."""
 STORE_BYTES = 150 << 20
 START_SECONDS = 600.0
 TRIES = 6
-"""Ray gives a node 30 seconds to start, which on a busy machine may not be enough."""
+"""Number of attempts: Ray gives a node 30 seconds to start, which may not be enough on a busy machine."""
 PATIENCE = {
     "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "100",  # As with TRIES: a single crash costs as much.
     "GRPC_ENABLE_FORK_SUPPORT": "0",  # Otherwise the fork for that server may crash before it executes its program.
@@ -34,7 +34,7 @@ PATIENCE = {
     "RAY_health_check_timeout_ms": "120000",  # A slow node is not dead. A dead one refuses connections immediately.
     "RAY_memory_monitor_refresh_ms": "0",  # Actors are not killed because other programs fill the machine.
 }
-"""Settings of Ray for a machine that has a lot else to do."""
+"""Settings of Ray for a busy machine."""
 
 
 class LocalCluster:

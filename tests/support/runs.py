@@ -33,7 +33,7 @@ from notebook_accelerate.telemetry.store import Record
 
 START = 1_000_000.0
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
-"""The ways to start ranks; spawned ranks, which take seconds to import torch, are tested nightly."""
+"""The start methods. Spawned ranks, which take seconds to import torch, are tested nightly."""
 HostOf = Callable[[int], tuple[int, str]]
 
 

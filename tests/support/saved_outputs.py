@@ -25,17 +25,17 @@ import nbformat
 ROOT = Path(__file__).resolve().parents[2]
 EXECUTED = ROOT / ".build" / "examples"
 LARGEST = 300_000
-"""Bytes of a committed notebook: code hosts show no larger ones reliably."""
+"""Size limit of a committed notebook in bytes: code hosts do not show larger ones reliably."""
 WIDGET = "application/vnd.jupyter.widget-view+json"
 MEASURED = "…"
 MEASURED_COLUMNS = {
     "pid", "peak memory", "ms per step", "waiting for data", "forward and backward", "collectives", "optimizer",
     "other", "started", "seconds", "time", "elapsed", "duration", "last seen", "cpu", "memory",
 }  # fmt: skip
-"""Headings, in lower case, of a report's columns whose cells are replaced."""
+"""Lower-case headings of the columns of a report whose cells are replaced."""
 MEASURED_ROWS = {"started", "ended", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
 VARIES = "output-varies"
-"""The tag of a cell whose output depends on timing, as a failure's consequences do: only its kinds are compared."""
+"""The tag of a cell whose output depends on timing, like consequences of a failure. Only output types are compared."""
 _NUMBER = r"\d+(?:[.,]\d+)*"
 _PATTERNS = [
     (re.compile(rf"(?<![\w.-]){_NUMBER} (ms|s|min|h|tokens/s|steps/s|it/s)\b"), rf"{MEASURED} \1"),
@@ -57,14 +57,14 @@ _CELL = re.compile(r"(<t([hd])[^>]*>)(.*?)(</t\2>)", re.DOTALL)
 _RULE = re.compile(r"^─+(?:  ─+)*$")
 _IMAGE = re.compile(r'src="data:image/[^"]*"')
 _LOGGED = re.compile(r"^(?:[IWE]\d{4} \d\d:\d\d:\d\d|Failed to load ).*\n?", re.MULTILINE)
-"""What torch, torchao and bitsandbytes log on stderr when they are imported on some machines."""
+"""Lines that torch, torchao and bitsandbytes log on stderr during their import on some machines."""
 _SPEED = re.compile(
     r"<details><summary>Step time</summary>.*?</details>|^rank +ms per step[^\n]*\n(?:[^\n]+\n)+"
     r"|<li>Rank \d+ is a straggler[^<]*</li>|^Rank \d+ is a straggler[^\n]*\n"
     r"|<li>waiting for the process that [^<]*</li>|^ *waiting for the process that [^\n]*\n",
     re.MULTILINE | re.DOTALL,
 )
-"""The table of step times, stragglers, and that a launch waited, as HTML and as text: they depend on the speed."""
+"""The table of step times, stragglers, and the note that a launch waited, as HTML and text. They vary with speed."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 

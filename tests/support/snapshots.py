@@ -16,7 +16,7 @@ _VARYING = (
     (re.compile(r"(data:image/svg\+xml;base64,)[\w+/=]+"), r"\1..."),
     (re.compile(r"<style>.*?</style>", re.DOTALL), "<style>...</style>"),
 )
-"""What differs between two renderings of the same view, or is compared elsewhere."""
+"""Parts that differ between two renderings of the same view, or that other tests compare."""
 Snapshot = Callable[[str, str], None]
 """The fixture ``snapshot``: compares the second argument with the file that the first one names."""
 _VOID = frozenset({"br", "hr", "img", "input"})

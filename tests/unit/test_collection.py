@@ -20,7 +20,7 @@ def test_collections_are_off_inside_the_block_only() -> None:
     assert found == [True, False, True]
 
 
-def test_collections_that_are_off_stay_off() -> None:
+def test_disabled_collections_stay_disabled() -> None:
     gc.disable()
     try:
         with uncollected():
@@ -62,7 +62,7 @@ print(gc.isenabled(), os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_process_that_is_forked_meanwhile_collects() -> None:
+def test_a_process_forked_inside_the_block_collects() -> None:
     done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["True", "1"]
 

@@ -1,4 +1,4 @@
-"""Streams, events and threads name their device: `torch.cuda` is a stand-in with a current device of each thread."""
+"""Streams, events and threads name their device. `torch.cuda` is a stub with a current device for each thread."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _in_thread(call: Any) -> Any:
 
 
 class _Job:
-    """A copy of a storage on a device; writes down the current device of the thread that copies."""
+    """A copy of a storage on a device, which records the current device of the copying thread."""
 
     version = 0
 
@@ -48,7 +48,7 @@ class _Job:
 
 
 def test_deferred_copies_run_on_a_stream_of_each_source_device_and_are_awaited(cuda: ThreadedCuda) -> None:
-    cuda.set_device(1)  # the rank's own thread
+    cuda.set_device(1)  # The rank's own thread.
     shot = snapshot.Snapshot([], _deferred=[_Job(cuda, 1), _Job(cuda, 0), _Job(cuda, 1)])  # type: ignore[list-item]
     _in_thread(shot.finish)
     assert cuda.log == [
@@ -88,10 +88,10 @@ def test_the_ranks_own_device_continues_its_random_numbers_on_other_devices(
     assert torch.equal(torch.rand(4, generator=elsewhere.generators[resumed_on]), expected)
 
 
-def test_a_state_of_accelerate_without_the_ranks_device_is_said_and_the_rest_restored(
+def test_a_state_of_accelerate_without_the_ranks_device_is_reported_and_the_rest_restored(
     cuda: ThreadedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file of two devices, resumed by a rank on the third one: its own generator is in no list."""
+    """A file of two devices, resumed by a rank on the third one, lacks the generator of that rank."""
     state = state_files.rng_state("cuda")
     del state["torch_cuda_device"]
     expected = random.random()
@@ -128,16 +128,16 @@ def test_an_argument_on_the_kernels_device_arrives_on_the_ranks_own(
 def test_locked_memory_has_the_size_of_the_state_and_is_returned(cuda: ThreadedCuda) -> None:
     buffers = snapshot.SnapshotBuffers()
     buffers._reserve(True, 9 << 20)
-    assert list(cuda.locked.values()) == [10 << 20], "whole huge pages, not the next power of two"
+    assert list(cuda.locked.values()) == [10 << 20], "the size is whole huge pages, not the next power of two"
     buffers._reserve(True, 5 << 20)
-    assert list(cuda.locked.values()) == [10 << 20], "it is large enough"
+    assert list(cuda.locked.values()) == [10 << 20], "the memory is large enough"
     buffers._reserve(True, 11 << 20)
-    assert list(cuda.locked.values()) == [12 << 20], "the smaller one was unlocked"
+    assert list(cuda.locked.values()) == [12 << 20], "the smaller memory was unlocked"
     buffers.release()
     assert cuda.locked == {}
 
 
-def test_memory_that_cannot_be_locked_is_used_as_it_is(cuda: ThreadedCuda) -> None:
+def test_memory_that_cannot_be_locked_is_used_unlocked(cuda: ThreadedCuda) -> None:
     cuda.lockable = 0
     buffers = snapshot.SnapshotBuffers()
     with pytest.warns(UserWarning, match="could not lock 2 MiB of main memory"):
@@ -147,7 +147,7 @@ def test_memory_that_cannot_be_locked_is_used_as_it_is(cuda: ThreadedCuda) -> No
     buffers.release()
 
 
-def test_buffers_that_are_dropped_unlock_their_memory(cuda: ThreadedCuda) -> None:
+def test_dropped_buffers_unlock_their_memory(cuda: ThreadedCuda) -> None:
     buffers = snapshot.SnapshotBuffers()
     buffers._reserve(True, 100)
     assert cuda.locked
@@ -155,7 +155,7 @@ def test_buffers_that_are_dropped_unlock_their_memory(cuda: ThreadedCuda) -> Non
     assert cuda.locked == {}
 
 
-def test_weights_are_pinned_only_where_main_memory_has_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_pinned_only_if_main_memory_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     sources: Any = [SimpleNamespace(nbytes=90 << 20, address=-index) for index in range(10)]
     monkeypatch.setattr(prefetch, "machine_memory", lambda: (1 << 40, 2 * (10 * (38 << 20) + (90 << 20))))
     prefetch._check_room(sources)
@@ -164,14 +164,12 @@ def test_weights_are_pinned_only_where_main_memory_has_room_for_it(monkeypatch: 
         prefetch._check_room(sources)
 
 
-def test_weights_mapped_from_a_file_give_no_memory_back_when_they_are_pinned(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_mapped_weights_free_no_memory_when_they_are_pinned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch.save({"own": torch.ones(1 << 20)}, tmp_path / "weights.bin")
     mapped = torch.load(tmp_path / "weights.bin", mmap=True)["own"]
     monkeypatch.setattr(prefetch, "machine_memory", lambda: (1 << 40, 2 * (6 << 20)))
     prefetch._check_room([MemorySource(torch.ones(1 << 20), {}, "own")])
-    with pytest.raises(RuntimeError, match="that takes 8"):  # what is pinned, and a copy of one tensor
+    with pytest.raises(RuntimeError, match="that takes 8"):  # The pinned memory, and a copy of one tensor.
         prefetch._check_room([MemorySource(mapped, {}, "own")])
     prefetch._check_room([FileSource(tmp_path / "weights.bin", 0, (1 << 24,), torch.float32)])
 
@@ -185,7 +183,7 @@ class _OnCpu(prefetch.StreamTransfer):
 
 
 @pytest.mark.parametrize("failing", [0, 3, 5])
-def test_an_offloaded_model_computes_after_it_ran_out_of_memory(
+def test_an_offloaded_model_works_after_an_out_of_memory_error(
     cuda: ThreadedCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failing: int
 ) -> None:
     monkeypatch.setattr(prefetch, "transfer_to", _OnCpu)

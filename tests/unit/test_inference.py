@@ -1,4 +1,4 @@
-"""How a model is divided into the parts of a pipeline."""
+"""The division of a model into the parts of a pipeline."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_largest_part_is_minimal(sizes: list[int], parts: int) -> None:
     assert largest(tuple(cuts)) == best
 
 
-def test_batch_size_of_arguments() -> None:
+def test_the_batch_size_of_arguments_is_found() -> None:
     assert find_pippy_batch_size((torch.ones(3, 2),), {}) == 3
     assert find_pippy_batch_size((None, 1), {"mask": torch.ones(4)}) == 4
     assert find_pippy_batch_size((torch.tensor(1.0),), None) is None

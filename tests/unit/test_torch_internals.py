@@ -1,4 +1,4 @@
-"""The private names of torch that this package uses: each works as expected with the torch that is installed."""
+"""The private names of torch that this package uses. Each works as expected with the installed torch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_exports_are_complete() -> None:
     assert set(torch_internals.__all__) == mine | set(torch_internals.NAMES) | {"MODULE_TABLES", "NAMES", "PrivateName"}
 
 
-def test_a_name_that_torch_lacks_is_named_with_the_versions_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_name_is_reported_with_the_versions_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(torch_internals.NAMES, "gone", torch_internals.PrivateName("torch:_gone", "nothing"))
     with pytest.raises(ImportError, match=rf"torch {torch.__version__.split('+')[0]}.* has no torch\._gone.*2\.9 to"):
         _ = torch_internals.gone
@@ -49,7 +49,7 @@ def test_a_name_that_torch_lacks_is_named_with_the_versions_that_have_it(monkeyp
         _ = torch_internals.never
 
 
-def test_importing_the_module_imports_no_torch() -> None:
+def test_importing_the_module_does_not_import_torch() -> None:
     code = "import notebook_accelerate.torch_internals, sys; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
@@ -74,7 +74,7 @@ def test_the_limit_of_a_group_is_read_and_set_without_a_warning(group: None) -> 
     assert torch_internals.group_timeouts(dist.group.WORLD) == {"gloo": timedelta(minutes=5)}
 
 
-def test_the_default_store_is_that_of_the_default_group(group: None) -> None:
+def test_the_default_store_belongs_to_the_default_group(group: None) -> None:
     torch_internals.default_store().set("key", "value")
     assert torch_internals.default_store().get("key") == b"value"
 
@@ -86,8 +86,8 @@ def test_an_all_gather_starts_and_ends(group: None) -> None:
     assert rows.tolist() == [0.0, 1.0, 2.0]
 
 
-@pytest.mark.leaks_ok("what is dropped stays open")
-def test_dropped_groups_stay_alive_and_another_can_be_made() -> None:
+@pytest.mark.leaks_ok("dropped groups stay open")
+def test_dropped_groups_stay_alive_and_another_can_be_created() -> None:
     dist.init_process_group("gloo", store=torch_internals.HashStore(), rank=0, world_size=1)
     first = dist.group.WORLD
     kept = torch_internals.drop_process_groups()
@@ -117,7 +117,7 @@ def test_the_seed_of_cuda_is_known_before_it_is_used(monkeypatch: pytest.MonkeyP
         assert torch_internals.cuda_seed() == 11
 
 
-def test_the_default_device_is_that_of_the_thread() -> None:
+def test_the_default_device_belongs_to_the_thread() -> None:
     assert torch_internals.default_device() == ""
     with torch.device("meta"):
         assert torch_internals.default_device() == "meta"
@@ -135,7 +135,7 @@ def test_a_mesh_is_flattened(group: None) -> None:
     assert torch_internals.local_tensor(tensor).shape == (2, 3)
 
 
-def test_views_and_storages_are_known() -> None:
+def test_views_and_storages_are_recognised() -> None:
     whole = torch.zeros(4)
     assert torch_internals.viewed_tensor(whole[1:]) is whole
     assert torch_internals.viewed_tensor(whole) is whole
@@ -156,7 +156,7 @@ def test_lists_of_tensors_are_copied_and_packed() -> None:
     assert part.tolist() == [[4, 5]]
 
 
-def test_containers_and_fake_tensors() -> None:
+def test_containers_and_fake_tensors_work() -> None:
     leaves, spec = torch_internals.pytree.tree_flatten({"a": [1, 2]})
     assert torch_internals.pytree.tree_unflatten(leaves, spec) == {"a": [1, 2]}
     with torch_internals.FakeTensorMode():
@@ -166,7 +166,7 @@ def test_containers_and_fake_tensors() -> None:
 # ---- modules
 
 
-def test_modules_have_the_tables() -> None:
+def test_modules_have_the_tables_of_their_members() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2))
     assert [set(vars(model[0])[name]) for name in torch_internals.MODULE_TABLES] == [
         {"weight", "bias"}, {"running_mean", "running_var", "num_batches_tracked"}, set(),
@@ -177,7 +177,7 @@ def test_modules_have_the_tables() -> None:
     torch_internals.refresh_parameters(model)
 
 
-def test_compiled_modules_are_known() -> None:
+def test_compiled_modules_are_recognised() -> None:
     model = nn.Linear(2, 2)
     compiled = torch.compile(model, backend="eager")
     assert torch_internals.is_compiled(compiled)
@@ -188,7 +188,7 @@ def test_compiled_modules_are_known() -> None:
     assert torch_internals.is_compiled_in_place(model)
 
 
-def test_names_in_compiled_modules() -> None:
+def test_names_in_compiled_modules_are_translated() -> None:
     inner = nn.Sequential(nn.Linear(1, 1), torch.compile(nn.Linear(1, 1)))
     compiled = torch.compile(inner)
     assert [torch_internals.compiled_name(name) for name in inner.state_dict()] == list(compiled.state_dict())
@@ -205,7 +205,7 @@ def test_checkpoint_wrappers_have_their_prefix() -> None:
     assert isinstance(nn.Dropout2d(), torch_internals.Dropout)
 
 
-def test_ddp_tells_whether_it_has_recorded_the_graph(group: None) -> None:
+def test_ddp_knows_whether_it_has_recorded_the_graph(group: None) -> None:
     model = nn.parallel.DistributedDataParallel(nn.Linear(2, 2), static_graph=True)
     assert not torch_internals.recorded_static_graph(model)
     model(torch.ones(1, 2)).sum().backward()
@@ -214,7 +214,7 @@ def test_ddp_tells_whether_it_has_recorded_the_graph(group: None) -> None:
 
 
 @pytest.mark.leaks_ok("FSDP 1 keeps its group, and a socket with it")
-def test_flat_parameters_of_fsdp(group: None) -> None:
+def test_flat_parameters_of_fsdp_are_found(group: None) -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
     with warnings.catch_warnings():
@@ -249,7 +249,7 @@ def test_the_parts_of_checkpoints_have_their_fields() -> None:
 # ---- loaders, schedulers and optimizers
 
 
-def test_samplers_and_iterators_of_loaders() -> None:
+def test_samplers_and_iterators_of_loaders_are_recognised() -> None:
     loader = torch.utils.data.DataLoader(range(4), shuffle=True)  # type: ignore[arg-type]
     assert torch_internals.sampler_length(loader.sampler) is None
     assert isinstance(iter(loader), torch_internals.DataLoaderIterator)
@@ -271,7 +271,7 @@ def test_how_context_parallel_ranks_exchange_is_set() -> None:
     list(starmap(torch_internals.set_rotate_method, [("alltoall",), ("allgather",)]))
 
 
-def test_functions_are_kept_from_dynamo() -> None:
+def test_functions_can_be_excluded_from_dynamo() -> None:
     assert torch_internals.disable_dynamo(lambda: 3)() == 3
 
 
@@ -302,13 +302,13 @@ print(codes)
 """
 
 
-def test_what_the_profiler_needs_is_imported_while_the_first_optimizer_is_created() -> None:
+def test_imports_of_the_profiler_overlap_with_the_first_optimizer() -> None:
     command = [sys.executable, "-c", _OPTIMIZER_MEANWHILE]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.split("\n")[0] == "[0, 0, 0]", done.stderr
 
 
-def test_a_call_before_each_profiler_that_starts() -> None:
+def test_a_function_is_called_before_each_profiler_that_starts() -> None:
     def record() -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
             assert torch_internals.profiler_enabled()

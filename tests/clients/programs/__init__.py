@@ -64,7 +64,7 @@ WITH_OTHER_TRANSFORMERS = (
 )  # fmt: skip
 """Programs that are also run with other versions of transformers, on two ranks or, with "@1", in one process.
 
-On several CPU ranks of the real Accelerate their Trainer cannot resume: torch loads nothing to the device "cpu:0".
+Their Trainer cannot resume on several CPU ranks of the real Accelerate: torch cannot load to the device "cpu:0".
 """
 
 

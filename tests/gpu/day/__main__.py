@@ -39,7 +39,7 @@ RESERVE_SECONDS = 5.0
 DRY_FACTOR = 3.0
 """How much longer an item may take on two busy cores than on a machine with a GPU."""
 LONGEST = 700
-"""Characters of a failure in the summary: its end, which says what went wrong."""
+"""Number of characters of a failure in the summary: its end, which contains the error."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ NEEDS_OTHER_PACKAGES = {
     "a TPU, or SageMaker": "prepare_tpu prepare_sagemager_args_inputs",
     "an installation of Accelerate": "test_launch",
 }
-"""Names that have no program, because Accelerate's own functions run with one of these only."""
+"""Names without a program, because Accelerate's functions only run with one of these packages."""
 
 
 def names_in_programs() -> set[str]:

@@ -29,9 +29,9 @@ from tests.parity.behaviour.description import describe
 from tests.parity.behaviour.program_table import Program, programs
 
 SECONDS = 60
-"""For the programs of one process; after that its ranks print their stacks and end."""
+"""Time limit in seconds for the programs of one process. After that its ranks print their stacks and exit."""
 EXPRESSIONS = 25
-"""How many expressions share a process, one after the other: a fork takes longer than most of them."""
+"""Number of expressions that share a process, one after the other, because a fork takes longer than most of them."""
 
 
 def main(out: str, pattern: str = "") -> None:

@@ -35,9 +35,9 @@ from tests.parity.random_programs.plans import plan
 from tests.parity.random_programs.writing import RandomProgram, write
 
 SECONDS = 60
-"""For one program; after that its ranks print their stacks and end."""
+"""Time limit in seconds for one program. After that its ranks print their stacks and exit."""
 TOLERANCE = 1e-6
-"""Relative; of losses and weights."""
+"""Relative tolerance of losses and weights."""
 PATHS = {"theirs": str(ROOT), "ours": f"{STARTUP_FOLDER}{os.pathsep}{ROOT}"}
 Outcomes = dict[int, list[dict[str, Any]]]
 """By the number of a program, the records and the exception of each rank."""

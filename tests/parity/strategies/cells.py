@@ -18,7 +18,7 @@ from tests.support.ranks import RankError, run_ranks
 TOLERANCE = {"no": 1e-5, "bf16": 1e-2}
 ACCUMULATION = (1, 4)
 SECONDS = 300.0
-"""For one training; a second or two on an idle machine."""
+"""Time limit in seconds for one training, which takes a second or two on an idle machine."""
 patient = pytest.mark.timeout(3 * SECONDS)
 
 

@@ -56,7 +56,7 @@ class ShardSizes:
     parameters: float
     """Between steps."""
     between: float
-    """Of parameters, between forward and backward: those that are kept whole for the backward count twice."""
+    """Parameters between forward and backward. Parameters that are kept whole for the backward count twice."""
     gradients: float
     """Between backward and step."""
     state: float

@@ -7,7 +7,7 @@ from typing import Any
 from tests.parity.strategies.scripts import Case
 
 WORLD = -1
-"""As a degree: as many as there are ranks."""
+"""As a degree: the number of ranks."""
 _UNITS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
 _FIRST = {"fsdp_version": 1, "sync_module_states": True, "use_orig_params": True, **_UNITS}
 _PREFETCHING = {"backward_prefetch": "BACKWARD_POST", "forward_prefetch": True, "limit_all_gathers": False}
@@ -50,7 +50,7 @@ SLOW = {
     "fsdp2, rank 0 loads, and tp",
     "fsdp1, replicas of gradients and optimizer",
 }
-"""Those that take long, and have a like that does not: in the whole table only."""
+"""Slow strategies that resemble a faster one, in the nightly table only."""
 
 ON_FOUR: dict[str, dict[str, Any]] = {
     "fsdp1, replicas of shards": {"fsdp": {**_FIRST, "sharding_strategy": "HYBRID_SHARD"}, "ranks_of_a_machine": 2},
@@ -65,7 +65,7 @@ ON_FOUR: dict[str, dict[str, Any]] = {
         "degrees": {"dp_shard_size": 2, "tp_size": 2},
     },
 }
-"""Those that arrange four ranks in two dimensions."""
+"""Strategies that arrange four ranks in two dimensions."""
 
 _OFFLOADED = {
     "stage": 3,

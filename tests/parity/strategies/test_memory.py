@@ -13,7 +13,7 @@ from tests.support.nightly import rest_nightly
 from tests.support.ranks import run_ranks
 
 MOMENTS = 2
-"""Tensors of each parameter's shape that AdamW keeps."""
+"""Number of tensors of each parameter's shape that AdamW keeps."""
 # Unsplit biases, padding of parts, a batch and its activations.
 CLOSE = 0.06
 PARTS = {
@@ -25,7 +25,7 @@ PARTS = {
     "fsdp1, replicas of gradients and optimizer": 2,
     "fsdp2, replicas of shards": 2,
 }
-"""Into how many parts a model is cut; the others: one part per rank."""
+"""Number of parts into which a model is cut. By default, one part per rank."""
 WHOLE_IN_BACKWARD = {
     "fsdp1, gradients and optimizer",
     "fsdp1, replicas of gradients and optimizer",

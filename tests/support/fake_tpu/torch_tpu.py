@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 seeds: list[int] = []
-"""The seeds that torch has passed on."""
+"""The seeds that torch has set."""
 
 
 def _refuse(*_: Any) -> None:

@@ -44,7 +44,7 @@ def parts(**kwargs: Any) -> tuple[Any, ...]:
 
 
 def dtypes_of(accelerator: Accelerator) -> list[torch.dtype]:
-    """Return the dtypes in which a layer computes: in a prepared model, and under `autocast`."""
+    """Return the computation dtypes of a layer: in a prepared model, and under `autocast`."""
     found: list[torch.dtype] = []
     layer = nn.Linear(2, 2)
     layer.register_forward_hook(lambda _layer, _inputs, output: found.append(output.dtype))
@@ -55,7 +55,7 @@ def dtypes_of(accelerator: Accelerator) -> list[torch.dtype]:
 
 
 class TestWrappers:
-    """Prepared optimizers and schedulers pass on what the wrapped ones have."""
+    """Prepared optimizers and schedulers expose the attributes of the wrapped ones."""
 
     def test_hooks_of_an_optimizer_run_in_real_steps(self) -> None:
         accelerator, model, optimizer, batches, _ = parts(gradient_accumulation_steps=2)
@@ -72,7 +72,7 @@ class TestWrappers:
         optimizer.state_dict()
         assert calls[-1] == "state"
 
-    def test_attributes_of_an_optimizer(self) -> None:
+    def test_attributes_of_an_optimizer_are_passed_on(self) -> None:
         _, _, optimizer, _, _ = parts()
         optimizer.optimizer.mode = "mine"
         assert optimizer.mode == "mine"
@@ -92,7 +92,7 @@ class TestWrappers:
 
 
 class TestSettings:
-    def test_defaults(self) -> None:
+    def test_defaults_describe_one_process(self) -> None:
         accelerator = Accelerator(cpu=True)
         assert accelerator.distributed_type == DistributedType.NO
         assert (accelerator.num_processes, accelerator.process_index, accelerator.local_process_index) == (1, 0, 0)
@@ -123,22 +123,22 @@ class TestSettings:
         assert accelerator.save_iteration == 0
         assert "MULTI" not in repr(accelerator)
 
-    def test_two_accumulation_settings(self) -> None:
+    def test_two_accumulation_settings_are_refused(self) -> None:
         with pytest.raises(ValueError, match="GradientAccumulationPlugin\\(num_steps=2\\) alone"):
             Accelerator(gradient_accumulation_steps=2, gradient_accumulation_plugin=GradientAccumulationPlugin())
 
-    def test_accumulation_from_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_accumulation_is_read_from_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
         assert Accelerator(cpu=True).gradient_accumulation_steps == 3
 
-    def test_precision_as_an_enum(self) -> None:
+    def test_precision_may_be_an_enum(self) -> None:
         assert Accelerator(cpu=True, mixed_precision=PrecisionType.BF16).mixed_precision == "bf16"
 
-    def test_a_plugin_of_another_type_is_a_clear_error(self) -> None:
+    def test_a_plugin_of_another_type_is_refused_with_a_clear_error(self) -> None:
         with pytest.raises(ValueError, match="megatron_lm_plugin is a object; pass a MegatronLMPlugin"):
             Accelerator(cpu=True, megatron_lm_plugin=object())
 
-    def test_old_split_batches(self) -> None:
+    def test_split_batches_as_an_argument_warns(self) -> None:
         with pytest.warns(FutureWarning, match="DataLoaderConfiguration\\(split_batches=True\\)"):
             assert Accelerator(cpu=True, split_batches=True).split_batches
 
@@ -177,7 +177,7 @@ class TestSettings:
         accelerator.autocast_handler = AutocastKwargs(enabled=False)
         assert dtypes_of(accelerator) == [torch.float32] * 2
 
-    def test_fp8_recipes_by_class(self) -> None:
+    def test_fp8_recipes_are_assigned_by_class(self) -> None:
         pytest.importorskip("torchao")
         accelerator = Accelerator(cpu=True, mixed_precision="fp8")
         assert isinstance(accelerator.ao_recipe_handler, AORecipeKwargs)
@@ -192,25 +192,25 @@ class TestSettings:
         with pytest.raises(ValueError, match=r"ao_recipe_handler cannot become None: .* fp8 library AO"):
             accelerator.ao_recipe_handler = None
 
-    def test_a_recipe_for_another_precision(self) -> None:
+    def test_a_recipe_for_another_precision_is_refused(self) -> None:
         accelerator = Accelerator(cpu=True)
         accelerator.fp8_recipe_handler = None
         with pytest.raises(ValueError, match=r"write Accelerator\(mixed_precision='fp8', kwargs_handlers=\[AORecipe"):
             accelerator.ao_recipe_handler = AORecipeKwargs()
 
-    def test_autocast_is_switched_off(self) -> None:
+    def test_autocast_can_be_switched_off(self) -> None:
         accelerator = Accelerator(cpu=True, mixed_precision="bf16")
         assert accelerator.native_amp
         accelerator.native_amp = False
         assert dtypes_of(accelerator) == [torch.float32] * 2
 
-    def test_autocast_is_switched_on(self) -> None:
+    def test_autocast_can_be_switched_on(self) -> None:
         accelerator = Accelerator(cpu=True)
         assert not accelerator.native_amp
         accelerator.native_amp = True
         assert dtypes_of(accelerator) == [torch.get_autocast_dtype("cpu")] * 2
 
-    def test_private_names_that_libraries_call(self) -> None:
+    def test_private_names_that_libraries_call_exist(self) -> None:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         model = accelerator.prepare_model(nn.Linear(1, 1))
         assert list(accelerator._get_named_parameters(model)) == ["weight", "bias"]
@@ -223,26 +223,26 @@ class TestSettings:
             counted.append(accelerator.sync_gradients)
         assert counted == [False, True, False, True]
 
-    def test_two_handlers_of_a_kind(self) -> None:
+    def test_two_handlers_of_one_class_are_refused(self) -> None:
         with pytest.raises(ValueError, match="two AutocastKwargs"):
             Accelerator(cpu=True, kwargs_handlers=[AutocastKwargs(), AutocastKwargs()])
 
-    def test_an_object_that_is_not_a_handler(self) -> None:
+    def test_an_object_that_is_not_a_handler_is_refused(self) -> None:
         with pytest.raises(ValueError, match="kwargs_handlers contains 3, which is not one of"):
             Accelerator(cpu=True, kwargs_handlers=[3])  # type: ignore[list-item]
 
-    def test_project_folders(self, tmp_path: Path) -> None:
+    def test_project_folders_come_from_either_argument(self, tmp_path: Path) -> None:
         accelerator = Accelerator(cpu=True, project_dir=tmp_path)
         assert accelerator.project_dir == accelerator.logging_dir == str(tmp_path)
         config = ProjectConfiguration(logging_dir="logs")
         accelerator = Accelerator(cpu=True, project_config=config, project_dir=tmp_path)
         assert (accelerator.project_dir, accelerator.logging_dir) == (str(tmp_path), "logs")
 
-    def test_two_ways_to_compile(self) -> None:
+    def test_two_settings_of_compilation_are_refused(self) -> None:
         with pytest.raises(ValueError, match="dynamo_plugin and dynamo_backend were both given"):
             Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(), dynamo_backend="eager")
 
-    def test_a_second_accelerator_gets_its_settings_and_leaves_the_first_alone(self) -> None:
+    def test_a_second_accelerator_gets_its_settings_and_does_not_change_the_first(self) -> None:
         first = Accelerator(cpu=True)
         model = first.prepare(nn.Linear(1, 1))
         with pytest.warns(UserWarning, match="mixed_precision from no to bf16") as caught:
@@ -255,7 +255,7 @@ class TestSettings:
         assert "forward" not in model.__dict__
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert Accelerator(cpu=True).mixed_precision == "bf16"  # what it does not mention stays
+            assert Accelerator(cpu=True).mixed_precision == "bf16"  # Settings that it does not mention stay.
         assert AcceleratorState().mixed_precision == "bf16"
 
     def test_parallel_ranks_need_a_layout(self) -> None:
@@ -268,7 +268,7 @@ class TestSettings:
 
 
 class TestPrepare:
-    def test_any_order(self) -> None:
+    def test_objects_are_prepared_in_any_order(self) -> None:
         accelerator = Accelerator(cpu=True)
         model = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -296,7 +296,7 @@ class TestPrepare:
         assert nothing is None
         assert accelerator._models == [model]
 
-    def test_placements_of_another_number_than_objects(self) -> None:
+    def test_a_wrong_number_of_placements_is_refused(self) -> None:
         accelerator = Accelerator(cpu=True)
         with pytest.raises(ValueError, match="device_placement has 1 items for 2 objects"):
             accelerator.prepare(nn.Linear(1, 1), nn.Linear(1, 1), device_placement=[True])
@@ -308,7 +308,7 @@ class TestPrepare:
         with pytest.raises(AttributeError, match="the state was reset"):
             accelerator.prepare(nn.Linear(1, 1))
 
-    def test_a_model_on_the_meta_device(self) -> None:
+    def test_a_model_on_the_meta_device_is_refused(self) -> None:
         with pytest.raises(ValueError, match="parameters without values \\(weight, bias"):
             Accelerator(cpu=True).prepare(nn.Linear(1, 1, device="meta"))
 
@@ -345,7 +345,7 @@ class TestPrepare:
             accelerator._models == accelerator._optimizers == accelerator._dataloaders == accelerator._schedulers == []
         )
 
-    def test_scheduler_of_a_prepared_optimizer(self) -> None:
+    def test_the_scheduler_of_a_prepared_optimizer_is_found(self) -> None:
         accelerator, _, optimizer, *_ = parts()
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         prepared = accelerator.prepare_scheduler(scheduler)
@@ -371,7 +371,7 @@ class TestAccumulation:
         assert self.steps(accelerator, model, batches) == [False, False, False, True, False, True]
         assert self.steps(accelerator, model, batches) == [False, False, False, True, False, True]
 
-    def test_windows_over_the_end_of_the_loader(self) -> None:
+    def test_windows_may_span_the_end_of_the_loader(self) -> None:
         plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
         accelerator, model, _, batches, _ = parts(gradient_accumulation_plugin=plugin)
         assert self.steps(accelerator, model, batches) == [False, False, False, True, False, False]
@@ -419,7 +419,7 @@ class TestAccumulation:
         with pytest.raises(ValueError, match="num_steps=0 is not allowed"):
             accelerator.gradient_accumulation_steps = 0
 
-    def test_a_scheduler_independent_of_the_optimizer(self) -> None:
+    def test_a_scheduler_can_be_independent_of_the_optimizer(self) -> None:
         accelerator, _, optimizer, _, scheduler = parts(
             gradient_accumulation_steps=2, step_scheduler_with_optimizer=False
         )
@@ -428,7 +428,7 @@ class TestAccumulation:
         scheduler.step()
         assert scheduler.get_last_lr() == [0.1 * 0.1]
 
-    def test_no_sync_in_one_process(self) -> None:
+    def test_no_sync_works_in_one_process(self) -> None:
         accelerator, model, *_ = parts()
         with accelerator.no_sync(model):
             accelerator.backward(model(torch.ones(1, 1)).sum())
@@ -438,9 +438,9 @@ class TestAccumulation:
 
     @pytest.mark.parametrize("adjust", [True, False])
     def test_a_schedule_steps_once_per_window(self, adjust: bool) -> None:
-        """Twelve windows of four batches each are twelve steps of a schedule, with either setting.
+        """Twelve windows of four batches are twelve scheduler steps with either setting.
 
-        Accelerate 1.15 has the same rates: its plugin passes on adjust_scheduler only if it is not the default.
+        Accelerate 1.15 has the same rates, because its plugin passes on adjust_scheduler only if it is not the default.
         """
         settings = GradientAccumulationPlugin(num_steps=4, adjust_scheduler=adjust)
         accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=settings)
@@ -467,7 +467,7 @@ class TestAccumulation:
         assert all(rates[4 * window : 4 * window + 4] == [expected[window]] * 4 for window in range(12))
 
     def test_adjust_scheduler_counts_every_batch(self) -> None:
-        """A client may set it directly: the count changes with each batch, the rate with each window."""
+        """A client may set it directly. The count then changes with each batch, the rate with each window."""
         accelerator, model, optimizer, _, scheduler = parts(gradient_accumulation_steps=3)
         GradientState().plugin_kwargs["adjust_scheduler"] = True
         counts, rates = [scheduler.scheduler._step_count], [scheduler.get_last_lr()[0]]
@@ -499,7 +499,7 @@ class TestOptimizer:
         assert copy.deepcopy(optimizer).state_dict().keys() == state.keys()
         assert "AcceleratedOptimizer" in repr(optimizer)
 
-    def test_a_closure_is_passed_on(self) -> None:
+    def test_a_closure_is_called(self) -> None:
         accelerator = Accelerator(cpu=True)
         model = nn.Linear(1, 1)
         optimizer = accelerator.prepare(torch.optim.LBFGS(model.parameters(), max_iter=2))
@@ -521,7 +521,7 @@ class TestOptimizer:
         optimizer.zero_grad(set_to_none=False)
         assert model.weight.grad.item() == 0
 
-    def test_a_scheduler_made_later_still_sees_the_steps(self, recwarn: pytest.WarningsRecorder) -> None:
+    def test_a_scheduler_created_later_still_sees_the_steps(self, recwarn: pytest.WarningsRecorder) -> None:
         _, _, optimizer, *_ = parts()
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1)
         optimizer.step()
@@ -530,7 +530,7 @@ class TestOptimizer:
 
 
 class TestScaler:
-    def test_an_overflow_skips_step_and_schedule(self) -> None:
+    def test_an_overflow_skips_optimizer_and_schedule(self) -> None:
         handlers = [GradScalerKwargs(init_scale=4.0)]
         accelerator, model, optimizer, _, scheduler = parts(mixed_precision="fp16", kwargs_handlers=handlers)
         before = model.weight.item()
@@ -567,7 +567,7 @@ class TestScaler:
 
 
 class TestModels:
-    def test_unwrapping_precision(self) -> None:
+    def test_unwrapping_removes_the_precision_wrapper(self) -> None:
         accelerator = Accelerator(cpu=True, mixed_precision="bf16")
         model = nn.Linear(2, 2)
         prepared = accelerator.prepare(model)
@@ -594,9 +594,9 @@ class TestModels:
         assert b"notebook_accelerate" not in text
         plain = nn.Linear(2, 2)
         plain.load_state_dict(model.state_dict())
-        assert torch.equal(pickle.loads(text)(inputs), plain(inputs))  # in full precision, as with Accelerate
+        assert torch.equal(pickle.loads(text)(inputs), plain(inputs))  # In full precision, as with Accelerate.
 
-    def test_compiled_models(self) -> None:
+    def test_compiled_models_can_be_unwrapped(self) -> None:
         accelerator = Accelerator(cpu=True, dynamo_backend="eager")
         model = nn.Linear(2, 2)
         compiled = accelerator.prepare(model)
@@ -606,7 +606,7 @@ class TestModels:
         assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is model
         assert list(accelerator.get_state_dict(compiled)) == ["weight", "bias"]
 
-    def test_regional_compilation(self) -> None:
+    def test_blocks_are_compiled_by_region(self) -> None:
         plugin = TorchDynamoPlugin(backend="eager", use_regional_compilation=True)  # type: ignore[arg-type]
         accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
         model = nn.Sequential(nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]))
@@ -619,14 +619,14 @@ class TestModels:
             f"1.{index}.{name}" for index in (0, 1) for name in ("weight", "bias")
         ]
 
-    def test_device_maps(self) -> None:
+    def test_device_maps_are_verified(self) -> None:
         accelerator = Accelerator(cpu=True)
         model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
         assert not accelerator.verify_device_map(model)
         model.hf_device_map = {"0": "cpu", "1": "disk"}
         assert accelerator.verify_device_map(model)
 
-    def test_autocast(self) -> None:
+    def test_autocast_uses_the_precision_or_a_handler(self) -> None:
         accelerator = Accelerator(cpu=True, mixed_precision="bf16")
         left = torch.ones(2, 2)
         with accelerator.autocast():
@@ -634,7 +634,7 @@ class TestModels:
         with accelerator.autocast(AutocastKwargs(enabled=False)):
             assert (left @ left).dtype == torch.float32
 
-    def test_checkpoint_objects(self) -> None:
+    def test_objects_for_checkpoints_are_registered(self) -> None:
         accelerator = Accelerator(cpu=True)
         with pytest.raises(ValueError, match="1 of 2 do not have them: int"):
             accelerator.register_for_checkpointing(nn.Linear(1, 1), 3)
@@ -652,7 +652,7 @@ class TestModels:
         assert not accelerator._save_model_state_pre_hook
         assert not accelerator._load_model_state_pre_hook
 
-    def test_lomo(self) -> None:
+    def test_lomo_optimizers_step_in_backward(self) -> None:
         class Lomo(torch.optim.SGD):
             calls: ClassVar[list[tuple[float, float]]] = []
 
@@ -669,7 +669,7 @@ class TestModels:
 
 
 class TestOthers:
-    def test_triggers(self) -> None:
+    def test_a_trigger_is_reset_when_read(self) -> None:
         accelerator = Accelerator(cpu=True)
         assert not accelerator.check_trigger()
         accelerator.set_trigger()
@@ -693,7 +693,7 @@ class TestOthers:
         assert accelerator.reduce(data) is data
         assert accelerator.pad_across_processes(data) is data
 
-    def test_processes(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_processes_are_trivial_on_one_rank(self, capsys: pytest.CaptureFixture[str]) -> None:
         accelerator = Accelerator(cpu=True)
         with accelerator.split_between_processes([1, 2]) as share:
             assert share == [1, 2]
@@ -704,7 +704,7 @@ class TestOthers:
         accelerator.wait_for_everyone()
         accelerator.end_training()
 
-    def test_skipping_batches(self) -> None:
+    def test_batches_can_be_skipped(self) -> None:
         accelerator, _, _, batches, _ = parts()
         rest = accelerator.skip_first_batches(batches, 4)
         assert [batch[0].flatten().tolist() for batch in rest] == [[8, 9], [10, 11]]
@@ -719,11 +719,11 @@ class TestOthers:
             orders.append(next(iter(prepared))[0].tolist())
         assert orders[0] == orders[1] != sorted(orders[0])
 
-    def test_an_unused_ddp_handler_is_allowed(self) -> None:
+    def test_an_unused_ddp_handler_is_accepted(self) -> None:
         accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(comm_hook="fp16")])
         assert accelerator.prepare(nn.Linear(1, 1)) is not None
 
-    def test_the_state_of_a_fresh_gradient_state_is_shared(self) -> None:
+    def test_a_new_gradient_state_has_the_shared_state(self) -> None:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
         assert GradientState().num_steps == 3
         accelerator.sync_gradients = False

@@ -53,7 +53,7 @@ def test_optimizer_steps_and_logged_values_reach_the_kernel(kernel: Kernel) -> N
     events = kernel.received()
     progress = [event.step for event in events if isinstance(event, ProgressEvent)]
     metrics = [event for event in events if isinstance(event, MetricEvent)]
-    assert progress == [1, 2]  # complete windows, of the first optimizer only
+    assert progress == [1, 2]  # Only complete windows, of the first optimizer.
     assert [event.step for event in metrics] == [0, 1, 2, 3]
     assert metrics[0].values == {"loss": 0.5, "rate": 1}
 
@@ -100,7 +100,7 @@ def test_one_of_several_optimizers_counts_the_steps(
         assert [number for number in numbers if number] == counted
 
 
-def test_an_optimizer_that_was_freed_does_not_count(kernel: Kernel) -> None:
+def test_a_freed_optimizer_does_not_count(kernel: Kernel) -> None:
     counter = StepCounter()
     for number in range(1, 4):
         (optimizer,) = _optimizers(1)

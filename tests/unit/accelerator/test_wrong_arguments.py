@@ -1,4 +1,4 @@
-"""Wrong arguments raise at once, with the line to type."""
+"""Wrong arguments raise immediately, with the line to type."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "message"), SETTINGS)
-def test_wrong_settings(settings: dict[str, Any], message: str) -> None:
+def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Accelerator(cpu=True, **settings)
 
@@ -63,7 +63,7 @@ CALLS: list[tuple[Callable[[Any], Any], str]] = [
 
 
 @pytest.mark.parametrize(("call", "message"), CALLS)
-def test_wrong_calls(call: Callable[[Any], Any], message: str) -> None:
+def test_wrong_calls_are_refused(call: Callable[[Any], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(Accelerator(cpu=True))
 
@@ -80,7 +80,7 @@ def test_an_object_with_backward_may_be_a_loss() -> None:
     assert loss.calls == 1
 
 
-def test_clipping_where_nothing_has_a_gradient() -> None:
+def test_clipping_parameters_without_gradients_returns_zero() -> None:
     accelerator = Accelerator(cpu=True)
     parameters = list(nn.Linear(2, 2).parameters())
     accelerator.clip_grad_value_(parameters, 1.0)
@@ -92,8 +92,8 @@ def test_clipping_where_nothing_has_a_gradient() -> None:
     assert parameters[0].grad.tolist() == [[0.5, 0.5], [0.5, 0.5]]
 
 
-def test_texts_and_single_numbers_may_be_logged() -> None:
+def test_strings_and_single_numbers_may_be_logged() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.log({"loss": torch.ones(1), "note": "warm-up", "parts": {"a": 1, "b": 2.0}, "flag": True})
-    accelerator.log({"picture": object()})  # what a tracker that is left out now would take
+    accelerator.log({"picture": object()})  # Arguments that a disabled tracker would accept.
     accelerator.log({"weights": torch.ones(2), "nothing": None})

@@ -1,4 +1,4 @@
-"""Hooks and single tensors; facts observed with Accelerate 1.15."""
+"""Hooks and single tensors. Expected values were observed with Accelerate 1.15."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_copy_has_its_own_hook_and_hooked_models_are_pickled() -> None:
     assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
 
 
-def test_no_grad_of_a_hook() -> None:
+def test_a_hook_can_disable_gradients() -> None:
     class Frozen(hooks.ModelHook):
         no_grad = True
 
@@ -65,7 +65,7 @@ def test_no_grad_of_a_hook() -> None:
     assert not model(torch.ones(1, 2)).requires_grad
 
 
-def test_where_hooks_are_attached() -> None:
+def test_hooks_are_attached_to_the_expected_modules() -> None:
     model = ThreeLayers()
     hooks.attach_execution_device_hook(model, "cpu")
     assert _hooked(model) == {"", "linear1", "batchnorm", "linear2"}
@@ -87,7 +87,7 @@ def test_where_hooks_are_attached() -> None:
 
 
 @pytest.mark.parametrize("offload_buffers", [False, True])
-def test_offloading_hooks_give_the_same_and_come_off_again(offload_buffers: bool) -> None:
+def test_offloading_hooks_keep_the_results_and_can_be_removed(offload_buffers: bool) -> None:
     model, x = ThreeLayers().eval(), torch.randn(2, 3)
     plain, state = model(x), {name: tensor.clone() for name, tensor in model.state_dict().items()}
     hooks.attach_align_device_hook(model, execution_device=CPU, offload=True, offload_buffers=offload_buffers)
@@ -104,7 +104,7 @@ def test_offloading_hooks_give_the_same_and_come_off_again(offload_buffers: bool
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
 
 
-def test_layerwise_casting() -> None:
+def test_layerwise_casting_changes_storage_and_computes_in_another_dtype() -> None:
     model, x = ThreeLayers().eval(), torch.randn(2, 3)
     attach_layerwise_casting_hooks(model, torch.bfloat16, torch.float32)
     dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
@@ -120,7 +120,7 @@ def test_layerwise_casting() -> None:
 
 
 class Masked(nn.Module):
-    """Says where what it was called with is."""
+    """Returns the devices of its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Masked(nn.Module):
 
 @pytest.mark.parametrize("skipped", [None, "cache", ["mask", "cache"]])
 @pytest.mark.parametrize("how", ["hook", "dispatch"])
-def test_keys_that_are_skipped_stay_where_they_are(skipped: Any, how: str) -> None:
+def test_skipped_keys_stay_on_their_device(skipped: Any, how: str) -> None:
     inner = Masked()
     if how == "hook":
         model: nn.Module = hooks.add_hook_to_module(
@@ -147,7 +147,7 @@ def test_keys_that_are_skipped_stay_where_they_are(skipped: Any, how: str) -> No
 
 
 class Told(nn.Linear):
-    """Notes where it is sent."""
+    """Records where it is sent."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         super().__init__(2, 2)
@@ -174,10 +174,10 @@ def test_the_previous_model_is_offloaded_first() -> None:
     other, _ = cpu_offload_with_hook(Told("other", log), "meta", prev_module_hook=first_hook)
     log.clear()
     other(torch.ones(1, 2))
-    assert log == ["other to meta", "other computes"], "the first is not on that device: nothing to put away"
+    assert log == ["other to meta", "other computes"], "the first model is not on that device, so nothing is offloaded"
 
 
-def test_offloading_by_hand() -> None:
+def test_models_can_be_offloaded_by_hand() -> None:
     first, first_hook = cpu_offload_with_hook(nn.Linear(2, 2), CPU)
     second, hook = cpu_offload_with_hook(nn.Linear(2, 2), CPU, prev_module_hook=first_hook)
     second(first(torch.ones(1, 2)))
@@ -186,7 +186,7 @@ def test_offloading_by_hand() -> None:
     assert _hooked(second) == set()
 
 
-def test_set_module_tensor() -> None:
+def test_a_module_tensor_can_be_set() -> None:
     model = ThreeLayers()
     with pytest.raises(ValueError, match="does not have a parameter or a buffer named foo"):
         set_module_tensor_to_device(model, "linear1.foo", "cpu")

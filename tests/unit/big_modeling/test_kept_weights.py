@@ -1,4 +1,4 @@
-"""Weights of offloaded models that someone keeps: they must stay what they are, however they were reached."""
+"""Kept references to weights of offloaded models stay valid, however the weights were reached."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ GRADIENT_MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
 
 
 class Part(nn.Module):
-    """A layer that can pass its weight on in `keep`, called in its forward."""
+    """A layer that can append its weight to `keep` in its forward."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Part(nn.Module):
 
 
 class Parts(nn.Module):
-    """Layers in a row, and a parameter and a buffer of the model itself."""
+    """Layers in a row, with a parameter and a buffer on the model itself."""
 
     def __init__(self, width: int = 16, count: int = 8, tied: bool = False) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ KEEP: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def _values(kept: Any) -> torch.Tensor:
-    """Return a copy of the numbers that are kept."""
+    """Return a copy of the kept numbers."""
     if isinstance(kept, types.SimpleNamespace):
         kept = kept.inner[0]["weight"]
     elif isinstance(kept, types.FunctionType):
@@ -123,12 +123,12 @@ def _values(kept: Any) -> torch.Tensor:
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
 @pytest.mark.parametrize("mode", GRADIENT_MODES)
 @pytest.mark.parametrize("how", ["disk", "cpu", "map"])
-def test_what_a_forward_keeps_of_its_weights_stays(tmp_path: Path, how: str, mode: Any, width: int) -> None:
+def test_weights_kept_by_a_forward_stay_unchanged(tmp_path: Path, how: str, mode: Any, width: int) -> None:
     torch.manual_seed(0)
     model, x = Parts(width).eval(), torch.randn(2, width)
     plain, weights = model(x).detach(), [part.weight.detach().clone() for part in model.parts]
     _offloaded(model, how, tmp_path)
-    names = [name for name in KEEP if width < 100 or name != "its storage"]  # which is slow to compare
+    names = [name for name in KEEP if width < 100 or name != "its storage"]  # Comparing it is slow.
     kept: list[tuple[str, int, Any]] = []
     for number, part in enumerate(model.parts):
         part.keep = lambda own, number=number: kept.extend((name, number, KEEP[name](own.weight)) for name in names)
@@ -142,7 +142,7 @@ def test_what_a_forward_keeps_of_its_weights_stays(tmp_path: Path, how: str, mod
 
 
 @pytest.mark.parametrize("how", ["disk", "map"])
-def test_what_a_module_returns_passes_on_or_stores_stays(tmp_path: Path, how: str) -> None:
+def test_weights_that_a_module_returns_passes_on_or_stores_stay_unchanged(tmp_path: Path, how: str) -> None:
     class Positions(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -179,7 +179,7 @@ def test_what_a_module_returns_passes_on_or_stores_stays(tmp_path: Path, how: st
 
 
 @pytest.mark.parametrize("width", WIDTHS.values(), ids=WIDTHS)
-def test_a_graph_built_around_weights_that_were_read_ahead(tmp_path: Path, width: int) -> None:
+def test_a_graph_around_prefetched_weights_has_correct_gradients(tmp_path: Path, width: int) -> None:
     torch.manual_seed(0)
     model, x = Parts(width).eval(), torch.randn(2, width)
     inputs = [torch.randn(2, width, requires_grad=True) for _ in model.parts]
@@ -190,7 +190,7 @@ def test_a_graph_built_around_weights_that_were_read_ahead(tmp_path: Path, width
 
     def product(number: int) -> Callable[[Any], None]:
         def build(part: Any) -> None:
-            with torch.enable_grad():  # autograd keeps the weight, in a forward without gradients
+            with torch.enable_grad():  # autograd keeps the weight, even in a forward without gradients.
                 built.append(inputs[number] @ part.weight.detach())
 
         return build
@@ -209,7 +209,7 @@ def test_a_graph_built_around_weights_that_were_read_ahead(tmp_path: Path, width
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-def test_weights_that_another_thread_holds(tmp_path: Path) -> None:
+def test_weights_held_by_another_thread_stay_unchanged(tmp_path: Path) -> None:
     model, x = Parts(count=12).eval(), torch.randn(2, 16)
     weights = [part.weight.detach().clone() for part in model.parts]
     _offloaded(model, "disk", tmp_path)
@@ -236,7 +236,7 @@ def test_weights_that_another_thread_holds(tmp_path: Path) -> None:
     assert all(torch.equal(weight, weights[number]) for number, weight in held)
 
 
-def test_copies_in_several_threads_at_a_time(tmp_path: Path) -> None:
+def test_copies_compute_in_several_threads(tmp_path: Path) -> None:
     model, x = Parts(count=12).eval(), torch.randn(2, 16)
     plain = model(x).detach()
     _offloaded(model, "disk", tmp_path)
@@ -257,7 +257,7 @@ def test_copies_in_several_threads_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("mode", GRADIENT_MODES)
 @pytest.mark.parametrize("how", ["disk", "cpu", "map"])
-def test_states_after_every_number_of_passes(tmp_path: Path, how: str, mode: Any, tied: bool) -> None:
+def test_states_are_complete_after_any_number_of_passes(tmp_path: Path, how: str, mode: Any, tied: bool) -> None:
     model, x = Parts(tied=tied).eval(), torch.randn(2, 16)
     plain, state = model(x).detach(), {name: each.clone() for name, each in model.state_dict().items()}
     _offloaded(model, how, tmp_path / "offloaded", offload_buffers=True)
@@ -279,7 +279,7 @@ def test_states_after_every_number_of_passes(tmp_path: Path, how: str, mode: Any
 
 @pytest.mark.parametrize("mode", GRADIENT_MODES)
 @pytest.mark.parametrize("how", ["disk", "cpu", "map"])
-def test_weights_of_aligned_modules_and_of_states_filled_from_them(tmp_path: Path, how: str, mode: Any) -> None:
+def test_aligned_modules_and_states_filled_from_them_stay_unchanged(tmp_path: Path, how: str, mode: Any) -> None:
     model, x = Parts().eval(), torch.randn(2, 16)
     plain, state = model(x).detach(), {name: each.clone() for name, each in model.state_dict().items()}
     _offloaded(model, how, tmp_path)
@@ -300,7 +300,7 @@ def test_weights_of_aligned_modules_and_of_states_filled_from_them(tmp_path: Pat
     assert all(torch.equal(filled[name], each) for name, each in state.items())
 
 
-def test_aligning_disturbs_no_reading_ahead(tmp_path: Path) -> None:
+def test_aligning_does_not_disturb_prefetching(tmp_path: Path) -> None:
     model, x = Parts().eval(), torch.randn(2, 16)
     _offloaded(model, "disk", tmp_path)
     prefetcher: Any = next(iter(model.parts[0]._hf_hook.weights_map.dataset.prefetchers.values()))
@@ -311,10 +311,10 @@ def test_aligning_disturbs_no_reading_ahead(tmp_path: Path) -> None:
         get_state_dict_offloaded_model(model)
         assert prefetcher._next_use == before
         with align_module_device(model.parts[0], torch.device("meta")):
-            assert model.parts[0].weight.device.type == "meta", "on the device that was asked for"
+            assert model.parts[0].weight.device.type == "meta", "the weight is on the requested device"
 
 
-def test_gradients_and_modes_mixed_in_one_pass(tmp_path: Path) -> None:
+def test_gradients_and_modes_may_be_mixed_in_one_pass(tmp_path: Path) -> None:
     model, x = Parts().eval(), torch.randn(2, 16)
     model.requires_grad_(requires_grad=True)
     model(x).sum().backward()
@@ -336,7 +336,7 @@ DTYPES = [torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.i
 DTYPES += [torch.float8_e4m3fn, torch.int64]
 
 
-def test_every_dtype_shape_and_layout(tmp_path: Path) -> None:
+def test_every_dtype_shape_and_layout_can_be_offloaded(tmp_path: Path) -> None:
     class Holder(nn.Module):
         def __init__(self, dtype: torch.dtype) -> None:
             super().__init__()
@@ -373,7 +373,7 @@ def test_a_weight_on_the_model_itself_is_offloaded_whatever_hooks_it_has(tmp_pat
     model, x = Parts().eval(), torch.randn(2, 16)
     plain, state = model(x).detach(), {name: each.clone() for name, each in model.state_dict().items()}
     _offloaded(model, "disk", tmp_path)
-    for _ in range(2):  # hooks in hooks
+    for _ in range(2):  # Nested hooks.
         add_hook_to_module(model, ModelHook(), append=True)
         assert has_offloaded_params(model)
         assert torch.equal(model(x), plain)
@@ -395,7 +395,7 @@ def test_an_extracted_model_computes_with_its_weights(tmp_path: Path) -> None:
             assert torch.equal(extract_model_from_parallel(model)(x), plain)
 
 
-def test_weights_that_a_library_replaces_are_used(tmp_path: Path) -> None:
+def test_replaced_weights_are_used(tmp_path: Path) -> None:
     model, x = Parts().eval(), torch.randn(2, 16)
     _offloaded(model, "disk", tmp_path)
     part: Any = model.parts[2]
@@ -403,7 +403,7 @@ def test_weights_that_a_library_replaces_are_used(tmp_path: Path) -> None:
         for _ in range(3):
             before = model(x)
         hook = part._hf_hook
-        hook.pre_forward(part)  # as peft merges an adapter into an offloaded layer
+        hook.pre_forward(part)  # Like peft when it merges an adapter into an offloaded layer.
         part.weight.data += 1
         hook.weights_map = {name: each.to("cpu") for name, each in named_module_tensors(part)}
         hook.post_forward(part, torch.tensor([]))
@@ -415,7 +415,7 @@ def test_weights_that_a_library_replaces_are_used(tmp_path: Path) -> None:
         assert all(torch.equal(each, fresh(x)) for each in after)
 
 
-def test_weights_in_memory_that_change_after_they_were_read_ahead(tmp_path: Path) -> None:
+def test_weights_in_memory_that_change_after_prefetching_are_updated(tmp_path: Path) -> None:
     model, x = Parts().eval(), torch.randn(2, 16)
     state = {name: each.clone() for name, each in model.state_dict().items()}
     memory = {name: each for name, each in state.items() if "weight" in name}
@@ -434,7 +434,7 @@ def test_weights_in_memory_that_change_after_they_were_read_ahead(tmp_path: Path
             assert torch.equal(model(x), fresh(x))
 
 
-def test_memory_is_given_back_with_the_last_reference(tmp_path: Path) -> None:
+def test_memory_is_freed_with_the_last_reference(tmp_path: Path) -> None:
     model, x = Parts(count=12).eval(), torch.randn(2, 16)
     _offloaded(model, "disk", tmp_path)
     alive: list[Any] = []
@@ -446,10 +446,10 @@ def test_memory_is_given_back_with_the_last_reference(tmp_path: Path) -> None:
         for _ in range(5):
             model(x)
     gc.collect()
-    assert sum(each() is not None for each in alive) <= 2, "the last one's, until the next is read"
+    assert sum(each() is not None for each in alive) <= 2, "only the last weight remains, until the next one is read"
 
 
-def test_random_uses_in_random_orders(tmp_path: Path) -> None:
+def test_random_uses_in_random_orders_are_correct(tmp_path: Path) -> None:
     source = random.Random(7)
     model, x = Parts(count=10).eval(), torch.randn(2, 16)
     weights = [part.weight.detach().clone() for part in model.parts]
@@ -478,7 +478,7 @@ def test_random_uses_in_random_orders(tmp_path: Path) -> None:
 
 
 class _Device:
-    """A transfer to a device that computes later than its host: events end when they are waited for."""
+    """A transfer to a device that lags behind its host: events complete only when they are waited for."""
 
     def __init__(self) -> None:
         self.bytes = self.most = 0
@@ -487,7 +487,7 @@ class _Device:
         """Do nothing."""
 
     def read(self, unit: Any, after: Any) -> tuple[list[Any], None]:
-        """Wait for room, and take memory."""
+        """Wait for room, and allocate memory."""
         for event in after:
             event.synchronize()
         self.bytes += unit.nbytes
@@ -498,7 +498,7 @@ class _Device:
         """Do nothing."""
 
     def after_use(self, tensors: list[Any]) -> Any:
-        """Return an event that gives back the memory when it is waited for."""
+        """Return an event that frees the memory when it is waited for."""
         nbytes = sum(each.nbytes for each in tensors)
 
         class Event:
@@ -508,7 +508,7 @@ class _Device:
         return Event()
 
 
-def test_the_window_holds_where_the_device_computes_later(tmp_path: Path) -> None:
+def test_the_window_holds_if_the_device_lags_behind(tmp_path: Path) -> None:
     model, x = Parts(count=12).eval(), torch.randn(2, 16)
     plain = model(x).detach()
     _offloaded(model, "disk", tmp_path)
@@ -528,7 +528,7 @@ def _deadline(seconds: int) -> Iterator[None]:
     signal.alarm(0)
 
 
-def test_a_fork_reads_for_itself(tmp_path: Path) -> None:
+def test_a_fork_does_not_use_the_prefetcher_of_its_parent(tmp_path: Path) -> None:
     model, x = Parts().eval(), torch.randn(2, 16)
     plain = model(x).detach()
     _offloaded(model, "disk", tmp_path)

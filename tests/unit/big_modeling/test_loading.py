@@ -45,7 +45,7 @@ def _save(model: Deep, folder: Path, kind: str) -> Path:
 
 @pytest.mark.parametrize("kind", ["pickle", "safetensors", "shards"])
 @pytest.mark.parametrize("place", [None, {"": "cpu"}, "disk"])
-def test_every_form_loads_everywhere(tmp_path: Path, kind: str, place: Any) -> None:
+def test_every_format_loads_to_every_place(tmp_path: Path, kind: str, place: Any) -> None:
     model = Deep(width=16).eval()
     folder = _save(model, tmp_path, kind)
     if place == "disk":
@@ -59,7 +59,7 @@ def test_every_form_loads_everywhere(tmp_path: Path, kind: str, place: Any) -> N
 
 
 @pytest.mark.parametrize("strategy", ["auto", "balanced", "balanced_low_0", "sequential"])
-def test_device_map_strategies(tmp_path: Path, strategy: str) -> None:
+def test_all_device_map_strategies_load(tmp_path: Path, strategy: str) -> None:
     model = Deep(width=16).eval()
     loaded: Any = load_checkpoint_and_dispatch(
         _empty(width=16), _save(model, tmp_path, "shards"), strategy, max_memory={"cpu": 6000},
@@ -86,7 +86,7 @@ def test_unknown_strategies_are_refused(tmp_path: Path) -> None:
         load_checkpoint_and_dispatch(_empty(), tmp_path, "foo")
 
 
-def test_dtypes(tmp_path: Path) -> None:
+def test_dtypes_are_converted_except_for_the_listed_modules(tmp_path: Path) -> None:
     folder = _save(Deep(), tmp_path, "safetensors")
     model = _empty()
     load_checkpoint_in_model(model, folder, {"": "cpu"}, dtype="float16", keep_in_fp32_modules=["ln"])
@@ -103,7 +103,7 @@ def test_tied_weights_are_tied_again(tmp_path: Path) -> None:
     assert torch.equal(loaded.head.weight, model.emb.weight)
 
 
-def test_weights_go_into_the_memory_that_is_there(tmp_path: Path) -> None:
+def test_weights_are_loaded_into_existing_memory(tmp_path: Path) -> None:
     model, other = Deep(), Deep()
     address = other.emb.weight.data_ptr()
     load_checkpoint_in_model(other, _save(model, tmp_path, "safetensors"))
@@ -111,7 +111,7 @@ def test_weights_go_into_the_memory_that_is_there(tmp_path: Path) -> None:
     assert torch.equal(other.emb.weight, model.emb.weight)
 
 
-def test_names_that_do_not_match(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_names_that_do_not_match_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = dict(ThreeLayers().state_dict())
     state["zip.weight"] = state.pop("linear1.bias")
     save_file(state, tmp_path / "model.safetensors")
@@ -169,8 +169,8 @@ for kind, dtype in (("safetensors", None), ("safetensors", torch.float64), ("bin
 """
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not tell its peak anew")
-def test_the_peak_of_memory(tmp_path: Path) -> None:
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system cannot reset its peak")
+def test_the_peak_of_memory_is_bounded(tmp_path: Path) -> None:
     state = {f"h.{number}.weight": torch.full((2048, 2048), 1.0) for number in range(12)}
     for kind in ("safetensors", "bin"):
         (tmp_path / kind).mkdir()
@@ -186,20 +186,20 @@ def test_the_peak_of_memory(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _MEASURED, str(tmp_path)],
         capture_output=True, text=True, timeout=300, check=False,
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"},  # what is freed goes back to the system
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"},  # Freed memory is returned to the system.
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     largest = 3 * 2048 * 2048 * 4
     for line in done.stdout.splitlines():
         peak, share, total = (float(word) for word in line.split())
         assert total == 12 * 2048 * 2048
-        assert share <= peak + 20e6, "all of it was in memory"
+        assert share <= peak + 20e6, "the whole checkpoint was in memory"
         assert peak <= share + 1.1 * largest
     assert len(done.stdout.splitlines()) == 3
 
 
 @pytest.mark.parametrize("place", [None, {"": "cpu"}])
-def test_shapes_that_do_not_match_leave_the_model_alone(tmp_path: Path, place: Any) -> None:
+def test_mismatched_shapes_do_not_change_the_model(tmp_path: Path, place: Any) -> None:
     state = {name: torch.zeros_like(tensor) for name, tensor in ThreeLayers().state_dict().items()}
     state["linear2.bias"] = torch.zeros(9)
     save_file(state, tmp_path / "model.safetensors")
@@ -209,7 +209,7 @@ def test_shapes_that_do_not_match_leave_the_model_alone(tmp_path: Path, place: A
     assert model.linear1.weight.any()
 
 
-def test_broken_files(tmp_path: Path) -> None:
+def test_broken_files_are_reported(tmp_path: Path) -> None:
     folder = _save(Deep(), tmp_path, "shards")
     shard = sorted(folder.glob("*.safetensors"))[1]
     content = shard.read_bytes()
@@ -249,7 +249,7 @@ def test_a_full_disk_is_reported_while_loading(tmp_path: Path) -> None:
     (away / "h.1.a.weight.dat.partial").symlink_to("/dev/full")
     with pytest.raises(CheckpointError, match=r"h\.1\.a\.weight .* No space left"):
         load_checkpoint_in_model(_empty(), tmp_path, {"emb": "cpu", "h": "disk", "ln": "cpu", "head": "cpu"}, away)
-    assert not (away / "index.json").exists(), "half a folder is not taken for a whole one"
+    assert not (away / "index.json").exists(), "an incomplete folder is not used as a complete one"
 
 
 def test_an_index_may_not_leave_its_folder(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_paths_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
         load_checkpoint_in_model(_empty(), folder, {"": "disk"})
 
 
-def test_one_file(tmp_path: Path) -> None:
+def test_a_single_file_loads(tmp_path: Path) -> None:
     model = ThreeLayers()
     save_file(model.state_dict(), tmp_path / "model.safetensors")
     found = load_state_dict(tmp_path / "model.safetensors", {"linear1": "cpu", "batchnorm": "disk", "linear2": "cpu"})
@@ -291,7 +291,7 @@ def test_one_file(tmp_path: Path) -> None:
 
 
 def _sparse(path: Path, size: int) -> None:
-    """Write a file with one square tensor of float32 whose bytes take no room on disk."""
+    """Write a file with one square float32 tensor, sparse so that it needs no disk space."""
     header = json.dumps({"weight": {"dtype": "F32", "shape": [size, size], "data_offsets": [0, 4 * size * size]}})
     path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
     os.truncate(path, 8 + len(header) + 4 * size * size)
@@ -300,7 +300,7 @@ def _sparse(path: Path, size: int) -> None:
 def test_a_map_that_overflows_the_memory_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     size = 2**20
     _sparse(tmp_path / "model.safetensors", size)
-    with init_empty_weights(include_buffers=True):  # not made at all, rather than made and dropped
+    with init_empty_weights(include_buffers=True):  # Not created at all, rather than created and dropped.
         model = torch.nn.Linear(size, size, bias=False)
     with pytest.raises(ValueError, match=r"puts 2.2 TB on device cpu, which has .* free. Nothing was moved or loaded"):
         load_checkpoint_in_model(model, tmp_path, {"": "cpu"}, dtype="bfloat16")

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Current model requires")
 
 
 def _grow(random_: random.Random, depth: int = 0) -> nn.Module:
-    """Make a tree of small layers, with parameters and buffers of its own at every level."""
+    """Create a tree of small layers with parameters and buffers at every level."""
     node = nn.Module()
     for index in range(random_.randint(1, 4)):
         kinds: list[Any] = [
@@ -40,7 +40,7 @@ def _grow(random_: random.Random, depth: int = 0) -> nn.Module:
 
 
 def _tie(random_: random.Random, model: nn.Module) -> None:
-    """Let some parameters have several names, of one module or of several, in chains too."""
+    """Give some parameters several names, in one module or several, also in chains."""
     places = [
         (owner, key) for owner in model.modules() for key in owner._parameters if owner._parameters[key] is not None
     ]
@@ -60,7 +60,9 @@ def _tie(random_: random.Random, model: nn.Module) -> None:
     clean=st.booleans(),
     fallback=st.booleans(),
 )
-def test_maps(seed: int, tied: bool, shares: Any, cpu: Any, whole: Any, clean: bool, fallback: bool) -> None:
+def test_maps_are_complete_and_within_the_limits(
+    seed: int, tied: bool, shares: Any, cpu: Any, whole: Any, clean: bool, fallback: bool
+) -> None:
     random_ = random.Random(seed)
     model = _grow(random_)
     if not any(True for _ in model.parameters()):
@@ -89,15 +91,15 @@ def _check(model: nn.Module, device_map: dict[str, Any], limits: dict[Any, int],
         if device not in where[id(tensor)]:
             where[id(tensor)].add(device)
             used[device] += tensor.nbytes
-    assert all(len(devices) == 1 for devices in where.values()), "a parameter with several names is on one device"
+    assert all(len(devices) == 1 for devices in where.values()), "a parameter with several names must be on one device"
     assert all(used[device] <= limit for device, limit in limits.items())
     for name, module in model.named_modules():
         if type(module).__name__ in whole:
             inside = {device_of(f"{name}.{key}", device_map) for key, _ in module.named_parameters()}
-            assert len(inside) <= 1, f"{name} is divided"
+            assert len(inside) <= 1, f"{name} is split"
 
 
-def test_a_model_that_fits_one_device_is_not_divided() -> None:
+def test_a_model_that_fits_one_device_is_not_split() -> None:
     for seed in range(50):
         random_ = random.Random(seed)
         model = _grow(random_)

@@ -1,4 +1,4 @@
-"""Models offloaded to disk and CPU: bitwise equal results, read ahead within a small window."""
+"""Models offloaded to disk and CPU: bitwise equal results, with prefetching within a small window."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _prefetcher(model: nn.Module) -> Any:
 
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-def test_disk_gives_the_same_bit_for_bit(tmp_path: Path, own: bool, tied: bool) -> None:
+def test_offloading_to_disk_gives_bitwise_equal_results(tmp_path: Path, own: bool, tied: bool) -> None:
     model = Deep(width=32, own=own, tied=tied).eval()
     plain = model(TOKENS)
     disk_offload(model, tmp_path)
@@ -64,7 +64,7 @@ def test_disk_gives_the_same_bit_for_bit(tmp_path: Path, own: bool, tied: bool) 
     assert set(devices(model).values()) == {"meta"}
 
 
-def test_weights_are_read_ahead_within_a_window(tmp_path: Path) -> None:
+def test_weights_are_prefetched_within_a_window(tmp_path: Path) -> None:
     model = Deep(blocks=10, width=64).eval()
     block = sum(each.nbytes for each in model.h[0].parameters())
     disk_offload(model, tmp_path)
@@ -80,7 +80,7 @@ def test_weights_are_read_ahead_within_a_window(tmp_path: Path) -> None:
         assert max(held) <= prefetcher._window == 2 * block
 
 
-def test_other_orders_than_the_first_are_right_too(tmp_path: Path) -> None:
+def test_other_orders_than_the_first_give_correct_results(tmp_path: Path) -> None:
     model = Deep(blocks=6, width=32).eval()
     parts = [(model.h[i], torch.randn(2, 32)) for i in (4, 1, 5, 0, 0, 3)]
     plain, expected = model(TOKENS), [part(x) for part, x in parts]
@@ -103,7 +103,7 @@ def test_another_unit_does_not_wait_for_a_slow_read(tmp_path: Path) -> None:
     with torch.no_grad():
         _run(model, 2)
         prefetcher = _prefetcher(model)
-        until(lambda: prefetcher._thread is None)  # it has read ahead for the next pass
+        until(lambda: prefetcher._thread is None)  # It has prefetched for the next pass.
         first, other = (cast("Any", module)._hf_hook._unit for module in (model.h[0].a, model.h[4].a))
         read, begun, go = prefetcher._transfer.read, threading.Event(), threading.Event()
 
@@ -120,7 +120,7 @@ def test_another_unit_does_not_wait_for_a_slow_read(tmp_path: Path) -> None:
         go.set()
         until(lambda: prefetcher._thread is None)
         assert prefetcher._held == other.nbytes + sum(each.unit.nbytes for each in prefetcher._ready.values())
-        assert all(step >= prefetcher._next_use for step in prefetcher._ready), "the late read was dropped"
+        assert all(step >= prefetcher._next_use for step in prefetcher._ready), "the late read must be dropped"
 
 
 def test_a_forward_may_delete_its_weight() -> None:
@@ -151,7 +151,7 @@ def test_an_error_in_a_forward_does_not_stop_the_next(tmp_path: Path) -> None:
             assert torch.equal(model(TOKENS), plain)
 
 
-def test_another_order_is_learned(tmp_path: Path) -> None:
+def test_a_new_order_is_learned(tmp_path: Path) -> None:
     model = Deep(blocks=6, width=32).eval()
     disk_offload(model, tmp_path)
     with torch.no_grad():
@@ -161,11 +161,11 @@ def test_another_order_is_learned(tmp_path: Path) -> None:
         prefetcher = _prefetcher(model)
         before = prefetcher._next_use
         _run(model, 1)
-        assert prefetcher._next_use - before == len(prefetcher._plan), "nothing was skipped in this pass"
+        assert prefetcher._next_use - before == len(prefetcher._plan), "no prefetched weight was skipped in this pass"
 
 
 @pytest.mark.parametrize("width", [32, 1024], ids=["copied", "mapped"])
-def test_every_gradient_mode_after_every_other(tmp_path: Path, width: int) -> None:
+def test_gradient_modes_may_alternate(tmp_path: Path, width: int) -> None:
     model = Deep(width=width).eval()
     plain = model(TOKENS)
     disk_offload(model, tmp_path)
@@ -176,7 +176,7 @@ def test_every_gradient_mode_after_every_other(tmp_path: Path, width: int) -> No
 
 
 @pytest.mark.parametrize("where", ["disk", "cpu"])
-def test_copies_of_offloaded_models_compute_for_themselves(tmp_path: Path, where: str) -> None:
+def test_copies_of_offloaded_models_compute_independently(tmp_path: Path, where: str) -> None:
     model = Deep(width=32).eval()
     plain = model(TOKENS)
     disk_offload(model, tmp_path) if where == "disk" else cpu_offload(model)
@@ -189,7 +189,7 @@ def test_copies_of_offloaded_models_compute_for_themselves(tmp_path: Path, where
 
 
 def _mapped_bytes(folder: Path) -> int:
-    """Return the bytes of the folder's files that this process has mapped and in memory."""
+    """Return how many bytes of the folder's files this process has mapped and resident."""
     found, ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if not line.split()[0].endswith(":"):
@@ -199,7 +199,7 @@ def _mapped_bytes(folder: Path) -> int:
     return found
 
 
-@pytest.mark.skipif(not tensor_sources.can_read_ahead(), reason="the system reads no mapping ahead: Linux 5.14 does")
+@pytest.mark.skipif(not tensor_sources.can_read_ahead(), reason="the system cannot prefetch mappings: needs Linux 5.14")
 def test_large_weights_are_mapped_and_the_window_holds(tmp_path: Path) -> None:
     model = Deep(blocks=20, width=1024).eval()
     size = sum(each.nbytes for each in model.parameters())
@@ -209,7 +209,7 @@ def test_large_weights_are_mapped_and_the_window_holds(tmp_path: Path) -> None:
     mapped: list[int] = []
 
     class Sampling(TorchFunctionMode):
-        """Samples as a large layer has computed, with its weights still in use."""
+        """Records memory after a large layer has computed, while its weights are still in use."""
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
@@ -225,13 +225,13 @@ def test_large_weights_are_mapped_and_the_window_holds(tmp_path: Path) -> None:
         assert min(mapped) >= model.h[0].a.weight.nbytes
         assert max(mapped) < size / 4
         for block, expected in zip(model.h, plain[1], strict=True):
-            assert torch.equal(block(x), expected), "one row: where rounding depends on where the weights are"
+            assert torch.equal(block(x), expected), "a single row, whose rounding depends on the address of the weights"
     units = {id(unit): unit for unit in _prefetcher(model)._plan}.values()
     assert sum(slot.source.mappable for unit in units for slot in unit.slots) == 40
 
 
-@pytest.mark.skipif(not tensor_sources.can_read_ahead(), reason="the system reads no mapping ahead: Linux 5.14 does")
-def test_what_is_written_to_mapped_weights_stays_out_of_the_file(tmp_path: Path) -> None:
+@pytest.mark.skipif(not tensor_sources.can_read_ahead(), reason="the system cannot prefetch mappings: needs Linux 5.14")
+def test_writes_to_mapped_weights_do_not_reach_the_file(tmp_path: Path) -> None:
     class Writing(nn.Linear):
         def forward(self, x: Any) -> Any:
             self.weight.mul_(2)
@@ -298,10 +298,10 @@ def test_gradients_of_the_offloaded_weights_are_equal(
     assert all(torch.equal(found[name], plain[name]) for name in plain)
     model(TOKENS).sin().sum().backward()
     assert "is dropped" in caplog.text
-    assert all(torch.equal(gradients[name], plain[name]) for name in gradients), "nothing is collected afterwards"
+    assert all(torch.equal(gradients[name], plain[name]) for name in gradients), "no garbage remains afterwards"
 
 
-def test_adapters_around_frozen_offloaded_weights_train_as_they_do_without(tmp_path: Path) -> None:
+def test_adapters_around_frozen_offloaded_weights_train_like_without_offloading(tmp_path: Path) -> None:
     def train(model: Any) -> list[float]:
         torch.manual_seed(1)
         adapter = nn.Linear(20, 20)
@@ -322,7 +322,7 @@ def test_adapters_around_frozen_offloaded_weights_train_as_they_do_without(tmp_p
     assert plain[-1] < plain[0]
 
 
-def test_dispatch_and_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_can_be_dispatched_and_restored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model: Any = Deep(width=16).eval()
     plain, state = model(TOKENS), {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with pytest.raises(ValueError, match=r"We need an `offload_dir`.*h\.0, h\.2, h\.3, head"):
@@ -360,7 +360,7 @@ class Shifted(nn.Module):
 
 @pytest.mark.parametrize("preload", [None, ["Shifted"], ["Linear"]])
 @pytest.mark.parametrize("buffers", [False, True])
-def test_all_weights_of_a_model_that_is_loaded_as_a_whole_are_found(
+def test_all_weights_of_a_model_loaded_as_a_whole_are_found(
     tmp_path: Path, buffers: bool, preload: list[str] | None
 ) -> None:
     model = Shifted()
@@ -371,12 +371,12 @@ def test_all_weights_of_a_model_that_is_loaded_as_a_whole_are_found(
     assert all(torch.equal(tensor, state[name]) for name, tensor in whole.items())
 
 
-def test_weights_that_no_hook_loads_are_named() -> None:
+def test_weights_that_no_hook_loads_are_reported() -> None:
     with pytest.raises(ValueError, match=r"meta device and no hook loads them: weight, bias; load a checkpoint"):
         get_state_dict_offloaded_model(nn.Linear(2, 2, device="meta"))
 
 
-def test_dispatch_to_one_device_needs_no_hooks() -> None:
+def test_dispatching_to_one_device_needs_no_hooks() -> None:
     model: Any = dispatch_model(Deep(), {"": "cpu"})
     assert not hasattr(model, "_hf_hook")
     assert hasattr(dispatch_model(model, {"": "cpu"}, force_hooks=True), "_hf_hook")
@@ -424,13 +424,13 @@ def test_preloaded_classes_load_their_submodules(tmp_path: Path, where: str) -> 
     "backend",
     ["eager", pytest.param("inductor", marks=pytest.mark.leaks_ok("torch's progress bars keep the thread of tqdm"))],
 )
-def test_a_compiled_model_on_memory_and_disk_gives_the_same(tmp_path: Path, backend: str) -> None:
+def test_a_compiled_model_on_memory_and_disk_gives_the_same_results(tmp_path: Path, backend: str) -> None:
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).eval()
     x = torch.ones(2, 4)
     plain = model(x)
     dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=tmp_path)
-    # In this process: others that wait to compile would outlive the test.
+    # In this process: compile workers would outlive the test.
     with torch.no_grad(), inductor_config.patch(compile_threads=1):
         compiled = torch.compile(model, backend=backend)
         for _ in range(3):
@@ -438,7 +438,7 @@ def test_a_compiled_model_on_memory_and_disk_gives_the_same(tmp_path: Path, back
     assert model[1].weight.is_meta
 
 
-def test_a_compiled_model_gives_the_same(tmp_path: Path) -> None:
+def test_a_compiled_model_gives_the_same_results(tmp_path: Path) -> None:
     torch._dynamo.reset()
     model = Deep(width=16, blocks=2).eval()
     plain = model(TOKENS)
@@ -449,7 +449,7 @@ def test_a_compiled_model_gives_the_same(tmp_path: Path) -> None:
             assert torch.equal(compiled(TOKENS), plain)
 
 
-def test_files_of_the_offload_folder(tmp_path: Path) -> None:
+def test_the_offload_folder_has_the_documented_files(tmp_path: Path) -> None:
     index = offload_weight(torch.ones(2, 3, dtype=torch.bfloat16), "a.b", tmp_path, {})
     index = offload_weight(torch.tensor(4.0), "scalar", tmp_path, index)
     assert index == {"a.b": {"dtype": "bfloat16", "shape": [2, 3]}, "scalar": {"dtype": "float32", "shape": []}}
@@ -504,7 +504,7 @@ def test_a_full_disk_is_reported(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_shrinks_while_it_is_used_is_reported(tmp_path: Path) -> None:
+def test_a_file_that_shrinks_during_use_is_reported(tmp_path: Path) -> None:
     model = Deep(width=16).eval()
     disk_offload(model, tmp_path)
     with torch.no_grad():
@@ -514,7 +514,7 @@ def test_a_file_that_shrinks_while_it_is_used_is_reported(tmp_path: Path) -> Non
             _run(model, 3)
 
 
-@pytest.mark.skipif(not tensor_sources.can_read_ahead(), reason="the system reads no mapping ahead: Linux 5.14 does")
+@pytest.mark.skipif(not tensor_sources.can_read_ahead(), reason="the system cannot prefetch mappings: needs Linux 5.14")
 def test_a_mapped_file_that_shrinks_is_reported(tmp_path: Path) -> None:
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
     disk_offload(model, tmp_path)

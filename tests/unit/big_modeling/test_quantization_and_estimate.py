@@ -1,4 +1,4 @@
-"""Quantization with bitsandbytes' CPU kernels, and the memory estimate."""
+"""Quantization with bitsandbytes' CPU kernels, and memory estimates."""
 
 from __future__ import annotations
 
@@ -44,9 +44,7 @@ def _network() -> nn.Sequential:
 @needs_bitsandbytes
 @pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_modules_on_disk_compute_in_the_dtype_that_was_asked_for(
-    tmp_path: Path, empty: bool, dtype: torch.dtype
-) -> None:
+def test_modules_on_disk_compute_in_the_requested_dtype(tmp_path: Path, empty: bool, dtype: torch.dtype) -> None:
     x, plain, without_weights = _saved(tmp_path)
     model, location = (without_weights, tmp_path) if empty else (_network().eval(), None)
     config = BnbQuantizationConfig(**NF4, torch_dtype=dtype)
@@ -61,7 +59,7 @@ def test_modules_on_disk_compute_in_the_dtype_that_was_asked_for(
 @needs_bitsandbytes
 @pytest.mark.parametrize("empty", [False, True])
 @pytest.mark.parametrize(("how", "tolerance"), [(EIGHT, 0.02), (NF4, 0.15), (FP4, 0.18)], ids=["8", "nf4", "fp4"])
-def test_outputs_are_near_those_of_the_full_model(tmp_path: Path, empty: bool, how: Any, tolerance: float) -> None:
+def test_outputs_are_near_the_full_model(tmp_path: Path, empty: bool, how: Any, tolerance: float) -> None:
     model, x = _network().eval(), torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
     plain = model(x)
     save_file(model.state_dict(), tmp_path / "model.safetensors")
@@ -72,13 +70,13 @@ def test_outputs_are_near_those_of_the_full_model(tmp_path: Path, empty: bool, h
         model, BnbQuantizationConfig(**how), tmp_path if empty else None, device_map={"": "cpu"}
     )
     assert type(quantized[0]).__name__ == ("Linear8bitLt" if how is EIGHT else "Linear4bit")
-    assert type(quantized[4]) is nn.Linear, "the head is not quantized"
+    assert type(quantized[4]) is nn.Linear, "the head must not be quantized"
     assert has_4bit_bnb_layers(quantized) == (how is not EIGHT)
     assert ((quantized(x) - plain).norm() / plain.norm()).item() < tolerance
 
 
 @needs_bitsandbytes
-def test_modules_that_are_skipped() -> None:
+def test_skipped_modules_are_not_quantized() -> None:
     config = BnbQuantizationConfig(**NF4, skip_modules=["0"], keep_in_fp32_modules=["3"])
     model = load_and_quantize_model(_network(), config, device_map={"": "cpu"})
     assert [type(layer).__name__ for layer in model] == ["Linear", "LayerNorm", "ReLU", "Linear", "Linear4bit"]
@@ -88,7 +86,7 @@ AWAY = {"0": "cpu", "1": "cpu", "2": "cpu", "3": "disk", "4": "cpu"}
 
 
 def _saved(folder: Path) -> tuple[torch.Tensor, torch.Tensor, nn.Module]:
-    """Return an input, the whole model's output, and the model without its weights, which are in the folder."""
+    """Return an input, the output of the whole model, and the model without its weights, which are in the folder."""
     model, x = _network().eval(), torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
     save_file(model.state_dict(), folder / "model.safetensors")
     with init_empty_weights():
@@ -102,7 +100,7 @@ def _is_near(model: nn.Module, x: torch.Tensor, plain: torch.Tensor, tolerance: 
 
 
 @needs_bitsandbytes
-def test_modules_on_disk_are_not_quantized_to_4_bits_the_others_are(
+def test_modules_on_disk_stay_unquantized_in_4_bits_and_the_others_are_quantized(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     x, plain, empty = _saved(tmp_path)
@@ -132,7 +130,7 @@ def test_modules_on_disk_are_kept_in_8_bits(tmp_path: Path, empty: bool, caplog:
     assert isinstance(quantized[3], type(quantized[0]))
     assert quantized[3].weight.is_meta
     assert quantized[3].SCB.is_meta
-    assert (away / "3.weight.dat").stat().st_size == 256 * 512, "a byte for each number"
+    assert (away / "3.weight.dat").stat().st_size == 256 * 512, "there is a byte for each number"
     assert (away / "3.SCB.dat").stat().st_size == 256 * 4
     whole = load_and_quantize_model(_network().eval(), BnbQuantizationConfig(**EIGHT), device_map={"": "cpu"})
     with torch.no_grad():
@@ -156,7 +154,7 @@ def test_a_checkpoint_is_loaded_into_offloaded_layers_of_8_bits(tmp_path: Path) 
 
 
 @needs_bitsandbytes
-def test_layers_of_8_bits_come_from_main_memory(tmp_path: Path) -> None:
+def test_layers_of_8_bits_are_loaded_from_main_memory(tmp_path: Path) -> None:
     x, plain, empty = _saved(tmp_path)
     replace_with_bnb_layers(empty, BnbQuantizationConfig(**EIGHT), modules_to_not_convert=["0", "4"])
     on_gpu = {"0": 0, "1": 0, "2": 0, "3": "cpu", "4": 0}
@@ -176,7 +174,7 @@ def test_layers_of_8_bits_come_from_main_memory(tmp_path: Path) -> None:
 @needs_bitsandbytes
 def test_a_checkpoint_in_8_bits_is_loaded_into_offloaded_layers(tmp_path: Path) -> None:
     x, plain, empty = _saved(tmp_path)
-    from notebook_accelerate.big_modeling.eight_bit import quantize_8bit  # needs bitsandbytes
+    from notebook_accelerate.big_modeling.eight_bit import quantize_8bit  # Needs bitsandbytes.
 
     state = load_file(tmp_path / "model.safetensors")
     state["3.weight"], state["3.SCB"] = quantize_8bit(state["3.weight"])
@@ -204,13 +202,13 @@ def test_weights_in_8_bits_are_written_with_their_scales(tmp_path: Path) -> None
     torch.testing.assert_close(whole * scales[:, None] / 127, weight, atol=scales.max().item() / 127, rtol=0)
 
 
-def test_without_bitsandbytes_the_command_to_install_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # Python's own way to say that there is no such module
+def test_without_bitsandbytes_the_error_names_the_command_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # Python's way to mark a module as missing.
     with pytest.raises(ImportError, match="pip install bitsandbytes"):
         load_and_quantize_model(_network(), BnbQuantizationConfig(load_in_8bit=True))
 
 
-def test_estimate_of_parts() -> None:
+def test_the_parts_of_training_are_estimated() -> None:
     model = nn.Linear(100, 50)
     one = estimate_memory(model, inputs=torch.zeros(8, 100))
     size = (100 * 50 + 50) * 4
@@ -226,7 +224,7 @@ def test_estimate_of_parts() -> None:
 
 
 class Scaled(nn.Parameter):
-    """A parameter whose constructor takes another argument, as those of DTensor and of quantized tensors do."""
+    """A parameter whose constructor takes another argument, like DTensor and quantized tensors."""
 
     def __new__(cls, data: torch.Tensor, scale: float) -> Scaled:
         made: Scaled = super().__new__(cls, data)  # type: ignore[assignment]
@@ -234,13 +232,13 @@ class Scaled(nn.Parameter):
         return made
 
 
-def test_estimate_of_parameters_of_another_class() -> None:
+def test_parameters_of_another_class_are_estimated() -> None:
     plain, scaled = nn.Linear(4, 4), nn.Linear(4, 4)
     scaled.weight = Scaled(torch.ones(4, 4), 2.0)
     assert estimate_memory(scaled).training == estimate_memory(plain).training
 
 
-def test_estimate_of_inference() -> None:
+def test_inference_is_estimated() -> None:
     model = nn.Linear(100, 50)
     size = (100 * 50 + 50) * 4
     one = estimate_memory(model, inputs=torch.zeros(8, 100))
@@ -267,10 +265,10 @@ def test_replicas_of_shards_divide_by_the_shards_only() -> None:
     hybrid = estimate_memory(model, **kinds, degrees={"dp_replicate": 2, "dp_shard": 4}).training
     assert hybrid == estimate_memory(model, strategy="fsdp", num_processes=4).training
     with_sequences = estimate_memory(model, **kinds, degrees={"dp_shard": 2, "cp": 4}).training
-    assert with_sequences == estimate_memory(model, **kinds).training, "cp shards weights too"
+    assert with_sequences == estimate_memory(model, **kinds).training, "cp also shards weights"
 
 
-def test_tensor_parallelism_divides_what_the_plan_names() -> None:
+def test_tensor_parallelism_divides_the_modules_of_the_plan() -> None:
     model: Any = nn.Sequential(nn.Linear(16, 64, bias=False), nn.LayerNorm(64), nn.Linear(64, 16, bias=False))
     matrix, norm = 16 * 64 * 4, 2 * 64 * 4
     every = estimate_memory(model, strategy="tp", num_processes=4)
@@ -292,11 +290,11 @@ def test_expert_parallelism_divides_experts() -> None:
     assert both.training["weights"] == (experts // 2 + norm) // 2
 
 
-def test_the_largest_pipeline_stage_counts() -> None:
+def test_the_largest_pipeline_stage_determines_the_estimate() -> None:
     model = nn.Sequential(*[nn.Linear(10, 10, bias=False) for _ in range(5)], nn.Linear(10, 100, bias=False))
     layer = 400
     two = estimate_memory(model, strategy="pp", num_processes=2, inputs=torch.zeros(6, 10))
-    assert two.training["weights"] == 10 * layer, "five small layers, and the large one"
+    assert two.training["weights"] == 10 * layer, "the stage has five small layers and the large one"
     three = estimate_memory(model[:5], strategy="pp", num_processes=3, inputs=torch.zeros(6, 10))
     assert three.training["weights"] == three.inference["weights"] == 2 * layer
     assert three.training["activations"] == 5 * 6 * 10 * 4 // 3
@@ -321,7 +319,7 @@ def test_offloaded_parts_are_in_main_memory() -> None:
     assert on_disk.training["weights"] == 800
 
 
-def test_estimated_activations_are_those_that_autograd_saves() -> None:
+def test_estimated_activations_equal_those_saved_by_autograd() -> None:
     model = Deep(width=32)
     tokens = torch.zeros(4, 8, dtype=torch.long)
     kept: dict[int, int] = {}
@@ -349,7 +347,7 @@ def test_unknown_arguments_of_estimates_are_refused(wrong: Any, message: str) ->
         estimate_memory(nn.Linear(2, 2), **wrong)
 
 
-def test_the_panel_shows_parts_devices_and_what_moves() -> None:
+def test_the_panel_shows_parts_devices_and_offloaded_tensors() -> None:
     with init_empty_weights():
         model = Deep()
     drawing = measure_device_map(model, {"emb": 0, "h": "cpu", "ln": 0, "head": "disk"}, max_memory={0: 500})
@@ -363,7 +361,7 @@ def test_the_panel_shows_parts_devices_and_what_moves() -> None:
     assert panel.widget.value == panel.html()
 
 
-def test_scales_are_named_by_the_last_part_of_their_weights_name() -> None:
+def test_scales_are_named_after_the_last_part_of_their_weights_name() -> None:
     assert name_of_scales("weight_net.fc.weight") == "weight_net.fc.SCB"
     assert name_of_scales("weight") == "SCB"
     assert name_of_scales("weight_net.fc.bias") == "weight_net.fc.bias"

@@ -1,4 +1,4 @@
-"""Sizes and device maps; expected values were observed with Accelerate 1.15 unless a comment says otherwise."""
+"""Sizes and device maps. Expected values were observed with Accelerate 1.15 unless a comment says otherwise."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.unit.big_modeling.models import Deep, ThreeLayers, devices
 
 
 @pytest.mark.parametrize("include_buffers", [None, False, True])
-def test_models_are_made_empty(include_buffers: bool | None) -> None:
+def test_models_are_created_without_memory(include_buffers: bool | None) -> None:
     with init_empty_weights(include_buffers=include_buffers):
         model = ThreeLayers()
         other = torch.zeros(2)
@@ -51,7 +51,7 @@ def test_models_are_made_empty(include_buffers: bool | None) -> None:
     assert devices(ThreeLayers())["linear1.weight"] == "cpu"
 
 
-def test_weights_tied_in_init_stay_tied_and_flags_stay() -> None:
+def test_weights_tied_in_init_stay_tied_and_flags_are_kept() -> None:
     with init_empty_weights():
         model = Deep(tied=True)
         model.register_parameter("frozen", nn.Parameter(torch.ones(2), requires_grad=False))
@@ -59,7 +59,7 @@ def test_weights_tied_in_init_stay_tied_and_flags_stay() -> None:
     assert not model.frozen.requires_grad
 
 
-def test_init_ends_where_the_block_raises() -> None:
+def test_init_contexts_end_if_the_block_raises() -> None:
     with pytest.raises(ZeroDivisionError), init_on_device(torch.device("meta")):
         1 / 0  # noqa: B018
     assert nn.Linear(2, 2).weight.device.type == "cpu"
@@ -77,7 +77,7 @@ def test_empty_models_hold_no_memory_and_a_parameter_of_two_modules_stays_one() 
 
 
 class Rotary(nn.Module):
-    """A layer with a buffer that is in no state dict, as rotary embeddings have one."""
+    """A layer with a non-persistent buffer, like rotary embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class Rotary(nn.Module):
         return self.layer(x) * self.angles + self.kept
 
 
-def test_named_module_tensors() -> None:
+def test_named_module_tensors_are_listed() -> None:
     model = Rotary()
     named = named_module_tensors
     assert [name for name, _ in named(model)] == ["kept", "angles"]
@@ -106,7 +106,7 @@ def test_named_module_tensors() -> None:
 
 @pytest.mark.parametrize("offload_buffers", [False, True])
 @pytest.mark.parametrize("where", ["cpu", "disk", "checkpoint"])
-def test_buffers_that_are_in_no_state_dict_keep_their_values(tmp_path: Path, where: str, offload_buffers: bool) -> None:
+def test_non_persistent_buffers_keep_their_values(tmp_path: Path, where: str, offload_buffers: bool) -> None:
     with init_empty_weights():
         empty = Rotary()
     assert empty.layer.weight.is_meta
@@ -145,7 +145,7 @@ def test_dtypes_of_single_tensors_change_the_map() -> None:
     assert sizes["linear2"] == 100
 
 
-def test_module_sizes() -> None:
+def test_module_sizes_are_summed_by_module() -> None:
     sizes = compute_module_sizes(ThreeLayers())
     assert {name: sizes[name] for name in ("", "linear1", "batchnorm", "linear2", "batchnorm.num_batches_tracked")} == {
         "": 236, "linear1": 64, "batchnorm": 72, "linear2": 100, "batchnorm.num_batches_tracked": 8,
@@ -162,7 +162,7 @@ def test_tied_tensors_count_once() -> None:
     assert calculate_maximum_sizes(Deep(tied=True)) == (sizes[""], (800, ["emb"]))
 
 
-def test_layers() -> None:
+def test_the_largest_layer_respects_unsplit_classes() -> None:
     model = Deep()
     named, sizes = list(model.named_children()), compute_module_sizes(model)
     assert get_max_layer_size(named[1:3], sizes, []) == (440, [f"h.{i}.{name}" for i in range(4) for name in "ab"])
@@ -174,7 +174,7 @@ def test_layers() -> None:
     [(torch.float32, 4), (torch.bool, 1 / 8), (torch.bfloat16, 2), (torch.float8_e4m3fn, 1), (CustomDtype.INT4, 0.5),
      ("float16", 2)],
 )  # fmt: skip
-def test_dtype_sizes(dtype: Any, size: float) -> None:
+def test_dtypes_have_byte_sizes(dtype: Any, size: float) -> None:
     assert dtype_byte_size(dtype) == size
 
 
@@ -182,7 +182,7 @@ def test_dtype_sizes(dtype: Any, size: float) -> None:
     ("text", "size"),
     [(10, 10), ("10GB", 10**10), ("10Gb", 125 * 10**7), ("5MiB", 5 * 2**20), ("1.5GB", 15 * 10**8), ("0GB", 0)],
 )
-def test_file_sizes(text: Any, size: int) -> None:
+def test_file_sizes_are_parsed(text: Any, size: int) -> None:
     assert convert_file_size_to_int(text) == size
 
 
@@ -192,7 +192,7 @@ def test_invalid_file_sizes_are_refused(text: str) -> None:
         convert_file_size_to_int(text)
 
 
-def test_memory_limits() -> None:
+def test_memory_limits_are_ordered_and_checked() -> None:
     assert list(get_max_memory({"disk": 100, "cpu": "1GB", 1: 5, 0: 7}).items()) == [
         (0, 7), (1, 5), ("cpu", 10**9), ("disk", 100),
     ]  # fmt: skip
@@ -200,13 +200,13 @@ def test_memory_limits() -> None:
         get_max_memory({"foo": 1})
 
 
-def test_texts_in_a_dict_of_memory_limits_become_numbers() -> None:
+def test_strings_in_a_dict_of_memory_limits_become_numbers() -> None:
     limits: dict[Any, Any] = {"cpu": "30KB", 0: 7}
     get_max_memory(limits)
     assert limits == {"cpu": 30_000, 0: 7}
 
 
-def test_balanced_memory() -> None:
+def test_memory_is_balanced_over_devices() -> None:
     model = ThreeLayers()
     limits = {0: 1000, 1: 1000, "cpu": 10000}
     assert get_balanced_memory(model, limits) == {0: 236 // 2 + int(1.25 * int(236 / 3)), 1: 1000, "cpu": 10000}
@@ -230,7 +230,7 @@ def test_balanced_memory() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:Current model requires")
-def test_maps_of_three_layers(limits: Any, expected: Any) -> None:
+def test_three_layers_are_placed_within_the_limits(limits: Any, expected: Any) -> None:
     assert infer_auto_device_map(ThreeLayers(), limits) == expected
 
 
@@ -250,11 +250,11 @@ def test_maps_of_three_layers(limits: Any, expected: Any) -> None:
         ({0: 5000, 1: 5000}, [], True, {"": 0}),
     ],
 )  # fmt: skip
-def test_maps_of_blocks(limits: Any, classes: list[str], tied: bool, expected: Any) -> None:
+def test_blocks_are_placed_within_the_limits(limits: Any, classes: list[str], tied: bool, expected: Any) -> None:
     assert infer_auto_device_map(Deep(tied=tied), limits, no_split_module_classes=classes) == expected
 
 
-def test_dtypes_of_maps() -> None:
+def test_dtypes_change_the_map() -> None:
     assert infer_auto_device_map(ThreeLayers(), {0: 100, 1: 200}, dtype="float16") == {
         "linear1": 0, "batchnorm": 1, "linear2": 1,
     }  # fmt: skip
@@ -269,7 +269,7 @@ def test_buffers_that_fit_no_accelerator_cause_a_warning() -> None:
     infer_auto_device_map(ThreeLayers(), {0: 200, "cpu": 1000}, offload_buffers=True)
 
 
-def test_buffers_of_a_divided_module_have_a_place() -> None:
+def test_buffers_of_a_split_module_have_a_place() -> None:
     """Accelerate leaves them out, and its own check then refuses the map."""
     model = nn.Module()
     inner = nn.Module()
@@ -281,7 +281,7 @@ def test_buffers_of_a_divided_module_have_a_place() -> None:
     check_device_map(model, {key: value for key, value in device_map.items() if key != "inner.offset"} | {"inner": 0})
 
 
-def test_fallback_fills_a_device_that_would_stay_empty() -> None:
+def test_fallback_fills_a_device_that_would_otherwise_stay_empty() -> None:
     model = Deep(blocks=2)
     usual = infer_auto_device_map(model, {0: 1300, 1: 5000})
     assert 0 not in usual.values()
@@ -295,20 +295,20 @@ def test_verbose_prints_every_decision(capsys: pytest.CaptureFixture[str]) -> No
     assert "linear2 is placed on 1" in said
 
 
-def test_check_device_map() -> None:
+def test_incomplete_device_maps_are_refused() -> None:
     with pytest.raises(ValueError, match=r"does not give any device .*: batchnorm.weight"):
         check_device_map(ThreeLayers(), {"linear1": 0, "linear2": 0})
     with pytest.warns(UserWarning, match="do not match any submodules"):
         check_device_map(ThreeLayers(), {"": 0, "zip": 1})
 
 
-def test_clean_device_map() -> None:
+def test_device_maps_are_simplified() -> None:
     assert clean_device_map({"a.0": 0, "a.1": 0, "b": 1}) == {"a": 0, "b": 1}
     assert clean_device_map({"a.0": 0, "a.1": 0, "b": 0}) == {"": 0}
-    assert clean_device_map({"a.0": 0, "a.1": 1, "a.1.x": 1}) == {"a.0": 0, "a.1": 1}  # Accelerate keeps a.1.x
+    assert clean_device_map({"a.0": 0, "a.1": 1, "a.1.x": 1}) == {"a.0": 0, "a.1": 1}  # Accelerate keeps a.1.x.
 
 
-def test_retie() -> None:
+def test_parameters_are_tied_again() -> None:
     model = Deep(tied=True)
     tied = find_tied_parameters(model)
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
@@ -329,11 +329,11 @@ def test_time_is_linear_in_the_number_of_modules() -> None:
         return min(times)
 
     seconds(1000)
-    assert seconds(16000) < 10 * seconds(4000)  # four times as many; a quadratic walk takes sixteen times as long
+    assert seconds(16000) < 10 * seconds(4000)  # Four times as many; a quadratic walk would take sixteen times as long.
 
 
-def test_a_replaced_check_is_the_one_that_dispatching_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    # transformers does this while it loads models whose maps leave parameters out on purpose.
+def test_dispatching_calls_a_replaced_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    # transformers does this while loading models whose maps omit parameters on purpose.
     monkeypatch.setattr(big_modeling, "check_device_map", lambda *_: None)
     dispatch_model(ThreeLayers(), {"linear1": "cpu"})
     monkeypatch.undo()

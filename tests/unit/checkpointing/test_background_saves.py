@@ -51,7 +51,7 @@ def test_training_continues_without_changing_the_checkpoint(tmp_path: Path, monk
     assert same(training.everything(), expected)
 
 
-def test_the_next_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_waits_for_the_previous_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = held_writing(monkeypatch)
     training = Training()
     training.accelerator.save_state(str(tmp_path / "a"), blocking=False)
@@ -211,7 +211,7 @@ def test_an_interrupted_wait_keeps_the_save_pending(tmp_path: Path, monkeypatch:
     gate = held_writing(monkeypatch)
     training = Training()
     training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # the test runner may ignore it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # The test runner may ignore it.
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             end_interrupted(training)
@@ -222,7 +222,7 @@ def test_an_interrupted_wait_keeps_the_save_pending(tmp_path: Path, monkeypatch:
     assert (tmp_path / "out" / "checkpoint_manifest.json").exists()
 
 
-def test_an_interrupted_save_keeps_the_previous_one_and_its_error_is_not_raised_again(
+def test_an_interrupted_save_keeps_the_previous_one_and_does_not_raise_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     training = Training()
@@ -255,31 +255,31 @@ def test_a_failed_copy_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(MemoryError, match="no memory for the copy"):
             training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
     assert list(tmp_path.iterdir()) == []
-    training.epoch()  # no optimizer waits for the failed copy
+    training.epoch()  # No optimizer waits for the failed copy.
     training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
     training.accelerator.end_training()
     assert (tmp_path / "out" / "checkpoint_manifest.json").exists()
 
 
-def test_folder_size_skips_files_renamed_while_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_size_skips_files_renamed_during_the_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "there").write_bytes(b"123")
     monkeypatch.setattr(disk_store, "files_below", lambda folder: [folder / "renamed", folder / "there"])
     assert disk_store._folder_size(tmp_path) == 3
 
 
-def test_an_ended_process_is_detected() -> None:
+def test_an_exited_process_is_detected() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         peer = dataclasses.replace(this_process(), pid=process.pid, started=0)
         if not peer.machine:
-            pytest.skip("this system does not tell machines apart")
+            pytest.skip("this system does not identify machines")
         assert not peer.has_ended()
         process.kill()
         deadline = time.monotonic() + 60
-        while not peer.has_ended() and time.monotonic() < deadline:  # its exit status was not read
+        while not peer.has_ended() and time.monotonic() < deadline:  # Its exit status was not read.
             time.sleep(0.01)
         assert peer.has_ended()
     assert peer.has_ended()
     assert not this_process().has_ended()
     assert not dataclasses.replace(peer, machine="another").has_ended()
     assert not dataclasses.replace(peer, machine="").has_ended()
-    assert dataclasses.replace(this_process(), started=1).has_ended(), "another process has its ID now"
+    assert dataclasses.replace(this_process(), started=1).has_ended(), "another process now has its ID"

@@ -1,4 +1,4 @@
-"""States of models that are compiled, as a whole or in part, when they are saved or when they are loaded."""
+"""States of models that are compiled, wholly or in part, when they are saved or loaded."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _same(net: Any, weights: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize(("saved", "loaded"), itertools.product(HOW, HOW))
 @pytest.mark.parametrize("safe", [True, False])
-def test_states_load_whichever_of_both_models_is_compiled(tmp_path: Path, saved: str, loaded: str, safe: bool) -> None:
+def test_states_load_into_compiled_and_plain_models(tmp_path: Path, saved: str, loaded: str, safe: bool) -> None:
     accelerator = Accelerator(cpu=True)
     source = _net(saved)
     averaged = AveragedModel(source)
@@ -72,14 +72,16 @@ def test_states_load_whichever_of_both_models_is_compiled(tmp_path: Path, saved:
     assert _same(other, weights)
 
 
-def test_the_names_in_files_are_those_that_accelerate_writes(tmp_path: Path) -> None:
+def test_the_names_in_files_match_accelerate(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     prepared = accelerator.prepare(_net("whole"))
     accelerator.save_state(str(tmp_path / "state"))
     accelerator.save_model(prepared, str(tmp_path / "model"))
     plain = {"encoder.0.weight", "encoder.0.bias", "encoder.1.weight", "encoder.1.bias", "head.bias"}
     assert set(load_file(tmp_path / "state" / "model.safetensors")) == {f"_orig_mod.{name}" for name in plain}
-    assert set(load_file(tmp_path / "model" / "model.safetensors")) == plain, "for models that are not compiled"
+    assert set(load_file(tmp_path / "model" / "model.safetensors")) == plain, (
+        "models that are not compiled have the same names"
+    )
     assert set(accelerator.get_state_dict(prepared)) == {*plain, "head.weight"}
 
 
@@ -102,7 +104,7 @@ def test_weights_of_a_compiled_model_are_offloaded(tmp_path: Path, how: str) -> 
             assert torch.equal(other(x), source(x))
 
 
-def test_the_compiled_module_inside_other_wrappers_is_found() -> None:
+def test_a_compiled_module_inside_other_wrappers_is_found() -> None:
     inner = Net()
     compiled = torch.compile(inner, backend="eager")
     wrapped = nn.DataParallel(compiled)

@@ -1,4 +1,4 @@
-"""`save_state` into a folder that exists fills it in place, as Accelerate does."""
+"""`save_state` into an existing folder fills it in place, as Accelerate does."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MANIFEST = "checkpoint_manifest.json"
 
 
 def save(folder: Path | str, value: float = 1.0) -> None:
-    """Save a model whose weights are all one value."""
+    """Save a model whose weights all have one value."""
     reset_shared_state()
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(4, 4)
@@ -45,8 +45,8 @@ def hidden(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="giving a folder another group takes root")
-def test_mode_and_group_of_an_empty_folder_stay(tmp_path: Path) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="changing the group of a folder needs root")
+def test_mode_and_group_of_an_empty_folder_are_kept(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
     os.chown(folder, 12, 345)
@@ -73,7 +73,7 @@ def test_a_link_to_an_empty_folder_is_filled(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "real"]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting takes root")
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
 def test_an_empty_mount_point_is_filled(tmp_path: Path) -> None:
     folder = tmp_path / "disk"
     folder.mkdir()
@@ -104,9 +104,9 @@ assert value_in("out") == 2.0
 """
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 def test_a_writable_folder_in_a_read_only_parent_is_filled(tmp_path: Path) -> None:
-    with tempfile.TemporaryDirectory() as name:  # pytest's own folders are closed to other users
+    with tempfile.TemporaryDirectory() as name:  # Other users cannot enter pytest's own folders.
         parent = Path(name)
         parent.chmod(0o755)
         (parent / "out").mkdir()
@@ -118,7 +118,7 @@ def test_a_writable_folder_in_a_read_only_parent_is_filled(tmp_path: Path) -> No
         assert hidden(parent) == hidden(parent / "out") == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 @pytest.mark.parametrize("alive", [False, True])
 def test_the_lock_of_another_user_is_respected_while_its_process_lives(tmp_path: Path, alive: bool) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -139,7 +139,7 @@ def test_the_lock_of_another_user_is_respected_while_its_process_lives(tmp_path:
             assert hidden(parent / "out") == []
 
 
-def test_a_name_of_the_greatest_length_works(tmp_path: Path) -> None:
+def test_a_name_of_the_maximum_length_works(tmp_path: Path) -> None:
     folder = tmp_path / ("x" * 255)
     for value in (1.0, 2.0):
         save(folder, value)
@@ -159,7 +159,7 @@ def test_a_lock_without_an_owner_is_free(tmp_path: Path, content: bytes) -> None
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/etc/passwd")])
-def test_a_lock_that_is_no_file_is_named(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_a_lock_that_is_not_a_file_is_reported(tmp_path: Path, make: Callable[[Path], None]) -> None:
     save(tmp_path, 1.0)
     make(tmp_path / ".saving")
     with pytest.raises(CheckpointError, match=r"was not written: .*\.saving"):
@@ -175,7 +175,7 @@ def test_the_working_directory_is_filled(tmp_path: Path, monkeypatch: pytest.Mon
     assert value_in(".") == 1.0
 
 
-def test_an_unfinished_save_into_an_empty_folder_is_no_checkpoint(tmp_path: Path) -> None:
+def test_an_unfinished_save_into_an_empty_folder_is_not_a_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     (folder / ".incomplete" / "token").mkdir(parents=True)
     (folder / ".incomplete" / "token" / "model.safetensors").write_bytes(b"half")
@@ -186,7 +186,7 @@ def test_an_unfinished_save_into_an_empty_folder_is_no_checkpoint(tmp_path: Path
     assert hidden(folder) == []
 
 
-def test_a_folder_that_was_created_during_the_save_is_filled(tmp_path: Path) -> None:
+def test_a_folder_created_during_the_save_is_filled(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     reset_shared_state()
     accelerator = Accelerator(cpu=True)

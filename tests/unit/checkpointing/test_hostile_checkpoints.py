@@ -1,4 +1,4 @@
-"""Damaged and hostile files raise one class of error that names the file, and take little memory."""
+"""Damaged and hostile files raise a single class of error that names the file, and use little memory."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def torch_file(pickled: bytes, compression: int = zipfile.ZIP_STORED, **more: bytes) -> bytes:
-    """Return a file in torch's format with another pickle, and more entries."""
+    """Return a file in torch's format with another pickle, and additional entries."""
     plain, changed = io.BytesIO(), io.BytesIO()
     torch.save({"a": 1}, plain)
     with zipfile.ZipFile(plain) as archive, zipfile.ZipFile(changed, "w", compression) as out:
@@ -99,7 +99,7 @@ FILES = [
 ]
 
 
-def test_damaged_files_without_a_manifest_raise_one_class_that_names_them(folder: Path) -> None:
+def test_damaged_files_without_a_manifest_raise_a_single_class_that_names_them(folder: Path) -> None:
     (folder / MANIFEST).unlink()
     resumed, generator = training(), random.Random(7)
     for path in sorted(folder.iterdir()):
@@ -113,13 +113,13 @@ def test_damaged_files_without_a_manifest_raise_one_class_that_names_them(folder
 
 
 def assert_named(load: Callable[[], object], name: str) -> None:
-    """Load, and see that an error is the package's and names the file; torch describes other parameters itself."""
+    """Load, and check that an error is the package's and names the file. torch itself reports mismatched parameters."""
     error: Exception | None = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             load()
-        except (RuntimeError, ValueError) as raised:  # a CheckpointError is a RuntimeError
+        except (RuntimeError, ValueError) as raised:  # A CheckpointError is a RuntimeError.
             error = raised
     if isinstance(error, CheckpointError):
         assert name in str(error)
@@ -158,7 +158,7 @@ MANIFESTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("where", ["", ".committing"], ids=["complete", "committing"])
 @pytest.mark.parametrize("what", MANIFESTS)
-def test_hostile_manifests_are_named(folder: Path, what: str, where: str) -> None:
+def test_hostile_manifests_are_reported_by_name(folder: Path, what: str, where: str) -> None:
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     content = MANIFESTS[what]
     if isinstance(content, dict):
@@ -172,7 +172,7 @@ def test_hostile_manifests_are_named(folder: Path, what: str, where: str) -> Non
     assert {**after, MANIFEST: b""} == {**before, MANIFEST: b""}
 
 
-def test_a_long_list_of_damage_is_cut(folder: Path) -> None:
+def test_a_long_list_of_damage_is_shortened(folder: Path) -> None:
     content = json.loads((folder / MANIFEST).read_bytes())
     content["files"] = {f"missing_{number}": {"size": 1, "crc32": "0"} for number in range(1000)}
     (folder / MANIFEST).write_text(json.dumps(content))
@@ -247,7 +247,7 @@ def test_a_zip_bomb_is_refused_before_it_takes_memory(folder: Path, kind: str) -
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000
 
 
-def test_large_and_many_tensors_are_no_bomb(tmp_path: Path) -> None:
+def test_large_and_many_tensors_are_not_a_bomb(tmp_path: Path) -> None:
     for number, value in enumerate([{str(n): torch.ones(1) for n in range(3000)}, [torch.ones(1 << 20)] * 3, {}]):
         torch.save(value, tmp_path / f"{number}.bin")
         assert type(read_file(tmp_path / f"{number}.bin")) is type(value)
@@ -262,7 +262,7 @@ INDEXES: list[Any] = [
 
 
 @pytest.mark.parametrize("number", range(len(INDEXES)))
-def test_hostile_indexes_of_models_are_named(tmp_path: Path, number: int) -> None:
+def test_hostile_indexes_of_models_are_reported_by_name(tmp_path: Path, number: int) -> None:
     content = INDEXES[number]
     index = tmp_path / "model.safetensors.index.json"
     index.write_bytes(content if isinstance(content, bytes) else json.dumps(content).encode())
@@ -270,7 +270,7 @@ def test_hostile_indexes_of_models_are_named(tmp_path: Path, number: int) -> Non
         load_checkpoint_in_model(torch.nn.Linear(2, 2), tmp_path)
 
 
-def test_damaged_weights_of_models_are_named(tmp_path: Path) -> None:
+def test_damaged_weights_of_models_are_reported_by_name(tmp_path: Path) -> None:
     model, generator = torch.nn.Linear(30, 30), random.Random(3)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     path = tmp_path / "pytorch_model.bin"
@@ -280,7 +280,7 @@ def test_damaged_weights_of_models_are_named(tmp_path: Path) -> None:
         assert_named(lambda: load_checkpoint_in_model(model, tmp_path), path.name)
 
 
-def test_a_folder_whose_number_has_thousands_of_digits_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_folder_whose_number_has_thousands_of_digits_is_not_a_checkpoint(tmp_path: Path) -> None:
     from notebook_accelerate.checkpointing import manifest
 
     assert not manifest.is_numbered("checkpoint_" + "9" * 5000)

@@ -28,7 +28,7 @@ assert stores.Shelf.protocol == ("shelf",)
 
 @pytest.fixture
 def url() -> str:
-    """Return a URL in fsspec's memory of the test's own."""
+    """Return a separate URL in fsspec's memory for the test."""
     return f"memory://{uuid.uuid4().hex}"
 
 
@@ -38,9 +38,9 @@ def names(url: str) -> list[str]:
 
 @pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("kind", ["memory", "shelf", "file"])
-def test_resuming_equals_what_was_saved(url: str, tmp_path: Path, kind: str, blocking: bool) -> None:
+def test_resuming_restores_the_saved_state(url: str, tmp_path: Path, kind: str, blocking: bool) -> None:
     place = {"memory": url, "shelf": f"shelf://{tmp_path}", "file": f"file://{tmp_path}"}[kind] + "/out"
-    for _ in range(2):  # the second one over the first
+    for _ in range(2):  # The second one overwrites the first.
         training = Training()
         training.epoch()
         assert training.accelerator.save_state(place, blocking=blocking) == place
@@ -63,7 +63,7 @@ def test_remote_files_equal_those_on_a_disk(url: str, tmp_path: Path) -> None:
         assert fsspec.filesystem("memory").cat_file(f"{url}/out/{path.name}") == path.read_bytes()
 
 
-def test_other_files_in_the_folder_stay(url: str) -> None:
+def test_other_files_in_the_folder_are_kept(url: str) -> None:
     (path_of(url) / "notes.txt").write_text("mine")
     training = Training()
     training.accelerator.save_state(url)
@@ -84,11 +84,11 @@ def test_a_remote_folder_without_a_manifest_loads_only_by_name(url: str) -> None
     assert training.accelerator.project_configuration.iteration == 1
     with pytest.raises(ValueError, match=r"checkpoint_1 exists already.*iteration=2"):
         training.accelerator.save_state()
-    training.accelerator.load_state(f"{url}/checkpoints/checkpoint_1")  # as a folder of Accelerate
+    training.accelerator.load_state(f"{url}/checkpoints/checkpoint_1")  # Like a folder of Accelerate.
     assert training.counter.count == 24
 
 
-def test_a_changed_or_missing_file_is_named(url: str) -> None:
+def test_a_changed_or_missing_file_is_reported_by_name(url: str) -> None:
     training = Training()
     training.accelerator.save_state(url)
     fsspec.filesystem("memory").pipe_file(f"{url}/scheduler.bin", b"other")
@@ -148,7 +148,7 @@ def test_an_index_that_leaves_its_folder_is_refused(url: str, tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_one_object_is_saved_and_loaded(url: str, safe: bool) -> None:
+def test_a_single_object_is_saved_and_loaded(url: str, safe: bool) -> None:
     name = f"{url}/x.{'safetensors' if safe else 'bin'}"
     save({"a": torch.ones(2)}, name, safe_serialization=safe)
     assert torch.equal(load(name)["a"], torch.ones(2))
@@ -162,14 +162,15 @@ def test_urls_that_fsspec_cannot_reach_raise() -> None:
     assert path_of("file:///a/b") == path_of("/a/b") == Path("/a/b")
 
 
-def test_a_merge_that_cannot_download_leaves_nothing(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_download_leaves_nothing_of_a_merge(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (path_of(url) / ".metadata").write_text("{}")
 
     def fail(*_: Any) -> None:
         raise CheckpointError("the store is gone")
 
     monkeypatch.setattr(RemotePath, "download", fail)
-    with pytest.raises(CheckpointError, match="the store is gone") as caught:  # kept, as a notebook keeps the last one
+    # Kept, as a notebook keeps the last exception.
+    with pytest.raises(CheckpointError, match="the store is gone") as caught:
         merge_fsdp_weights(url, tmp_path / "merged")
     assert list((tmp_path / "merged").iterdir()) == []
     del caught

@@ -42,7 +42,7 @@ def numbered(tmp_path: Path, **options: Any) -> ProjectConfiguration:
     return ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True, **options)
 
 
-def test_the_files_are_those_of_accelerate(tmp_path: Path) -> None:
+def test_the_files_match_accelerate(tmp_path: Path) -> None:
     training = Training()
     training.epoch()
     target = str(tmp_path / "out")
@@ -51,12 +51,12 @@ def test_the_files_are_those_of_accelerate(tmp_path: Path) -> None:
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert set(file.keys()) >= {"first.weight", "norm.running_mean"}
-        assert "last.weight" not in set(file.keys())  # it is first.weight
+        assert "last.weight" not in set(file.keys())  # It is first.weight.
     assert torch.load(tmp_path / "out" / "custom_checkpoint_0.pkl") == {"count": 12}
     assert set(torch.load(tmp_path / "out" / "optimizer.bin")) == {"state", "param_groups"}
 
 
-def test_a_second_object_of_a_kind_has_a_number(tmp_path: Path) -> None:
+def test_a_second_object_of_a_kind_gets_a_number(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     for _ in range(2):
         model = nn.Linear(2, 2)
@@ -77,11 +77,11 @@ def test_resuming_equals_an_uninterrupted_run(tmp_path: Path, safe: bool, blocki
     first = Training()
     first.epoch()
     first.accelerator.save_state(str(tmp_path / "out"), safe_serialization=safe, blocking=blocking)
-    first.epoch()  # the training goes on while a thread writes
+    first.epoch()  # The training continues while a thread writes.
     first.accelerator.end_training()
     resumed = Training(seed=99)
     resumed.raw.train()
-    # The data is the same in a resumed script; only what load_state restores may differ.
+    # The data is the same in a resumed script; only the objects that load_state restores may differ.
     resumed.loader.dataset.tensors = first.loader.dataset.tensors
     resumed.accelerator.load_state(str(tmp_path / "out"))
     resumed.epoch()
@@ -90,7 +90,7 @@ def test_resuming_equals_an_uninterrupted_run(tmp_path: Path, safe: bool, blocki
     assert same(resumed.everything(), expected)
 
 
-def test_resuming_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+def test_resuming_in_the_middle_of_an_epoch_equals_an_uninterrupted_run(tmp_path: Path) -> None:
     config = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=5)
     whole = Training(dataloader_config=config, gradient_accumulation_steps=2)
     for _ in range(3):
@@ -110,7 +110,7 @@ def test_resuming_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     assert same(resumed.everything(), expected)
 
 
-def test_resuming_a_stateful_loader_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+def test_a_stateful_loader_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     pytest.importorskip("torchdata.stateful_dataloader")
     config = DataLoaderConfiguration(use_stateful_dataloader=True, use_seedable_sampler=True, data_seed=5)
     whole = Training(dataloader_config=config)
@@ -126,7 +126,7 @@ def test_resuming_a_stateful_loader_in_the_middle_of_an_epoch(tmp_path: Path) ->
     assert resumed.losses == whole.losses[5:]
 
 
-def test_the_scaler_of_fp16_is_kept(tmp_path: Path) -> None:
+def test_the_scaler_of_fp16_is_restored(tmp_path: Path) -> None:
     training = Training(mixed_precision="fp16")
     training.epoch()
     scaler = training.accelerator.scaler
@@ -139,7 +139,7 @@ def test_the_scaler_of_fp16_is_kept(tmp_path: Path) -> None:
     assert scaler.get_scale() == 128.0
 
 
-def test_numbered_checkpoints_and_their_limit(tmp_path: Path) -> None:
+def test_numbered_checkpoints_are_limited(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, project_config=numbered(tmp_path, total_limit=2))
     model = accelerator.prepare(nn.Linear(2, 2))
     for value in range(4):
@@ -165,7 +165,7 @@ def test_numbering_continues_after_a_restart(tmp_path: Path) -> None:
     assert again.save_state().endswith("checkpoint_1")
 
 
-def test_hooks_see_the_folder_and_may_take_over_a_model(tmp_path: Path) -> None:
+def test_hooks_see_the_folder_and_may_handle_a_model(tmp_path: Path) -> None:
     training = Training()
 
     def keep_apart(models: list[Any], weights: list[Any], folder: str) -> None:
@@ -198,7 +198,7 @@ def test_hooks_get_a_folder_with_the_name_of_the_checkpoint(tmp_path: Path, monk
         accelerator.register_save_state_pre_hook(lambda *arguments: got.append(Path(arguments[-1])))
         accelerator.register_load_state_pre_hook(lambda *arguments: got.append(Path(arguments[-1])))
     (tmp_path / "inner").mkdir()
-    for folder in ("new", "new", "inner/..", "."):  # the last two are the working directory
+    for folder in ("new", "new", "inner/..", "."):  # The last two are the working directory.
         named.save_state(folder)
     named.load_state("new")
     numbered.save_state()
@@ -246,13 +246,13 @@ def test_missing_folders_and_names_raise(tmp_path: Path) -> None:
         training.accelerator.save_state(str(tmp_path / "file"))
 
 
-def test_an_empty_project_says_that_nothing_was_saved(tmp_path: Path) -> None:
+def test_an_empty_project_reports_that_nothing_was_saved(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, project_config=numbered(tmp_path))
     with pytest.raises(ValueError, match=r"no checkpoint in .* yet"):
         accelerator.load_state()
 
 
-def test_a_changed_byte_is_named(tmp_path: Path) -> None:
+def test_a_changed_byte_is_reported_with_its_file(tmp_path: Path) -> None:
     training = Training()
     training.accelerator.save_state(str(tmp_path / "out"))
     path = tmp_path / "out" / "optimizer.bin"
@@ -263,7 +263,7 @@ def test_a_changed_byte_is_named(tmp_path: Path) -> None:
         training.accelerator.load_state(str(tmp_path / "out"))
 
 
-def test_a_checkpoint_of_more_ranks_is_refused_unless_elastic(tmp_path: Path) -> None:
+def test_a_checkpoint_with_more_ranks_is_refused_unless_elastic(tmp_path: Path) -> None:
     training = Training()
     training.accelerator.save_state(str(tmp_path / "out"))
     path = tmp_path / "out" / "checkpoint_manifest.json"
@@ -374,7 +374,7 @@ def test_a_checkpoint_that_cannot_be_removed_does_not_undo_the_new_one(
     with monkeypatch.context() as patch:
         patch.setattr(
             state_saving, "checkpoints_above_limit", lambda *_: [gone]
-        )  # somebody else has removed it since it was listed
+        )  # Another process has removed it since it was listed.
         with pytest.warns(UserWarning, match=r"checkpoint_1 is written, but .* could not be removed: .*checkpoint_7"):
             accelerator.save_state()
     assert names_in(tmp_path / "checkpoints") == ["checkpoint_0", "checkpoint_1"]
@@ -391,7 +391,7 @@ def test_the_next_save_finishes_an_interrupted_removal(tmp_path: Path) -> None:
     assert names_in(tmp_path) == ["checkpoints"]
 
 
-def test_a_model_with_state_of_other_kinds_is_written_in_torchs_format(tmp_path: Path) -> None:
+def test_a_model_with_state_of_other_types_is_written_in_torchs_format(tmp_path: Path) -> None:
     class Extra(nn.Linear):
         extra = 0
 
@@ -411,7 +411,7 @@ def test_a_model_with_state_of_other_kinds_is_written_in_torchs_format(tmp_path:
     assert "pytorch_model.bin" in names_in(tmp_path / "out")
 
 
-def test_a_pickled_sampler_is_left_out_with_a_warning(tmp_path: Path) -> None:
+def test_a_sampler_that_would_be_pickled_is_dropped_with_a_warning(tmp_path: Path) -> None:
     training = Training()
     training.accelerator.save_state(str(tmp_path / "out"))
     (tmp_path / "out" / "checkpoint_manifest.json").unlink()
@@ -421,7 +421,7 @@ def test_a_pickled_sampler_is_left_out_with_a_warning(tmp_path: Path) -> None:
 
 
 class Odd:
-    """Its state is whatever is set."""
+    """Its state is the assigned value."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -438,7 +438,7 @@ class Phase(enum.Enum):
 
 
 class Tagging(torch.optim.SGD):
-    """An optimizer whose state has members of an enum."""
+    """An optimizer whose state has enum members."""
 
     def step(self, closure: Any = None) -> Any:
         result = super().step(closure)
@@ -464,7 +464,7 @@ def test_plain_data_in_states_is_loaded(tmp_path: Path, blocking: bool) -> None:
     accelerator.end_training()
 
 
-def test_a_state_that_will_not_load_is_named_when_it_is_saved(tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_loaded_is_reported_when_it_is_saved(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.register_for_checkpointing(odd := Odd([Odd(1)]))
     with pytest.warns(UserWarning, match=r"custom_checkpoint_0\.pkl contains objects of .*Odd.*weights_only"):
@@ -476,8 +476,8 @@ def test_a_state_that_will_not_load_is_named_when_it_is_saved(tmp_path: Path) ->
     assert odd.value[0].value == 1
 
 
-def test_an_error_of_an_object_is_not_called_damage(tmp_path: Path) -> None:
-    """torch's optimizers cannot load arrays of numpy: the file is complete."""
+def test_an_error_of_an_object_is_not_reported_as_damage(tmp_path: Path) -> None:
+    """torch's optimizers cannot load NumPy arrays, but the file is complete."""
     accelerator, raw = Accelerator(cpu=True), nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
     model(torch.ones(1, 2)).sum().backward()

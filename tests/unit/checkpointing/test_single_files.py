@@ -36,7 +36,7 @@ def test_shared_tensors_are_written_once_and_views_are_copied() -> None:
 
 
 class Language(nn.Module):
-    """An embedding whose weight two heads share, registered before them, and overlapping buffers."""
+    """An embedding whose weight is shared by two heads, registered before them, and overlapping buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def test_a_tied_weight_is_loaded_from_any_of_its_names(tmp_path: Path, kept: str
         assert torch.equal(model.wte.weight, expected["wte.weight"])
 
 
-def test_a_safetensors_file_equals_that_of_the_library(tmp_path: Path) -> None:
+def test_a_safetensors_file_equals_the_one_of_the_library(tmp_path: Path) -> None:
     state = {
         f'{"ab"[place % 2]}.{place} é"\\\n\x01 {shape}': torch.ones(shape).to(dtype)
         for place, dtype in enumerate(single_files._DTYPES)
@@ -103,7 +103,7 @@ def test_safetensors_takes_dtypes_and_views_that_need_another_form(tmp_path: Pat
 
 
 class Interrupting:
-    """The user presses the button while this is pickled."""
+    """The user presses the stop button while this is pickled."""
 
     def __reduce__(self) -> Any:
         raise KeyboardInterrupt
@@ -125,7 +125,7 @@ def test_safetensors_refuses_values_other_than_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_save_and_load(tmp_path: Path, safe: bool) -> None:
+def test_saved_values_can_be_loaded(tmp_path: Path, safe: bool) -> None:
     value = {"a": torch.arange(3), "b": torch.ones(2, dtype=torch.bfloat16)}
     path = tmp_path / ("x.safetensors" if safe else "x.bin")
     checkpointing.save(value, path, safe_serialization=safe)
@@ -198,7 +198,7 @@ def test_saving_in_one_file_removes_earlier_shards(tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "model.safetensors")["weight"], model.weight)
 
 
-def test_save_model_rejects_bad_arguments(tmp_path: Path) -> None:
+def test_save_model_refuses_bad_arguments(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match="should be a directory"):
@@ -210,12 +210,12 @@ def test_save_model_rejects_bad_arguments(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "count"), [(5, 5), ("5", 5), ("2KB", 2000), ("1.5MiB", 1572864), ("10gb", 10**10)])
-def test_sizes(text: int | str, count: int) -> None:
+def test_sizes_are_parsed(text: int | str, count: int) -> None:
     assert model_weights.parse_size(text) == count
 
 
 @pytest.mark.parametrize("bad", ["", "GB", "-1MB", 0, -3, True, "1 PB"])
-def test_invalid_sizes(bad: Any) -> None:
+def test_invalid_sizes_are_refused(bad: Any) -> None:
     with pytest.raises(ValueError, match="not a size"):
         model_weights.parse_size(bad)
 
@@ -239,7 +239,7 @@ def test_an_invalid_index_is_reported_as_broken(tmp_path: Path, text: str) -> No
         checkpointing.read_weights(tmp_path)
 
 
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+def test_a_missing_shard_is_reported_by_name(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.save_model(nn.Linear(64, 64), tmp_path, max_shard_size=1000)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
@@ -247,7 +247,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         checkpointing.read_weights(tmp_path)
 
 
-def test_shard_checkpoint_divides_by_size() -> None:
+def test_shards_are_divided_by_size() -> None:
     state = {name: torch.zeros(250) for name in "abc"}
     parts, index = checkpointing.shard_checkpoint(state, max_shard_size="2KB")
     assert {name: list(part) for name, part in parts.items()} == {
@@ -259,7 +259,7 @@ def test_shard_checkpoint_divides_by_size() -> None:
     assert checkpointing.shard_checkpoint(state) == ({"pytorch_model.bin": state}, None)
 
 
-def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_failed_save_keeps_the_old_file(tmp_path: Path) -> None:
     checkpointing.save({"a": 1}, tmp_path / "x.bin")
     with pytest.raises((pickle.PicklingError, AttributeError, TypeError)):
         checkpointing.save({"a": lambda: None}, tmp_path / "x.bin")

@@ -30,7 +30,7 @@ class Frozen:
 
 
 class Output(OrderedDict):
-    """Like transformers' outputs: a mapping that also has attributes and its own constructor."""
+    """Like transformers' outputs: a mapping with attributes and its own constructor."""
 
     def __init__(self, items: Any = (), **kwargs: Any) -> None:
         super().__init__(items, **kwargs)
@@ -74,16 +74,16 @@ def test_other_types_are_kept_or_refused() -> None:
         collectives.recursively_apply(torch.neg, ["text"], error_on_other_type=True)
 
 
-def test_arguments_reach_the_function() -> None:
+def test_additional_arguments_reach_the_function() -> None:
     assert collectives.recursively_apply(lambda t, a, b=0: t + a + b, [torch.zeros(1)], 1, b=2)[0].item() == 3
 
 
-def test_listify() -> None:
+def test_listify_converts_tensors() -> None:
     data = {"a": torch.tensor([1.5], dtype=torch.bfloat16), "b": [torch.arange(2)], "c": torch.tensor(True)}
     assert operations.listify(data) == {"a": [1.5], "b": [[0, 1]], "c": True}
 
 
-def test_batch_sizes() -> None:
+def test_the_batch_size_is_found() -> None:
     assert operations.find_batch_size({"a": [torch.ones(3, 2)]}) == 3
     assert operations.find_batch_size(Batch(torch.ones(5))) == 5
     assert collectives.ignorant_find_batch_size({"a": "text"}) is None
@@ -92,12 +92,12 @@ def test_batch_sizes() -> None:
             operations.find_batch_size(nothing)
 
 
-def test_find_device() -> None:
+def test_the_device_is_found() -> None:
     assert collectives.find_device({"a": 1, "b": [torch.ones(1)]}) == torch.device("cpu")
     assert collectives.find_device("text") is None
 
 
-def test_slices_and_concatenation() -> None:
+def test_slices_can_be_concatenated_again() -> None:
     data = Batch({"a": torch.arange(6).view(3, 2)}, [torch.arange(3)])
     first = collectives.slice_tensors(data, slice(0, 1))
     rest = collectives.slice_tensors(data, slice(1, None))
@@ -120,7 +120,7 @@ def test_structures_are_described_without_values() -> None:
     assert isinstance(made["b"], tuple)
 
 
-def test_padding_a_batch_for_a_split() -> None:
+def test_a_batch_is_padded_for_a_split() -> None:
     data = {"a": torch.ones(5, 2), "other": torch.ones(3)}
     padded = operations.pad_input_tensors(data, batch_size=5, num_processes=2)
     assert padded["a"].shape == (6, 2)
@@ -136,7 +136,7 @@ def test_padding_keeps_sparse_tensors() -> None:
 
 
 class TestSendToDevice:
-    def test_nested(self) -> None:
+    def test_nested_structures_are_moved(self) -> None:
         moved = collectives.send_to_device(NESTED, "meta")
         assert {leaf.device.type for leaf in collectives.leaves_of(moved)} == {"meta"}
         assert isinstance(moved["frozen"], Frozen)
@@ -151,7 +151,7 @@ class TestSendToDevice:
             "meta",
         )
 
-    def test_objects_move_themselves(self) -> None:
+    def test_objects_with_a_to_method_move_themselves(self) -> None:
         class Encoding:
             def __init__(self, device: str = "cpu") -> None:
                 self.device = device
@@ -161,7 +161,7 @@ class TestSendToDevice:
 
         assert collectives.send_to_device([Encoding()], "meta", non_blocking=True)[0].device == "meta"
 
-    def test_packed_sequences(self) -> None:
+    def test_packed_sequences_are_moved(self) -> None:
         packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2, 1), torch.ones(1, 1)])
         assert collectives.send_to_device(packed, "cpu").data.shape == (3, 1)
 
@@ -202,14 +202,14 @@ def test_one_process_changes_nothing() -> None:
     assert operations.copy_tensor_to_devices(torch.ones(2)).tolist() == [1, 1]
 
 
-def test_wrong_arguments() -> None:
+def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match=r"gather\(\) got str \('text'\).*gather_object"):
         collectives.gather(["text"])
     with pytest.raises(ValueError, match="reduction='median' is not known; pass 'mean', 'sum', 'max' or 'none'"):
         collectives.reduce(torch.ones(1), "median")
 
 
-def test_shapes_and_numbers_of_dtypes() -> None:
+def test_shapes_and_numbers_of_dtypes_are_consistent() -> None:
     assert operations.get_shape({"a": torch.ones(2, 3)}) == {"a": [2, 3]}
     for dtype, number in operations.TENSOR_TYPE_TO_INT.items():
         assert operations.TENSOR_INT_TO_DTYPE[number] == dtype

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from notebook_accelerate import Accelerator
 
 
-def test_padding_samples_are_cut_in_a_world_of_one_too() -> None:
+def test_padding_samples_are_cut_in_a_world_of_one() -> None:
     # transformers repeats the loss of a batch to the full batch size and lets gather_for_metrics cut it.
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(list(range(10)), batch_size=8))  # type: ignore[arg-type]
@@ -23,7 +23,7 @@ def test_padding_samples_are_cut_in_a_world_of_one_too() -> None:
 
 
 class Unsliceable:
-    """Raises an unusual error where it is sliced."""
+    """Raises an unusual error when sliced."""
 
     def __getitem__(self, key: Any) -> Any:
         raise RuntimeError(f"no {key}")
@@ -39,11 +39,11 @@ LOSS = torch.tensor(3.0)
      {"a": torch.ones(2), "b": "x"}, Unsliceable(), len],
     ids=repr,
 )  # fmt: skip
-def test_what_has_no_rows_is_returned_as_it_is(value: Any, as_objects: bool) -> None:
+def test_values_without_rows_are_returned_unchanged(value: Any, as_objects: bool) -> None:
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(list(range(5)), batch_size=2))  # type: ignore[arg-type]
     found = [accelerator.gather_for_metrics(value, use_gather_object=as_objects) for _ in loader]
-    expected = value[:1] if isinstance(value, (list, tuple)) and as_objects else value  # a list of objects is cut
+    expected = value[:1] if isinstance(value, (list, tuple)) and as_objects else value  # A list of objects is cut.
     assert repr(found) == repr([value, value, expected])
 
 

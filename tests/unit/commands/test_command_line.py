@@ -96,7 +96,7 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "0"
     ("options", "out", "err"),
     [([], "01", "01"), (["--tee", "1"], "01", ""), (["--tee", "0:2,1:1"], "1", "0"), (["--tee", "0"], "", "")],
 )
-def test_log_files_of_each_rank(command: Command, options: list[str], out: str, err: str, tmp_path: Path) -> None:
+def test_each_rank_has_log_files(command: Command, options: list[str], out: str, err: str, tmp_path: Path) -> None:
     name = script(tmp_path, WRITE)
     options = ["--log_dir", "deep/logs", *options]
     done = command(tmp_path, "launch", "--cpu", "--num_processes", "2", "--max_restarts", "1", *options, name)
@@ -113,7 +113,7 @@ def test_log_files_of_each_rank(command: Command, options: list[str], out: str, 
 
 
 @pytest.mark.parametrize("options", [[], ["--no_python"]])
-def test_log_files_of_one_process(command: Command, options: list[str], tmp_path: Path) -> None:
+def test_one_process_has_log_files(command: Command, options: list[str], tmp_path: Path) -> None:
     name = script(tmp_path, "print('only')\n")
     words = [sys.executable, name] if options else [name]
     done = command(tmp_path, "launch", "--cpu", "--num_processes", "1", "--log_dir", "logs", *options, *words)
@@ -153,7 +153,7 @@ print("other")
     ],
     ids=["exception", "exit", "exit of one process", "signal", "syntax"],
 )
-def test_a_failure_is_shown_at_its_line(
+def test_a_failure_is_reported_at_its_line(
     command: Command, code: str, options: list[str], exit_code: int, shown: str, tmp_path: Path
 ) -> None:
     done = command(tmp_path, "launch", "--cpu", *options, script(tmp_path, code))
@@ -170,7 +170,7 @@ def test_quiet_shows_one_line(command: Command, tmp_path: Path) -> None:
     assert "ValueError: of this rank" in done.stderr
 
 
-def test_modules_and_programs(command: Command, tmp_path: Path) -> None:
+def test_modules_and_programs_are_launched(command: Command, tmp_path: Path) -> None:
     script(tmp_path, "import sys\nprint(__name__, sys.argv[1:])\n", "mine.py")
     done = command(tmp_path, "launch", "--cpu", "--num_processes", "2", "-m", "mine", "--flag")
     assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] __main__ ['--flag']" for rank in range(2)], done.stderr
@@ -181,7 +181,7 @@ def test_modules_and_programs(command: Command, tmp_path: Path) -> None:
 
 
 def _own_lines(output: str) -> list[str]:
-    """Return the lines of an output without those that torch 2.9 prints when gloo has connected the ranks."""
+    """Return the lines of an output without torch 2.9's message that gloo has connected the ranks."""
     return [line for line in output.splitlines() if "[Gloo] Rank" not in line]
 
 
@@ -196,7 +196,7 @@ def test_a_script_written_for_accelerate_trains(command: Command, tmp_path: Path
     assert _own_lines(done.stdout) == ["[rank 0] [0, 1] DistributedDataParallel"], done.stderr
 
 
-def test_libraries_launch_scripts_by_accelerates_names(interpreters: InterpreterServer, tmp_path: Path) -> None:
+def test_libraries_launch_scripts_with_accelerates_names(interpreters: InterpreterServer, tmp_path: Path) -> None:
     name = script(tmp_path, "import sys, accelerate\nprint(accelerate.Accelerator().num_processes, sys.argv[1:])\n")
     arguments = ["--cpu", "--num_processes", "2", name, "--lr", "1"]
     code = (
@@ -226,7 +226,7 @@ def test_workers_started_by_spawn_import_the_script(command: Command, tmp_path: 
 def test_an_interrupt_ends_all_processes(tmp_path: Path) -> None:
     name = script(tmp_path, "import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(600)\n")
     program = [sys.executable, "-m", "notebook_accelerate", "launch", "--cpu", "--num_processes", "2", name]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell ignores SIGINT in background jobs.
     process = subprocess.Popen(
         program, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -267,7 +267,7 @@ def test_two_machines_run_one_script(tmp_path: Path) -> None:
             machine.communicate()
 
 
-def test_help_imports_no_torch() -> None:
+def test_help_does_not_import_torch() -> None:
     code = (
         "import sys; from notebook_accelerate.commands.accelerate_cli import parser_for; parser_for([]).format_help(); "
         "sys.exit('torch' in sys.modules)"
@@ -297,7 +297,7 @@ ALWAYS = {
 """Variables that Accelerate's command gives to every process."""
 
 
-def test_options_are_those_of_a_launch() -> None:
+def test_options_become_settings_of_a_launch() -> None:
     found = settings(
         "--num_processes", "8", "--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "10.0.0.1",
         "--main_process_port", "2000", "--rdzv_backend", "c10d", "--rdzv_conf", "join_timeout=5", "--max_restarts", "2",
@@ -354,7 +354,7 @@ def test_options_of_a_strategy_reach_the_ranks_as_variables(options: str) -> Non
         (["--num_processes", "2"], "4,2", "4,2"),
     ],
 )
-def test_threads_of_a_rank(
+def test_a_rank_gets_its_share_of_threads(
     options: list[str], inherited: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 24 if logical else 12)
@@ -364,7 +364,7 @@ def test_threads_of_a_rank(
     assert (settings(*options).env or {})["OMP_NUM_THREADS"] == expected
 
 
-def test_intels_openmp_is_not_told_to_bind_several_ranks_to_the_same_cores() -> None:
+def test_intels_openmp_does_not_bind_several_ranks_to_the_same_cores() -> None:
     one, two = ((settings("--cpu", "--num_processes", count).env or {}).get("KMP_AFFINITY") for count in "12")
     assert (one, two) == ("granularity=fine,compact,1,0", None)
 
@@ -377,7 +377,7 @@ def test_fp8_options_have_accelerates_defaults() -> None:
     assert (env["ACCELERATE_FP8_AMAX_HISTORY_LEN"], env["ACCELERATE_FP8_FORMAT"]) == ("1024", "HYBRID")
 
 
-def test_options_win_over_the_file(no_default_file: Path) -> None:
+def test_options_override_the_file(no_default_file: Path) -> None:
     contents = {
         "num_processes": 4, "mixed_precision": "bf16", "distributed_type": "FSDP", "use_cpu": True,
         "fsdp_config": {"fsdp_version": 2, "fsdp_offload_params": True},
@@ -389,7 +389,7 @@ def test_options_win_over_the_file(no_default_file: Path) -> None:
     assert (found.env["FSDP_VERSION"], found.env["FSDP_OFFLOAD_PARAMS"]) == ("2", "false")
     other = settings("--use_deepspeed", "--zero_stage", "2")
     assert not [name for name in other.env or {} if name.startswith("FSDP")]
-    # As Accelerate: with --cpu, the default file is not read.
+    # As in Accelerate: with --cpu, the default file is not read.
     assert (settings("--cpu").num_processes, settings("--cpu").mixed_precision) == (None, "no")
 
 
@@ -418,7 +418,7 @@ def test_options_win_over_the_file(no_default_file: Path) -> None:
         (["--tpu", "--no_python"], "--no_python is not possible on a TPU"),
     ],
 )
-def test_what_cannot_be_done_is_refused(options: list[str], message: str) -> None:
+def test_unsupported_options_are_refused(options: list[str], message: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message)):
         settings(*options)
 
@@ -443,7 +443,7 @@ def test_what_cannot_be_done_is_refused(options: list[str], message: str) -> Non
         ),
     ],
 )  # fmt: skip
-def test_what_a_file_asks_for_is_refused_where_it_cannot_be_done(
+def test_unsupported_settings_of_a_file_are_refused(
     contents: dict[str, Any], options: list[str], message: str, no_default_file: Path
 ) -> None:
     no_default_file.write_text(yaml.safe_dump({"num_processes": 2, **contents}))
@@ -454,7 +454,7 @@ def test_what_a_file_asks_for_is_refused_where_it_cannot_be_done(
         settings(*options)
 
 
-def test_defaults_of_what_cannot_be_done_are_accepted() -> None:
+def test_defaults_of_unsupported_options_are_accepted() -> None:
     assert settings("--tee", "0", "--role", "default", "--num_processes", "2").num_processes == 2
 
 
@@ -465,7 +465,7 @@ def test_every_option_is_accepted_in_both_spellings() -> None:
         assert {f"--{each.name}", f"--{each.name.replace('_', '-')}"} <= known
 
 
-def test_a_file_is_read_as_a_launch(tmp_path: Path) -> None:
+def test_a_file_is_read_like_the_settings_of_a_launch(tmp_path: Path) -> None:
     path = tmp_path / "launch.yaml"
     contents = {"num_processes": 2, "use_cpu": True, "gpu_ids": "all", "debug": True, "main_process_port": 3000}
     path.write_text(yaml.safe_dump(contents))
@@ -510,7 +510,7 @@ def test_env_prints_versions_and_the_default_file(command: Command, tmp_path: Pa
         assert part in done.stdout
 
 
-def test_questions_are_asked_until_answered(command: Command, tmp_path: Path) -> None:
+def test_questions_are_repeated_until_answered(command: Command, tmp_path: Path) -> None:
     answers = ["1", "y", "2", "fp32", "bf16", "fsdp", "3", "2", "", "", "Block,Other", "", "y", "", ""]
     done = command(tmp_path, "config", "--config_file", "mine.yaml", answers="\n".join([*answers, ""]))
     assert done.returncode == 0, done.stderr
@@ -526,7 +526,7 @@ def test_questions_are_asked_until_answered(command: Command, tmp_path: Path) ->
     assert not (tmp_path / "other.yaml").exists()
 
 
-def test_a_file_is_updated(command: Command, tmp_path: Path) -> None:
+def test_a_file_can_be_updated(command: Command, tmp_path: Path) -> None:
     path = tmp_path / "old.yaml"
     path.write_text("fp16: true\ndynamo_backend: INDUCTOR\nnum_processes: 2\n")
     assert command(tmp_path, "config", "update", "--config_file", "old.yaml").returncode == 0
@@ -542,7 +542,7 @@ def _fsdp1(**given: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("strategy", "reshards"), [("FULL_SHARD", True), ("SHARD_GRAD_OP", False), (1, True), (2, False)]
 )
-def test_a_configuration_becomes_one_of_fsdp2(
+def test_a_configuration_can_be_converted_to_fsdp2(
     command: Command, strategy: object, reshards: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "one.yaml").write_text(yaml.safe_dump(_fsdp1(fsdp_sharding_strategy=strategy)))
@@ -559,7 +559,7 @@ def test_a_configuration_becomes_one_of_fsdp2(
     assert yaml.safe_load((tmp_path / "three.yaml").read_text()) == yaml.safe_load((tmp_path / "two.yaml").read_text())
 
 
-def test_a_short_training_checks_a_configuration(command: Command, tmp_path: Path) -> None:
+def test_a_short_training_tests_a_configuration(command: Command, tmp_path: Path) -> None:
     done = command(tmp_path, "test", "--cpu", "--num_processes", "2")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("ok: ") == 4
@@ -571,7 +571,7 @@ def test_a_short_training_checks_a_configuration(command: Command, tmp_path: Pat
 
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return what the command would join: address, secret, number of processes and timeout."""
+    """Return the values that the command would join with: address, secret, number of processes and timeout."""
     found: list[Any] = []
 
     def join(
@@ -595,7 +595,9 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ],
     ids=["defaults", "IPv6", "name", "options", "other spelling"],
 )
-def test_a_join_command_line(joined: list[Any], options: list[str], expected: list[Any], tmp_path: Path) -> None:
+def test_a_join_command_line_is_parsed(
+    joined: list[Any], options: list[str], expected: list[Any], tmp_path: Path
+) -> None:
     path = tmp_path / "secret"
     path.write_text("of the file\n")
     assert main(["join", *(option.replace("{}", str(path)) for option in options)]) == 0
@@ -603,7 +605,7 @@ def test_a_join_command_line(joined: list[Any], options: list[str], expected: li
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", ":29500", "10.0.0.1:", "10.0.0.1:http", "a:-1", "a:0", "a:65536", ""])
-def test_an_address_to_join_has_a_port(joined: list[Any], address: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_to_join_needs_a_port(joined: list[Any], address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["join", address]) == 2
     words = f"{address!r} is not ADDRESS:PORT; pass what the first notebook shows, as 10.0.0.1:29500\n"
     assert capsys.readouterr().err == f"notebook-accelerate join: {words}"
@@ -619,7 +621,7 @@ def test_an_address_to_join_has_a_port(joined: list[Any], address: str, capsys: 
         (["--num_processes", "-1"], "hush", "--num_processes -1 is not allowed; pass a number of at least 1"),
     ],
 )
-def test_join_does_not_start_without_a_secret_or_with_fewer_than_no_ranks(
+def test_join_requires_a_secret_and_a_valid_number_of_ranks(
     joined: list[Any],
     options: list[str],
     variable: str,
@@ -645,7 +647,7 @@ def test_join_does_not_start_without_a_secret_or_with_fewer_than_no_ranks(
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
-def test_the_end_of_a_run_becomes_the_exit_code_of_join(
+def test_the_result_of_the_run_becomes_the_exit_code_of_join(
     monkeypatch: pytest.MonkeyPatch,
     error: BaseException,
     exit_code: int,

@@ -1,4 +1,4 @@
-"""The commands that the options of `accelerate launch` become."""
+"""The commands into which the options of `accelerate launch` are translated."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _options(**given: Any) -> argparse.Namespace:
         ({"deepspeed_inclusion_filter": "worker-1:0,1"}, ["--include", "worker-1:0,1"]),
     ],
 )
-def test_deepspeeds_launcher_is_told_where_to_run(options: dict[str, str], words: list[str]) -> None:
+def test_deepspeeds_launcher_gets_the_hosts(options: dict[str, str], words: list[str]) -> None:
     given = _options(deepspeed_multinode_launcher="pdsh", deepspeed_hostfile="hosts", **options)
     command, environment = prepare_deepspeed_cmd_env(given)
     expected = ["deepspeed", "--hostfile", "hosts", "--no_local_rank", "--launcher", "pdsh", *words]
@@ -51,7 +51,7 @@ def test_torchrun_starts_the_ranks_of_one_machine_and_of_the_standard_launcher()
     assert prepare_deepspeed_cmd_env(_options(deepspeed_multinode_launcher="standard"))[0] is None
 
 
-def test_options_of_a_strategy_are_variables_where_it_is_used() -> None:
+def test_options_of_a_strategy_are_variables_if_it_is_used() -> None:
     given = {"fsdp_version": 2, "fsdp_offload_params": True, "fsdp_transformer_layer_cls_to_wrap": "Block"}
     environment = prepare_multi_gpu_env(_options(use_fsdp=True, **given))
     expected = {
@@ -79,8 +79,8 @@ def test_a_module_runs_on_the_cpu() -> None:
     assert (environment["ACCELERATE_DYNAMO_BACKEND"], environment["ACCELERATE_DYNAMO_USE_DYNAMIC"]) == ("NO", "False")
 
 
-def test_a_sagemaker_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The estimator's arguments, then the inputs of ``fit``, as Accelerate returns them."""
+def test_a_sagemaker_job_gets_its_arguments_and_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arguments of the estimator, then the inputs of ``fit``, as Accelerate returns them."""
     monkeypatch.setattr(os, "environ", dict(os.environ))
     inputs, metrics = tmp_path / "inputs.tsv", tmp_path / "metrics.tsv"
     inputs.write_text("channel_name\tdata_location\ntrain\ts3://bucket/train\n")

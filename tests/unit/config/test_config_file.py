@@ -15,7 +15,7 @@ from notebook_accelerate.config import config_file
 from notebook_accelerate.config.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from notebook_accelerate.hardware import detect
 
-# As `accelerate config` of version 1.15 writes it.
+# As written by `accelerate config` of version 1.15.
 FROM_ACCELERATE = """
 compute_environment: LOCAL_MACHINE
 debug: true
@@ -64,7 +64,7 @@ def test_a_file_from_accelerate_loads(tmp_path: Path) -> None:
     config = load_config_from_file(path)
     assert isinstance(config, ClusterConfig)
     assert config.distributed_type is DistributedType.FSDP
-    assert config.mixed_precision == "no"  # YAML reads a bare no as False
+    assert config.mixed_precision == "no"  # YAML reads a bare no as False.
     assert config.downcast_bf16 is False
     assert config.num_processes == 4
 
@@ -110,7 +110,7 @@ def test_a_written_file_reads_back_equal(tmp_path: Path, kind: str) -> None:
     assert "dynamo_config" not in (yaml.safe_load(path.read_text()))
 
 
-def test_sagemaker_has_a_class_of_its_own(tmp_path: Path) -> None:
+def test_sagemaker_has_a_separate_class(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     config = SageMakerConfig(
         compute_environment=ComputeEnvironment.AMAZON_SAGEMAKER,
@@ -134,7 +134,7 @@ def test_files_from_before_mixed_precision_load(tmp_path: Path) -> None:
     assert config.distributed_type is DistributedType.NO
 
 
-def test_unknown_keys_and_values_are_named(tmp_path: Path) -> None:
+def test_unknown_keys_and_values_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("num_proceses: 2\n")
     with pytest.raises(ValueError, match=r"config\.yaml has unknown keys: num_proceses; known: .*num_processes"):
@@ -146,7 +146,7 @@ def test_unknown_keys_and_values_are_named(tmp_path: Path) -> None:
         load_config_from_file(tmp_path / "missing.yaml")
 
 
-def test_the_default_place_follows_hf_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_default_location_follows_hf_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     assert config_file.cache_folder() == tmp_path / "accelerate"
     monkeypatch.delenv("HF_HOME")
@@ -168,13 +168,13 @@ def test_the_basic_configuration_fits_this_machine(tmp_path: Path, capsys: pytes
     assert load_config_from_file(path).mixed_precision == "bf16"
 
 
-def test_the_basic_configuration_is_json_where_its_name_says_so(tmp_path: Path) -> None:
+def test_the_basic_configuration_is_json_if_its_name_says_so(tmp_path: Path) -> None:
     path = write_basic_config(save_location=str(tmp_path / "config.json"))
     assert path
     assert json.loads(path.read_text())["mixed_precision"] == "no"
 
 
-def test_the_basic_configuration_checks_its_arguments(tmp_path: Path) -> None:
+def test_the_arguments_of_the_basic_configuration_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="`mixed_precision` should be one of no, fp8, fp16, bf16; received 'fp61'"):
         write_basic_config("fp61", str(tmp_path / "config.yaml"))
     with pytest.warns(FutureWarning, match="use_xpu is deprecated"):

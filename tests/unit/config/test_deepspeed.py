@@ -53,7 +53,7 @@ class TestTheConfiguration:
         ):
             HfDeepSpeedConfig(given)
 
-    def test_a_file_that_is_not_json_raises(self, tmp_path: Path) -> None:
+    def test_a_file_that_is_not_json_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "ds.json").write_text("{stage: 3")
         with pytest.raises(ValueError, match=r"ds\.json is not JSON"):
             HfDeepSpeedConfig(tmp_path / "ds.json")
@@ -100,7 +100,7 @@ class TestThePlugin:
         }  # fmt: skip
         assert (plugin.zero_stage, plugin.gradient_clipping, plugin.offload_param_device) == (3, 2.0, "cpu")
 
-    def test_a_launch_has_no_fields_beside_a_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_launch_has_no_fields_in_addition_to_a_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "deepspeed_config_file,zero_stage,zero3_init_flag")
         with pytest.raises(ValueError, match="and zero_stage, which would be ignored"):
             DeepSpeedPlugin(hf_ds_config=FILE)
@@ -114,7 +114,7 @@ class TestThePlugin:
         assert plugin.deepspeed_config["gradient_clipping"] == 1.0
         assert plugin.get_value("zero_optimization.offload_param.device") == "cpu"
 
-    def test_all_fields_that_contradict_it_are_in_one_error(self) -> None:
+    def test_one_error_lists_all_contradicting_fields(self) -> None:
         with pytest.raises(ValueError, match="does not agree with fields of the DeepSpeedPlugin") as caught:
             DeepSpeedPlugin(FILE, zero_stage=2, gradient_accumulation_steps=8)
         assert "gradient_accumulation_steps is 2 in the configuration, and 8 here" in str(caught.value)
@@ -133,7 +133,7 @@ class TestThePlugin:
             ({"zero_stage": 3, "enable_msamp": True}, "MS-AMP does not work with ZeRO stage 3"),
         ],
     )
-    def test_fields_that_contradict_each_other(self, values: dict[str, Any], match: str) -> None:
+    def test_contradicting_fields_are_refused(self, values: dict[str, Any], match: str) -> None:
         with pytest.raises(ValueError, match=match):
             DeepSpeedPlugin(**values)
 
@@ -156,7 +156,7 @@ class TestThePlugin:
         assert plugin.deepspeed_config is plugin.hf_ds_config.config
         assert plugin == DeepSpeedPlugin(FILE)
 
-    def test_one_of_several_is_selected_by_the_state_alone(self) -> None:
+    def test_the_state_alone_selects_one_of_several(self) -> None:
         plugin = DeepSpeedPlugin()
         assert not plugin.selected
         with pytest.raises(ValueError, match="select_deepspeed_plugin"):
@@ -166,7 +166,7 @@ class TestThePlugin:
 
 
 class TestAutos:
-    def test_they_are_filled(self) -> None:
+    def test_auto_values_are_filled(self) -> None:
         plugin = DeepSpeedPlugin(FILE)
         known = {
             "train_batch_size": 16,
@@ -179,7 +179,7 @@ class TestAutos:
         assert {key: plugin.get_value(key) for key in known} == known
         assert plugin.deepspeed_config["optimizer"]["params"]["weight_decay"] == 0.1
 
-    def test_all_differences_are_in_one_error(self) -> None:
+    def test_one_error_lists_all_differences(self) -> None:
         plugin = DeepSpeedPlugin(FILE)
         with pytest.raises(ValueError, match="'auto' takes the values of the training") as caught:
             plugin.deepspeed_config_process(
@@ -211,7 +211,7 @@ class TestAutos:
 
 class TestPrecision:
     @pytest.mark.parametrize(("name", "half"), [("bf16", "bf16"), ("fp16", "fp16"), ("fp8", "bf16"), ("no", None)])
-    def test_it_is_written_into_the_configuration(self, name: str, half: str | None) -> None:
+    def test_precision_is_written_into_the_configuration(self, name: str, half: str | None) -> None:
         plugin = DeepSpeedPlugin(FILE)
         plugin.set_mixed_precision(name)
         assert plugin.precision == half
@@ -223,7 +223,7 @@ class TestPrecision:
         plugin.set_mixed_precision("bf16")
         assert (plugin.get_value("bf16.enabled"), plugin.get_value("fp16.enabled")) == (True, False)
 
-    def test_two_precisions_contradict_each_other(self) -> None:
+    def test_two_precisions_are_refused(self) -> None:
         plugin = DeepSpeedPlugin({**FILE, "fp16": {"enabled": True}})
         with pytest.raises(ValueError, match="mixed_precision='bf16', and the DeepSpeed configuration has fp16"):
             plugin.set_mixed_precision("bf16")

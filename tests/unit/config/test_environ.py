@@ -109,13 +109,13 @@ def test_ignored_variables_are_ignored_in_one_thread_only(monkeypatch: pytest.Mo
     assert environ.integer("SOME_NUMBER", 0) == 5
 
 
-def test_an_environment_file_leaves_out_values_that_would_break_its_lines() -> None:
+def test_an_environment_file_omits_values_that_would_break_its_lines() -> None:
     with pytest.warns(UserWarning, match="left out"):
         lines = environment.convert_dict_to_env_variables({"GOOD": "a=b", "BAD": "a b", "WORSE": "a;rm", "EMPTY": ""})
     assert lines == ["GOOD=a=b\n"]
 
 
-def test_a_purged_function_leaves_accelerate_variables_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_purged_function_restores_accelerate_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_KEPT", "1")
 
     @environment.purge_accelerate_environment
@@ -142,7 +142,7 @@ def test_a_purged_function_can_be_sent_to_ranks() -> None:
     assert load_bytes(dump_bytes(train, "the function"))() == "result"
 
 
-def test_a_purged_class_and_its_subclasses_undo_set_up_and_tests() -> None:
+def test_a_purged_class_and_its_subclasses_restore_variables_after_each_test() -> None:
     @environment.purge_accelerate_environment
     class Base(unittest.TestCase):
         def setUp(self) -> None:
@@ -160,7 +160,7 @@ def test_a_purged_class_and_its_subclasses_undo_set_up_and_tests() -> None:
     assert not [name for name in os.environ if name.startswith("ACCELERATE_FROM")]
 
 
-def test_a_purged_plain_class_undoes_what_setup_method_sets() -> None:
+def test_a_purged_plain_class_restores_variables_after_setup_method() -> None:
     @environment.purge_accelerate_environment
     class Tests:
         def setup_method(self) -> None:

@@ -1,4 +1,4 @@
-"""Values of environment variables and credentials in URLs appear in no text that this package shows."""
+"""Values of environment variables and credentials in URLs never appear in texts of this package."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_credentials_of_urls_are_hidden(text: str, shown: str) -> None:
         (False, "key_frames keyframes num_key_value_heads key_dim metric_keys keys keyword sort_key loss_per_token lr"),
     ],
 )
-def test_a_name_tells_whether_its_values_are_secrets(hidden: bool, names: str) -> None:
+def test_the_name_of_a_variable_decides_whether_its_values_are_secrets(hidden: bool, names: str) -> None:
     assert [name for name in names.split() if is_secret_name(name) is not hidden] == []
 
 

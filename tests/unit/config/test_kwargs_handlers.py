@@ -1,4 +1,4 @@
-"""Kwargs handlers: what differs from the defaults, and nothing else, reaches torch."""
+"""Kwargs handlers: only values that differ from the defaults reach torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_only_fields_that_differ_become_keywords() -> None:
     assert AutocastKwargs(enabled=False).to_dict() == {"enabled": False, "cache_enabled": None}
 
 
-def test_the_keywords_are_torchs() -> None:
+def test_the_keywords_match_torch() -> None:
     assert torch.amp.GradScaler("cpu", **GradScalerKwargs(init_scale=8.0).to_kwargs()).get_scale() == 8.0
     with torch.autocast("cpu", dtype=torch.bfloat16, **AutocastKwargs(enabled=False).to_kwargs()):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
@@ -94,7 +94,7 @@ def test_compilation_settings_are_read_from_the_environment(monkeypatch: pytest.
     plugin = TorchDynamoPlugin(mode="max-autotune", use_regional_compilation=True)
     assert plugin.backend is DynamoBackend.INDUCTOR
     assert plugin.to_dict()["use_regional_compilation"] is True
-    # What the environment says must reach torch too, though it is this machine's default.
+    # The environment's values must reach torch too, though they are the defaults of this machine.
     assert plugin.to_kwargs() == {"backend": "inductor", "mode": "max-autotune", "dynamic": True}
     assert dict(os.environ) == before
 
@@ -147,7 +147,7 @@ def test_recipes_read_their_variables_and_check_their_choices(monkeypatch: pytes
         MSAMPRecipeKwargs(opt_level="O9")  # type: ignore[arg-type]
 
 
-def test_products_in_higher_precision_are_read_from_the_variables_of_accelerates_launcher(
+def test_products_in_higher_precision_follow_the_variables_of_accelerates_launcher(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("notebook_accelerate.config.low_precision._require", lambda *_: None)

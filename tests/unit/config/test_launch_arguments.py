@@ -1,4 +1,4 @@
-"""Arguments that a launch gives to every Accelerator of its ranks."""
+"""Arguments that a launch passes to every Accelerator of its ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_argument_of_the_accelerator_is_known() -> None:
 
 
 class Example:
-    """Keeps its arguments."""
+    """Records its arguments."""
 
     @takes_launch_arguments
     def __init__(
@@ -36,7 +36,7 @@ class Example:
         self.given = (fsdp_plugin, gradient_accumulation_steps, gradient_accumulation_plugin)
 
 
-def test_passed_arguments_win() -> None:
+def test_passed_arguments_take_precedence() -> None:
     with launch_arguments_set({"fsdp_plugin": "a plugin", "gradient_accumulation_steps": 4}):
         assert Example().given == ("a plugin", 4, None)
         assert Example("mine").given == ("mine", 4, None)
@@ -67,7 +67,7 @@ def test_an_accelerator_takes_the_launch_arguments() -> None:
         ),
     ],
 )
-def test_bad_arguments(given: Any, message: str) -> None:
+def test_bad_arguments_are_refused(given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LaunchConfig(accelerator=given)
 

@@ -109,7 +109,7 @@ def test_every_degree_is_read_from_a_file(
     assert ParallelismConfig() == expected
 
 
-def test_names_of_dimensions() -> None:
+def test_dimensions_have_names() -> None:
     config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, cp_size=2)
     assert config.dp_dim_names == ["dp_replicate", "dp_shard"]
     assert config.dp_shard_cp_dim_names == ["dp_shard", "cp"]
@@ -147,7 +147,7 @@ def test_ranks_that_share_experts_read_the_same_data() -> None:
         ({"cp_backend": "ring"}, "cp_backend='ring' is not allowed; pass one of 'torch'"),
     ],
 )
-def test_wrong_degrees_raise(degrees: dict[str, Any], match: str) -> None:
+def test_wrong_degrees_are_refused(degrees: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         ParallelismConfig(**degrees)
 

@@ -1,4 +1,4 @@
-"""The table of settings: what follows from a field, and what agrees with it."""
+"""The table of settings: everything derived from a field, and everything that must agree with it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_names_follow_from_the_section() -> None:
     assert [entry.default for entry in fields(Plugin)] == [None, None, None, None, 0]
 
 
-def test_the_section_is_no_field_for_clients() -> None:
+def test_the_section_is_not_a_field_for_clients() -> None:
     sections = [
         Plugin,
         ClusterConfig,

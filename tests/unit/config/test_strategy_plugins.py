@@ -59,7 +59,7 @@ def test_fsdp_errors_name_the_allowed_values(values: dict[str, Any], match: str)
         FullyShardedDataParallelPlugin(**values)
 
 
-def test_a_class_is_found_by_its_name() -> None:
+def test_a_class_is_found_by_name() -> None:
     model = torch.nn.Sequential(torch.nn.Sequential(torch.nn.GELU()))
     assert get_module_class_from_name(model, "GELU") is torch.nn.GELU
     assert FullyShardedDataParallelPlugin.get_module_class_from_name(model, "Linear") is None
@@ -132,6 +132,6 @@ def test_quantization_has_one_width_and_torch_dtypes() -> None:
         ({"load_in_8bit": True, "skip_modules": "head"}, "list of module names"),
     ],
 )
-def test_quantization_is_checked(values: dict[str, Any], match: str) -> None:
+def test_quantization_settings_are_checked(values: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         BnbQuantizationConfig(**values)

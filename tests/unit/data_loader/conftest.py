@@ -1,4 +1,4 @@
-"""What torch's loaders leave in a process the first time one starts workers."""
+"""State that torch's loaders keep in a process after the first start of workers."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from torch.utils.data import DataLoader
 
 @pytest.fixture(scope="session", autouse=True)
 def _torch_watches_its_workers() -> None:
-    """Let torch install its SIGCHLD handler, which it keeps, before the first leak check."""
+    """Let torch install its permanent SIGCHLD handler before the first leak check."""
     list(DataLoader(range(1), num_workers=1))

@@ -16,7 +16,7 @@ from notebook_accelerate.data_loader.prepared_loader import EpochFollower, separ
 
 
 class Several(Dataset[int]):
-    """Gives whole batches of the epoch's number."""
+    """Returns whole batches that contain the epoch."""
 
     epoch = 0
 
@@ -31,7 +31,7 @@ class Several(Dataset[int]):
 
 
 class Stream(IterableDataset[int]):
-    """Gives the number of the epoch, and what the worker was told at its start."""
+    """Yields the epoch, and the values that the worker received at its start."""
 
     told = -1
 
@@ -60,14 +60,14 @@ def test_datasets_of_complete_batches_follow_the_epoch() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_the_users_own_function_is_called_first_and_the_class_stays(count: int) -> None:
+def test_the_users_function_is_called_first_and_the_class_is_unchanged(count: int) -> None:
     loader = made(Stream(), count, worker_init_fn=tell)
     for epoch in (0, 1, 5):
         loader.set_epoch(epoch)
         assert [item for batch in loader for item in batch.tolist()][:2] == [epoch, 70]
 
 
-def test_a_pass_that_was_left_early_does_not_reach_into_the_next() -> None:
+def test_an_interrupted_pass_does_not_affect_the_next() -> None:
     loader = made(Several(), prefetch_factor=2)
     for epoch in range(3):
         loader.set_epoch(epoch)
@@ -82,8 +82,8 @@ def test_a_loader_prepared_again_follows_its_own_epoch() -> None:
     assert [batch.tolist() for batch in again] == [[0, 0], [0, 0]]
 
 
-@pytest.mark.leaks_ok("multiprocessing's thread that hands descriptors to other processes stays")
-def test_the_number_is_shared_with_workers_that_are_spawned() -> None:
+@pytest.mark.leaks_ok("multiprocessing keeps its thread that passes descriptors to other processes")
+def test_the_number_is_shared_with_spawned_workers() -> None:
     follower = EpochFollower(None)
     there = pickle.loads(ForkingPickler.dumps(follower))
     follower.epoch.fill_(3)

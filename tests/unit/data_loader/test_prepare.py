@@ -1,4 +1,4 @@
-"""`prepare_data_loader` on one rank, and on one of several."""
+"""`prepare_data_loader` on a single rank, and on one of several."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def test_ranks_share_an_epoch(shuffle: bool, seedable: bool) -> None:
     assert len(shares[0]) == len(shares[1]) == 6
 
 
-def test_the_order_of_a_seed_and_an_epoch_is_that_of_accelerate() -> None:
+def test_the_order_for_a_seed_and_an_epoch_equals_accelerate() -> None:
     made = prepared(DataLoader(range(6), batch_size=6, shuffle=True), use_seedable_sampler=True, data_seed=5)
-    # observed with Accelerate 1.15
+    # Observed with Accelerate 1.15.
     assert [read(made)[0] for _ in range(4)] == [
         [5, 0, 1, 3, 4, 2],
         [2, 0, 5, 1, 4, 3],
@@ -97,13 +97,13 @@ def test_the_order_of_a_seed_and_an_epoch_is_that_of_accelerate() -> None:
     assert isinstance(get_sampler(made), SeedableRandomSampler)
 
 
-def test_the_shuffled_shares_of_a_seed_are_those_of_accelerate() -> None:
+def test_the_shuffled_shares_for_a_seed_equal_accelerate() -> None:
     shares = []
     for rank in (0, 1):
         torch.manual_seed(0)
         made = prepared(DataLoader(range(8), batch_size=2, shuffle=True), 2, rank)
         shares.append([read(made), read(made)])
-    # observed with Accelerate 1.15
+    # Observed with Accelerate 1.15.
     assert shares == [[[[2, 5], [1, 7]], [[4, 2], [0, 5]]], [[[4, 6], [0, 3]], [[1, 6], [7, 3]]]]
 
 
@@ -117,14 +117,14 @@ def test_samplers_that_draw_get_a_generator_that_ranks_can_share(sampler: Any) -
         torch.manual_seed(4)
         made = prepared(plain, 2, rank, rng_types=["generator"])
         assert made.synchronized_generator is get_sampler(made).generator is not None
-        torch.manual_seed(100 + rank)  # ranks that draw other numbers between epochs
+        torch.manual_seed(100 + rank)  # Ranks that draw other numbers between epochs.
         shares.append([i for batch in read(made) for i in batch])
     assert len(set(shares[0] + shares[1])) == 8
     assert sampler.generator is None
 
 
 @pytest.mark.parametrize("seedable", [False, True])
-def test_loaders_of_torchdata_are_shuffled_alike_on_all_ranks(seedable: bool) -> None:
+def test_loaders_of_torchdata_are_shuffled_equally_on_all_ranks(seedable: bool) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plain = StatefulDataLoader(range(12), batch_size=3, shuffle=True)
@@ -217,7 +217,7 @@ def test_loaders_without_batches_are_divided_item_by_item() -> None:
 
 
 class Slices(Dataset[torch.Tensor]):
-    """A dataset that is asked for whole batches, as those of `datasets` can be."""
+    """A dataset that returns whole batches, as `datasets` supports it."""
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return torch.tensor(index)
@@ -226,7 +226,7 @@ class Slices(Dataset[torch.Tensor]):
         return 8
 
 
-def test_a_batch_sampler_in_the_place_of_the_sampler_is_divided() -> None:
+def test_a_batch_sampler_in_place_of_the_sampler_is_divided() -> None:
     plain = DataLoader(Slices(), batch_size=None, sampler=BatchSampler(RandomSampler(range(8)), 2, False))
     made = prepared(plain, use_seedable_sampler=True, data_seed=1)
     assert sorted(i for batch in read(made) for i in batch) == list(range(8))
@@ -255,7 +255,7 @@ def test_iterable_datasets_of_batches_are_divided_batch_by_batch() -> None:
     assert [list(prepared(plain, 2, rank)) for rank in (0, 1)] == [[0, 2, 4], [1, 3, 0]]
 
 
-def test_iterable_datasets_are_dispatched_where_batches_go_to_a_device() -> None:
+def test_iterable_datasets_are_dispatched_if_batches_go_to_a_device() -> None:
     plain = DataLoader(Stream(10), batch_size=4)
     assert isinstance(prepared(plain, put_on_device=True, device=CPU), DataLoaderDispatcher)
     assert isinstance(prepared(plain, put_on_device=True, device=CPU, dispatch_batches=False), DataLoaderShard)
@@ -269,7 +269,7 @@ def test_other_objects_than_loaders_are_refused() -> None:
         prepare_data_loader([1, 2])
 
 
-def test_random_numbers_are_synchronised_only_where_there_is_a_generator() -> None:
+def test_random_numbers_are_synchronised_only_if_there_is_a_generator() -> None:
     shuffled = DataLoader(range(8), shuffle=True)
     made = prepared(shuffled, 2, 0, rng_types=["torch", "generator"])
     assert made.rng_types == ["torch", "generator"]
@@ -284,7 +284,7 @@ def test_random_numbers_are_synchronised_only_where_there_is_a_generator() -> No
 
 def test_ranks_of_one_model_read_the_same() -> None:
     class Mesh:
-        """Two groups of two ranks that share a model; this is rank 2 of 4."""
+        """Two groups of two ranks that share a model. This is rank 2 of 4."""
 
         mesh_dim_names = ("dp_shard", "tp")
         mesh = torch.arange(4).view(2, 2)
@@ -339,7 +339,7 @@ def test_batches_on_the_cpu_are_not_copied() -> None:
     assert all(got is batch for got in prepared(plain, put_on_device=True, device=CPU))
 
 
-# ---- what the gradient state is told
+# ---- updates of the gradient state
 
 
 def ends(dataloader: Any) -> list[tuple[bool, int]]:
@@ -349,7 +349,7 @@ def ends(dataloader: Any) -> list[tuple[bool, int]]:
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 7])
 @pytest.mark.parametrize("device", [None, torch.device("meta")])
-def test_the_end_is_known_with_the_last_batch(length: int, device: Any) -> None:
+def test_the_last_batch_is_known_to_be_the_last(length: int, device: Any) -> None:
     made = prepared(DataLoader(range(length), batch_size=2), put_on_device=True, device=device)
     flags = [end for end, _ in ends(made)]
     assert flags == [False] * (len(made) - 1) + [True] * (len(made) > 0)
@@ -375,12 +375,12 @@ def test_the_end_is_known_with_the_last_batch(length: int, device: Any) -> None:
         (DataLoader(Stream(1), batch_size=2), 1),
     ],
 )
-def test_remainder_counts_samples_without_padding(plain: DataLoader[Any], remainder: int) -> None:
+def test_the_remainder_counts_samples_without_padding(plain: DataLoader[Any], remainder: int) -> None:
     assert ends(prepared(plain, 2, 0))[-1] == (True, remainder)
 
 
 class Announced(Stream):
-    """Says that it has another length than it has."""
+    """Reports a wrong length."""
 
     def __init__(self, length: int, announced: int) -> None:
         super().__init__(length)
@@ -391,7 +391,7 @@ class Announced(Stream):
 
 
 class Batches(Stream):
-    """Yields batches of its own."""
+    """Yields complete batches."""
 
     def __iter__(self) -> Any:
         return iter(torch.arange(self.length).split(4))
@@ -405,7 +405,7 @@ class Uncounted(Sampler[int]):
 
 
 class OwnBatches:
-    """A batch sampler of a user's class, with batches of several sizes."""
+    """A user-defined batch sampler with batches of several sizes."""
 
     batch_size = 4
 
@@ -451,20 +451,20 @@ def test_one_process_cuts_results_at_the_end_of_data_of_unknown_length(
 
 
 @pytest.mark.parametrize("dispatch", [False, True])
-def test_a_rest_of_a_stream_is_cut_too(dispatch: bool) -> None:
+def test_the_rest_of_a_stream_is_cut_too(dispatch: bool) -> None:
     made = prepared(DataLoader(Stream(10), batch_size=4), device=CPU, put_on_device=True, dispatch_batches=dispatch)
     assert ends(skip_first_batches(made, 1))[-1] == (True, 2)
-    for _ in made:  # a pass that is left
+    for _ in made:  # An unfinished pass.
         break
     assert ends(made)[-1] == (True, 2)
 
 
-def test_batches_without_a_number_of_samples_are_not_cut() -> None:
+def test_batches_of_unknown_size_are_not_cut() -> None:
     made = prepared(DataLoader(Stream(10), batch_size=4, collate_fn=str))
     assert ends(made)[-1] == (True, -1)
 
 
-def test_a_loader_left_early_is_not_active() -> None:
+def test_an_interrupted_loader_is_not_active() -> None:
     state = GradientState()
     made = prepared(DataLoader(range(10), batch_size=2))
     for _ in made:
@@ -489,7 +489,7 @@ def test_an_evaluation_in_between_changes_nothing() -> None:
             if step == 1:
                 break
         single = iter(prepared(DataLoader(range(1))))
-        next(single)  # its last batch: it says "end", and stays open
+        next(single)  # Its last batch: it reports the end, and stays open.
         held.append(single)
         if step < 2:
             continue
@@ -512,7 +512,7 @@ def test_an_open_loader_does_not_stay_the_active_one() -> None:
     assert not state.in_dataloader
 
 
-def test_shards_are_found_below() -> None:
+def test_shards_are_found_below_wrappers() -> None:
     made = prepared(DataLoader(range(8), batch_size=2), 2, 0)
     assert isinstance(made.batch_sampler, BatchSamplerShard)
     assert made.total_dataset_length == 8
@@ -535,7 +535,7 @@ def test_another_torch_loader_can_be_assigned(options: dict[str, Any], kind: Any
     assert read(made) == [[10, 11, 12], [13, 14]]
 
 
-def test_a_loader_with_an_iteration_of_the_user_is_not_assigned() -> None:
+def test_a_loader_with_a_custom_iteration_cannot_be_assigned() -> None:
     class Doubled(DataLoader[int]):
         def __iter__(self) -> Any:
             return iter([1, 2])
@@ -545,12 +545,12 @@ def test_a_loader_with_an_iteration_of_the_user_is_not_assigned() -> None:
         made.base_dataloader = Doubled(range(2))
 
 
-def test_a_loader_that_skips_takes_another_one() -> None:
+def test_the_loader_of_a_skipping_one_can_be_replaced() -> None:
     made = SkipDataLoader(range(6), skip_batches=1)
     made.base_dataloader = DataLoader(range(3), batch_size=1)
     assert read(made) == [[1], [2]]
 
 
-def test_dimensions_of_a_dispatchers_mesh() -> None:
+def test_a_dispatcher_without_a_mesh_has_no_dimensions() -> None:
     made = prepared(DataLoader(range(8), batch_size=2), put_on_device=True, device=CPU, dispatch_batches=True)
     assert (made.submesh_tp, made.submesh_dp, made.submesh_fsdp) == (None, None, None)

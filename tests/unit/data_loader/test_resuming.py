@@ -1,4 +1,4 @@
-"""Epochs after a resume equal those of an uninterrupted run: samples, their order, random numbers."""
+"""Epochs after a resume equal an uninterrupted run: samples, their order, random numbers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from notebook_accelerate.state.warn_once import reset_warnings
 from tests.support.nightly import rest_nightly
 from tests.support.trainings import seed_everything
 
-LENGTH, SIZE, EPOCHS = 16, 2, 4  # so that two workers read as many batches as one
+LENGTH, SIZE, EPOCHS = 16, 2, 4  # So that two workers read as many batches as one.
 Log = list[list[tuple[list[int], float]]]
 
 
@@ -36,7 +36,7 @@ class Numbers(Dataset[int]):
 
 
 class Epochs(Dataset[int]):
-    """Its items tell the epoch."""
+    """Its items contain the epoch."""
 
     epoch = 0
 
@@ -51,7 +51,7 @@ class Epochs(Dataset[int]):
 
 
 class Stream(IterableDataset[int]):
-    """Shuffles by the epoch; workers share the work."""
+    """Shuffles by epoch. Workers share the work."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -76,7 +76,7 @@ class Shuffled(Sampler[int]):
 
 
 class ShuffledBatches(Sampler[list[int]]):
-    """Shuffles the samples and then the batches, by the random numbers of Python and NumPy."""
+    """Shuffles the samples and then the batches, with the random numbers of Python and NumPy."""
 
     def __len__(self) -> int:
         return LENGTH // SIZE
@@ -101,7 +101,7 @@ SOURCES: dict[str, Any] = {
 
 
 class Run:
-    """One process that trains: everything random is logged with the samples."""
+    """A process that trains and logs everything random with the samples."""
 
     def __init__(self, seed: int, source: str, workers: int, persistent: bool, **configuration: Any) -> None:
         self.accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**configuration))
@@ -112,7 +112,7 @@ class Run:
         self.loader = self.accelerator.prepare(plain)
 
     def epoch(self, skipped: int | None = None, save: tuple[int, str] | None = None) -> list[tuple[list[int], float]]:
-        """Read an epoch, or its rest; save a checkpoint after a number of batches."""
+        """Read an epoch, or the rest of it. Save a checkpoint after a number of batches."""
         loader = self.loader
         if skipped is not None:
             loader = self.accelerator.skip_first_batches(loader, skipped)
@@ -126,7 +126,7 @@ class Run:
 
 
 def uninterrupted(folder: Path, *options: Any, **configuration: Any) -> Log:
-    """Train without a break, and leave checkpoints within an epoch, with its last batch, and between epochs."""
+    """Train without interruption, and save checkpoints within an epoch, at its last batch, and between epochs."""
     run = Run(1, *options, **configuration)
     batches = LENGTH // SIZE
     log = [run.epoch()]
@@ -138,14 +138,14 @@ def uninterrupted(folder: Path, *options: Any, **configuration: Any) -> Log:
 
 
 def resumed(folder: Path, when: str, *options: Any, **configuration: Any) -> Log:
-    """Go on from a checkpoint in what stands for another process, and return what was still to do."""
+    """Resume from a checkpoint as another process would, and return the remaining log."""
     run = Run(2, *options, **configuration)
     run.accelerator.load_state(str(folder / when.partition(",")[0]))
     if when == "within":
         return [run.epoch(skipped=3), run.epoch(), run.epoch()]
     if when == "between":
         return [run.epoch(), run.epoch()]
-    if when == "last, as the start of the next":  # scripts skip `steps % len(loader)` batches, which is 0
+    if when == "last, as the start of the next":  # Scripts skip `steps % len(loader)` batches, which is 0.
         return [run.epoch(skipped=0)]
     if when == "last, nothing skipped":
         return [run.epoch()]
@@ -166,13 +166,13 @@ KINDS = [*((source, False) for source in SOURCES), ("shuffled", True), ("by epoc
         daily=lambda *case: case[2] != 1 or case[3:] == (False, "within"),
     ),
 )
-def test_a_resumed_run_is_the_uninterrupted_one(
+def test_a_resumed_run_equals_the_uninterrupted_one(
     tmp_path: Path, source: str, seedable: bool, stateful: bool, workers: int, persistent: bool, when: str
 ) -> None:
     configuration = {"use_seedable_sampler": seedable, "use_stateful_dataloader": stateful}
     log = uninterrupted(tmp_path, source, workers, persistent, **configuration)
     expected = {"within": [log[1][3:], *log[2:]], "between": log[2:], "last": log[3:]}[when.partition(",")[0]]
-    if source == "by epoch":  # workers that persist are told the epoch
+    if source == "by epoch":  # Persistent workers receive the epoch.
         assert [{item // 100 for batch, _ in batches for item in batch} for batches in log] == [{0}, {1}, {2}, {3}]
     elif source != "in order":
         assert len({str([batch for batch, _ in batches]) for batches in log}) == EPOCHS
@@ -188,7 +188,7 @@ class ShuffledWhenCreated(ShuffledBatches):
 
 @pytest.mark.parametrize("batches", [ShuffledBatches, ShuffledWhenCreated])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_own_batch_sampler_draws_the_numbers_that_it_draws_without_preparing(batches: Any, workers: int) -> None:
+def test_a_custom_batch_sampler_draws_the_same_numbers_as_without_preparing(batches: Any, workers: int) -> None:
     found = []
     for prepare in (lambda loader: loader, Accelerator(cpu=True).prepare):
         seed_everything(3)
@@ -255,7 +255,7 @@ def test_an_order_that_cannot_be_repeated_is_reported_once(
     assert [sampler.__name__ in message for message in told] == [True] * (not known)
 
 
-def test_an_order_is_compared_only_by_the_rank_that_saved_it_and_with_as_many_ranks() -> None:
+def test_only_the_rank_that_saved_an_order_compares_it_and_only_with_as_many_ranks() -> None:
     here = with_last_read({"python": None}, (5, [2, 3]))
     assert expected_item(here) == 5
     for place in ((1, 1), (0, 2)):

@@ -29,7 +29,7 @@ class Numbers(IterableDataset[int]):
 
 
 class Batches:
-    """A batch sampler that gives a fixed list, as a user might write one."""
+    """A batch sampler that yields a fixed list, as a user might write one."""
 
     def __init__(self, batches: list[list[int]], **attributes: Any) -> None:
         self.batches = batches
@@ -48,13 +48,13 @@ def shards(length: int, ranks: int, size: int, drop_last: bool, split: bool, eve
 
 
 @pytest.mark.parametrize("case", SHARES["batches"], ids=lambda case: "-".join(map(str, case[:6])))
-def test_batches_are_divided_as_accelerate_divides_them(case: list[Any]) -> None:
+def test_batches_are_divided_like_by_accelerate(case: list[Any]) -> None:
     ranks, length, size, drop_last, split, even, expected = case
     assert [list(shard) for shard in shards(length, ranks, size, drop_last, split, even)] == expected
 
 
 @pytest.mark.parametrize("case", SHARES["iterable"], ids=lambda case: "-".join(map(str, case[:5])))
-def test_iterable_datasets_are_divided_as_accelerate_divides_them(case: list[Any]) -> None:
+def test_iterable_datasets_are_divided_like_by_accelerate(case: list[Any]) -> None:
     ranks, length, size, drop_last, split, expected = case
     got = [list(IterableDatasetShard(Numbers(length), size, drop_last, ranks, rank, split)) for rank in range(ranks)]
     assert got == expected
@@ -78,7 +78,7 @@ def test_no_sample_is_lost_and_only_padding_is_repeated(
     size = size * ranks if split else size
     shares = shards(length, ranks, size, drop_last, split, even)
     got = [list(share) for share in shares]
-    # A round is one batch of every rank, in the order of ranks: gathered, the samples are in their own order.
+    # A round is one batch of every rank, in order of rank. Gathered, the samples are in their original order.
     samples = [i for round_ in itertools.zip_longest(*got, fillvalue=[]) for batch in round_ for i in batch]
     whole = size if split else size * ranks
 
@@ -111,8 +111,8 @@ def test_a_shard_reports_its_length_and_its_last_round(
 
 
 @pytest.mark.parametrize("read", [1, 2])
-def test_a_pass_that_is_left_has_not_read_to_the_end_of_the_sampler(read: int) -> None:
-    """torch's RandomSampler draws another permutation at its end, which changes the order of the next pass."""
+def test_an_interrupted_pass_does_not_read_the_sampler_to_its_end(read: int) -> None:
+    """torch's RandomSampler draws another permutation at its end, which would change the order of the next pass."""
     taken = []
 
     def sampler() -> Any:
@@ -169,7 +169,7 @@ def _join_rounds(shares: list[list[int]], part: int) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("batches", "attributes", "even", "expected"),
-    [  # observed with Accelerate 1.15, two ranks
+    [  # Observed with Accelerate 1.15, two ranks.
         ([[1, 2], [3], [4, 5, 6]], {}, True, [[[1, 2], [4, 5, 6]], [[3], [1, 2]]]),
         ([[1, 2], [3], [4, 5, 6]], {}, False, [[[1, 2], [4, 5, 6]], [[3]]]),
         ([[1, 2], [3], [4, 5, 6]], {"drop_last": True}, True, [[[1, 2]], [[3]]]),
@@ -190,14 +190,14 @@ def test_a_short_batch_in_the_middle_is_not_lost() -> None:
     assert [list(BatchSamplerShard(batches, 2, rank)) for rank in (0, 1)] == [[[1, 2], [4, 5]], [[3], [6, 7]]]
 
 
-def test_padding_leaves_the_batches_of_the_user_as_they_are() -> None:
+def test_padding_does_not_change_the_batches_of_the_user() -> None:
     batches = [[1, 2], [3, 4], [5]]
     assert list(BatchSamplerShard(Batches(batches, batch_size=2), 2, 0)) == [[1, 2], [5, 1]]
     assert batches == [[1, 2], [3, 4], [5]]
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_batches_that_cannot_be_cut_equally_are_refused(size: int) -> None:
+def test_batches_that_cannot_be_divided_equally_are_refused(size: int) -> None:
     with pytest.raises(ValueError, match=rf"num_processes=2 .* batch size is {size}"):
         BatchSamplerShard(BatchSampler(range(9), size, False), 2, 0, split_batches=True)
     with pytest.raises(ValueError, match=rf"num_processes=2 .* batch size is {size}"):

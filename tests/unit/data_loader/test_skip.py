@@ -41,7 +41,7 @@ class Stream(IterableDataset[int]):
 
 
 class Numbers(Dataset[int]):
-    """Knows which of its samples were asked for."""
+    """Records which samples were requested."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -77,7 +77,7 @@ def _generated() -> Iterator[int]:
     ],
     ids=["list", "tuple", "range", "map", "generator"],
 )
-def test_an_iterator_is_moved_from_wherever_it_is(make: Any) -> None:
+def test_an_iterator_is_advanced_from_any_position(make: Any) -> None:
     for started in range(14):
         for count in range(15):
             iterator = make()
@@ -110,7 +110,7 @@ def test_a_batch_sampler_starts_in_the_middle(name: str, drop_last: bool) -> Non
         assert list(SkipBatchSampler(BatchSampler(SAMPLERS[name](), 3, drop_last), skipped)) == whole[skipped:]
 
 
-def test_a_skipping_sampler_has_the_attributes_of_what_it_skips() -> None:
+def test_a_skipping_sampler_has_the_attributes_of_the_wrapped_one() -> None:
     sampler = BatchSampler(SequentialSampler(range(10)), 3, False)
     skipping = SkipBatchSampler(sampler, 2)
     assert (skipping.batch_size, skipping.sampler, skipping.drop_last) == (3, sampler.sampler, False)
@@ -131,7 +131,7 @@ def test_the_rest_of_a_prepared_loader_is_read(ranks: int, options: dict[str, An
         dataset.asked.clear()
         rest = skip_first_batches(made, skipped)
         assert read(rest) == expected
-        assert len(dataset.asked) == sum(map(len, expected))  # what is skipped is not loaded
+        assert len(dataset.asked) == sum(map(len, expected))  # Skipped samples are not loaded.
         assert len(rest) == len(expected)
 
 
@@ -190,8 +190,8 @@ def test_items_without_batches_are_skipped_too() -> None:
     assert list(skip_first_batches(made, 4)) == [9]
 
 
-def test_resuming_goes_on_with_the_right_epoch() -> None:
-    """https://github.com/huggingface/accelerate/issues/2016."""
+def test_resuming_continues_with_the_right_epoch() -> None:
+    """See https://github.com/huggingface/accelerate/issues/2016."""
 
     def make() -> Any:
         plain = DataLoader(range(10), batch_size=2, shuffle=True)
@@ -208,12 +208,12 @@ def test_resuming_goes_on_with_the_right_epoch() -> None:
     again = make()
     sampler = SeedableRandomSampler(range(10), data_seed=1)
     sampler.set_epoch(2)
-    again.set_sampler(sampler)  # what loading a checkpoint does
+    again.set_sampler(sampler)  # As loading a checkpoint does.
     assert again.get_sampler() is sampler
     assert read(again) == epochs[2]
 
 
-def test_a_pass_that_is_resumed_draws_no_random_numbers() -> None:
+def test_a_resumed_pass_draws_no_random_numbers() -> None:
     made = prepare_data_loader(DataLoader(range(10), batch_size=2), num_processes=1, process_index=0)
     before = torch.get_rng_state()
     for _ in skip_first_batches(made, 2):
@@ -234,14 +234,14 @@ def test_other_objects_than_loaders_are_refused() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_the_time_does_not_grow_with_what_is_skipped(ranks: int, shuffle: bool) -> None:
+def test_the_time_does_not_depend_on_the_number_of_skipped_batches(ranks: int, shuffle: bool) -> None:
     plain = DataLoader(range(2 * 100_100 * ranks), batch_size=2, shuffle=shuffle)
     made = prepare_data_loader(plain, num_processes=ranks, process_index=0, use_seedable_sampler=True)
 
     def seconds(skipped: int) -> float:
         times = []
         for _ in range(7):
-            start = time.thread_time()  # of the processor, as other processes keep it busy
+            start = time.thread_time()  # Processor time, because other processes keep the machine busy.
             next(iter(skip_first_batches(made, skipped)))
             times.append(time.thread_time() - start)
         return min(times)

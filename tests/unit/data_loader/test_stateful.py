@@ -58,7 +58,7 @@ def test_resuming_gives_exactly_the_remaining_samples(workers: int, ranks: int, 
     for rank in range(ranks):
         torch.manual_seed(5)
         original = loader(ranks, rank, workers, **options)
-        read(original)  # the first epoch: resuming must find the second one
+        read(original)  # The first epoch: resuming must find the second one.
         states, second = [], []
         for batch in original:
             second.append(batch.tolist())
@@ -66,7 +66,7 @@ def test_resuming_gives_exactly_the_remaining_samples(workers: int, ranks: int, 
         third = read(original)
 
         for consumed in (1, 3):
-            torch.manual_seed(99)  # nothing may depend on the numbers of the new process
+            torch.manual_seed(99)  # Nothing may depend on the numbers of the new process.
             resumed = loader(ranks, rank, workers, **options)
             state, numbers = pickle.loads(states[consumed - 1])
             resumed.load_state_dict(state)
@@ -77,7 +77,7 @@ def test_resuming_gives_exactly_the_remaining_samples(workers: int, ranks: int, 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_state_after_leaving_the_loop_counts_yielded_batches(workers: int) -> None:
+def test_a_state_after_an_interrupted_loop_counts_yielded_batches(workers: int) -> None:
     original = loader(workers=workers)
     got = read(original, 4)
     state = original.state_dict()
@@ -90,7 +90,7 @@ def test_a_state_after_leaving_the_loop_counts_yielded_batches(workers: int) -> 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("leaves", [False, True], ids=["the loop ends", "the loop is left"])
 @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "use_seedable_sampler": True}])
-def test_after_a_state_of_the_last_batch_the_next_epoch_is_complete(
+def test_after_a_state_at_the_last_batch_the_next_epoch_is_complete(
     workers: int, leaves: bool, options: dict[str, Any]
 ) -> None:
     """Accelerate's example of checkpoints starts the next epoch with the loader itself."""
@@ -111,7 +111,7 @@ def test_after_a_state_of_the_last_batch_the_next_epoch_is_complete(
 
 
 @pytest.mark.parametrize("options", [{}, {"shuffle": True, "use_seedable_sampler": True}, {"shuffle": True}])
-def test_a_state_taken_between_epochs_starts_the_next_one(options: dict[str, Any]) -> None:
+def test_a_state_saved_between_epochs_starts_the_next_one(options: dict[str, Any]) -> None:
     torch.manual_seed(1)
     original = loader(2, 0, **options)
     read(original)
@@ -126,7 +126,7 @@ def test_a_state_taken_between_epochs_starts_the_next_one(options: dict[str, Any
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["within an epoch", "between epochs"])
 @pytest.mark.parametrize("options", [{}, {"shuffle": True}, {"shuffle": True, "use_seedable_sampler": True}])
-def test_training_goes_on_with_the_same_random_numbers(options: dict[str, Any], ahead: bool) -> None:
+def test_training_continues_with_the_same_random_numbers(options: dict[str, Any], ahead: bool) -> None:
     torch.manual_seed(7)
     original = loader(**options)
     for step, _ in enumerate(original):
@@ -148,7 +148,7 @@ def test_training_goes_on_with_the_same_random_numbers(options: dict[str, Any], 
 
 
 class Counting(IterableDataset[int]):
-    """An iterable dataset that saves its own position."""
+    """An iterable dataset that saves its position."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -180,7 +180,7 @@ def test_iterable_datasets_resume_too(kind: Any, consumed: int) -> None:
     resumed = loader(dataset=kind())
     resumed.load_state_dict(state)
     whole = [list(range(i, min(i + SIZE, LENGTH))) for i in range(0, LENGTH, SIZE)]
-    assert read(resumed) == (whole[consumed:] or whole)  # after the last batch, the next pass is complete
+    assert read(resumed) == (whole[consumed:] or whole)  # After the last batch, the next pass is complete.
     assert got == whole[:consumed]
 
 
@@ -188,7 +188,7 @@ def test_iterable_datasets_resume_too(kind: Any, consumed: int) -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("before_pass", [False, True])
 def test_a_stream_resumes_any_number_of_times(kind: Any, workers: int, before_pass: bool) -> None:
-    """torchdata counts the batches twice that it reads from the start of a stream to resume."""
+    """To resume, torchdata reads batches from the start of a stream and counts them twice."""
     read_so_far: list[list[int]] = []
     state = None
     for consumed in (2, 1, 2, None):
@@ -203,12 +203,12 @@ def test_a_stream_resumes_any_number_of_times(kind: Any, workers: int, before_pa
     assert read_so_far == whole
     after = loader(dataset=kind(), workers=workers)
     after.load_state_dict(state)
-    assert read(after) == whole  # a state after the pass, which is the start of the next one
+    assert read(after) == whole  # A state after the pass is the start of the next one.
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_state_without_a_sampler_position_resumes(ranks: int) -> None:
-    """What Accelerate 1.15 writes for a loader in one process: torchdata's own state."""
+    """Accelerate 1.15 writes this for a loader in one process: torchdata's own state."""
     state = {
         "_index_sampler_state": None,
         "_sampler_iter_state": None,
@@ -250,7 +250,7 @@ def test_batches_of_a_loaded_state_count_as_skipped(workers: int, skipped: int) 
     torch.set_rng_state(numbers)
     resumed.load_state_dict(state)
     assert read(skip_first_batches(resumed, skipped)) == rest
-    assert len(read(resumed)) == len(rest) + 3  # the next epoch is complete
+    assert len(read(resumed)) == len(rest) + 3  # The next epoch is complete.
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -271,7 +271,7 @@ def test_reading_the_state_before_the_first_pass_changes_no_order(
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_loaded_state_that_is_read_again_still_resumes(workers: int) -> None:
+def test_a_loaded_state_that_is_saved_again_still_resumes(workers: int) -> None:
     one = loader(workers=workers, shuffle=True)
     rounds = iter(one)
     next(rounds)
@@ -288,13 +288,13 @@ def test_a_loaded_state_that_is_read_again_still_resumes(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_creating_a_loader_draws_the_numbers_of_its_first_pass(workers: int) -> None:
-    """Accelerate starts the first pass when it prepares a stateful loader, which workers' orders depend on."""
+    """Accelerate starts the first pass when it prepares a stateful loader, and workers' orders depend on that."""
 
     def drawn() -> int:
         return int(torch.empty((), dtype=torch.int64).random_())
 
     torch.manual_seed(5)
-    drawn()  # the seed of workers
+    drawn()  # The seed of workers.
     early = drawn() if workers else None
     numbers = torch.get_rng_state()
     torch.manual_seed(5)

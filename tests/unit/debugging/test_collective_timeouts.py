@@ -1,4 +1,4 @@
-"""The kernel's time limits in the place of torch's own."""
+"""The kernel's time limits, which replace torch's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _no_group_left() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def test_a_group_in_the_place_of_another_has_its_own_limit() -> None:
+def test_a_new_group_in_place_of_another_has_its_own_limit() -> None:
     timeouts = GroupTimeouts()
     assert timeouts.poll() is None
     begin(7)
@@ -40,14 +40,14 @@ def test_a_group_in_the_place_of_another_has_its_own_limit() -> None:
     assert timeouts.poll() is None
     assert own_limit() > timedelta(days=1)
     dist.destroy_process_group()
-    begin(9)  # before anybody has looked
+    begin(9)  # Before anything has checked.
     assert timeouts.poll() == 9
     assert timeouts.poll() is None
     assert own_limit() > timedelta(days=1)
 
 
 class _Group:
-    """A process group of another backend than this machine has."""
+    """A process group with a back end that this machine lacks."""
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ class _Group:
         ({"gloo": timedelta(minutes=30), "nccl": timedelta(minutes=10)}, timedelta(minutes=30)),
     ],
 )
-def test_nccl_keeps_a_limit_that_ends_ranks_which_nobody_watches(
+def test_nccl_keeps_a_limit_that_ends_unwatched_ranks(
     monkeypatch: pytest.MonkeyPatch, limits: dict[str, timedelta], expected: timedelta
 ) -> None:
     found: list[timedelta] = []
@@ -67,7 +67,7 @@ def test_nccl_keeps_a_limit_that_ends_ranks_which_nobody_watches(
     group = _Group()
     assert collective_timeouts.lengthen(group) == min(limits.values()).total_seconds()
     assert found == [expected]
-    assert collective_timeouts.lengthen(group) is None, "it is replaced once"
+    assert collective_timeouts.lengthen(group) is None, "the limit is replaced once"
     assert found == [expected]
 
 

@@ -1,4 +1,4 @@
-"""The debugging half of a rank's agent, when what it hears comes at the worst moment."""
+"""The debugging half of a rank's agent, with messages that arrive at the worst moment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from notebook_accelerate.worker import debug_agent as debugging
 
 
 class Host:
-    """A rank's agent and its sink in one: the kernel hears at once what is said, and may answer before more is done."""
+    """A rank's agent and sink in one. The kernel gets messages immediately and may answer before the agent returns."""
 
     def __init__(self) -> None:
         self.sink: Any = self
@@ -24,22 +24,22 @@ class Host:
         self.answers: list[Event] = []
 
     def on(self, kind: type[Event], handler: Callable[[Any], None]) -> None:
-        """Take a handler."""
+        """Register a handler."""
         self.handlers[kind] = handler
 
     def every_tick(self, callback: Callable[[], None]) -> None:
-        """Take what is called now and then, and never call it."""
+        """Register a periodic function, which is never called."""
 
     def ask(self, prompt: str, *, password: bool = False, shown: str = "", kind: str = "input") -> str:
-        """Have nobody answer."""
+        """Return no answer."""
         raise EOFError
 
     def hear(self, event: Event) -> None:
-        """Hand on what the kernel says."""
+        """Deliver a message of the kernel."""
         self.handlers[type(event)](event)
 
     def emit(self, event: Event) -> None:
-        """Have the kernel hear what is said, and answer."""
+        """Deliver a message to the kernel, and answer it."""
         if isinstance(event, PausedEvent):
             return
         assert isinstance(event, DoneReply)
@@ -59,22 +59,22 @@ def host() -> Host:
 
 
 def reach_a_boundary(host: Host) -> None:
-    """Come to a step boundary as training does; the thread stays behind where it is held for ever."""
+    """Reach a step boundary as training does. If it is held forever, the thread stays behind."""
     assert host.on_step is not None
     training = threading.Thread(target=host.on_step, daemon=True)
     training.start()
     training.join(60)
-    assert not training.is_alive(), f"held for ever; said: {host.said}"
+    assert not training.is_alive(), f"held forever; sent: {host.said}"
 
 
-def test_a_rank_that_is_resumed_before_it_has_begun_to_wait_goes_on(host: Host) -> None:
+def test_a_rank_that_is_resumed_before_it_starts_waiting_continues(host: Host) -> None:
     host.hear(PauseRequest(1))
     host.answers = [UnpauseRequest(2)]
     reach_a_boundary(host)
     assert host.said == [(1, "paused"), (2, "unpaused")]
 
 
-def test_a_rank_that_is_paused_again_goes_on_to_the_next_boundary_first(host: Host) -> None:
+def test_a_rank_that_is_paused_again_continues_to_the_next_boundary_first(host: Host) -> None:
     host.hear(PauseRequest(1))
     host.answers = [UnpauseRequest(2), PauseRequest(3)]
     reach_a_boundary(host)
@@ -86,7 +86,7 @@ def test_a_rank_that_is_paused_again_goes_on_to_the_next_boundary_first(host: Ho
     assert host.on_step is None
 
 
-def test_where_an_optimizer_steps_a_rank_is_paused_after_a_step_and_not_where_it_logs(host: Host) -> None:
+def test_a_rank_with_an_optimizer_is_paused_after_a_step_and_not_when_it_logs(host: Host) -> None:
     install_sink(host.sink)
     try:
         step_time.end_step()

@@ -1,4 +1,4 @@
-"""Verdicts from facts made by hand."""
+"""Verdicts from hand-made facts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _cause(*places: RankPosition) -> str:
     return diagnose(places, _name, NOW).cause
 
 
-def test_a_rank_that_never_came_is_named_with_its_line() -> None:
+def test_a_rank_that_never_arrived_is_named_with_its_line() -> None:
     absent = RankPosition(1, "running", _at(12, "time.sleep(60)"), NOW - 31, (), {"0": 3})
     verdict = _verdict(_waiting(0, _call(4)), absent, _waiting(2, _call(4)), _waiting(3, _call(4)))
     assert verdict == (
@@ -48,7 +48,7 @@ def test_a_rank_that_never_came_is_named_with_its_line() -> None:
     )
 
 
-def test_several_absent_ranks_are_each_told_of() -> None:
+def test_several_absent_ranks_are_each_named() -> None:
     absent = [RankPosition(rank, "running", _at(10 + rank), NOW, (), {"0": 3}) for rank in (1, 2)]
     assert _verdict(_waiting(0, _call(4)), *absent) == (
         "ranks 1, 2 never reached all_reduce #4 (f32 [128]); rank 1 is at cell, line 11; rank 2 is at cell, line 12; "
@@ -64,31 +64,31 @@ def test_several_absent_ranks_are_each_told_of() -> None:
         (_call(4)._replace(dtypes=("bf16",)), "rank 1 called all_reduce #4 (bf16 [128])"),
     ],
 )
-def test_ranks_that_disagree_are_set_side_by_side(other: Collective, text: str) -> None:
+def test_disagreeing_ranks_are_listed_together(other: Collective, text: str) -> None:
     assert _verdict(_waiting(0, _call(4)), _waiting(1, other), _waiting(2, _call(4))) == (
         f"the ranks disagree at collective #4: ranks 0, 2 called all_reduce #4 (f32 [128]), {text}"
     )
 
 
-def test_a_rank_that_ended_early() -> None:
+def test_a_rank_that_ended_early_is_named() -> None:
     assert _verdict(_waiting(0, _call(2)), RankPosition(1, "succeeded")) == (
         "rank 1 never reached all_reduce #2 (f32 [128]); it has already ended (succeeded); rank 0 has waited 31 s"
     )
 
 
-def test_all_wait_in_the_same_call() -> None:
+def test_a_common_collective_is_reported_for_all_ranks() -> None:
     verdict = _verdict(_waiting(0, _call(4)), _waiting(1, _call(4)))
     assert verdict.startswith("all ranks wait in all_reduce #4 (f32 [128]), for 31 s")
 
 
-def test_a_rank_left_behind_in_a_call_that_others_have_left() -> None:
+def test_a_rank_left_behind_in_a_collective_is_named() -> None:
     ahead = RankPosition(1, "running", _at(20), NOW, (), {"0": 9})
     assert _verdict(_waiting(0, _call(4)), ahead) == (
         "rank 0 has waited 31 s in all_reduce #4 (f32 [128]), which rank 1 already left"
     )
 
 
-def test_the_cause_is_the_verdict_without_the_times_of_its_moment() -> None:
+def test_the_cause_is_the_verdict_without_its_times() -> None:
     absent = RankPosition(1, "running", _at(12, "time.sleep(60)"), NOW - 31, (), {"0": 3})
     assert _cause(_waiting(0, _call(4)), absent, _waiting(2, _call(4, waited=1.5))).endswith(
         "line 12: time.sleep(60); ranks 0, 2 wait"
@@ -101,7 +101,7 @@ def test_the_cause_is_the_verdict_without_the_times_of_its_moment() -> None:
     assert together.startswith("all ranks wait in all_reduce #4 (f32 [128]): the network")
 
 
-def test_nobody_waits() -> None:
+def test_without_waiting_ranks_the_verdict_says_so() -> None:
     assert _verdict(RankPosition(0, "running", _at(1), NOW)) == "no rank waits in a collective, and all are moving"
     stuck = RankPosition(1, "running", _at(5, "next(batches)"), NOW - 40)
     assert _verdict(RankPosition(0, "running", _at(1), NOW), stuck) == (
@@ -109,8 +109,8 @@ def test_nobody_waits() -> None:
     )
 
 
-def test_a_healthy_run_is_not_said_to_wait() -> None:
-    """Ranks are in a collective at most moments; each wait is short."""
+def test_a_healthy_run_is_not_reported_as_waiting() -> None:
+    """Ranks are in a collective most of the time, but each wait is short."""
     short = [
         RankPosition(rank, "running", _at(13), NOW - 0.1, (call,), {"0": call.number})
         for rank, call in enumerate([_call(4, waited=0.1), _call(5, waited=0.0)])
@@ -137,23 +137,23 @@ def test_paused_ranks_are_named_with_their_lines() -> None:
     )
 
 
-def test_a_rank_that_cannot_answer_is_seen_from_outside() -> None:
+def test_a_rank_that_cannot_answer_is_inspected_from_outside() -> None:
     mute = RankPosition(1, "running", _at(7), note="it holds the GIL in native code", answered=False)
     assert _verdict(RankPosition(0, "running", _at(1), NOW), mute) == (
         "no rank waits in a collective; rank 1 is at cell, line 7 (it holds the GIL in native code)"
     )
 
 
-def test_an_unseen_rank() -> None:
+def test_an_unseen_rank_is_reported() -> None:
     assert "it cannot be seen" in _verdict(_waiting(0, _call(1)), RankPosition(1, "running", answered=False))
 
 
-def test_no_rank_runs() -> None:
+def test_a_run_without_running_ranks_is_reported() -> None:
     assert _verdict(RankPosition(0, "succeeded"), RankPosition(1, "failed")) == "no rank is running"
 
 
-def test_several_groups_are_told_apart() -> None:
-    """Number 1 of one group says nothing of number 1 of another; the earliest number is where it began."""
+def test_several_groups_are_distinguished() -> None:
+    """Number 1 of one group is unrelated to number 1 of another. The earliest number is the origin."""
     verdict = _verdict(
         _waiting(0, _call(7)),
         RankPosition(1, "running", _at(30), NOW - 9, (_call(2, group="pair"),), {"0": 6, "pair": 2}),
@@ -164,7 +164,7 @@ def test_several_groups_are_told_apart() -> None:
     )
 
 
-def test_ranks_at_the_same_place_form_a_group_the_largest_first() -> None:
+def test_ranks_at_the_same_place_form_a_group_and_the_largest_is_first() -> None:
     found = diagnose(
         [RankPosition(0, "running", _at(3), NOW, (), {"0": 1}), *(_waiting(r, _call(2)) for r in (1, 2, 3))], _name, NOW
     )
@@ -176,7 +176,7 @@ def test_ranks_at_the_same_place_form_a_group_the_largest_first() -> None:
     assert "<strong>rank 0 never reached" in found._repr_html_()
 
 
-def test_the_users_frame_is_the_innermost_that_is_no_library() -> None:
+def test_the_users_frame_is_the_innermost_outside_of_libraries() -> None:
     own = FrameInfo("/x/notebook_accelerate/collectives/operations.py", 3, "gather", "")
     place = RankPosition(0, "running", (*_at(4), own))
     assert place.user_frame == _at(4)[0]
@@ -213,5 +213,5 @@ def train():
         (99, ""),
     ],
 )
-def test_a_condition_that_names_ranks(line: int, guard: str) -> None:
+def test_a_condition_on_the_rank_is_found(line: int, guard: str) -> None:
     assert rank_condition(GUARDED, line) == guard

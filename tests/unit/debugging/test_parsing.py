@@ -1,4 +1,4 @@
-"""What is read of a rank from outside: faulthandler's dumps, torch's flight recorder, py-spy."""
+"""Parsing of a rank's state as seen from outside: faulthandler's dumps, torch's flight recorder, py-spy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_dump_is_read_with_the_signalled_thread_first() -> None:
     assert process_stacks.parse_dump("Fatal Python error: Aborted") == {}
 
 
-def test_only_what_is_new_in_a_dump_file_is_read() -> None:
+def test_only_the_new_part_of_a_dump_file_is_read() -> None:
     with tempfile.TemporaryFile() as file:
         file.write(b"old\n")
         file.flush()
@@ -49,7 +49,7 @@ def test_only_what_is_new_in_a_dump_file_is_read() -> None:
         text = process_stacks.read_new_bytes(file.fileno(), 4, 1.0)
         assert "old" not in text
         assert process_stacks.parse_dump(text)[next(iter(process_stacks.parse_dump(text)))][-1].function == (
-            "test_only_what_is_new_in_a_dump_file_is_read"
+            "test_only_the_new_part_of_a_dump_file_is_read"
         )
         assert process_stacks.read_new_bytes(file.fileno(), os.fstat(file.fileno()).st_size, 0.1) == ""
 
@@ -69,14 +69,14 @@ def _entry(number: int, name: str = "gloo:all_reduce", **more: Any) -> dict[str,
     }
 
 
-def test_a_rank_that_still_imports_torch_has_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_still_importing_torch_has_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
     half = types.ModuleType("torch.distributed")
     monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", half)
     monkeypatch.setitem(sys.modules, "torch.distributed", half)
     assert waits.read_flight_recorder() == ((), {})
 
 
-def test_the_flight_recorder_tells_open_calls_and_the_last_one() -> None:
+def test_the_flight_recorder_gives_open_calls_and_the_last_one() -> None:
     open_call = _entry(3, "nccl:broadcast", retired=False, state="started")
     waiting, last = waits._parse([_entry(1), _entry(2), open_call, _entry(9, is_p2p=True, retired=False)])
     assert waiting == (Collective("default_pg/nccl", 3, "broadcast", ((2, 3),), ("f32",), 5.0),)
@@ -102,7 +102,7 @@ def test_without_torch_distributed_nothing_waits() -> None:
     assert waits.read_flight_recorder() == ((), {})
 
 
-def test_events_are_rebuilt_from_what_json_makes_of_them() -> None:
+def test_events_are_rebuilt_from_their_json_form() -> None:
     row = ["0", 4, "all_reduce", [[128]], ["f32"], 1.0]
     reply = StacksReply(1, {"MainThread": [["f", 1, "g", ""]]}, 0.0, [row])  # type: ignore[arg-type, dict-item]
     assert reply.threads["MainThread"] == (FrameInfo("f", 1, "g", ""),)
@@ -134,20 +134,20 @@ def test_py_spys_native_frames_are_read_outermost_first() -> None:
     assert process_stacks.parse_native("") == ()
 
 
-def test_a_missing_or_forbidden_py_spy_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_or_forbidden_py_spy_gives_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_stacks, "py_spy_path", lambda: None)
     assert process_stacks.native_stack(os.getpid()) == ()
     monkeypatch.setattr(
         process_stacks, "py_spy_path", lambda: sys.executable
-    )  # refuses the arguments, as a forbidden py-spy does
+    )  # It refuses the arguments, like a forbidden py-spy.
     assert process_stacks.native_stack(os.getpid()) == ()
 
 
 @pytest.mark.skipif(process_stacks.py_spy_path() is None, reason="py-spy is not installed")
-def test_py_spy_sees_this_process_where_it_is_allowed_to() -> None:
+def test_py_spy_sees_this_process_if_permitted() -> None:
     stack = process_stacks.native_stack(os.getpid())
     if not stack:
-        pytest.skip(f"py-spy may not look at this process: {_refusal(os.getpid())}")
+        pytest.skip(f"py-spy may not inspect this process: {_refusal(os.getpid())}")
     assert ctypes is not None
     assert any("test_py_spy_sees_this_process" in frame for frame in stack)
 
@@ -177,12 +177,12 @@ def test_py_spy_sees_native_code_that_holds_the_interpreter(monkeypatch: pytest.
 
 
 def _seen(pid: int) -> tuple[str, ...]:
-    """Return the stack once the process is in the native call: it says that it is about to."""
+    """Return the stack once the process is in the native call, which it announces."""
     frames: tuple[str, ...] = ()
     for _ in range(100):
         frames = process_stacks.native_stack(pid)
         if not frames:
-            pytest.skip(f"py-spy may not look at a child: {_refusal(pid)}")
+            pytest.skip(f"py-spy may not inspect a child: {_refusal(pid)}")
         if "sleep" in frames[-1]:
             break
         time.sleep(0.05)
@@ -218,7 +218,7 @@ def test_a_crash_of_unlike_collectives_is_explained() -> None:
     assert failures.explained(raised, ABORTED) is raised
 
 
-def test_cells_are_named_only_where_they_are() -> None:
+def test_cells_are_named_only_at_their_own_lines() -> None:
     text = "> \x1b[32m/home/me/train.py\x1b[39m(3)f()"
     assert name_cells(text) == text
     assert name_cells("> \x1b[32m/tmp/ipykernel_5/77.py\x1b[39m(3)f()") == "> \x1b[32mCell\x1b[39m(3)f()"

@@ -1,4 +1,4 @@
-"""The kernel's side of a conversation: requests and replies, questions and answers, and the clock that waits."""
+"""The kernel's side of a conversation: requests and replies, questions and answers, and the pausable clock."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_reply_reaches_its_request(ends: tuple[Channel, Channel]) -> None:
     assert requests.open_ranks() == [3]
 
 
-def test_a_rank_that_was_started_anew_is_not_waited_for(ends: tuple[Channel, Channel]) -> None:
+def test_a_restarted_rank_is_not_waited_for(ends: tuple[Channel, Channel]) -> None:
     requests = RankRequests()
     requests.open(3, ends[0], ProcessStacks)
     replies: list[object] = []
@@ -64,7 +64,7 @@ def test_a_rank_that_was_started_anew_is_not_waited_for(ends: tuple[Channel, Cha
     ends[1].receive(60.0)
     kernel, other = Channel.pair()
     try:
-        with requests._changed:  # both before the thread looks again
+        with requests._changed:  # Both before the thread checks again.
             requests.close(3)
             requests.open(3, kernel, ProcessStacks)
         asking.join(30.0)
@@ -106,7 +106,7 @@ def test_a_rank_is_inspected_until_it_ends(ends: tuple[Channel, Channel]) -> Non
     assert requests.capture_stacks(3) == ProcessStacks()
 
 
-def test_a_dump_is_what_the_signal_added(tmp_path: Path) -> None:
+def test_a_dump_consists_of_the_text_added_by_the_signal(tmp_path: Path) -> None:
     path = tmp_path / "dump"
     path.write_text("earlier\n")
     inspector, sent = ProcessInspector(os.getpid()), []
@@ -125,7 +125,7 @@ def test_a_dump_is_what_the_signal_added(tmp_path: Path) -> None:
     assert inspector.read_stacks(write).dump == ""
 
 
-def test_a_suspended_process_is_sent_no_signal_and_named(tmp_path: Path) -> None:
+def test_a_suspended_process_gets_no_signal_and_is_named(tmp_path: Path) -> None:
     path, sent = tmp_path / "dump", []
     path.touch()
     with subprocess.Popen(["sleep", "600"]) as process:
@@ -141,10 +141,10 @@ def test_a_suspended_process_is_sent_no_signal_and_named(tmp_path: Path) -> None
 
 
 def test_a_process_in_uninterruptible_sleep_is_named_as_such(tmp_path: Path) -> None:
-    """The parent of a vfork sleeps like that until its child has ended; here it waits for a driver."""
+    """The parent of a vfork sleeps like this until its child exits. Usually, a process does so in a driver."""
     compiler = shutil.which("cc")
     if compiler is None or not sys.platform.startswith("linux"):
-        pytest.skip("takes a C compiler and Linux")
+        pytest.skip("needs a C compiler and Linux")
     source, program, sent = tmp_path / "sleeper.c", tmp_path / "sleeper", []
     source.write_text("#include <unistd.h>\nint main(void) { if (!vfork()) { sleep(600); _exit(0); } return 0; }\n")
     subprocess.run([compiler, "-w", "-o", str(program), str(source)], check=True, timeout=300)
@@ -157,7 +157,7 @@ def test_a_process_in_uninterruptible_sleep_is_named_as_such(tmp_path: Path) -> 
     assert (found.native, sent) == ((), [])
 
 
-def test_a_line_for_a_prompt_that_an_interrupt_has_ended_is_not_sent(
+def test_a_line_for_a_prompt_that_an_interrupt_ended_is_not_sent(
     ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     queue, answered = PromptQueue(), []
@@ -175,7 +175,7 @@ def _question(ends: tuple[Channel, Channel], rank: int, kind: str, answered: lis
     return Prompt(rank, InputRequest("> ", False, "", kind, number), ends[0], answered.append)
 
 
-def test_questions_are_taken_once_and_answers_travel(ends: tuple[Channel, Channel]) -> None:
+def test_questions_are_shown_once_and_answers_arrive(ends: tuple[Channel, Channel]) -> None:
     board, answered = PromptQueue(), []
     board.put(_question(ends, 1, "input", answered))
     question = board.take(1.0)
@@ -188,7 +188,7 @@ def test_questions_are_taken_once_and_answers_travel(ends: tuple[Channel, Channe
     assert board.debugged() == []
 
 
-def test_a_question_that_was_taken_and_not_answered_is_given_back_while_it_is_one(
+def test_a_shown_question_without_an_answer_is_returned_while_it_is_valid(
     ends: tuple[Channel, Channel],
 ) -> None:
     board = PromptQueue()
@@ -210,7 +210,7 @@ def test_a_question_that_was_taken_and_not_answered_is_given_back_while_it_is_on
     assert board.take(0.01) is None
 
 
-def test_a_debugger_holds_its_rank_until_it_lets_go(ends: tuple[Channel, Channel]) -> None:
+def test_a_debugger_holds_its_rank_until_it_finishes(ends: tuple[Channel, Channel]) -> None:
     board = PromptQueue()
     for rank in (2, 0):
         board.put(_question(ends, rank, "debugger", []))
@@ -228,7 +228,7 @@ def test_a_debugger_holds_its_rank_until_it_lets_go(ends: tuple[Channel, Channel
     assert board.take(rank=2) is None
 
 
-def test_of_two_notebooks_that_show_a_question_the_first_answer_counts(ends: tuple[Channel, Channel]) -> None:
+def test_the_first_answer_counts_if_two_notebooks_show_a_question(ends: tuple[Channel, Channel]) -> None:
     board = PromptQueue()
     board.put(_question(ends, 0, "input", [], 7))
     taken = board.take(1.0)
@@ -242,7 +242,7 @@ def test_of_two_notebooks_that_show_a_question_the_first_answer_counts(ends: tup
     assert board.open_prompts() == []
 
 
-def test_a_question_is_taken_by_who_asks_for_its_rank(ends: tuple[Channel, Channel]) -> None:
+def test_a_question_can_be_requested_by_rank(ends: tuple[Channel, Channel]) -> None:
     board = PromptQueue()
     board.put(_question(ends, 1, "debugger", []))
     assert board.take(0.01, among=[0]) is None
@@ -253,7 +253,7 @@ def test_a_question_is_taken_by_who_asks_for_its_rank(ends: tuple[Channel, Chann
         assert question.rank == len(wanted)
 
 
-def test_a_waiting_taker_hears_of_the_end(ends: tuple[Channel, Channel]) -> None:
+def test_a_waiting_reader_is_notified_of_the_end(ends: tuple[Channel, Channel]) -> None:
     board = PromptQueue()
     timer = threading.Timer(0.1, board.close)
     timer.start()
@@ -265,7 +265,7 @@ def test_a_waiting_taker_hears_of_the_end(ends: tuple[Channel, Channel]) -> None
 
 
 class _Clock:
-    """Stands in the place of the module `time`: it goes on when a test says so."""
+    """Replaces the module `time`. It advances when a test says so."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -276,13 +276,13 @@ class _Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
-    """Return the clock that pausable clocks look at."""
+    """Return the clock that pausable clocks use."""
     made = _Clock()
     monkeypatch.setattr(command_queue, "time", made)
     return made
 
 
-def test_the_clock_is_suspended_while_anybody_waits(clock: _Clock) -> None:
+def test_the_clock_is_suspended_while_anyone_waits(clock: _Clock) -> None:
     watch = PausableClock()
     watch.pause(0)
     watch.pause(("paused", 1))
@@ -301,7 +301,7 @@ def test_the_clock_is_suspended_while_anybody_waits(clock: _Clock) -> None:
     assert watch.now() == 1002
 
 
-def test_waits_that_overlap_suspend_the_clock_from_the_first_to_the_last(clock: _Clock) -> None:
+def test_overlapping_waits_suspend_the_clock_from_the_first_to_the_last(clock: _Clock) -> None:
     watch = PausableClock()
     watch.pause(0)
     clock.now += 5
@@ -314,19 +314,19 @@ def test_waits_that_overlap_suspend_the_clock_from_the_first_to_the_last(clock: 
     assert watch.now() == 1001
 
 
-def test_seconds_that_are_left_out_do_not_count(clock: _Clock) -> None:
+def test_excluded_seconds_do_not_count(clock: _Clock) -> None:
     watch = PausableClock()
     clock.now += 10
     watch.exclude(4.0)
     assert watch.now() == 1006
     watch.pause(0)
     clock.now += 10
-    watch.exclude(9.0)  # they do not count already
+    watch.exclude(9.0)  # Time during a pause is not counted in any case.
     watch.resume(0)
     assert watch.now() == 1006
 
 
-def test_a_wait_that_begins_when_the_run_is_held_already_ends(ends: tuple[Channel, Channel]) -> None:
+def test_a_wait_that_starts_while_the_run_is_held_ends(ends: tuple[Channel, Channel]) -> None:
     queue = PromptQueue()
     queue.close()
     queue.reopen()

@@ -18,7 +18,7 @@ from notebook_accelerate.worker.sanity_facts import UNPREPARED_STEPS, SanityFact
 
 
 class Clock:
-    """A clock that tests move."""
+    """A clock that tests advance."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -41,14 +41,14 @@ def _send(found: SanityChecks, check: str, key: int, *rows: list[float]) -> list
 # ---- the kernel's part
 
 
-def test_equal_parameters_bring_no_warning() -> None:
+def test_equal_parameters_cause_no_warning() -> None:
     found = SanityChecks(2)
     assert _send(found, "parameters", 0, [3.0, 1.0], [3.0, 1.0]) == []
     assert _send(found, "parameters", 1, [3.0, 1.0], [3.0, 1.0 + 1e-6]) == []
     assert _send(found, "parameters", 10, [3.0, math.nan], [3.0, math.nan]) == []
 
 
-def test_unequal_parameters_are_named_once() -> None:
+def test_unequal_parameters_are_reported_once() -> None:
     found = SanityChecks(3)
     [text] = _send(found, "parameters", 0, [3.0, 1.0], [3.0, 1.0], [3.0, 1.5])
     assert text.startswith("parameters of rank 2 differ from those of rank 0 after prepare; ")
@@ -56,12 +56,12 @@ def test_unequal_parameters_are_named_once() -> None:
     assert _send(found, "parameters", 1, [3.0, 1.0], [3.0, 1.0], [3.0, 1.5]) == []
 
 
-def test_parameters_that_drift_apart() -> None:
+def test_parameters_that_drift_apart_are_reported() -> None:
     [text] = _send(SanityChecks(2), "parameters", 10, [3.0, 1.0], [3.0, 2.0])
     assert "after optimizer step 10; ranks train apart: model = accelerator.prepare(model)" in text
 
 
-def test_a_second_model_is_compared_by_itself() -> None:
+def test_a_second_model_is_compared_separately() -> None:
     found = SanityChecks(2)
     assert _send(found, "parameters", 0, [3.0, 1.0], [3.0, 1.0]) == []
     assert _send(found, "parameters", 0, [9.0, 5.0], [9.0, 5.0]) == []
@@ -79,7 +79,7 @@ def test_a_rank_may_prepare_several_models_before_another_prepares_one() -> None
 
 
 def test_a_rank_may_train_several_models_before_another_trains_one() -> None:
-    """An Accelerator for each fold: rank 0 has reached the second fold when rank 1 ends the first step of the first."""
+    """One Accelerator per fold: rank 0 has reached the second fold when rank 1 finishes the first step of the first."""
     found = SanityChecks(2)
     for fold in (1.0, 2.0, 3.0):
         assert found.note(0, CheckEvent("parameters", 1, [4.0, fold])) == []
@@ -106,12 +106,12 @@ def test_equal_data_is_reported_after_two_batches() -> None:
     ],
     ids=["one differs", "one batch on purpose", "made up"],
 )
-def test_data_that_is_no_mistake(first: Any, second: Any) -> None:
+def test_correct_data_is_not_reported(first: Any, second: Any) -> None:
     found = SanityChecks(2)
     assert _send(found, "batch", 1, *first) + _send(found, "batch", 2, *second) == []
 
 
-def test_a_loss_that_is_not_finite_on_one_rank_first(clock: Clock) -> None:
+def test_a_loss_that_is_not_finite_on_one_rank_first_is_reported(clock: Clock) -> None:
     found = SanityChecks(2, clock)
     assert found.note(1, CheckEvent("loss", 37, [math.nan])) == []
     assert found.note(0, CheckEvent("loss", 38, [math.nan])) == []
@@ -130,7 +130,7 @@ def test_numbers_that_are_not_finite_on_all_ranks_are_not_reported() -> None:
     assert found.finish() == []
 
 
-def test_gradients_at_the_end_of_the_run() -> None:
+def test_gradients_at_the_end_of_the_run_are_reported() -> None:
     found = SanityChecks(2)
     found.note(0, CheckEvent("gradients", 4, [math.inf]))
     [text] = found.finish()
@@ -142,17 +142,17 @@ def test_a_rank_that_stays_far_behind_is_reported(clock: Clock) -> None:
     assert found.beat({0: 100, 1: 85}) == []
     assert found.beat({0: 130, 1: 90}) == []
     clock.time = 2.0
-    assert found.beat({0: 130, 1: 129}) == []  # it has caught up
+    assert found.beat({0: 130, 1: 129}) == []  # It has caught up.
     assert found.beat({0: 160, 1: 120}) == []
     clock.time = 2.0 + sanity_checks.BEHIND_SECONDS
     assert found.beat({0: 170, 1: 130}) == [
         "rank 1 is 40 steps behind (at 130 of 170); run.stacks(ranks=[1]) shows what it does"
     ]
     assert found.beat({0: 300, 1: 130}) == []
-    assert SanityChecks(2, clock).beat({0: 500}) == []  # the other one has told of no step
+    assert SanityChecks(2, clock).beat({0: 500}) == []  # The other one has reported no step.
 
 
-def test_a_mistake_that_a_rank_finds_is_reported_once() -> None:
+def test_a_mistake_found_by_a_rank_is_reported_once() -> None:
     found = SanityChecks(2)
     event = CheckEvent("mistake", 0, [], "forgotten")
     assert [found.note(rank, event) for rank in range(2)] == [["forgotten"], []]
@@ -170,7 +170,7 @@ class RecordingSink:
         self.events: list[CheckEvent] = []
 
     def emit(self, event: Any) -> None:
-        """Keep an event."""
+        """Record an event."""
         self.events.append(event)
 
     def facts(self, check: str) -> list[tuple[int, list[float]]]:
@@ -182,7 +182,8 @@ class RecordingSink:
 def sink() -> Iterator[RecordingSink]:
     """Return a sink that records this process's facts."""
     listener = RecordingSink()
-    hooks = dict(_global_optimizer_post_hooks)  # of an earlier run in this process: they count the steps of later ones
+    # Left by an earlier run in this process: they count the steps of later runs.
+    hooks = dict(_global_optimizer_post_hooks)
     _global_optimizer_post_hooks.clear()
     telemetry.install_sink(listener)  # type: ignore[arg-type]
     yield listener
@@ -207,7 +208,7 @@ def _step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def test_nothing_is_installed_without_a_kernel_or_alone(sink: RecordingSink) -> None:
+def test_nothing_is_installed_without_a_kernel_or_for_a_single_rank(sink: RecordingSink) -> None:
     model, optimizer = _training()
     alone = SanityFacts(several=False)
     alone.prepared([model], [_Prepared(optimizer)], [])
@@ -224,7 +225,7 @@ def test_nothing_is_installed_without_a_kernel_or_alone(sink: RecordingSink) -> 
 def test_parameters_are_sent_at_prepare_and_at_powers_of_ten(sink: RecordingSink) -> None:
     model, optimizer = _training()
     checks = SanityFacts(several=True)
-    for _ in range(2):  # the second call of prepare knows them already
+    for _ in range(2):  # The second call of prepare knows them already.
         checks.prepared([model], [_Prepared(optimizer)], [model])
     for _ in range(20):
         _step(model, optimizer)
@@ -256,13 +257,13 @@ def test_the_first_two_training_batches_are_sent_and_the_hook_is_removed(sink: R
 
 
 class Reading:
-    """Stands for the state of an Accelerator whose prepared loader is being read."""
+    """Stands in for the state of an Accelerator whose prepared loader is being read."""
 
     in_dataloader = True
 
 
-def test_batches_beside_a_prepared_loader_are_not_compared(sink: RecordingSink) -> None:
-    """The generator of a GAN is given noise, which is the same on ranks with the same seed."""
+def test_batches_from_elsewhere_are_not_compared(sink: RecordingSink) -> None:
+    """The generator of a GAN receives noise, which is equal on ranks with the same seed."""
     model = torch.nn.Linear(2, 1)
     SanityFacts(several=True, gradient_state=Reading()).prepared([model], [], [])
     for _ in range(3):
@@ -303,11 +304,11 @@ def test_the_first_number_that_is_not_finite_is_sent_once(sink: RecordingSink) -
     assert sink.facts("loss") == [(2, [math.inf])]
     assert checks.norm(torch.tensor(math.nan)).isnan()
     assert [key for key, _ in sink.facts("gradients")] == [1]
-    checks.loss(torch.ones(3))  # no single number
+    checks.loss(torch.ones(3))  # Not a single number.
     checks.loss("not a tensor")
 
 
-def test_a_gradient_is_checked_before_it_is_averaged(sink: RecordingSink) -> None:
+def test_a_gradient_is_checked_before_averaging(sink: RecordingSink) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(200, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
     model.require_backward_grad_sync = True  # type: ignore[assignment]
     checks = SanityFacts(several=True)
@@ -319,7 +320,7 @@ def test_a_gradient_is_checked_before_it_is_averaged(sink: RecordingSink) -> Non
     assert [key for key, _ in sink.facts("local gradients")] == [2]
 
 
-def test_a_gradient_scaler_may_let_gradients_overflow(sink: RecordingSink) -> None:
+def test_a_gradient_scaler_may_cause_overflows(sink: RecordingSink) -> None:
     model, optimizer = _training()
     model.require_backward_grad_sync = True  # type: ignore[assignment]
     prepared = _Prepared(optimizer)

@@ -16,7 +16,7 @@ INTERRUPT = "import signal\nsignal.raise_signal(signal.SIGINT)\n"
 
 @pytest.fixture
 def gate() -> Iterator[warm_cells.InterruptGate]:
-    """Take interrupts as a warm rank does."""
+    """Accept interrupts as a warm rank does."""
     before = signal.getsignal(signal.SIGINT)
     yield warm_cells.InterruptGate()
     signal.signal(signal.SIGINT, before)
@@ -32,7 +32,7 @@ def test_an_interrupt_ends_the_cell(gate: warm_cells.InterruptGate) -> None:
     assert run("6 * 7", gate).shown == "42"
 
 
-def test_an_interrupt_after_the_cell_loses_no_reply(
+def test_an_interrupt_after_the_cell_does_not_lose_the_reply(
     gate: warm_cells.InterruptGate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chain_of = tracebacks.chain_of
@@ -45,5 +45,5 @@ def test_an_interrupt_after_the_cell_loses_no_reply(
     for source, kind in (("1 / 0", "ZeroDivisionError"), (INTERRUPT, "KeyboardInterrupt")):
         assert run(source, gate).chain[-1].type == kind
     reply = run("6 * 7", gate)
-    signal.raise_signal(signal.SIGINT)  # while the reply is sent
+    signal.raise_signal(signal.SIGINT)  # While the reply is sent.
     assert reply.shown == "42"

@@ -1,4 +1,4 @@
-"""Files and folders that others may have made, and JSON that takes far more memory than disk."""
+"""Files and folders that other users may have created, and JSON that needs far more memory than disk space."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ as_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to own a file
 NOBODY = 65534
 
 
-def test_links_of_the_user_lead_to_a_folder(tmp_path: Path) -> None:
+def test_links_of_the_user_are_followed(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True, mode=0o700)
     (tmp_path / "absolute").symlink_to(tmp_path / "a")
     (tmp_path / "a" / "relative").symlink_to("../absolute/b")
@@ -28,7 +28,7 @@ def test_links_of_the_user_lead_to_a_folder(tmp_path: Path) -> None:
 
 
 @as_root
-def test_a_link_of_another_user_is_found_behind_a_link_of_the_user(tmp_path: Path) -> None:
+def test_a_link_of_another_user_is_detected_behind_a_link_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir(mode=0o700)
     (tmp_path / "theirs").symlink_to("a")
     os.chown(tmp_path / "theirs", NOBODY, NOBODY, follow_symlinks=False)
@@ -47,7 +47,7 @@ def test_folders_are_created_for_the_user_only(tmp_path: Path) -> None:
 
 
 def test_in_a_container_without_root_its_folders_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They belong to the overflow user there, as the folders of other users do, which only /tmp lets them create."""
+    """There they belong to the overflow user, as other users' folders do, which only /tmp lets them create."""
     monkeypatch.setattr(guarded_files, "_overflow_user", lambda: NOBODY)
     assert guarded_files._is_trusted(NOBODY, shared=False)
     assert not guarded_files._is_trusted(NOBODY, shared=True)
@@ -58,7 +58,7 @@ _USERS = {0: "root", 1000: "ada", 1001: "grace", 5000: None}
 _GROUPS: dict[int, tuple[str, list[str]]] = {
     0: ("root", []),
     50: ("staff", ["grace"]),
-    100: ("users", []),  # the first group of all users of a directory, which neither grp nor pwd list
+    100: ("users", []),  # The primary group of all users of a directory, which neither grp nor pwd lists.
     1000: ("students", []),
     2000: ("ada", []),
     2001: ("ada", ["ada", "root"]),
@@ -71,10 +71,10 @@ _GROUPS: dict[int, tuple[str, list[str]]] = {
     ("user", "private"),
     [(0, {0}), (1000, {2000, 2001}), (1001, set()), (5000, {5000})],
 )
-def test_only_the_group_of_the_users_name_is_private(
+def test_only_the_group_with_the_users_name_is_private(
     monkeypatch: pytest.MonkeyPatch, user: int, private: set[int]
 ) -> None:
-    """Members of other groups cannot be listed: a user of LDAP may have any group as the first one."""
+    """Members of other groups cannot be listed: any group may be the primary group of an LDAP user."""
 
     def user_of(key: int | str) -> pwd.struct_passwd:
         numbers = [number for number, name in _USERS.items() if name is not None and key in (number, name)]
@@ -86,7 +86,7 @@ def test_only_the_group_of_the_users_name_is_private(
 
     monkeypatch.setattr(pwd, "getpwuid", user_of)
     monkeypatch.setattr(pwd, "getpwnam", user_of)
-    monkeypatch.setattr(pwd, "getpwall", lambda: pytest.fail("it takes minutes with a large directory"))
+    monkeypatch.setattr(pwd, "getpwall", lambda: pytest.fail("listing a large user directory takes minutes"))
     monkeypatch.setattr(grp, "getgrgid", group_of)
     monkeypatch.setattr(os, "getuid", lambda: user)
     monkeypatch.setattr(os, "getgid", lambda: user)
@@ -103,7 +103,7 @@ def test_a_folder_that_another_group_can_write_to_is_not_the_users(tmp_path: Pat
 
 
 @as_root
-def test_only_files_of_the_user_or_of_root_are_own(tmp_path: Path) -> None:
+def test_only_files_of_the_user_or_of_root_are_trusted(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"12345")
     assert guarded_files.read_limited(file, 5, own=True) == b"12345"
@@ -117,7 +117,7 @@ def test_only_files_of_the_user_or_of_root_are_own(tmp_path: Path) -> None:
         guarded_files.read_limited(file, 5, own=True)
 
 
-def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
+def test_endless_files_are_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zero").symlink_to("/dev/zero")
     (tmp_path / "large").write_bytes(b"123456")
@@ -132,17 +132,17 @@ def test_what_has_no_end_is_not_read(tmp_path: Path) -> None:
     "data",
     [b"[" * 1_000_000, b'{"a":' * 1_000_000, b"[" + b"[]," * 1_000_000 + b"0]", b"[" + b"{}," * 1_000_000 + b"0]"],
 )
-def test_json_that_takes_far_more_memory_than_disk_is_refused(data: bytes) -> None:
+def test_json_that_needs_far_more_memory_than_disk_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="lists and objects"):
         guarded_files.parse_json(data)
 
 
-def test_brackets_in_texts_are_no_lists() -> None:
+def test_brackets_in_strings_are_not_lists() -> None:
     value = ["[" * 500_000, '"[' * 100_000, "\\" * 9 + "[" * 100_000]
     assert guarded_files.parse_json(json.dumps(value).encode()) == value
 
 
-def test_a_text_without_an_end_takes_no_time() -> None:
+def test_an_unterminated_string_takes_no_time() -> None:
     begin = time.monotonic()
     for data in (b'"' + rb"\"[" * 1_000_000, b'"' * 1_000_001 + b"[" * 1_000_000, b'"[' * 1_000_000 + b"\\"):
         with pytest.raises(ValueError):  # noqa: PT011 - that it ends is what counts

@@ -1,4 +1,4 @@
-"""Files of plain data are read, whatever Python and torch can pickle of it; files that run code are refused."""
+"""Files of plain data are read, whichever Python and torch pickled them. Files that would run code are refused."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ def test_pickles_of_each_protocol_are_read(protocol: int) -> None:
     assert untrusted_files.load_plain(io.BytesIO(pickle.dumps(values, protocol)), known) == values
 
 
-def test_members_by_their_name_are_read() -> None:
-    """Python 3.11.0 pickles members so, and `enum.pickle_by_enum_name` since."""
+def test_enum_members_pickled_by_name_are_read() -> None:
+    """Python 3.11.0 pickles members this way, as `enum.pickle_by_enum_name` has done since."""
     member = _reduced(getattr, (Kind, "LARGE"))
     assert untrusted_files.load_plain(io.BytesIO(pickle.dumps(member, 2)), {}) is Kind.LARGE
 
@@ -99,7 +99,7 @@ class _Reduced:
         return self.reduced
 
     def __call__(self) -> None:
-        """Picklers demand that what a file calls can be called."""
+        """Picklers require that the callables in a file are callable."""
 
 
 def _reduced(*reduced: Any) -> Any:
@@ -107,7 +107,7 @@ def _reduced(*reduced: Any) -> Any:
 
 
 def mark(path: str) -> None:
-    """Show that code has run."""
+    """Record that code has run."""
     Path(path).touch()
 
 
@@ -132,7 +132,7 @@ class MarkingPair(NamedTuple):
 
 
 def _call_of_attribute(path: str) -> Any:
-    """Return `Path(path).touch()`, reached by getattr from a class that is plain data."""
+    """Return `Path(path).touch()`, reached by getattr from a class of plain data."""
     return _reduced(_reduced(getattr, (Path(path), "touch")), ())
 
 
@@ -162,7 +162,7 @@ ATTACKS: dict[str, Callable[[str], Any]] = {
 
 @pytest.mark.parametrize("what", ATTACKS)
 @pytest.mark.parametrize("beside", [None, Path("a")], ids=["alone", "beside a path"])
-def test_files_that_run_code_are_refused(what: str, beside: Any, tmp_path: Path) -> None:
+def test_files_that_would_run_code_are_refused(what: str, beside: Any, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     torch.save([beside, ATTACKS[what](str(tmp_path / "out" / "ran"))], tmp_path / "x.bin")
     with pytest.raises(CheckpointError, match=r"x\.bin (contains more than data|is broken)"):
@@ -196,7 +196,7 @@ def test_pickles_that_no_pickler_writes_are_refused(what: str) -> None:
     assert dict(vars(PurePosixPath)) == before
 
 
-def test_a_large_index_takes_no_memory() -> None:
+def test_a_large_index_needs_no_memory() -> None:
     assert untrusted_files.load_plain(io.BytesIO(b"\x80\x04]r\xff\xff\xff\xff."), {}) == []
 
 
@@ -209,14 +209,14 @@ def test_a_program_of_torchscript_is_refused(tmp_path: Path) -> None:
         weight_files.read_torch(tmp_path / "x.bin")
 
 
-def test_classes_that_are_not_read_are_named() -> None:
+def test_unsupported_classes_are_named() -> None:
     state = {"a": [Marking], "b": {"c": collections.deque([Outer()])}, "d": collections.defaultdict(Pair._make)}
     state["itself"] = state  # type: ignore[assignment]
     assert untrusted_files.unreadable_classes(state) == {type, Outer, type(Pair._make)}
 
 
 @pytest.mark.parametrize("reader", ["torch.load", "metadata"])
-def test_other_libraries_read_plain_data_in_the_context(reader: str, tmp_path: Path) -> None:
+def test_other_libraries_can_read_plain_data_in_the_context(reader: str, tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     if reader == "torch.load":
         torch.save(_reduced(mark, (str(ran),)), tmp_path / "x.bin")

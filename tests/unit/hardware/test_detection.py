@@ -27,7 +27,7 @@ def _run(code: str, **variables: str) -> str:
     return done.stdout.strip()
 
 
-def test_detection_imports_no_torch() -> None:
+def test_detection_does_not_import_torch() -> None:
     code = """
         import sys
         from notebook_accelerate.hardware import detect
@@ -45,7 +45,7 @@ def test_the_machine_has_cores_memory_and_a_loopback() -> None:
     assert (found.count == 0) == (found.accelerator == "cpu")
 
 
-def test_the_cores_are_those_this_process_may_use() -> None:
+def test_only_usable_cores_count() -> None:
     if not hasattr(os, "sched_setaffinity"):
         pytest.skip("this platform has no affinity")
     allowed = os.sched_getaffinity(0)
@@ -85,13 +85,13 @@ def test_the_cores_are_limited_by_the_nearest_control_group(groups: Path) -> Non
     assert detection._container_cores() is None
 
 
-def test_the_memory_is_what_all_control_groups_leave(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_is_the_remainder_of_all_control_groups(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detection, "system_memory", lambda: (1000, 600))
     service = groups / "slice" / "service"
     _write_files(service, memory_max=800, memory_current=700, memory_stat="file 500\ninactive_file 400")
-    assert detection.machine_memory() == (800, 500), "files in memory make room"
+    assert detection.machine_memory() == (800, 500), "the page cache counts as free"
     _write_files(groups / "slice", memory_max=500, memory_current=450)
-    assert detection.machine_memory() == (500, 50), "the limit of a parent is smaller"
+    assert detection.machine_memory() == (500, 50), "the smaller limit of the parent applies"
     _write_files(groups / "slice", memory_max="max", memory_current=900)
     assert detection.machine_memory() == (800, 500)
     _write_files(service, memory_max=800, memory_current=900)
@@ -106,7 +106,7 @@ def test_groups_of_version_1_limit_the_memory_too(groups: Path, monkeypatch: pyt
     assert detection.machine_memory() == (300, 260)
 
 
-def test_without_control_groups_the_memory_is_the_machine_s(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_control_groups_the_memory_is_the_machines(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detection, "system_memory", lambda: (1000, 600))
     monkeypatch.setattr(detection, "_OWN_GROUPS", groups / "absent")
     assert detection.machine_memory() == (1000, 600)
@@ -121,7 +121,7 @@ def test_without_control_groups_the_memory_is_the_machine_s(groups: Path, monkey
         ({}, "terminal"),
     ],
 )
-def test_the_host_is_detected_by_variables(variables: dict[str, str], host: str) -> None:
+def test_the_host_is_detected_from_variables(variables: dict[str, str], host: str) -> None:
     assert _run("from notebook_accelerate.hardware import detect; print(detect().host)", **variables) == host
 
 
@@ -155,14 +155,14 @@ def test_the_build_of_torch_is_read_from_its_file() -> None:
         ("", 4, 0),
         ("-1", 4, 0),
         ("0,2", 4, 2),
-        ("3,9,1", 4, 1),  # the list ends at the first entry that is no device
+        ("3,9,1", 4, 1),  # The list ends at the first invalid entry.
         ("1,-1,2", 4, 1),
-        ("0,0", 4, 0),  # the driver refuses a list with the same device twice
+        ("0,0", 4, 0),  # The driver refuses a list that contains a device twice.
         ("abc", 4, 0),
         ("MIG-1234", 1, 1),
     ],
 )
-def test_visible_gpus_are_counted_as_the_driver_does(variable: str | None, physical: int, count: int) -> None:
+def test_visible_gpus_are_counted_like_by_the_driver(variable: str | None, physical: int, count: int) -> None:
     assert device_counts._visible_cuda(variable, physical) == count
 
 
@@ -194,7 +194,7 @@ def test_xla_on_the_cpu_counts_its_virtual_devices(monkeypatch: pytest.MonkeyPat
     device_counts._cached_count.cache_clear()
     assert device_counts.count("xla") == 4
     monkeypatch.setenv("CPU_NUM_DEVICES", "2")
-    assert device_counts.count("xla") == 2  # asked again when a variable has changed
+    assert device_counts.count("xla") == 2  # Asked again after a variable has changed.
     device_counts._cached_count.cache_clear()
 
 
@@ -215,7 +215,7 @@ def test_xla_on_the_cpu_counts_its_virtual_devices(monkeypatch: pytest.MonkeyPat
     ],
     ids=str,
 )
-def test_chips_are_counted_by_what_colab_and_kaggle_set(
+def test_chips_are_counted_from_the_variables_of_colab_and_kaggle(
     variables: dict[str, str], chips: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device_counts, "_installed", lambda name: name == "torch_xla")
@@ -237,7 +237,7 @@ def test_every_type_of_device_has_a_row_and_a_counter() -> None:
         device_table.row("gpu")
 
 
-def test_the_row_of_the_cpu_makes_its_device() -> None:
+def test_the_row_of_the_cpu_creates_its_device() -> None:
     import torch
 
     row = device_table.row("cpu")

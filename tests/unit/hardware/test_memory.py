@@ -49,7 +49,7 @@ def test_the_next_size_may_be_chosen() -> None:
     assert train() == 8
 
 
-def test_no_size_fits() -> None:
+def test_an_error_is_raised_if_no_size_fits() -> None:
     @find_executable_batch_size(starting_batch_size=2)
     def train(batch_size: int) -> None:
         raise _out_of_memory()
@@ -59,7 +59,7 @@ def test_no_size_fits() -> None:
             train()
 
 
-def test_other_errors_are_raised_at_once() -> None:
+def test_other_errors_are_raised_immediately() -> None:
     tried: list[int] = []
 
     @find_executable_batch_size
@@ -121,6 +121,6 @@ def test_release_memory_deletes_objects() -> None:
     assert release_memory() == []
 
 
-def test_a_device_that_was_not_used_stays_unused() -> None:
+def test_an_unused_device_stays_unused() -> None:
     clear_device_cache(garbage_collection=True)
     assert not torch.cuda.is_initialized()

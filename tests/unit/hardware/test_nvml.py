@@ -1,4 +1,4 @@
-"""GPUs read through pynvml, from a library with the interface of NVIDIA's NVML and two GPUs."""
+"""GPUs read through pynvml, from a stub library with the interface of NVIDIA's NVML and two GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(library: Path, code: str, **variables: str) -> str:
-    """Return what ``code`` prints in a process that loads ``library`` as NVML."""
+    """Return the output of ``code`` in a process that loads ``library`` as NVML."""
     done = subprocess.run(
         [sys.executable, "-c", code],
         check=False,
@@ -48,10 +48,10 @@ def test_gpus_are_described_in_full(library: Path) -> None:
         )
     )
     assert "RTX 4090" in second
-    assert "memory_bytes=0" in second, "NVML reports no size for memory that a GPU shares"
+    assert "memory_bytes=0" in second, "NVML reports no size for shared memory"
 
 
-def test_names_and_driver_decide_on_peer_to_peer(library: Path) -> None:
+def test_names_and_driver_determine_peer_to_peer_access(library: Path) -> None:
     code = (
         "from notebook_accelerate.utils import get_gpu_info, check_cuda_p2p_ib_support as peers\n"
         "from notebook_accelerate.utils.environment import get_driver_version\n"
@@ -61,7 +61,7 @@ def test_names_and_driver_decide_on_peer_to_peer(library: Path) -> None:
     assert _run(library, code) == f"{(names, 2)} 535.104.05 False"
 
 
-def test_use_is_read_per_gpu(library: Path) -> None:
+def test_utilization_is_read_per_gpu(library: Path) -> None:
     code = (
         "from notebook_accelerate.hardware.nvml import GpuReader\n"
         "reader = GpuReader(); print(*reader.read(), sep='\\n'); reader.close(); print(reader.read())"
@@ -73,7 +73,7 @@ def test_use_is_read_per_gpu(library: Path) -> None:
     ]
 
 
-def test_a_call_that_does_not_return_holds_up_no_fork(library: Path) -> None:
+def test_a_call_that_does_not_return_does_not_delay_a_fork(library: Path) -> None:
     code = (
         "import os, threading, time\n"
         "from notebook_accelerate.hardware import nvml\n"
@@ -109,7 +109,7 @@ def test_the_first_visible_gpu_is_found(library: Path, visible: str, index: str)
 
 
 @pytest.mark.parametrize(("models", "index"), [({}, "None"), ({"FAKE_NVML_NAME": "Tesla T4"}, "1")])
-def test_cudas_own_order_of_unlike_gpus_is_not_guessed(library: Path, models: dict[str, str], index: str) -> None:
+def test_cudas_order_of_different_gpus_is_not_guessed(library: Path, models: dict[str, str], index: str) -> None:
     code = "from notebook_accelerate.hardware.nvml import visible_gpu\ng = visible_gpu(0)\nprint(g and g.index)"
     assert _run(library, code, CUDA_VISIBLE_DEVICES="1", **models) == index
 
@@ -126,7 +126,7 @@ def test_a_slice_has_its_own_memory_and_the_capability_of_its_gpu(library: Path)
     assert _run(library, unknown, CUDA_VISIBLE_DEVICES="MIG-unknown") == "None"
 
 
-def test_uuids_restrict_what_is_visible(library: Path) -> None:
+def test_uuids_restrict_the_visible_gpus(library: Path) -> None:
     code = "from notebook_accelerate.hardware.device_counts import _visible_cuda as v; print(v('GPU-1,GPU-0,GPU-9', 2))"
     assert _run(library, code) == "2"
 

@@ -12,10 +12,10 @@ from notebook_accelerate.state import process_group
 from notebook_accelerate.utils import environment, other
 
 
-def test_a_port_is_in_use_while_something_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_with_a_listener_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < addresses.get_free_port() < 1 << 16
     with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))  # from now on nobody else can listen there
+        server.bind(("127.0.0.1", 0))  # From now on nothing else can listen there.
         port = server.getsockname()[1]
         assert not other.is_port_in_use(port)
         server.listen()
@@ -34,7 +34,7 @@ def test_old_kernels_cause_a_warning(monkeypatch: pytest.MonkeyPatch, recwarn: p
         other.check_os_kernel()
 
 
-def test_imported_libraries_are_known() -> None:
+def test_imported_libraries_are_detected() -> None:
     assert environment.are_libraries_initialized("os", "no_such_library") == ["os"]
 
 

@@ -1,4 +1,4 @@
-"""TPUs with torch_tpu: counted without its runtime, on emulated buses and with the variables of Colab and Kaggle."""
+"""TPUs with torch_tpu, counted without its runtime: on emulated buses, and with the variables of Colab and Kaggle."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _add(bus: Path, number: int, vendor: str = "0x1ae0", device: str = "0x0063",
         (bus / "vfio" / str(number)).touch()
 
 
-def test_devices_on_the_bus_are_counted_as_torch_tpu_counts_them(bus: Path) -> None:
+def test_devices_on_the_bus_are_counted_like_by_torch_tpu(bus: Path) -> None:
     for number in range(4):
         _add(bus, number, device="0x006f")
     _add(bus, 4, device="0x006f", exposed=False)
@@ -56,7 +56,7 @@ def test_devices_on_the_bus_are_counted_as_torch_tpu_counts_them(bus: Path) -> N
 
 
 @pytest.mark.parametrize(("variables", "count", "host"), [(COLAB, 1, "colab"), (KAGGLE, 8, "kaggle")])
-def test_variables_of_colab_and_kaggle(
+def test_variables_of_colab_and_kaggle_are_recognised(
     variables: dict[str, str], count: int, host: str, bus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in variables.items():
@@ -67,14 +67,14 @@ def test_variables_of_colab_and_kaggle(
     assert device_counts.count("tpu") == 1
 
 
-def test_without_torch_tpu_a_tpu_is_none(bus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_tpu_a_tpu_is_not_counted(bus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _add(bus, 0)
     monkeypatch.setattr(device_counts, "_installed", lambda _: False)
     assert device_counts.count("tpu") == 0
     assert hardware.detect().tpu == ""
 
 
-def test_torch_tpu_comes_before_torch_xla(bus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_tpu_takes_precedence_over_torch_xla(bus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_counts, "_installed", lambda name: name in {"torch_tpu", "torch_xla"})
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5e-8")
     assert hardware.detect().accelerator == "tpu"
@@ -91,19 +91,19 @@ def test_torch_tpu_comes_before_torch_xla(bus: Path, monkeypatch: pytest.MonkeyP
         ("", 8, []),
     ],
 )
-def test_the_numbers_of_processes_that_form_a_mesh(generation: str, devices: int, counts: list[int]) -> None:
+def test_only_some_numbers_of_processes_form_a_mesh(generation: str, devices: int, counts: list[int]) -> None:
     assert tpu_environment.process_counts(generation, devices) == counts
 
 
 @pytest.mark.parametrize(
     ("text", "name"), [("v5litepod-8", "v5e"), ("v5p-8", "v5p"), ("v6e-4", "v6e"), ("", ""), ("none", "")]
 )
-def test_the_generation_is_in_the_type(text: str, name: str) -> None:
+def test_the_generation_is_part_of_the_type(text: str, name: str) -> None:
     assert tpu_environment.generation({"TPU_ACCELERATOR_TYPE": text}) == name
     assert tpu_environment.generation({"TPU_ACCELERATOR_TYPE": text}, ["v7"]) == "v7"
 
 
-def test_the_rows_of_tpus() -> None:
+def test_tpus_have_a_row_and_a_strategy() -> None:
     row = device_table.row("tpu")
     assert (row.backend, row.communicator, row.distributed_type) == ("tpu_dist", "torch", DistributedType.MULTI_TPU)
     assert STRATEGIES[DistributedType.MULTI_TPU.value] is DDPStrategy

@@ -18,7 +18,7 @@ START = "import sys, notebook_accelerate\nnotebook_accelerate.as_accelerate()\n"
 
 
 def python(code: str, *flags: str, path: Path | None = None, interpreters: InterpreterServer | None = None) -> str:
-    """Run code in a fresh interpreter, or in one that has imported torch; return what it prints."""
+    """Run code in a new interpreter, or in one that has imported torch. Return its output."""
     folders = [str(path)] if path else []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, str(ROOT)])}
     arguments = [*flags, "-c", textwrap.dedent(code)]
@@ -54,7 +54,7 @@ def test_modules_and_classes_are_the_same_objects(interpreters: InterpreterServe
     )
 
 
-def test_a_module_that_has_moved_warns(interpreters: InterpreterServer) -> None:
+def test_a_moved_module_warns(interpreters: InterpreterServer) -> None:
     python(
         START + "import warnings\n"
         "with warnings.catch_warnings(record=True) as caught:\n"
@@ -77,7 +77,7 @@ def test_finding_a_module_does_not_import_it() -> None:
     )
 
 
-def test_the_metadata_of_a_distribution() -> None:
+def test_the_metadata_give_the_version_of_accelerate() -> None:
     python(
         START + "from importlib import metadata\n"
         "import accelerate\n"
@@ -93,7 +93,7 @@ def test_the_metadata_of_a_distribution() -> None:
     )
 
 
-def test_a_missing_module_and_a_missing_name_are_reported_by_the_name_that_was_imported() -> None:
+def test_a_missing_module_and_a_missing_name_are_reported_by_the_imported_name() -> None:
     out = python(
         START + "import accelerate\n"
         "try:\n    import accelerate.absent\nexcept ModuleNotFoundError as error:\n    print(error)\n"
@@ -102,7 +102,7 @@ def test_a_missing_module_and_a_missing_name_are_reported_by_the_name_that_was_i
     assert out.splitlines() == ["No module named 'accelerate.absent'", "False"]
 
 
-def test_what_is_set_in_one_module_is_set_in_both(interpreters: InterpreterServer) -> None:
+def test_assignments_in_one_module_appear_in_both(interpreters: InterpreterServer) -> None:
     python(
         START + "import accelerate\n"
         "accelerate.Accelerator = int\nassert notebook_accelerate.Accelerator is int\n"
@@ -238,7 +238,7 @@ def test_the_real_package_returns_when_the_alias_is_removed(tmp_path: Path, inte
     assert out.split() == ["0.0.1", "True"]
 
 
-def test_it_is_refused_where_another_package_is_imported(tmp_path: Path) -> None:
+def test_it_is_refused_if_another_package_is_imported(tmp_path: Path) -> None:
     code = """
     import accelerate, notebook_accelerate
     try:
@@ -251,7 +251,7 @@ def test_it_is_refused_where_another_package_is_imported(tmp_path: Path) -> None
     assert "restart the kernel and call notebook_accelerate.as_accelerate()" in out
 
 
-def test_a_library_that_has_found_no_accelerate_is_named(tmp_path: Path) -> None:
+def test_a_library_that_found_no_accelerate_is_named(tmp_path: Path) -> None:
     (tmp_path / "diffusers.py").write_text("")
     out = python("import diffusers\n" + START, "-W", "always", path=tmp_path)
     assert out == ""
@@ -260,6 +260,6 @@ def test_a_library_that_has_found_no_accelerate_is_named(tmp_path: Path) -> None
         python(code, path=tmp_path)
 
 
-def test_no_distribution_of_that_name_is_shipped() -> None:
+def test_no_distribution_with_that_name_is_shipped() -> None:
     shipped = {path.name for path in Path(notebook_accelerate.__file__).parent.rglob("*")}
     assert not {name for name in shipped if name.startswith("accelerate") and not name.endswith((".py", ".pyc"))}

@@ -40,7 +40,7 @@ def memory() -> mmap.mmap:
     found.write(b"x" * SIZE)
     found.madvise(mmap.MADV_HUGEPAGE)
     if not _can_collapse():
-        pytest.skip("the system cannot move pages: Linux 6.1 can")
+        pytest.skip("the system cannot move pages: needs Linux 6.1")
     return found
 
 

@@ -255,7 +255,9 @@ def test_shared_state_of_the_kernel_is_set_aside_and_restored() -> None:
     "grouped",
     [
         False,
-        pytest.param(True, marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="no groups in Python 3.10")),
+        pytest.param(
+            True, marks=pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no exception groups")
+        ),
     ],
 )
 def test_memory_of_a_failed_run_is_free_for_the_next_launch(prepared: bool, grouped: bool) -> None:

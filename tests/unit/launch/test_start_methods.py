@@ -271,7 +271,7 @@ def test_a_dead_zygote_is_replaced(zygote: int) -> None:
     assert not [note for note in second.notes if "import" in note]
 
 
-test_a_dead_zygote_is_replaced = pytest.mark.leaks_ok("the zygote's socket is another one")(
+test_a_dead_zygote_is_replaced = pytest.mark.leaks_ok("the test replaces the zygote and its socket")(
     test_a_dead_zygote_is_replaced
 )
 

@@ -361,7 +361,7 @@ class _Wire(LoopbackProxy):
 
 
 HANDSHAKE_FRAMES = 3
-"""Frames of a host before the first that a test changes: HELLO, INITIATE, and the message with the `HelloEvent`."""
+"""Number of frames before the first that a test changes: HELLO, INITIATE, and the message with the `HelloEvent`."""
 
 
 def _frame_end(data: bytes | bytearray, start: int) -> int | None:

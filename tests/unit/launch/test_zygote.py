@@ -23,7 +23,7 @@ from notebook_accelerate.telemetry.inherited_state import InheritedState, captur
 from notebook_accelerate.telemetry.worker_order import WorkerOrder
 from tests.support.waiting import until
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it is looked at through /proc")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the test needs /proc")
 SOON = 60.0
 ORDER = pickle.dumps(WorkerOrder(0, {}, None, capture_inherited_state()))
 

@@ -35,7 +35,7 @@ def kinds(model: nn.Module) -> list[str]:
     return [type(module).__name__ for module in model.modules() if isinstance(module, nn.Linear)]
 
 
-def test_converted_layers() -> None:
+def test_only_inner_linear_layers_are_converted() -> None:
     model = net()
     weights = [id(parameter) for parameter in model.parameters()]
     assert find_first_last_linear_layers(model) == ("0", "4")
@@ -50,7 +50,7 @@ def test_converted_layers() -> None:
     assert find_first_last_linear_layers(nn.ReLU()) == (None, None)
 
 
-def test_a_custom_layer_filter() -> None:
+def test_a_custom_filter_selects_layers() -> None:
     model = net()
     recipe = AORecipeKwargs(module_filter_func=lambda _, name: name == "0")
     make_precision("fp8", "cpu", fp8_recipe=recipe).wrap_model(model)
@@ -99,7 +99,9 @@ def test_the_library_is_chosen_by_the_environment(monkeypatch: pytest.MonkeyPatc
         make_precision("fp8", "cpu")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is there")
+@pytest.mark.skipif(
+    importlib.util.find_spec("transformer_engine") is not None, reason="Transformer Engine is installed"
+)
 def test_missing_libraries_are_named_with_the_line_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match="MS-AMP is not installed"):
         make_precision("fp8", "cuda", fp8_recipe=MSAMPRecipeKwargs())

@@ -70,7 +70,7 @@ def test_handlers_reach_torch() -> None:
     assert make_precision("no", "cpu").make_scaler() is None
 
 
-def test_unknown_precisions_raise() -> None:
+def test_unknown_precisions_are_refused() -> None:
     with pytest.raises(ValueError, match=r"'int3' is not known; pass one of 'no', 'bf16', 'fp16', 'fp8'"):
         make_precision("int3", "cpu")
 
@@ -86,8 +86,8 @@ def test_precisions_can_be_registered() -> None:
         del PRECISIONS["mine"]
 
 
-def test_nested_calls_of_one_model() -> None:
-    """A model that calls itself leaves autocast as it found it."""
+def test_nested_calls_of_one_model_keep_autocast() -> None:
+    """A model that calls itself restores autocast."""
 
     class Recursive(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The rules of profiles: each speaks for its facts, and is silent for those of a healthy training."""
+"""The rules of profiles: each reports its own facts, and none reports a healthy training."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ SPEAKS: dict[str, tuple[list[dict[str, object]], str]] = {
 
 
 @pytest.mark.parametrize("name", SPEAKS)
-def test_a_rule_speaks_for_its_facts(name: str) -> None:
+def test_a_rule_reports_its_facts(name: str) -> None:
     changes, expected = SPEAKS[name]
     assert sentences(*changes) == [expected]
 
@@ -150,7 +150,7 @@ SILENT: dict[str, list[dict[str, object]]] = {
     "a loader whose processes wait for a processor": [{"loader": 0.03, "loader_processes": True, "delay": 0.8}],
     "equal rows: the machine is slower": [{}, {"compute": 0.02}],
     "one item on the host": [{"items": 1, "item_seconds": 0.02}],
-    "small operations beside large ones": [{"ops": 4000, "small_ops": 3990, "small_seconds": 0.01}],
+    "small operations between large ones": [{"ops": 4000, "small_ops": 3990, "small_seconds": 0.01}],
     "compiled code launches small kernels": [{"kernels": 4000, "kernel_seconds": 0.01, "compiled": True}],
     "the device computes while the host waits for it": [{**DEVICE, "items": 1, "synchronizing": 0.03}],
     "the device computes while the host loads data": [{**DEVICE, "loader": 0.02}],
@@ -171,7 +171,7 @@ def test_a_rule_is_silent_when_unsure(name: str) -> None:
     assert sentences(*SILENT[name]) == []
 
 
-def test_who_waits_for_whom_is_said_where_nothing_else_explains_it() -> None:
+def test_waiting_ranks_are_reported_if_nothing_else_explains_the_wait() -> None:
     wait = CollectiveWait("all_reduce #7 (64 MB)", 0, {1: 0.018, 2: 0.017}, LINE, steady=1.0)
     assert sentences({}, {}, {}, waits=(wait,)) == [
         (
@@ -179,7 +179,7 @@ def test_who_waits_for_whom_is_said_where_nothing_else_explains_it() -> None:
             "loss.item()"
         )
     ]
-    assert len(sentences({"loader": 0.02}, {}, {}, waits=(wait,))) == 1  # the loader is the reason
+    assert len(sentences({"loader": 0.02}, {}, {}, waits=(wait,))) == 1  # The loader is the reason.
     for unsure in (
         replace(wait, steady=0.5),
         replace(wait, seconds={1: 0.001}),
@@ -187,9 +187,9 @@ def test_who_waits_for_whom_is_said_where_nothing_else_explains_it() -> None:
         replace(wait, culprit=9),
     ):
         assert sentences({}, {}, {}, waits=(unsure,)) == []
-    assert sentences({"delay": 0.9}, {}, {}, waits=(wait,)) == []  # it did not get a processor
+    assert sentences({"delay": 0.9}, {}, {}, waits=(wait,)) == []  # It did not get a processor.
     part = ProfileFacts([replace(HEALTHY, rank=rank) for rank in range(3)], [wait], world=8)
-    assert apply_rules(part)[0].sentence.startswith("ranks 1, 2 wait 18 ms")  # of the others nothing is known
+    assert apply_rules(part)[0].sentence.startswith("ranks 1, 2 wait 18 ms")  # Nothing is known about the others.
 
 
 def test_a_barrier_costs_what_the_last_rank_spends_in_it_and_does_not_explain_a_wait() -> None:
@@ -204,7 +204,7 @@ def frame(filename: str, function: str) -> FrameInfo:
     return FrameInfo(filename, 1, function, "")
 
 
-def test_logging_is_known_by_its_own_files() -> None:
+def test_logging_is_recognised_by_its_own_files() -> None:
     train, library = frame("/home/me/tracking/train.py", "train"), "/lib/python3.11/site-packages"
     assert not is_logging([train])
     assert not is_logging([train, frame(f"{library}/tqdm/std.py", "tqdm.__iter__"), frame("data.py", "__getitem__")])

@@ -1,4 +1,4 @@
-"""What the rules of a profile say of ranks on GPUs, from written traces: no machine of this project has a GPU."""
+"""The rules' findings for ranks on GPUs, from written traces, because no machine of this project has a GPU."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def _train(
         kernel: Microseconds of the matrix product's kernel, by rank.
         rows: Rows of the batch, by rank.
         kind: The type of the matrix product's elements.
-        scaler: Whether a GradScaler reads whether a gradient has overflowed.
+        scaler: Whether a GradScaler checks for overflowed gradients.
         reads: Whether the function reads its loss in each step.
         barrier: Whether there is a barrier in each step.
-        late: Microseconds for which the host of rank 1 sleeps before its kernels.
+        late: Microseconds that the host of rank 1 sleeps before its kernels.
     """
     ranks = [GpuRank(rank, asked={"mixed_precision": "bf16"}) for rank in range(2)]
     for _ in range(STEPS):
@@ -58,7 +58,7 @@ def _train(
             each.op("aten::_fused_adamw_", 200.0)
             if reads:
                 each.read()
-        for each in ranks:  # the queue is short: the host is at most a step ahead
+        for each in ranks:  # The queue is short: the host is at most one step ahead.
             each.now = max(each.now, each._free[7] - 1_000.0)
             each.end_step()
     return Analysis(traces(ranks), {0: 0.0, 1: 0.0}, _where)
@@ -68,9 +68,9 @@ def _rules(analysis: Analysis) -> set[str]:
     return {finding.rule for finding in analysis.findings}
 
 
-def test_nothing_stands_out_in_a_healthy_training() -> None:
+def test_nothing_is_reported_for_a_healthy_training() -> None:
     assert _rules(_train()) == set()
-    assert _rules(_train(scaler=True)) == set(), "the scaler's own read is not the function's"
+    assert _rules(_train(scaler=True)) == set(), "the scaler's read does not count as the function's"
 
 
 def test_each_collective_is_joined_once_by_its_kernels() -> None:
@@ -87,7 +87,7 @@ def test_the_rank_whose_kernels_take_longest_is_named() -> None:
     assert finding.ranks == (1,)
     assert finding.sentence.startswith("rank 0 waits 25 ms per step for rank 1 in all_reduce #")
     assert "which computes" in finding.sentence
-    assert "unbalanced_batches" not in _rules(analysis), "the batches are equal"
+    assert "unbalanced_batches" not in _rules(analysis), "the finding says that the batches are equal"
 
 
 def test_waits_are_drawn_between_the_kernels() -> None:
@@ -103,20 +103,20 @@ def test_larger_batches_are_found_by_the_time_of_their_kernels() -> None:
     finding = next(each for each in analysis.findings if each.rule == "unbalanced_batches")
     assert finding.ranks == (1,)
     assert "102 rows" in finding.sentence
-    assert "slowest_rank" not in _rules(analysis), "the cause was named"
+    assert "slowest_rank" not in _rules(analysis), "the cause is named"
 
 
 def test_full_precision_is_weighed_by_kernels() -> None:
     assert "full_precision" in _rules(_train(kind="float"))
     facts = _train(kind="float").facts.ranks[0]
-    assert facts.matrix["float"] == pytest.approx(0.025, rel=0.01), "the host takes 18 us of it"
+    assert facts.matrix["float"] == pytest.approx(0.025, rel=0.01), "the host needs 18 us of it"
 
 
 def test_a_barrier_in_each_step_is_found_by_the_wait_for_its_kernel() -> None:
     analysis = _train(barrier=True)
     finding = next(each for each in analysis.findings if each.rule == "barriers")
     assert finding.seconds > 0.02
-    assert "reads_of_values" not in _rules(analysis), "the wait is the barrier's"
+    assert "reads_of_values" not in _rules(analysis), "the wait is attributed to the barrier"
 
 
 def test_reads_that_wait_for_the_device_are_found() -> None:
@@ -124,14 +124,14 @@ def test_reads_that_wait_for_the_device_are_found() -> None:
     assert "waiting for the device" in finding.sentence
 
 
-def test_a_device_that_waits_in_nccl_is_neither_busy_nor_idle() -> None:
+def test_a_device_that_waits_in_nccl_counts_as_neither_busy_nor_idle() -> None:
     waiting = _train(lambda rank: 40_000.0 if rank else 20_000.0).facts.ranks[0]
     assert waiting.kernel_seconds == pytest.approx(0.0252, rel=0.02)
     assert waiting.communicating > 0.02
     assert waiting.idle < 0.2 * waiting.step
 
 
-def test_growth_of_a_devices_memory_is_not_mixed_with_that_of_main_memory() -> None:
+def test_growth_of_device_memory_is_kept_apart_from_main_memory() -> None:
     ranks = [GpuRank(0)]
     for _ in range(STEPS):
         ranks[0].begin_step()

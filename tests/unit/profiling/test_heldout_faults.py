@@ -1,4 +1,4 @@
-"""Profiles of trainings on which the rules were not developed: each planted fault is named, and nothing else is."""
+"""Profiles of trainings that were not used to develop the rules: each planted fault is named, and nothing else."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_fault_is_named_and_nothing_else(planted: Planted) -> None:
 
 
 @pytest.mark.parametrize(("train", "ranks"), _cases(list(HEALTHY), [train.__name__ for train, _ in HEALTHY]))
-def test_nothing_is_said_of_a_healthy_training(train: Callable[[], None], ranks: int) -> None:
+def test_a_healthy_training_has_no_findings(train: Callable[[], None], ranks: int) -> None:
     with training(train, ranks) as run:
         profile = run.profile()
     print(profile)

@@ -1,4 +1,4 @@
-"""Profiles and memory of live ranks: what is refused and said in words, other ranks, bounds, and failures."""
+"""Profiles and memory of live ranks: refusals with their messages, other ranks, bounds, and failures."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def running(run: Run) -> bool:
 
 
 def called_at_steps(run: Run, rank: int) -> bool:
-    """Whether a profile is still called at the end of a rank's steps."""
+    """Return whether a profile is still called at the end of a rank's steps."""
     callbacks = "__import__('notebook_accelerate.telemetry.step_time', fromlist='x').at_end"
     return bool(run.ask(f"any('StepProfiler' in repr(each) for each in {callbacks})")[rank])
 
 
-def test_chosen_ranks_are_profiled_and_a_paused_one_says_so() -> None:
+def test_selected_ranks_are_profiled_and_a_paused_one_reports_it() -> None:
     run = launched(train, 2)
     try:
         until(lambda: run.ended is not None or run.store.last_step.get(1, 0) > 3)
@@ -93,7 +93,7 @@ def test_chosen_ranks_are_profiled_and_a_paused_one_says_so() -> None:
 
 
 def sampled(profile: Profile) -> tuple[int, int, float]:
-    """Return how many steps were recorded and sampled, and for how many seconds samples were taken."""
+    """Return the numbers of recorded and sampled steps, and for how many seconds samples were taken."""
     (trace,) = profile._analysis.traces
     return len(trace.steps()), len(trace.sampled_steps()), trace.facts["samples"]["seconds"]
 
@@ -114,13 +114,13 @@ def test_short_steps_are_sampled_for_longer_than_they_are_recorded() -> None:
     assert sampled(three)[:2] == (3, 3)
     tracks = {track.name: track for track in by_default.timeline.tracks}
     main = tracks["rank 0 · main thread"]
-    if (lines := tracks.get("rank 0 · lines")) is not None:  # three short steps may be over before their first sample
+    if (lines := tracks.get("rank 0 · lines")) is not None:  # Three short steps may be over before their first sample.
         assert lines.start[-1] + lines.duration[-1] <= main.start[-1] + 1e6
     assert by_default.lines()[0].share <= 1.0
     assert by_default.lines()[0].line.function == "train"
 
 
-def test_a_profile_without_samples_says_why() -> None:
+def test_a_profile_without_samples_gives_the_reason() -> None:
     run = launched(train_with_broken_samples)
     try:
         until(lambda: run.ended is not None or run.store.last_step.get(0, 0) > 3)
@@ -143,7 +143,7 @@ def test_metrics_end_the_steps_of_a_training_without_an_optimizer() -> None:
     assert 0.015 < profile.seconds < 60
 
 
-def test_seconds_bound_a_recording_without_steps() -> None:
+def test_a_recording_without_steps_is_bounded_in_seconds() -> None:
     run = launched(sleeps)
     try:
         until(lambda: running(run))
@@ -165,7 +165,7 @@ def exhausts_memory() -> None:
     del kept
 
 
-def test_an_out_of_memory_failure_says_what_the_memory_held() -> None:
+def test_an_out_of_memory_failure_lists_the_contents_of_memory() -> None:
     run = launched(exhausts_memory)
     until(lambda: run.ended is not None)
     message = run.failures[0].message
@@ -177,8 +177,8 @@ def test_an_out_of_memory_failure_says_what_the_memory_held() -> None:
     assert rows["kept in exhausts_memory"] == ["4.0", "MB"]
 
 
-def test_nothing_is_imported_or_hooked_until_a_profile_is_asked_for() -> None:
-    run = launched(train, method="spawn")  # its modules are not those of this process
+def test_nothing_is_imported_or_hooked_until_a_profile_is_requested() -> None:
+    run = launched(train, method="spawn")  # It does not share the modules of this process.
     try:
         until(lambda: run.ended is not None or run.store.last_step.get(0, 0) > 3)
         names = "[n for n in __import__('sys').modules if n.startswith('notebook_accelerate.worker.')]"

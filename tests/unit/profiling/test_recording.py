@@ -1,4 +1,4 @@
-"""What is recorded of live ranks: whole steps of the optimizer, whatever else the function does, and how it ends."""
+"""The recordings of live ranks: whole steps of the optimizer, whatever else the function does, and their end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def trained(run: Run, steps: int = 3) -> None:
 
 
 def optimizer_steps(profile: Profile) -> list[int]:
-    """Return how many steps of the optimizer begin in each recorded step."""
+    """Return how many steps of the optimizer start in each recorded step."""
     (trace,) = profile._analysis.traces
     begins = [trace.start[i] for i in range(len(trace)) if trace.text(i).startswith("Optimizer.step#")]
     return [sum(start <= begin < end for begin in begins) for start, end in trace.steps()]
@@ -109,7 +109,7 @@ def logs_on_a_thread() -> None:
         time.sleep(0.05)
 
 
-def test_metrics_of_another_thread_end_no_step() -> None:
+def test_metrics_of_another_thread_do_not_end_a_step() -> None:
     with launched(logs_on_a_thread) as run:
         until(lambda: run.ended is not None or "temperature" in run.metrics)
         profile = run.profile(steps=3, seconds=2.0)
@@ -125,7 +125,7 @@ def slow_steps() -> None:
         training.step()
 
 
-def test_a_recording_that_begins_within_a_step_counts_from_the_next_one() -> None:
+def test_a_recording_that_starts_within_a_step_counts_from_the_next_one() -> None:
     with launched(slow_steps) as run:
         trained(run, 1)
         profile = run.profile(steps=1, seconds=30.0)
@@ -156,7 +156,7 @@ def always_profiles_itself() -> None:
             training.step()
 
 
-def test_a_profiler_of_the_function_itself_ends_the_recording_and_not_the_training(tmp_path: Path) -> None:
+def test_a_profiler_of_the_function_ends_the_recording_and_not_the_training(tmp_path: Path) -> None:
     with launched(profiles_itself, str(tmp_path / "go")) as run:
         trained(run)
         timer = threading.Timer(2.0, (tmp_path / "go").touch)
@@ -174,7 +174,7 @@ def test_a_profiler_of_the_function_itself_ends_the_recording_and_not_the_traini
         )
 
 
-def test_while_the_function_itself_records_there_is_no_profile() -> None:
+def test_there_is_no_profile_while_the_function_records() -> None:
     with launched(always_profiles_itself) as run:
         trained(run)
         profile = run.profile()
@@ -196,7 +196,7 @@ def waits_for_a_rank(file: str) -> None:
         accelerator.log({"loop": 1.0})
 
 
-def test_a_rank_that_waits_in_native_code_says_so_soon_and_can_be_profiled_later(tmp_path: Path) -> None:
+def test_a_rank_that_waits_in_native_code_reports_it_soon_and_can_be_profiled_later(tmp_path: Path) -> None:
     with launched(waits_for_a_rank, str(tmp_path / "go"), ranks=2) as run:
         until(lambda: run.ended is not None or "barrier" in repr(run.stacks()[0]))
         begin = time.monotonic()
@@ -261,7 +261,7 @@ def ends_soon() -> None:
         training.step()
 
 
-def test_a_rank_that_ends_meanwhile_says_so() -> None:
+def test_a_rank_that_ends_during_the_recording_reports_it() -> None:
     with launched(ends_soon) as run:
         trained(run, 1)
         profile = run.profile(steps=1000)
@@ -277,7 +277,7 @@ def records(folder: str) -> None:
             torch.ones(4, 4) @ torch.ones(4, 4)
 
 
-def test_what_the_function_has_recorded_is_in_profiles(tmp_path: Path) -> None:
+def test_recordings_of_the_function_are_in_profiles(tmp_path: Path) -> None:
     with launched(records, str(tmp_path), ranks=2) as run:
         until(lambda: run.ended is not None)
         assert run.status == "succeeded", run.error
@@ -293,14 +293,14 @@ def test_what_the_function_has_recorded_is_in_profiles(tmp_path: Path) -> None:
         assert "is not a trace of torch's profiler" in second.missing[1]
 
 
-# ---- what the recording must not do
+# ---- things that a recording must not do
 
 
 class Large:
     """A value that a variable holds."""
 
 
-def test_looking_at_variables_keeps_none() -> None:
+def test_reading_variables_keeps_none_of_them_alive() -> None:
     def train() -> tuple[bool, bool]:
         value = Large()
         known = weakref.ref(value)
@@ -312,7 +312,7 @@ def test_looking_at_variables_keeps_none() -> None:
     assert train() == (True, True)
 
 
-def test_the_dictionary_of_locals_that_a_function_holds_stays_as_it_is() -> None:
+def test_a_dictionary_of_locals_that_a_function_holds_is_unchanged() -> None:
     def train(rate: float) -> dict[str, Any]:
         settings = locals()
         assert held_tensors.variables_of(sys._getframe())["rate"] == rate
@@ -321,7 +321,7 @@ def test_the_dictionary_of_locals_that_a_function_holds_stays_as_it_is() -> None
     assert train(0.5)["rate"] == 0.5
 
 
-def test_threads_that_have_not_begun_or_have_ended_have_no_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_have_no_processor_time_before_their_start_and_after_their_end(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting, over = threading.Thread(target=int), threading.Thread(target=int)
     over.start()
     over.join()
@@ -332,20 +332,20 @@ def test_threads_that_have_not_begun_or_have_ended_have_no_processor_time(monkey
     assert found[threading.main_thread().ident or 0] > 0.01
 
 
-def test_frames_outside_the_launched_function_are_no_part_of_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_outside_the_launched_function_are_excluded_from_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = timed_samples.TimedSamples()
     monkeypatch.setattr(stacks, "LAUNCHERS", (__file__,))
     samples._index(sys._getframe())
     assert samples._places == {}
 
 
-def test_samples_without_a_beginning_end() -> None:
+def test_samples_without_a_start_end() -> None:
     samples = timed_samples.TimedSamples()
     samples.end()
     assert samples.run()["times"] == []
 
 
-def test_samples_lie_between_begin_and_end() -> None:
+def test_samples_are_taken_between_start_and_end() -> None:
     samples, found = timed_samples.TimedSamples(), []
     interval = sys.getswitchinterval()
     thread = threading.Thread(target=lambda: found.append(samples.run()))
@@ -371,7 +371,7 @@ def test_the_precision_of_a_launch_is_known_before_the_state_is(monkeypatch: pyt
     assert step_profiler.asked_for()["mixed_precision"] == "no"
 
 
-def test_samples_go_on_for_the_time_that_was_asked_for() -> None:
+def test_samples_continue_for_the_requested_time() -> None:
     samples, found = timed_samples.TimedSamples(), []
     interval = sys.getswitchinterval()
     thread = threading.Thread(target=lambda: found.append(samples.run()))
@@ -404,7 +404,7 @@ def test_facts_are_appended_to_a_trace_of_torch(tmp_path: Path) -> None:
         step_profiler.append(file, facts)
 
 
-def test_a_trace_travels_where_the_folder_of_the_kernel_is_elsewhere(tmp_path: Path) -> None:
+def test_a_trace_is_sent_if_the_ranks_cannot_reach_the_folder_of_the_kernel(tmp_path: Path) -> None:
     def recorded() -> step_profiler.Recorded:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             torch.ones(2) + 1
@@ -439,7 +439,7 @@ def ends_with_a_profile(file: str) -> None:
             return
 
 
-def test_a_rank_that_ends_waits_until_its_trace_is_written(tmp_path: Path) -> None:
+def test_an_exiting_rank_waits_until_its_trace_is_written(tmp_path: Path) -> None:
     with launched(ends_with_a_profile, str(tmp_path / "go")) as run:
         trained(run)
         threading.Timer(1.0, (tmp_path / "go").touch).start()
@@ -449,11 +449,11 @@ def test_a_rank_that_ends_waits_until_its_trace_is_written(tmp_path: Path) -> No
     assert (profile.missing, profile.steps) == ({}, 200)
 
 
-# ---- what variables keep
+# ---- memory held by variables
 
 
 class Holder:
-    """An object of the function's, with an attribute and containers in a container."""
+    """An object of the function, with an attribute and nested containers."""
 
     def __init__(self) -> None:
         self.mean: Any = 0.0
@@ -462,7 +462,7 @@ class Holder:
 
 
 def looked(steps: int) -> list[dict[str, Any]]:
-    """Return what is seen before and after so many steps of a training that keeps this and that."""
+    """Return the findings before and after the given number of steps of a training that keeps references."""
     watch, found = held_tensors.GraphWatch(), []
     weight = torch.ones(600, 600, requires_grad=True)
     holder, losses, hooked, total = Holder(), [], {}, torch.zeros(())
@@ -483,7 +483,7 @@ def looked(steps: int) -> list[dict[str, Any]]:
     return found
 
 
-def test_what_grows_is_told_from_what_stays() -> None:
+def test_growing_variables_are_distinguished_from_constant_ones() -> None:
     rows = [{"ph": "X", "cat": "user_annotation", "name": f"ProfilerStep#{number}", "ts": 1e4 * number, "dur": 1e4}
             for number in range(4)]  # fmt: skip
     trace = parse({TRACE_KEY: {"rank": 0, "steps": 4, "held": looked(4)}}, rows)
@@ -506,11 +506,11 @@ def attends() -> None:
         optimizer.zero_grad(set_to_none=False)
 
 
-def test_memory_is_compared_with_what_parameters_and_optimizer_ask_for() -> None:
+def test_memory_is_compared_with_the_size_of_parameters_and_optimizer() -> None:
     with launched(attends) as run:
         trained(run)
         memory = run.memory(seconds=0)
-    size = 4 * (192 * 64 + 192 + 64 * 64 + 64)  # a module with parameters of its own and with another module
+    size = 4 * (192 * 64 + 192 + 64 * 64 + 64)  # A module with its own parameters and with another module.
     parts = memory.bytes(0)
     assert (parts["parameters"], parts["gradients"]) == (size, size)
     assert 2 * size <= parts["optimizer state"] <= 2 * size + 64
@@ -531,13 +531,13 @@ def sets_gradients() -> None:
         optimizer.zero_grad()
 
 
-def test_a_training_survives_many_looks_at_its_memory() -> None:
+def test_a_training_survives_many_memory_reports() -> None:
     with launched(sets_gradients) as run:
         trained(run)
         for _ in range(100):
             memory = run.memory(seconds=0)
             assert memory.missing == {}
-            assert memory.bytes(0)["gradients"] == 100 * 4 * (16 * 16 + 16)  # read when a step ends
+            assert memory.bytes(0)["gradients"] == 100 * 4 * (16 * 16 + 16)  # Read when a step ends.
         assert run.status == "running"
 
 
@@ -572,7 +572,7 @@ def test_collectives_of_several_groups_are_joined_by_group_and_number() -> None:
     assert max(each.waits()[0] for each in late) > 0.02
 
 
-def test_the_main_thread_of_a_forked_rank_has_a_processor_time_of_its_own() -> None:
+def test_the_main_thread_of_a_forked_rank_has_its_own_processor_time() -> None:
     module = "__import__('notebook_accelerate.worker.timed_samples', fromlist=['x'])"
     ask = f"(lambda m: m._seconds_of(m._thread_numbers()))({module})[__import__('threading').main_thread().ident]"
     with launched(logs_often) as run:

@@ -1,4 +1,4 @@
-"""Traces read into columns, merged on one clock, and joined across ranks; the files of a profile."""
+"""Traces read into columns, merged on one clock, and joined across ranks, and the files of a profile."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def trace(rank: int, late: float = 0.0) -> RankTrace:
     return parse({TRACE_KEY: facts(rank, late), "distributedInfo": {"rank": rank, "pg_count": 1}}, rank_events(late))
 
 
-def test_columns_steps_and_own_times() -> None:
+def test_a_trace_has_columns_steps_and_own_times() -> None:
     read = trace(0)
     assert len(read) == 8
     assert read.steps() == [(0.0, 10_000.0), (10_000.0, 20_000.0)]
@@ -74,20 +74,20 @@ def test_columns_steps_and_own_times() -> None:
     assert own == {"gloo:all_reduce": 10_000, "aten::addmm": 4000, "aten::linear": 2000}
 
 
-def test_a_step_in_whose_middle_recording_began_is_left_out() -> None:
+def test_a_step_that_the_recording_entered_in_the_middle_is_dropped() -> None:
     head = {TRACE_KEY: {**facts(0, 0.0), "steps": 1, "skipped": 1}}
     assert parse(head, rank_events(0.0)).steps() == [(10_000.0, 20_000.0)]
 
 
 def printing(times: list[float], which: list[int], **more: Any) -> RankFacts:
-    """Return the facts of two steps of 10 ms with samples at times in ms, of ``print`` where ``which`` is 1."""
+    """Return the facts of two steps of 10 ms with samples at times in ms, inside of ``print`` where ``which`` is 1."""
     found = facts(0, 0.0)
     frames = [["train.py", 5, "train", "x = model(x)"], ["train.py", 9, "train", "print(x)"]]
     found["samples"] |= {"frames": frames, "times": [int(at * 1e6) for at in times], "which": which}
     return Analysis([parse({TRACE_KEY: {**found, **more}}, rank_events(0.0))], {}, str).facts.ranks[0]
 
 
-def test_reads_with_other_operations_between_them_are_no_loop_over_values() -> None:
+def test_reads_with_other_operations_in_between_are_not_a_loop_over_values() -> None:
     def reading(pause: float) -> RankFacts:
         reads = [event("aten::item", 7000 + index * (pause + 10), 10) for index in range(10)]
         return Analysis([parse({TRACE_KEY: facts(0, 0.0)}, [*rank_events(0.0), *reads])], {}, str).facts.ranks[0]
@@ -98,7 +98,7 @@ def test_reads_with_other_operations_between_them_are_no_loop_over_values() -> N
 
 
 def waiting_for_batches(seconds: float, processes: str = "MultiProcessing", delay: float = 0.0) -> RankFacts:
-    """Return the facts of two steps of 10 ms without a wait, and of two more that wait so long for a DataLoader."""
+    """Return the facts of two steps of 10 ms without a wait, and two more with the given wait for a DataLoader."""
     found = facts(0, 0.0)
     loader = "lib/torch/utils/data/dataloader.py"
     frames = [["train.py", 5, "train", "x = next(batches)"], [loader, 1278, "Iter._try_get_data", ""]]
@@ -111,18 +111,18 @@ def waiting_for_batches(seconds: float, processes: str = "MultiProcessing", dela
     return Analysis([parse({TRACE_KEY: found}, rows)], {}, str).facts.ranks[0]
 
 
-def test_steps_that_were_only_sampled_tell_how_long_they_wait_for_worker_processes() -> None:
+def test_steps_that_were_only_sampled_give_the_wait_for_worker_processes() -> None:
     assert waiting_for_batches(0.012).loader == pytest.approx(12 / 20 * 0.01, rel=0.01)
-    assert waiting_for_batches(0.012, "SingleProcess").loader == pytest.approx(1e-5)  # they wait for nobody
+    assert waiting_for_batches(0.012, "SingleProcess").loader == pytest.approx(1e-5)  # They do not wait.
     assert waiting_for_batches(0.0).loader == pytest.approx(1e-5)
     (finding,) = slow_loader([waiting_for_batches(0.012)])
     assert "60 % of each step" in finding.sentence
     assert "worker processes do not keep up" in finding.sentence
     assert slow_loader([waiting_for_batches(0.012, delay=0.5)]) == [finding]
-    assert slow_loader([waiting_for_batches(0.012, delay=0.8)]) == []  # they may wait for a processor
+    assert slow_loader([waiting_for_batches(0.012, delay=0.8)]) == []  # They may wait for a processor.
 
 
-def test_steps_that_were_only_sampled_tell_how_long_printing_takes() -> None:
+def test_steps_that_were_only_sampled_give_the_duration_of_printing() -> None:
     few = printing([0, 20], [0, 0])
     assert (few.logging, few.logging_line) == (0.0, None)
     boundaries = [int(at * 1e6) for at in (30, 40, 50)]
@@ -133,13 +133,13 @@ def test_steps_that_were_only_sampled_tell_how_long_printing_takes() -> None:
     assert more.logging_line.source == "print(x)"
 
 
-def test_one_long_step_does_not_hide_what_takes_a_part_of_the_others() -> None:
+def test_one_long_step_does_not_hide_a_part_of_the_others() -> None:
     boundaries = [int(at * 1e6) for at in (30, 40, 50, 550)]
     found = printing([0, 10, 13, 20, 35, 40, 45, 50, 300, 550], [0, 0, 1, 0, 1, 0, 1, 0, 0, 0], boundaries=boundaries)
     assert found.logging == pytest.approx(13 / 40 * 0.01)
 
 
-def test_a_forward_pass_of_ddp_is_a_phase_and_no_operation() -> None:
+def test_a_forward_pass_of_ddp_is_a_phase_and_not_an_operation() -> None:
     rows = [*rank_events(0.0), event("DistributedDataParallel.forward", 50, 3500)]
     merged = Analysis([parse({TRACE_KEY: facts(0, 0.0)}, rows)], {}, str)
     assert {row.name for row in merged.ops} == {"gloo:all_reduce", "aten::linear", "aten::addmm"}
@@ -177,18 +177,18 @@ def test_clocks_of_hosts_are_aligned() -> None:
     assert starts == pytest.approx({0: 4000.0, 1: 6000.0})
 
 
-def test_collectives_of_unlike_ranks_are_not_joined() -> None:
+def test_collectives_of_different_ranks_are_not_joined() -> None:
     other = parse({TRACE_KEY: facts(1, 0.0)}, [row for row in rank_events(0.0) if "gloo" not in row["name"]])
     assert Analysis([trace(0), other], {}, str).joined == []
     several = parse({"distributedInfo": {"rank": 1, "pg_count": 2}}, rank_events(0.0))
-    assert Analysis([trace(0), several], {}, str).joined == []  # which group a collective is of is not known
+    assert Analysis([trace(0), several], {}, str).joined == []  # The group of the collective is unknown.
 
 
-def test_collectives_of_groups_are_joined_by_when_each_rank_has_entered_them() -> None:
-    """Ranks 0 and 1, and 2 and 3, are one group each, with one name; all four are another."""
+def test_collectives_of_groups_are_joined_by_when_each_rank_entered_them() -> None:
+    """Ranks 0 and 1, and ranks 2 and 3, are two groups with the same name. All four ranks form another group."""
     every = {"pg_name": "0", "ranks": [0, 1, 2, 3]}
     entered = {rank: [["1", 8, "all_reduce", 10**6, 0.003], ["0", 5, "all_reduce", 10**6, 0.013]] for rank in range(4)}
-    entered[3] = entered[3][1:]  # the first one was entered before the recording
+    entered[3] = entered[3][1:]  # The first one was entered before the recording.
     read = []
     for rank in range(4):
         own = {"pg_name": "1", "ranks": [0, 1] if rank < 2 else [2, 3]}
@@ -199,7 +199,7 @@ def test_collectives_of_groups_are_joined_by_when_each_rank_has_entered_them() -
     assert [(each.number, sorted(each.calls), each.last) for each in joined] == [(8, [0, 1], 1), (5, [0, 1, 2, 3], 3)]
 
 
-def test_a_device_has_streams_and_collectives_with_numbers() -> None:
+def test_a_device_has_streams_and_numbered_collectives() -> None:
     rows = rank_events(0.0)[:2]
     comms = {"Collective name": "allreduce", "In msg nelems": 16_000_000, "dtype": "Float", "Process Group Name": "0"}
     rows += [
@@ -247,7 +247,7 @@ def test_files_are_read_and_written(tmp_path: Path) -> None:
     assert "svg" in html
     assert "aten::addmm" in repr(profile)
     for name in ("a", "b", "c"):
-        (tmp_path / f"{name}.json").write_text(json.dumps(rank_events(0.0)))  # without ranks
+        (tmp_path / f"{name}.json").write_text(json.dumps(rank_events(0.0)))  # Without ranks.
     assert Profile.load(*(tmp_path / f"{name}.json" for name in "abc")).ranks == [0, 1, 2]
     (tmp_path / "text.json").write_text("[]x")
     with pytest.raises(ValueError, match="is not a trace of torch's profiler"):
@@ -299,7 +299,7 @@ def test_a_trace_with_odd_values_is_refused_or_read(tmp_path: Path, seed: int) -
         "empty", "zeros", "deep", "number", "no list", "no name", "torn", "checksum", "no gzip", "400 MB", "facts",
     ],
 )  # fmt: skip
-def test_a_damaged_trace_is_one_error_with_its_name(tmp_path: Path, data: bytes) -> None:
+def test_a_damaged_trace_raises_one_error_with_its_name(tmp_path: Path, data: bytes) -> None:
     file = tmp_path / "trace.json.gz"
     file.write_bytes(data)
     begin = time.process_time()
@@ -308,13 +308,13 @@ def test_a_damaged_trace_is_one_error_with_its_name(tmp_path: Path, data: bytes)
     assert time.process_time() - begin < 10
 
 
-def test_a_pipe_is_no_trace(tmp_path: Path) -> None:
+def test_a_pipe_is_not_a_trace(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "trace.json")
     with pytest.raises(ValueError, match="not a regular file"):
         Profile.load(tmp_path)
 
 
-def test_events_that_overlap_have_threads_of_their_own_and_inexact_ends_have_not() -> None:
+def test_overlapping_events_get_separate_threads_unless_their_ends_are_inexact() -> None:
     timeline = Timeline(names=["a"])
     for name, spans in {
         "two at a time": [(0.0, 9.0), (1.0, 3.0), (2.0, 3.0), (6.0, 2.0), (6.0, 5.0)],
@@ -339,8 +339,8 @@ def test_events_that_overlap_have_threads_of_their_own_and_inexact_ends_have_not
     }
 
 
-def test_a_merged_trace_begins_at_0_where_a_step_began_before_its_first_event() -> None:
-    """Perfetto drops what has a negative time: it was once the first step, by 37 ns of two clocks."""
+def test_a_merged_trace_starts_at_0_even_if_a_step_started_before_its_first_event() -> None:
+    """Perfetto drops events with negative times. This happened to the first step, by 37 ns between two clocks."""
     timeline = Timeline(names=["a"], steps=[Step(0, -0.037, 10.0, 1)])
     track = Track(0, "rank 0 · main thread")
     for values, value in ((track.start, 0.0), (track.duration, 2.0), (track.names, 0), (track.category, 0)):
@@ -350,7 +350,7 @@ def test_a_merged_trace_begins_at_0_where_a_step_began_before_its_first_event() 
     assert [(row.thread, row.start, row.end) for row in kept] == [("steps", 0, 10037), ("main thread", 37, 2037)]
 
 
-def test_the_peak_of_allocations_and_what_fits() -> None:
+def test_the_peak_of_allocations_gives_the_sizes_that_fit() -> None:
     read = trace(0)
     read.memory = [(100.0, 1000, 1), (200.0, 5000, 2), (300.0, -1000, 1), (400.0, 2000, 3), (500.0, -5000, 2)]
     peak = peak_of(read, Analysis([read], {}, str).samples[0])

@@ -1,4 +1,4 @@
-"""The back end of the process group, which no CUDA device is needed to choose."""
+"""The back end of the process group, whose choice needs no CUDA device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CUDA, BOTH = device_table.row("cuda"), "cuda:nccl,cpu:gloo"
         ("cpu", "nccl", False, "gloo"),
     ],
 )
-def test_backend_of_a_device(device: str, requested: str | None, with_cpu: bool, expected: str) -> None:
+def test_each_device_has_a_back_end(device: str, requested: str | None, with_cpu: bool, expected: str) -> None:
     assert partial_state.choose_backend(device_table.row(device), requested, with_cpu) == expected
 
 
@@ -59,7 +59,7 @@ def _fsdp(**settings: Any) -> FullyShardedDataParallelPlugin:
         (None, "nccl"),
         (_fsdp(fsdp_version=2), "nccl"),
         (_fsdp(fsdp_version=2, cpu_offload=True), BOTH),
-        (_fsdp(fsdp_version=1, cpu_offload=True), "nccl"),  # clips on the device
+        (_fsdp(fsdp_version=1, cpu_offload=True), "nccl"),  # Clips on the device.
     ],
     ids=["no plugin", "on the device", "offloaded", "FSDP 1"],
 )
@@ -75,7 +75,9 @@ def test_a_later_state_keeps_both_back_ends(started: list[str]) -> None:
 
 
 @pytest.mark.parametrize("by_layout", [False, True])
-def test_offloading_by_the_environment(by_layout: bool, started: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloading_by_the_environment_starts_gloo_too(
+    by_layout: bool, started: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
     monkeypatch.setattr("notebook_accelerate.state.accelerator_state.arrange_ranks", lambda _: {})
     if by_layout:

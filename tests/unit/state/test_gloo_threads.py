@@ -46,7 +46,7 @@ def test_busy_threads_are_waited_for() -> None:
     process_group.wait_for_idle(limit=120.0)
     assert thread.done.is_set()
     begin = time.monotonic()
-    process_group.wait_for_idle(limit=120.0)  # it is idle now
+    process_group.wait_for_idle(limit=120.0)  # It is idle now.
     assert time.monotonic() - begin < 60.0
     thread.end()
 
@@ -58,7 +58,7 @@ def test_waiting_ends_at_the_limit() -> None:
     thread.end()
 
 
-@pytest.mark.skipif(is_torch_version("<", "2.13"), reason="gloo's threads have names since torch 2.13")
+@pytest.mark.skipif(is_torch_version("<", "2.13"), reason="gloo names its threads since torch 2.13")
 def test_gloos_threads_are_found_by_name(interpreters: InterpreterServer) -> None:
     code = (
         "import time\n"
@@ -66,10 +66,10 @@ def test_gloos_threads_are_found_by_name(interpreters: InterpreterServer) -> Non
         "dist.init_process_group('gloo', rank=0, world_size=1, store=dist.HashStore())\n"
         "PartialState(cpu=True)\n"
         "end = time.monotonic() + 60.0\n"
-        "while not process_group._threads() and time.monotonic() < end:\n"  # a thread has its name once it runs
+        "while not process_group._threads() and time.monotonic() < end:\n"  # A thread has its name once it runs.
         "    time.sleep(0.01)\n"
         "print(len(process_group._threads()))"
     )
     done = interpreters.run("-c", code, env=os.environ)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 0, "torch has renamed gloo's threads: nothing waits for them"
+    assert int(done.stdout) > 0, "torch has renamed gloo's threads, so nothing would wait for them"

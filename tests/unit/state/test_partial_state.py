@@ -18,7 +18,7 @@ def no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
 
 
-def test_one_process_without_a_launcher() -> None:
+def test_without_a_launcher_there_is_one_process() -> None:
     state = PartialState()
     assert (state.num_processes, state.process_index, state.local_process_index) == (1, 0, 0)
     assert state.distributed_type == DistributedType.NO
@@ -42,7 +42,7 @@ def test_instances_share_one_dictionary() -> None:
         _ = first.device
 
 
-def test_a_state_that_was_pickled_is_the_state_of_the_process_that_reads_it() -> None:
+def test_a_pickled_state_becomes_the_state_of_the_process_that_loads_it() -> None:
     state = PartialState()
     again = pickle.loads(pickle.dumps(state))
     assert again.__dict__ is state.__dict__
@@ -54,14 +54,14 @@ def test_debug_mode_is_read_as_a_truth_value(monkeypatch: pytest.MonkeyPatch, te
     assert PartialState().debug is on
 
 
-def test_a_rank_outside_its_world_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_outside_its_world_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="RANK=2 is outside WORLD_SIZE=2"):
         PartialState()
 
 
-def test_decorators_run_where_they_should() -> None:
+def test_decorators_run_on_their_ranks() -> None:
     state = PartialState()
     calls: list[str] = []
 
@@ -84,7 +84,7 @@ def test_decorators_run_where_they_should() -> None:
     local()
     state.on_last_process(lambda: calls.append("last"))()
     state.on_local_main_process()(lambda: calls.append("local main"))()
-    assert calls == ["main", "second", "local", "last", "local main"]  # one rank is every rank
+    assert calls == ["main", "second", "local", "last", "local main"]  # One rank is every rank.
 
 
 def test_the_old_parameter_of_on_local_process_still_works() -> None:
@@ -101,7 +101,7 @@ def test_decorators_check_the_rank_at_each_call(monkeypatch: pytest.MonkeyPatch)
     assert decorated() is None
 
 
-def test_main_process_first_releases_the_others_also_after_an_exception() -> None:
+def test_main_process_first_releases_the_others_even_after_an_exception() -> None:
     with pytest.raises(ZeroDivisionError), PartialState().main_process_first():
         _ = 1 / 0
 
@@ -138,7 +138,7 @@ def test_reset_clears_all_three_states() -> None:
     assert not is_initialized()
     assert AcceleratorState().mixed_precision == "no"
     assert GradientState().sync_gradients is True
-    assert kept.sync_gradients is False  # objects prepared before keep their own
+    assert kept.sync_gradients is False  # Objects prepared before keep their own state.
 
 
 class TestAcceleratorState:
@@ -166,7 +166,7 @@ class TestAcceleratorState:
         assert state.distributed_type == DistributedType.FSDP
         assert state.is_fsdp2
 
-    def test_an_unknown_deepspeed_plugin(self) -> None:
+    def test_an_unknown_deepspeed_plugin_is_refused(self) -> None:
         with pytest.raises(ValueError, match="no DeepSpeed plugin is named 'x'"):
             AcceleratorState().get_deepspeed_plugin("x")
 
@@ -177,7 +177,7 @@ class TestAcceleratorState:
 
 
 class TestGradientState:
-    def test_defaults(self) -> None:
+    def test_defaults_synchronise_every_step(self) -> None:
         state = GradientState()
         assert state.sync_gradients
         assert state.num_steps == 1

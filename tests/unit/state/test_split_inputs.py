@@ -35,7 +35,7 @@ def test_padding_repeats_the_last_item_and_nothing_else(length: int, size: int, 
         assert set(values[end - begin :]) <= {length - 1}
 
 
-def test_documented_examples() -> None:
+def test_documented_examples_hold() -> None:
     assert split(["A", "B", "C"], 2) == [["A", "B"], ["C"]]
     assert split(["A", "B", "C"], 2, padding=True) == [["A", "B"], ["C", "C"]]
     assert split(("A",), 2) == [("A",), ()]
@@ -49,7 +49,7 @@ def test_dicts_are_split_value_by_value() -> None:
     assert second["b"].tolist() == [2, 2]
 
 
-def test_dict_values_of_different_lengths() -> None:
+def test_dict_values_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match=r"lengths \{'a': 1, 'b': 2\}; pass values of the same length"):
         split({"a": [1], "b": [1, 2]}, 2)
 
@@ -66,7 +66,7 @@ def test_a_tensor_without_dimensions_is_refused() -> None:
 
 
 @pytest.mark.parametrize("inputs", [5, "text", {1, 2}])
-def test_what_is_no_sequence_is_returned_whole(inputs: Any) -> None:
+def test_a_value_that_is_not_a_sequence_is_returned_whole(inputs: Any) -> None:
     assert split(inputs, 2) == [inputs, inputs]
 
 

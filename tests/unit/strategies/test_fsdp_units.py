@@ -31,7 +31,7 @@ def model() -> nn.Sequential:
 BLOCKS = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
 
 
-def test_units_by_class() -> None:
+def test_units_are_found_by_class() -> None:
     built = model()
     assert find_units(built, BLOCKS) == list(built[1])
     assert find_units(built, None) == []
@@ -42,17 +42,17 @@ def test_units_by_size_are_never_lists() -> None:
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=20)
     assert find_units(built, policy) == [built[0], built[1][0].inner, built[1][1].inner]
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=30)
-    assert find_units(built, policy) == []  # the list alone is large enough
+    assert find_units(built, policy) == []  # The list alone is large enough.
 
 
-def test_a_parameter_that_two_units_share_is_left_to_what_is_around_them() -> None:
+def test_a_parameter_shared_by_two_units_stays_outside_of_them() -> None:
     built = model()
     built[1][1].inner.weight = built[1][0].inner.weight
     assert find_units(built, BLOCKS) == []
     assert tied_names(built) == [["1.0.inner.weight", "1.1.inner.weight"]]
 
 
-def test_what_lost_its_ties_gets_them_again() -> None:
+def test_lost_ties_are_restored() -> None:
     built = model()
     built[1][1].inner.weight = built[1][0].inner.weight
     ties = tied_names(built)
@@ -67,7 +67,7 @@ def test_what_lost_its_ties_gets_them_again() -> None:
     assert not any(parameter.is_meta for parameter in built.parameters())
 
 
-def test_ignored_modules_by_name() -> None:
+def test_ignored_modules_are_found_by_name() -> None:
     built = model()
     assert find_ignored_modules(built, r"1\.\d") == list(built[1])
     assert find_ignored_modules(built, [built[0]]) == [built[0]]
@@ -88,7 +88,7 @@ def test_checkpointed_units_compute_the_same() -> None:
         assert checkpoint_activations(built, [], offload=False) == []
 
 
-def test_low_precision_is_raised_where_it_is_trained() -> None:
+def test_low_precision_is_raised_if_it_is_trained() -> None:
     built = nn.Linear(2, 2).to(torch.bfloat16)
     built.bias.requires_grad_(False)
     assert not upcast_trained(built, Precision("cpu"))
@@ -99,7 +99,7 @@ def test_low_precision_is_raised_where_it_is_trained() -> None:
 
 
 class TestPlugin:
-    def test_classes_that_the_model_has_not(self) -> None:
+    def test_classes_that_the_model_lacks_are_reported(self) -> None:
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap="Block, Layer"
         )
@@ -115,23 +115,23 @@ class TestPlugin:
             policy = plugin.policy_for(built)
         assert list(find_units(built, policy)) == []
 
-    def test_mixed_precision_by_name(self) -> None:
+    def test_mixed_precision_can_be_given_by_name(self) -> None:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy={"param_dtype": "bf16"})
         plugin.set_mixed_precision("fp16")
         assert plugin.mixed_precision_policy.param_dtype == torch.bfloat16
         plugin.set_mixed_precision("fp16", override=True)
         assert plugin.mixed_precision_policy.param_dtype == torch.float16
-        assert plugin.mixed_precision_policy.reduce_dtype in {torch.float16, None}  # older torch: None where equal
+        assert plugin.mixed_precision_policy.reduce_dtype in {torch.float16, None}  # Older torch: None if equal.
         with pytest.raises(ValueError, match=r"pass a torch\.distributed\.fsdp\.MixedPrecision,"):
             FullyShardedDataParallelPlugin(mixed_precision_policy=plugin.mixed_precision_policy)
 
-    def test_options_of_the_other_version(self) -> None:
+    def test_options_of_the_other_version_are_refused_or_translated(self) -> None:
         with pytest.raises(ValueError, match="sharding_strategy='FULL_SHARD' belongs to FSDP 1"):
             FullyShardedDataParallelPlugin(fsdp_version=2, sharding_strategy="FULL_SHARD")
         plugin = FullyShardedDataParallelPlugin(reshard_after_forward="shard_grad_op")
         assert plugin.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
 
-    def test_choices_become_torchs_objects(self) -> None:
+    def test_choices_become_objects_of_torch(self) -> None:
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True)
         plugin.set_cpu_offload()
         plugin.set_state_dict_type("full_state_dict")

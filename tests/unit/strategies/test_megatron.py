@@ -1,4 +1,4 @@
-"""Megatron-LM's settings, train steps and loaders, as far as they need no megatron-core."""
+"""Megatron-LM's settings, train steps and loaders, as far as they work without megatron-core."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _model(**config: Any) -> Any:
 
 
 class TestPlugin:
-    def test_fields_that_are_none_come_from_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_unset_fields_come_from_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in {"TP_DEGREE": "2", "PP_DEGREE": "4", "SEQUENCE_PARALLELISM": "true"}.items():
             monkeypatch.setenv(f"MEGATRON_LM_{name}", value)
         plugin = MegatronLMPlugin(pp_degree=2)
@@ -44,7 +44,7 @@ class TestPlugin:
         assert arguments["tensor_model_parallel_size"] == 2
         assert (arguments["clip_grad"], arguments["mine"]) == (0.7, 1)
 
-    def test_earlier_names_of_megatron_become_those_of_its_core(self) -> None:
+    def test_earlier_names_of_megatron_are_translated_for_its_core(self) -> None:
         given = {"position_embedding_type": "rotary", "attention_head_type": "multiquery"}
         plugin = MegatronLMPlugin(other_megatron_args=given)
         assert (
@@ -80,7 +80,7 @@ class TestPlugin:
         plugin.set_network_size_args(_model(model_type="mine", depth=7))
         assert plugin.megatron_lm_default_args["num_layers"] == 7
 
-    def test_an_unknown_type_raises_with_the_known_ones(self) -> None:
+    def test_an_unknown_type_is_refused_with_the_known_ones(self) -> None:
         with pytest.raises(ValueError, match=r"model_type='opt'.*gpt2, llama, megatron-bert, t5"):
             MegatronLMPlugin().set_network_size_args(_model(model_type="opt"))
 
@@ -92,7 +92,7 @@ class TestPlugin:
             ({"num_micro_batches": 0}, "whole number of at least 1"),
         ],
     )
-    def test_wrong_settings_raise(self, settings: dict[str, Any], message: str) -> None:
+    def test_wrong_settings_are_refused(self, settings: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             MegatronLMPlugin(**settings)
 
@@ -110,11 +110,11 @@ class TestDegrees:
             check_degrees(MegatronLMPlugin(tp_degree=2, pp_degree=2), 2)
 
     @pytest.mark.skipif(importlib.util.find_spec("megatron") is not None, reason="megatron-core is installed")
-    def test_a_missing_library_raises_with_the_line_to_type(self) -> None:
+    def test_a_missing_library_is_reported_with_the_line_to_type(self) -> None:
         with pytest.raises(ImportError, match=r"pip install 'megatron-core>=0.16,<0.17'"):
             Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin())
 
-    def test_two_numbers_of_micro_batches_contradict(self) -> None:
+    def test_two_numbers_of_micro_batches_are_refused(self) -> None:
         with pytest.raises(ValueError, match="gradient_accumulation_steps=2 and num_micro_batches=4 contradict"):
             Accelerator(
                 cpu=True, gradient_accumulation_steps=2, megatron_lm_plugin=MegatronLMPlugin(num_micro_batches=4)
@@ -136,7 +136,7 @@ class TestTrainSteps:
         assert hidden[0, 0].int().tolist() == [[1, 1, 1, 1], [1, 0, 1, 1], [1, 0, 0, 1], [1, 0, 0, 0]]
         assert positions.tolist() == [[0, 1, 2, 3]]
 
-    def test_labels_and_padding_without_loss(self) -> None:
+    def test_ignored_labels_and_padding_have_no_loss(self) -> None:
         step = GPTTrainStep(_world(), SimpleNamespace(orig_vocab_size=9))
         rows = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "labels": torch.tensor([[-100, 6, -100, 8]])}
         _, labels, loss_mask, *_ = step.get_batch(iter([rows]))
@@ -145,7 +145,7 @@ class TestTrainSteps:
         total, count, reported = step.loss_func(loss_mask, torch.tensor([[1.0, 9.0, 2.0, 9.0]]))
         assert (total.item(), count.item(), reported["lm loss"].tolist()) == (3.0, 2, [3.0, 2.0])
 
-    def test_the_decoder_of_a_t5_begins_with_the_padding_token(self) -> None:
+    def test_the_decoder_of_a_t5_starts_with_the_padding_token(self) -> None:
         step = T5TrainStep(_world(), SimpleNamespace(orig_vocab_size=9, pad_token_id=0))
         rows = {
             "input_ids": torch.tensor([[5, 6, 0]]),

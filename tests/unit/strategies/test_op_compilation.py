@@ -69,12 +69,12 @@ def test_a_lock_is_removed_when_its_process_is_dead(own: Path) -> None:
         assert deepspeed_engine.remove_dead_locks(own) == locks[1:]
 
 
-def test_a_zombie_has_ended() -> None:
+def test_a_zombie_counts_as_dead() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:
         assert not deepspeed_engine._has_ended(Path("/proc/self"))
-        assert process.stdout.read() == b""  # it has closed its files, and is about to end
+        assert process.stdout.read() == b""  # It has closed its files, and is about to exit.
         deadline = time.monotonic() + 60
         while not deepspeed_engine._has_ended(Path(f"/proc/{process.pid}")):
             assert time.monotonic() < deadline
@@ -86,7 +86,7 @@ def test_a_zombie_has_ended() -> None:
 
 
 @pytest.mark.usefixtures("fresh_state")
-def test_a_lock_stays_that_an_invisible_process_may_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lock_that_an_invisible_process_may_hold_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock = tmp_path / "one" / "lock"
     end(held(lock))
     monkeypatch.setattr(deepspeed_engine, "_CONTAINER_FILE_SYSTEMS", frozenset())
@@ -103,12 +103,12 @@ def test_a_lock_stays_that_an_invisible_process_may_hold(tmp_path: Path, monkeyp
         assert deepspeed_engine.remove_dead_locks(tmp_path) == [lock]
 
 
-def test_the_file_system_is_unknown_where_mounts_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_system_is_unknown_if_mounts_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path / "missing"))
     assert deepspeed_engine._file_system_type(tmp_path) == ""
 
 
-def test_the_extensions_folder_is_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_extensions_folder_is_shared_with_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     assert deepspeed_engine.extensions_folder().resolve() == Path(get_default_build_root()).resolve()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

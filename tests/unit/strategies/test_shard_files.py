@@ -29,7 +29,7 @@ class Kept(io.BytesIO):
 
 @pytest.mark.parametrize("dtype", sorted(shard_files._DTYPES, key=str), ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_framed_tensor_is_what_torch_saves(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_a_framed_tensor_equals_the_output_of_torch_save(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.randn(shape) * 10).to(dtype)
     ours, torchs = Kept(), io.BytesIO()
     shard_files._write_tensor(ours, tensor)
@@ -52,7 +52,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("tensor", OTHERS.values(), ids=OTHERS)
-def test_other_tensors_are_read_back_the_same(tensor: torch.Tensor) -> None:
+def test_other_tensors_are_read_back_unchanged(tensor: torch.Tensor) -> None:
     stream = Kept()
     shard_files._write_tensor(stream, tensor)
     assert len(stream.getvalue()) < 4096
@@ -108,7 +108,7 @@ def test_an_error_in_the_background_is_raised(tmp_path: Path) -> None:
         shard_files.ChecksumStream(file, shard_files._call_at_low_priority).write(b"x" * (1 << 15))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has thread priorities")
 def test_background_writes_have_low_priority() -> None:
     def priority() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())

@@ -62,7 +62,7 @@ def test_what_is_framed_is_read_without_torch(tmp_path: Path, read_by_torch: lis
 
 
 def test_what_torch_wrote_is_read(tmp_path: Path, read_by_torch: list[torch.Tensor]) -> None:
-    save(state(fill=True), storage_writer=FileSystemWriter(tmp_path / "part"))  # no group: without communication
+    save(state(fill=True), storage_writer=FileSystemWriter(tmp_path / "part"))  # No group: without communication.
     assert_read(tmp_path / "part")
 
 
@@ -78,10 +78,10 @@ def test_what_other_versions_of_torch_wrote_is_read(
 
     monkeypatch.setattr("notebook_accelerate.strategies.sharding.sharded_checkpoint.bytes_around_values", other_frame)
     assert_read(tmp_path / "part")
-    assert len(read_by_torch) == len(state(fill=True)["model"]) - 1  # what is empty is not read
+    assert len(read_by_torch) == len(state(fill=True)["model"]) - 1  # Empty entries are not read.
 
 
-def test_a_file_that_is_missing_or_cut_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_or_truncated_file_is_an_error(tmp_path: Path) -> None:
     make_part("part", state(fill=True)).write_here(tmp_path)
     (file,) = (tmp_path / "part").glob("*.distcp")
     content = file.read_bytes()

@@ -45,7 +45,7 @@ def test_optimizer_state_is_counted_before_the_first_step(name: str) -> None:
     report = accelerator.strategy.sharding()
     model(torch.ones(2, 16)).sum().backward()
     optimizer.step()
-    states = [state for p, state in optimizer.optimizer.state.items() if p.requires_grad]  # Adagrad has some for all
+    states = [state for p, state in optimizer.optimizer.state.items() if p.requires_grad]  # Adagrad has some for all.
     real = sum(item.nbytes for state in states for item in state.values() if torch.is_tensor(item) and item.dim())
     assert report.held["optimizer state"].here == real
     assert report.held["optimizer state"].whole == real
@@ -100,7 +100,7 @@ def test_a_report_is_sent_once_and_again_after_a_change(events: Callable[[], lis
     assert report == accelerator.strategy.sharding()
     assert list(event.held) == list(KINDS)
     accelerator.prepare(torch.utils.data.DataLoader([1]))  # type: ignore[arg-type]
-    assert events() == [], "a loader changes nothing"
+    assert events() == [], "a loader must not change the report"
     accelerator.prepare(_net())
     (event,) = events()
     assert event.held["parameters"]["here"] == 2 * sum(p.nbytes for p in model.parameters())

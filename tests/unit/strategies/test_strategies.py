@@ -42,7 +42,7 @@ def test_an_unknown_kind_of_world_lists_the_known_ones() -> None:
         Accelerator()
 
 
-def test_kinds_of_objects() -> None:
+def test_kinds_of_objects_are_recognised() -> None:
     class Schedule:
         def step(self) -> None: ...
 
@@ -61,7 +61,7 @@ def test_kinds_of_objects() -> None:
         assert kind_of(other) == "other"
 
 
-def test_wrappers_come_off() -> None:
+def test_wrappers_are_removed() -> None:
     model = nn.Linear(1, 1)
     wrapped = nn.DataParallel(model)
     assert extract_model_from_parallel(wrapped) is model
@@ -75,4 +75,4 @@ def test_wrappers_come_off() -> None:
     again = extract_model_from_parallel(compiled)  # type: ignore[arg-type]
     assert is_compiled_module(again)
     assert again._orig_mod is model
-    assert torch.equal(again(torch.ones(1, 1)), model(torch.ones(1, 1)))  # and with the same back end: no compiler runs
+    assert torch.equal(again(torch.ones(1, 1)), model(torch.ones(1, 1)))  # With the same back end: no compiler runs.

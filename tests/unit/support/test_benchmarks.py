@@ -1,4 +1,4 @@
-"""The frame of the benchmarks: rows that fail, paired ratios, and the comparison with the committed table."""
+"""The framework of the benchmarks: failing rows, paired ratios, and the comparison with the committed table."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ratio(value: float, what: str = "to the return") -> Figure:
     return compared(what, [value], [1.0], unit="s")
 
 
-def test_a_row_that_fails_says_so_and_the_others_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_row_is_reported_and_the_others_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
     row("printing", ratio(0.5), error=RuntimeError("the peer lost lines"))
     row("memory", ratio(0.7))
     assert bench.main([]) == 1
@@ -48,15 +48,15 @@ def test_a_row_that_fails_says_so_and_the_others_are_measured(capsys: pytest.Cap
     ]
 
 
-def test_ratios_are_those_of_pairs_with_their_quartiles() -> None:
-    # A busy moment that hits both sides of a pair changes no ratio.
+def test_ratios_are_computed_from_pairs_with_their_quartiles() -> None:
+    # A busy moment that affects both sides of a pair changes no ratio.
     figure = compared("a launch", [1.0, 2.0, 30.0, 4.0, 5.0], [2.0, 4.0, 60.0, 8.0, 10.0], unit="s", ratio=0.5)
     assert (figure.ratio, figure.spread, figure.met) == (0.5, (0.5, 0.5), True)
     alone = compared("a stop", [1.0, 2.0, 3.0, 4.0, 5.0], unit="ms", scale=1e3)
     assert (alone.ours, alone.ratio, alone.spread) == (3000.0, None, (2000.0, 4000.0))
 
 
-def test_a_ratio_that_grew_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_larger_ratio_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     row("fork", ratio(0.5), ratio(0.9, "first line"), ratio(0.01, "close to nothing"))
     assert bench.main(["--record"]) == 0
     assert "WORSE" not in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The runner of the GPU day: limits, what is written after each item, the choice of items."""
+"""The runner of the GPU day: limits, the files written after each item, and the selection of items."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def tests(tmp_path: Path) -> str:
     return str(file)
 
 
-def test_what_ended_before_the_limit_is_known(tmp_path: Path, tests: str) -> None:
+def test_tests_that_finished_before_the_limit_are_known(tmp_path: Path, tests: str) -> None:
     slow = day.Item("slow", 15.0 / day.DRY_FACTOR, (tests,))
     ran = run(tmp_path, slow, day.Item("quick", 60.0, (tests, "-kmeasured")))
     slow_one, quick = ran.results
@@ -60,7 +60,7 @@ def test_what_ended_before_the_limit_is_known(tmp_path: Path, tests: str) -> Non
     assert [row["item"] for row in json.loads((tmp_path / "out" / "results.json").read_text())] == ["slow", "quick"]
 
 
-def test_items_without_time_are_listed_and_others_left_out(tmp_path: Path, tests: str) -> None:
+def test_items_without_time_are_listed_and_others_omitted(tmp_path: Path, tests: str) -> None:
     items = (day.Item("first", 60.0, (tests,)), day.Item("second", 60.0, (tests,)))
     ran = run(tmp_path, *items, seconds=5.0, only=("second",))
     assert [(each.item, each.ended) for each in ran.results] == [("second", "no time left")]

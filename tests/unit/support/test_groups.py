@@ -1,4 +1,4 @@
-"""The runner of the test groups: counts, exit status, what it prints."""
+"""The runner of the test groups: counts, exit status, and output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_groups_without_tests_are_left_out_and_counts_add_up(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_groups_without_tests_are_omitted_and_counts_add_up(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tree / "tests" / "unit" / "test_a.py").write_text(
         "import pytest\ndef test_a(): pass\n@pytest.mark.skip(reason='why')\ndef test_c(): pass\n"
     )
@@ -36,7 +36,7 @@ def test_groups_without_tests_are_left_out_and_counts_add_up(tree: Path, capsys:
     assert " 2 passed, 1 skipped in " in closing
 
 
-def test_a_long_group_runs_in_parts_that_have_each_file_once(tree: Path) -> None:
+def test_a_long_group_runs_in_parts_that_contain_each_file_once(tree: Path) -> None:
     (tree / "tests" / "gpu" / "test_a.py").write_text("")
     for number in range(12):
         (tree / "tests" / "faults" / f"test_{number:02}.py").write_text("#" * 1000)
@@ -58,7 +58,7 @@ def test_one_failure_fails_the_whole_and_shows_the_log(tree: Path, capsys: pytes
     assert " 1 failed, 1 passed in " in out.strip().splitlines()[-1]
 
 
-def test_a_long_explanation_is_abridged_and_the_next_failure_still_seen(
+def test_a_long_explanation_is_abridged_and_the_next_failure_is_still_shown(
     tree: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tree / "tests" / "unit" / "test_a.py").write_text(
@@ -74,7 +74,7 @@ def test_a_long_explanation_is_abridged_and_the_next_failure_still_seen(
     assert "assert 'spade' == 'shovel'" in out
 
 
-def test_targets_of_make_are_run_beside_the_groups(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_make_targets_run_in_parallel_with_the_groups(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tree / "Makefile").write_text("lint:\n\t@echo 'All checks passed!'\n")
     assert groups.main("everyday", "lint") == 0
     assert " 1 passed in " in capsys.readouterr().out.strip().splitlines()[-1]
@@ -85,7 +85,7 @@ def test_targets_of_make_are_run_beside_the_groups(tree: Path, capsys: pytest.Ca
     assert "failed groups: lint" in out
 
 
-def test_what_runs_nightly_is_left_out_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nightly_tests_are_deselected_unless_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     def collected(value: str) -> str:
         monkeypatch.setenv("TEST_NIGHTLY", value)
         command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/faults/test_remote.py"]
@@ -100,7 +100,7 @@ def test_a_tree_without_tests_does_not_pass(tree: Path) -> None:
     assert groups.main("everyday") == 1
 
 
-def test_a_group_with_an_environment_of_its_own_is_run_by_make(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_make_runs_a_group_with_a_separate_environment(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tree / "tests" / "megatron").mkdir()
     (tree / "tests" / "megatron" / "test_a.py").write_text("def test_a(): assert False\n")
     (tree / "Makefile").write_text("test-megatron:\n\t@echo '=== 3 passed in 0.10s ==='\n")

@@ -31,7 +31,7 @@ def test_streams_results_and_displays_are_kept_apart(kernel: Kernel) -> None:
     assert cell.error is None
 
 
-def test_errors_have_name_value_and_traceback(kernel: Kernel) -> None:
+def test_errors_have_a_name_a_value_and_a_traceback(kernel: Kernel) -> None:
     cell = kernel.run("def outer():\n    raise KeyError('lost')\nouter()")
     assert cell.error is not None
     assert (cell.error.ename, cell.error.evalue) == ("KeyError", "'lost'")
@@ -40,7 +40,7 @@ def test_errors_have_name_value_and_traceback(kernel: Kernel) -> None:
         cell.expect_ok()
 
 
-def test_a_cell_collects_what_comes_after_its_end(kernel: Kernel, tmp_path: Path) -> None:
+def test_a_cell_collects_output_after_its_end(kernel: Kernel, tmp_path: Path) -> None:
     go = tmp_path / "go"
     cell = kernel.run(
         "import asyncio, os\nasync def later():\n"
@@ -52,8 +52,8 @@ def test_a_cell_collects_what_comes_after_its_end(kernel: Kernel, tmp_path: Path
     kernel.wait_for(lambda: cell.stdout == "late\n", timeout=60)
 
 
-def test_interrupt_is_the_stop_button(kernel: Kernel) -> None:
-    # One long sleep would miss an interrupt that arrives between Python's last look for signals and the system call.
+def test_interrupt_works_like_the_stop_button(kernel: Kernel) -> None:
+    # One long sleep would miss an interrupt that arrives between Python's last check for signals and the system call.
     cell = kernel.submit("import time\nprint('in', flush=True)\nwhile True: time.sleep(0.05)")
     kernel.wait_for(lambda: "in" in cell.stdout, timeout=60)
     kernel.interrupt()
@@ -62,7 +62,7 @@ def test_interrupt_is_the_stop_button(kernel: Kernel) -> None:
     assert cell.error.ename == "KeyboardInterrupt"
 
 
-def test_values_travel_and_waits_end(kernel: Kernel, tmp_path: Path) -> None:
+def test_values_are_returned_and_waits_end(kernel: Kernel, tmp_path: Path) -> None:
     assert kernel.value("{'a': [1, 2.5, None]}") == {"a": [1, 2.5, None]}
     go = tmp_path / "go"
     with pytest.raises(KernelTimeoutError, match=r"time\.sleep"):

@@ -1,4 +1,4 @@
-"""A forked kernel is like one with an interpreter of its own, but for what is imported."""
+"""A forked kernel behaves like one in a new interpreter, except for its imports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ facts = {
 @pytest.fixture(autouse=True)
 def _forked() -> None:
     if not kernel_forks.can_fork({}):
-        pytest.skip("kernels have interpreters of their own here")
+        pytest.skip("kernels are separate interpreters here")
 
 
 def _facts(kernel: Kernel) -> dict[str, object]:
@@ -40,15 +40,15 @@ def _facts(kernel: Kernel) -> dict[str, object]:
     return {name: str(value).replace(str(kernel.folder), "FOLDER") for name, value in facts.items()}
 
 
-def test_a_forked_kernel_is_like_any_other() -> None:
+def test_a_forked_kernel_behaves_like_any_other() -> None:
     with Kernel() as forked, Kernel(forked=False) as own:
         assert forked.process.cmdline() != own.process.cmdline()
         assert _facts(forked) == _facts(own)
 
 
-def test_a_forked_kernel_is_interrupted_and_killed() -> None:
+def test_a_forked_kernel_can_be_interrupted_and_killed() -> None:
     with Kernel() as kernel:
-        # Not one long sleep: a signal that comes just before it begins does not end it.
+        # Several short sleeps, because a signal just before a single long one would not end it.
         cell = kernel.submit("import time\nprint('begun', flush=True)\nwhile True:\n    time.sleep(0.05)")
         kernel.wait_for(lambda: "begun" in cell.stdout)
         kernel.interrupt()

@@ -1,4 +1,4 @@
-"""The matrix of versions: which cells there are, what is copied, what the table shows."""
+"""The matrix of versions: its cells, the copied files, and the table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RELEASES = {"2.6": "2.6.0", "2.9": "2.9.1", "2.10": "2.10.0", "2.15": "2.15.0"}
 
 @pytest.fixture
 def releases(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrix, "torch_releases", lambda _: RELEASES)  # the package index's answer
+    monkeypatch.setattr(matrix, "torch_releases", lambda _: RELEASES)  # The answer of the package index.
 
 
 def names(*chosen: str) -> list[str]:
@@ -52,7 +52,7 @@ def test_the_tests_are_copied_without_the_package(tmp_path: Path) -> None:
     assert not copied & {*matrix.PACKAGES, ".build"}
 
 
-def test_the_table_says_what_failed_and_what_did_not_run() -> None:
+def test_the_table_shows_failures_and_cells_that_did_not_run() -> None:
     row = {"torch": "2.6.0", "unit": {"passed": 1234, "failed": 2, "failed group": True}}
     results = {"3.13-2.6": {**row, "launch": {"failed group": True}}, "3.10-2.6": row}
     assert matrix.table(results).splitlines()[2:] == [

@@ -1,4 +1,4 @@
-"""The rank harness itself: results, failures, deaths, time-outs, and the cost."""
+"""The rank harness itself: results, failures, deaths, timeouts, and its cost."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _sleep() -> None:
 
 
 def _still_needs_rank_0() -> bytes:
-    """Use the store, which rank 0 serves, when rank 0 has long returned."""
+    """Use the store that rank 0 serves, long after rank 0 has returned."""
     import torch.distributed as dist
 
     store = dist.distributed_c10d._get_default_store()
@@ -60,7 +60,7 @@ def _still_needs_rank_0() -> bytes:
 
 
 def _server_and_cost() -> tuple[int, float]:
-    """Return the process that this one was forked from, and the seconds of processor time that it has used."""
+    """Return the parent process, and the seconds of processor time that it has used."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -71,15 +71,15 @@ def _modules() -> set[str]:
     return set(sys.modules)
 
 
-def test_results_come_back_by_rank_from_a_gloo_group() -> None:
+def test_results_are_returned_by_rank_from_a_gloo_group() -> None:
     assert run_ranks(_sum_of_ranks, 10, process_group=True) == [(0, "gloo", 21.0), (1, "gloo", 21.0)]
 
 
-def test_three_ranks() -> None:
+def test_three_ranks_form_a_group() -> None:
     assert [value for _, _, value in run_ranks(_sum_of_ranks, 0, world_size=3, process_group=True)] == [3.0] * 3
 
 
-def test_ranks_have_torchruns_environment_and_the_tests_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_have_the_variables_of_torchrun_and_of_the_test(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OF_THE_TEST", "a")
     rows = run_ranks(_variables, env={"OF_THE_CALL": "b"})
     assert rows == [["0", "0", "2", "2", "a", "b"], ["1", "1", "2", "2", "a", "b"]]
@@ -102,10 +102,10 @@ def test_a_stuck_rank_ends_at_the_timeout() -> None:
     begin = time.monotonic()
     with pytest.raises(RankError):
         run_ranks(_sleep, timeout=2.0)
-    assert time.monotonic() - begin < 300  # it sleeps for twice that
+    assert time.monotonic() - begin < 300  # It sleeps for twice that long.
 
 
-def test_a_rank_that_has_returned_stays_until_the_others_have() -> None:
+def test_a_rank_that_has_returned_waits_for_the_others() -> None:
     assert run_ranks(_still_needs_rank_0, process_group=True) == [b"", b"yes"]
 
 
@@ -113,10 +113,10 @@ def test_a_call_is_cheap_once_the_server_runs() -> None:
     calls = [run_ranks(_server_and_cost, process_group=True) for _ in range(2)]
     assert len({server for ranks in calls for server, _ in ranks}) == 1
     for _, seconds in calls[1]:
-        assert seconds < 1.0  # importing torch takes more, and is not done again
+        assert seconds < 1.0  # Importing torch takes longer, and is not repeated.
 
 
-def test_the_leak_check_sees_what_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_leak_check_finds_leaked_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     counts_steps = register_optimizer_step_post_hook(lambda *_: None)
     before = leaks.take()
     monkeypatch.setenv("LEFT_BEHIND", "1")

@@ -1,4 +1,4 @@
-"""Metrics that nobody logs: sampled without waiting for a device, and at most a few times a second."""
+"""Automatic metrics: sampled without waiting for a device, and at most a few times a second."""
 
 from __future__ import annotations
 
@@ -41,17 +41,19 @@ def _plain(steps: int) -> None:
         optimizer.step()
 
 
-def test_a_run_has_curves_of_what_it_does_not_log() -> None:
+def test_a_run_has_curves_of_values_that_it_does_not_log() -> None:
     run = notebook_launcher(_train, (150,), 2, use_port=0)
     assert dict(run.metrics) == {}
     found = run.automatic_metrics
-    assert set(found["auto/loss"].values) == {8.0}, "that of a batch, before it is divided by the batches of a window"
+    assert set(found["auto/loss"].values) == {8.0}, (
+        "the loss of a batch, before it is divided by the batches of a window"
+    )
     assert set(found["auto/lr"].values) == {0.5}
     assert set(found["auto/grad_norm"].values) == {0.0}
     assert set(found["auto/loss"].ranks) == {0, 1}
     assert (found["auto/steps_per_second"].values > 0).all()
     seconds = run.elapsed
-    assert len(found["auto/loss"].rank(0).values) <= 2 + seconds / automatic_metrics.PERIOD, "not every step"
+    assert len(found["auto/loss"].rank(0).values) <= 2 + seconds / automatic_metrics.PERIOD, "not every step is sampled"
     assert (found["system/memory_gb"].values > 0.01).all()
 
     plain = notebook_launcher(_plain, (3,), 1, use_port=0)
@@ -99,7 +101,7 @@ def test_a_loss_is_not_read_at_each_step(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("seconds", [0.001, 0.0237, 0.2, 0.7])
-def test_ranks_of_another_speed_sample_the_same_steps(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+def test_ranks_with_different_speeds_sample_the_same_steps(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     sampled: list[list[int]] = []
     for factor in (1.0, 1.04):
         sent: list[AutomaticMetricEvent] = []
@@ -116,7 +118,7 @@ def test_ranks_of_another_speed_sample_the_same_steps(monkeypatch: pytest.Monkey
     assert len(one & other) >= 0.9 * len(one)
     apart = max(2 * automatic_metrics.PERIOD, seconds)
     assert len(one) >= 30 / apart - 2
-    for later in (1, 2):  # the training has become slower
+    for later in (1, 2):  # The training has become slower.
         clock[0] += 2.0
         sampler.end_step(step + later, optimizer)
     assert sent[-1].step == step + 2
@@ -133,7 +135,7 @@ def test_numbers_that_cannot_be_read_without_waiting_are_left_out(monkeypatch: p
     assert sent == []
 
 
-def test_groups_with_another_learning_rate_have_a_curve_of_their_own() -> None:
+def test_groups_with_another_learning_rate_have_a_separate_curve() -> None:
     groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": rate} for rate in (0.5, 0.5, 0.25)]
     assert learning_rates(torch.optim.SGD(groups, lr=1.0)) == {"auto/lr": 0.5, "auto/lr_group_2": 0.25}
 
@@ -153,5 +155,5 @@ def test_figures_of_hosts_and_devices_become_curves() -> None:
     curves = run.automatic_metrics
     assert curves["system/cpu_percent"].rank(1).values.tolist() == [51.0]
     assert curves["system/memory_gb"].rank(0).values.tolist() == [2.0]
-    assert curves["system/gpu_memory_gb"].rank(1).values[-1] == 2.0, "of both devices of the rank"
+    assert curves["system/gpu_memory_gb"].rank(1).values[-1] == 2.0, "there are curves of both devices of the rank"
     assert curves["system/gpu_percent"].rank(1).values.tolist() == [40.0]

@@ -1,4 +1,4 @@
-"""The duplex channel: framing that survives any cut, and refuses what is not its own."""
+"""The duplex channel: framing that survives any split, and refuses foreign data."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _events(stamped: list[Stamped]) -> list[Event]:
 
 
 @given(st.lists(st.integers(1, 400), max_size=60))
-def test_any_cut_of_the_bytes_gives_the_same_events(sizes: list[int]) -> None:
+def test_any_split_of_the_bytes_gives_the_same_events(sizes: list[int]) -> None:
     messages = [Stamped(float(number), event) for number, event in enumerate(EVENTS)]
     data = encode(messages)
     decoder, found, position = Decoder(), [], 0
@@ -76,14 +76,14 @@ def test_any_cut_of_the_bytes_gives_the_same_events(sizes: list[int]) -> None:
     assert found == messages
 
 
-def test_byte_by_byte_nothing_comes_before_its_last_byte() -> None:
+def test_byte_by_byte_no_event_is_complete_before_its_last_byte() -> None:
     data = encode([Stamped(1.0, ResultEvent(b"abc"))])
     decoder = Decoder()
     assert all(decoder.feed(data[index : index + 1]) == [] for index in range(len(data) - 1))
     assert decoder.feed(data[-1:]) == [Stamped(1.0, ResultEvent(b"abc"))]
 
 
-def test_events_without_payload_share_a_frame_and_those_with_one_end_theirs() -> None:
+def test_events_without_payload_share_a_frame_and_a_payload_ends_its_frame() -> None:
     data = encode([Stamped(0.0, event) for event in (EVENTS[0], EVENTS[3], EVENTS[8], EVENTS[3])])
     lengths, position = [], 0
     while position < len(data):
@@ -93,7 +93,7 @@ def test_events_without_payload_share_a_frame_and_those_with_one_end_theirs() ->
     assert lengths == [(3, 1000), (1, 0)]
 
 
-def test_no_frame_holds_the_reader_for_long() -> None:
+def test_no_frame_occupies_the_reader_for_long() -> None:
     many = [Stamped(float(index), EVENTS[0]) for index in range(2 * MAX_ROWS + 1)]
     data = encode(many)
     assert [stamp for stamp, _ in Decoder().feed(data)] == [stamp for stamp, _ in many]
@@ -109,7 +109,7 @@ def test_a_hostile_length_is_refused_before_anything_is_allocated() -> None:
 @pytest.mark.parametrize(
     "text", [b"not json at all", b"\xff\xfe", b"{}", b'{"a": 1}', b"17", b"[17]", b'[["MetricEvent"]]', b"[[[], 1.0]]"]
 )
-def test_what_is_not_a_frame_closes_the_channel_and_raises_nothing_else(text: bytes) -> None:
+def test_invalid_frames_close_the_channel_and_raise_nothing_else(text: bytes) -> None:
     with contextlib.suppress(ChannelClosedError):
         assert Decoder().feed(_frame(text)) == []
 
@@ -137,7 +137,7 @@ def test_numbers_that_are_not_plain_become_plain() -> None:
     assert np.isinf(event.values["d"])
 
 
-def test_a_value_that_is_no_number_ends_nothing() -> None:
+def test_a_value_that_is_not_a_number_ends_nothing() -> None:
     import torch
 
     values = {"many": torch.ones(2), "object": object(), "good": 1.0}
@@ -146,9 +146,9 @@ def test_a_value_that_is_no_number_ends_nothing() -> None:
     assert event.values["good"] == 1.0
 
 
-def test_a_large_payload_travels_whole(ends: tuple[Channel, Channel]) -> None:
+def test_a_large_payload_arrives_whole(ends: tuple[Channel, Channel]) -> None:
     kernel, rank = ends
-    payload = bytes(range(256)) * (64 << 12)  # 64 MiB
+    payload = bytes(range(256)) * (64 << 12)  # 64 MiB.
     sender = threading.Thread(target=rank.send, args=(ResultEvent(payload),))
     sender.start()
     found: list[Stamped] = []
@@ -158,7 +158,7 @@ def test_a_large_payload_travels_whole(ends: tuple[Channel, Channel]) -> None:
     assert _events(found) == [ResultEvent(payload)]
 
 
-def test_both_directions_and_many_threads(ends: tuple[Channel, Channel]) -> None:
+def test_both_directions_can_be_used_by_many_threads(ends: tuple[Channel, Channel]) -> None:
     kernel, rank = ends
     threads = [
         threading.Thread(target=lambda n=n: [rank.send(ProgressEvent(i, n, "x" * 500)) for i in range(200)])
@@ -180,7 +180,9 @@ def test_both_directions_and_many_threads(ends: tuple[Channel, Channel]) -> None
     assert _events(rank.receive(10)) == [InputReply("down")]
 
 
-def test_an_empty_wait_returns_nothing_and_the_end_is_told_after_the_last_event(ends: tuple[Channel, Channel]) -> None:
+def test_an_empty_wait_returns_nothing_and_the_end_is_reported_after_the_last_event(
+    ends: tuple[Channel, Channel],
+) -> None:
     kernel, rank = ends
     assert kernel.receive(0.01) == []
     assert kernel.receive_available() == []
@@ -193,7 +195,7 @@ def test_an_empty_wait_returns_nothing_and_the_end_is_told_after_the_last_event(
         kernel.send(StatusEvent("x"))
 
 
-def test_a_closed_end_says_so(ends: tuple[Channel, Channel]) -> None:
+def test_a_closed_end_is_reported(ends: tuple[Channel, Channel]) -> None:
     kernel, _ = ends
     kernel.close()
     kernel.close()
@@ -202,7 +204,7 @@ def test_a_closed_end_says_so(ends: tuple[Channel, Channel]) -> None:
             use()
 
 
-def test_a_message_of_any_size_to_a_rank_that_does_not_read_waits_for_nothing(ends: tuple[Channel, Channel]) -> None:
+def test_a_message_of_any_size_to_a_rank_that_does_not_read_returns_immediately(ends: tuple[Channel, Channel]) -> None:
     kernel, rank = ends
     texts = ["x" * 3_000_000, *map(str, range(5000))]
     sender = threading.Thread(target=lambda: [kernel.send(InputReply(text)) for text in texts], daemon=True)
@@ -212,10 +214,12 @@ def test_a_message_of_any_size_to_a_rank_that_does_not_read_waits_for_nothing(en
     found: list[Event] = []
     while len(found) < len(texts):
         found += _events(rank.receive(60))
-    assert found == [InputReply(text) for text in texts], "it reads all of them, in order, when it reads again"
+    assert found == [InputReply(text) for text in texts], (
+        "the rank must read all of them, in order, when it reads again"
+    )
 
 
-def test_what_waits_for_a_rank_is_bounded(ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_queue_for_a_rank_is_bounded(ends: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch) -> None:
     kernel, rank = ends
     monkeypatch.setattr(channel, "MAX_UNSENT_BYTES", 1_000_000)
     large = InputReply("x" * 3_000_000)
@@ -230,7 +234,7 @@ def test_what_waits_for_a_rank_is_bounded(ends: tuple[Channel, Channel], monkeyp
 
 
 @pytest.mark.parametrize("end", [0, 1])
-def test_what_waits_for_a_rank_ends_with_the_channel(
+def test_the_queue_for_a_rank_ends_with_the_channel(
     ends: tuple[Channel, Channel], end: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(channel, "CHECK_CLOSED_SECONDS", 0.05)

@@ -1,4 +1,4 @@
-"""M4: what a thinned curve keeps."""
+"""M4: the points that a thinned curve keeps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_a_short_curve_is_kept_whole() -> None:
 
 
 @pytest.mark.parametrize("count", [41, 1000, 1001, 12_345])
-def test_ends_and_extremes_stay(count: int) -> None:
+def test_ends_and_extremes_are_kept(count: int) -> None:
     values = np.sin(np.arange(count) / 7.0)
     values[count // 3], values[count // 2], values[-3] = 1e9, -1e9, math.nan
     kept = m4(values, 40)
@@ -35,5 +35,5 @@ def test_every_group_keeps_its_own_extremes() -> None:
         assert (inside[0], inside[-1]) == (group[0], group[-1])
 
 
-def test_nothing_but_nan() -> None:
+def test_a_curve_of_only_nan_is_thinned() -> None:
     assert 0 < len(m4(np.full(1000, math.nan), 40)) <= 60

@@ -1,4 +1,4 @@
-"""The envelope over all ranks: what it keeps, what it returns as new, and its size limit."""
+"""The envelope over all ranks: its contents, the updates it returns, and its size limit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from notebook_accelerate.telemetry.curves import FEW_RANKS, MAX_BUCKETS, MetricE
 from notebook_accelerate.telemetry.store import Record
 
 
-def test_a_step_has_the_smallest_the_mean_and_the_largest_of_all_ranks() -> None:
+def test_a_step_has_the_minimum_the_mean_and_the_maximum_of_all_ranks() -> None:
     envelope = MetricEnvelope()
     for step in range(10):
         for rank in range(5):
@@ -41,7 +41,7 @@ def test_only_changed_buckets_are_returned_again() -> None:
 
 
 @pytest.mark.parametrize("steps", [range(5_000), range(0, 500_000, 100), range(70_000, 60_000, -3)])
-def test_it_never_holds_more_buckets_and_loses_no_extreme(steps: range) -> None:
+def test_it_never_exceeds_its_buckets_and_loses_no_extreme(steps: range) -> None:
     envelope, values = MetricEnvelope(), random.Random(0)
     given = [values.uniform(-1, 1) for _ in steps]
     for step, value in zip(steps, given, strict=True):
@@ -60,7 +60,7 @@ def test_a_distant_step_takes_no_memory_for_the_steps_before() -> None:
     assert len(envelope._count) <= MAX_BUCKETS
 
 
-def test_values_that_are_not_finite_show_in_the_mean_only() -> None:
+def test_values_that_are_not_finite_appear_in_the_mean_only() -> None:
     envelope = MetricEnvelope()
     for value in (1.0, math.nan, 3.0):
         envelope.add(0, 0.0, value)

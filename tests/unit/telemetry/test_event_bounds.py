@@ -1,4 +1,4 @@
-"""What one event may hold: longer texts are shortened, displays replaced by their size, and a note says so."""
+"""Bounds on one event: longer texts are shortened, displays are replaced with their size, and a note reports it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from notebook_accelerate.telemetry.event_bounds import (
 
 
 def _sent(pair: tuple[Channel, Sink], *events: Event) -> tuple[list[Event], str]:
-    """Return what arrives of events, and the notes in the rank's stderr."""
+    """Return the received events, and the notes in the rank's stderr."""
     kernel, sink = pair
     with tempfile.TemporaryFile() as notes:
         stderr = os.dup(2)
@@ -51,7 +51,7 @@ def _sent(pair: tuple[Channel, Sink], *events: Event) -> tuple[list[Event], str]
     return found[:-1], text
 
 
-def test_what_is_within_the_bounds_is_unchanged(pair: tuple[Channel, Sink]) -> None:
+def test_events_within_the_bounds_are_unchanged(pair: tuple[Channel, Sink]) -> None:
     events: list[Event] = [
         MetricEvent({"x" * MAX_NAME_CHARS: 1.0}, 1),
         ProgressEvent(1, 2, "y" * MAX_NAME_CHARS),
@@ -69,14 +69,14 @@ def test_long_names_stay_different(pair: tuple[Channel, Sink]) -> None:
     assert "shortened to 500 characters" in notes
 
 
-def test_a_step_of_very_many_metrics(pair: tuple[Channel, Sink]) -> None:
+def test_a_step_with_too_many_metrics_is_truncated(pair: tuple[Channel, Sink]) -> None:
     [found], notes = _sent(pair, MetricEvent({str(n): 1.0 for n in range(MAX_METRICS + 5)}, 1))
     assert isinstance(found, MetricEvent)
     assert len(found.values) == MAX_METRICS
     assert "a step has 10,005 metrics" in notes
 
 
-def test_a_display_over_the_bound_is_replaced_by_its_size(pair: tuple[Channel, Sink]) -> None:
+def test_a_display_over_the_bound_is_replaced_with_its_size(pair: tuple[Channel, Sink]) -> None:
     size = MAX_DISPLAY_CHARS + 1
     [found], notes = _sent(pair, DisplayEvent({"text/html": "x" * size}, {"a": 1}, "id", True))
     assert isinstance(found, DisplayEvent)
@@ -108,7 +108,7 @@ def test_a_long_chain_keeps_both_ends(pair: tuple[Channel, Sink]) -> None:
     assert "980 more exceptions" in found.chain[MAX_CHAIN // 2].type
 
 
-def test_an_event_of_any_kind_over_the_bound_is_left_out_and_the_others_arrive(pair: tuple[Channel, Sink]) -> None:
+def test_an_event_of_any_kind_over_the_bound_is_dropped_and_the_others_arrive(pair: tuple[Channel, Sink]) -> None:
     events: list[Event] = [
         LogEvent("stdout", "first"),
         LogEvent("stdout", "x" * MAX_EVENT_CHARS),
@@ -128,7 +128,7 @@ def test_events_that_cannot_be_encoded_are_noted_once_for_each_kind(pair: tuple[
     assert notes.count("a DisplayEvent cannot be sent") == 1
 
 
-def test_a_failure_does_not_lift_the_bound_of_the_events_before_it(pair: tuple[Channel, Sink]) -> None:
+def test_a_failure_does_not_lift_the_bound_of_earlier_events(pair: tuple[Channel, Sink]) -> None:
     display = DisplayEvent({"application/json": {"text": "x" * MAX_EVENT_CHARS}})
     failure = FailureEvent((ExceptionInfo("E", "reason", (), ""),), 1.0, payload=b"p")
     found, notes = _sent(pair, display, failure)

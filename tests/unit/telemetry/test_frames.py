@@ -1,4 +1,4 @@
-"""Frames of threads that run meanwhile: what they return to may be gone by the next bytecode."""
+"""Frames of running threads: the frames they return to may be gone by the next bytecode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEEP = 30
 
 
 class Deep(threading.Thread):
-    """Waits in ``DEEP`` calls of a function, returns from all of them, and then calls others of other sizes."""
+    """Waits in ``DEEP`` nested calls, returns from all of them, and then calls functions of other sizes."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -44,7 +44,7 @@ class Deep(threading.Thread):
 
 
 class Cycle:
-    """Garbage whose finalizer lets a thread run on."""
+    """Garbage whose finalizer lets a thread continue."""
 
     def __init__(self, thread: Deep) -> None:
         self.cycle, self.thread = self, thread
@@ -54,7 +54,7 @@ class Cycle:
         self.thread.back.wait(1)
 
 
-def test_a_collection_does_not_let_a_thread_return_from_frames_that_are_read() -> None:
+def test_a_collection_does_not_let_a_thread_return_from_frames_that_are_being_read() -> None:
     thread = Deep()
     thread.start()
     assert thread.inside.wait(30)
@@ -64,7 +64,7 @@ def test_a_collection_does_not_let_a_thread_return_from_frames_that_are_read() -
     try:
         garbage = Cycle(thread)
         del garbage
-        gc.set_threshold(gc.get_count()[0] + DEEP // 2)  # reached in the midst of the frames
+        gc.set_threshold(gc.get_count()[0] + DEEP // 2)  # Reached while reading the frames.
         names = [frame.f_code.co_name for frame in islice(callers(innermost), 2 * DEEP)]
     finally:
         gc.set_threshold(*thresholds)

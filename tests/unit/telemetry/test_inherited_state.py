@@ -41,7 +41,7 @@ def _settings() -> dict[str, Any]:
 
 
 def _inherited() -> dict[str, Any]:
-    """Return the settings of a thread after it has applied this thread's state, which travels pickled."""
+    """Return the settings of a thread after it has applied this thread's pickled state."""
     state = pickle.dumps(capture_inherited_state())
 
     def rank() -> dict[str, Any]:
@@ -93,7 +93,7 @@ def test_the_default_device_is_inherited_however_it_is_set() -> None:
     assert _on_new_thread(kernel)["device"] == "meta"
 
 
-def test_inference_mode_lasts() -> None:
+def test_inference_mode_is_inherited() -> None:
     with torch.inference_mode():
         state = capture_inherited_state()
 
@@ -108,7 +108,7 @@ def test_inference_mode_lasts() -> None:
     assert not torch.is_inference_mode_enabled()
 
 
-def test_the_random_state_is_inherited_and_the_kernels_own_is_kept() -> None:
+def test_the_random_state_is_inherited_and_the_kernels_own_is_unchanged() -> None:
     state = capture_inherited_state()
     expected = torch.rand(3).tolist(), np.random.rand(3).tolist()  # noqa: NPY002 - the generator that is inherited
     apply_inherited_state(state)
@@ -129,7 +129,7 @@ else:
 
 
 def _in_processes(interpreters: InterpreterServer, setup: str, expression: str) -> Any:
-    """Set something in one interpreter, apply its state in another, and return an expression's value there."""
+    """Set something in one interpreter, apply its state in another, and return the value of an expression there."""
     kernel = interpreters.run("-c", _RANK, "kernel", setup, env=os.environ)
     assert kernel.returncode == 0, kernel.stderr
     rank = interpreters.run("-c", _RANK, "rank", expression, env=os.environ, answers=kernel.stdout)
@@ -163,14 +163,14 @@ torch.set_float32_matmul_precision("medium")
     assert _in_processes(interpreters, setup, f"[{', '.join(names)}]") == expected
 
 
-def test_precisions_set_in_the_newer_way_are_inherited(interpreters: InterpreterServer) -> None:
-    """Torch then refuses to return them in the older way, with a RuntimeError."""
+def test_precisions_set_with_the_newer_settings_are_inherited(interpreters: InterpreterServer) -> None:
+    """Torch then refuses to return them by the older function, with a RuntimeError."""
     setup = "torch.backends.cuda.matmul.fp32_precision = 'tf32'; torch.backends.mkldnn.matmul.fp32_precision = 'bf16'"
     expression = "[torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision]"
     assert _in_processes(interpreters, setup, expression) == ["tf32", "bf16"]
 
 
-def test_capture_keeps_an_index_out() -> None:
+def test_capture_omits_the_index() -> None:
     """With an index all ranks would share one device."""
 
     def kernel() -> dict[str, Any]:
@@ -181,7 +181,7 @@ def test_capture_keeps_an_index_out() -> None:
 
 
 def test_capture_starts_no_accelerator() -> None:
-    """``torch.get_default_device`` creates a tensor, which fails here, or makes a CUDA context in the kernel."""
+    """``torch.get_default_device`` creates a tensor, which fails here, or creates a CUDA context in the kernel."""
 
     def kernel() -> dict[str, Any]:
         torch.set_default_device("cuda")

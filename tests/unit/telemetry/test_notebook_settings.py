@@ -30,7 +30,7 @@ def _restored() -> Iterator[None]:
 
 
 def _elsewhere(code: str, setup: str = "") -> str:
-    """Apply this process's settings in another one and run ``code`` there; return its output."""
+    """Apply this process's settings in another one and run ``code`` there. Return its output."""
     script = "from notebook_accelerate.telemetry.notebook_settings import apply_notebook_settings\n"
     script += f"import logging, sys, warnings\n{setup}\n"
     script += f"data = bytes.fromhex({capture_notebook_settings().hex()!r})\n"
@@ -39,7 +39,7 @@ def _elsewhere(code: str, setup: str = "") -> str:
     return done.stdout + done.stderr
 
 
-def test_a_handler_writes_once_although_the_settings_are_applied_twice() -> None:
+def test_a_handler_writes_once_even_if_the_settings_are_applied_twice() -> None:
     logging.root.handlers[:] = [logging.StreamHandler(sys.stdout)]
     logger = logging.getLogger("own.part")
     logger.handlers[:] = [logging.StreamHandler(sys.stderr)]
@@ -77,14 +77,14 @@ def test_a_library_that_is_not_imported_keeps_its_level_and_adds_its_handlers(mo
         logger.setLevel(logging.NOTSET)
 
 
-def test_a_file_whose_folder_is_not_on_this_machine(tmp_path: Path) -> None:
+def test_a_file_handler_whose_folder_is_missing_writes_to_the_stream(tmp_path: Path) -> None:
     handler = logging.FileHandler(tmp_path / "a" / ".." / "log.txt", delay=True)
     handler.baseFilename = str(tmp_path / "missing" / "log.txt")
     logging.root.handlers[:] = [handler]
     assert _elsewhere("logging.error('not lost')") == "not lost\n"
 
 
-def test_text_in_memory_is_not_written_and_open_files_are_shown(tmp_path: Path) -> None:
+def test_text_in_memory_is_not_sent_and_open_files_are_printed(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as file:
         logging.root.handlers[:] = [logging.StreamHandler(io.StringIO()), logging.StreamHandler(file)]
         assert _elsewhere("logging.error('shown')") == "shown\n"
@@ -127,7 +127,7 @@ def test_a_filter_is_added_once_and_a_librarys_own_filter_is_not_sent(monkeypatc
         logger.filters.clear()
 
 
-def test_a_filter_whose_module_does_not_exist_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_filter_whose_module_is_missing_in_the_rank_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     library = types.ModuleType("some_library")
     library.__dict__["Own"] = type("Own", (logging.Filter,), {"__module__": "some_library", "__qualname__": "Own"})
     monkeypatch.setitem(sys.modules, "some_library", library)
@@ -140,7 +140,7 @@ def test_a_filter_whose_module_does_not_exist_elsewhere(monkeypatch: pytest.Monk
 
 
 @pytest.mark.filterwarnings("always")
-def test_a_warning_names_what_cannot_be_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_names_the_object_that_cannot_be_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
     lock = threading.Lock()
 
     class Locked(logging.Formatter):
@@ -163,7 +163,7 @@ def test_a_warning_names_what_cannot_be_pickled(monkeypatch: pytest.MonkeyPatch)
         capture_notebook_settings()
 
 
-def test_disabled_logging_and_warnings_in_the_log() -> None:
+def test_disabled_logging_and_captured_warnings_are_inherited() -> None:
     logging.root.handlers[:] = [logging.StreamHandler()]
     logging.disable(logging.ERROR)
     logging.captureWarnings(True)
@@ -178,7 +178,7 @@ def test_disabled_logging_and_warnings_in_the_log() -> None:
         logging.disable(logging.NOTSET)
 
 
-def test_a_filter_needs_no_import_of_its_category(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_filter_does_not_import_its_category(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "late_library.py").write_text("class Late(UserWarning): pass\nclass Later(Late): pass\n")
     monkeypatch.syspath_prepend(tmp_path)
     warnings.filterwarnings("ignore", category=import_module("late_library").Late)
@@ -206,7 +206,7 @@ class _Seen(logging.Filter):
 
 
 class _Locked(logging.Filter):
-    """It cannot be pickled, and answers for attributes as only odd classes do."""
+    """It cannot be pickled, and raises unusual errors for attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ def loggers() -> Iterator[list[logging.Logger]]:
         each.filters.clear()
 
 
-def test_equal_filters_of_two_loggers_stay_two(loggers: list[logging.Logger]) -> None:
+def test_equal_filters_of_two_loggers_remain_two(loggers: list[logging.Logger]) -> None:
     for each in loggers:
         each.addFilter(_Seen())
     shared = _Seen()
@@ -244,7 +244,7 @@ def test_equal_filters_of_two_loggers_stay_two(loggers: list[logging.Logger]) ->
     assert first[1] is second[1]
 
 
-def test_a_filter_that_cannot_be_sent_ends_no_launch(loggers: list[logging.Logger]) -> None:
+def test_a_filter_that_cannot_be_sent_does_not_end_a_launch(loggers: list[logging.Logger]) -> None:
     loggers[0].addFilter(_Locked())
     warnings.simplefilter("error")
     assert capture_notebook_settings()

@@ -1,4 +1,4 @@
-"""The devices of ranks: what ranks count is joined with what the driver measures, and nonsense is left out."""
+"""The devices of ranks: ranks' counters are joined with the driver's measurements, and nonsense is dropped."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_figures_are_joined_by_the_devices_identity() -> None:
     assert found.of_rank(0) == []
 
 
-def test_a_peak_outlives_its_reset_and_a_new_attempt() -> None:
+def test_a_peak_survives_its_reset_and_a_new_attempt() -> None:
     found = RankDevices()
     for peak in (GIB, 7 * GIB, 2 * GIB):
         found.add_memory(0, _memory(peak=peak))
@@ -51,7 +51,7 @@ def test_the_ranks_on_a_device_follow_its_identity() -> None:
     for rank in (0, 1):
         found.add_memory(rank, _memory())
     found.add_memory(0, _memory("cuda:1"))
-    found.add_memory(0, _memory(uuid="b"))  # another machine, after a restart
+    found.add_memory(0, _memory(uuid="b"))  # Another machine, after a restart.
     assert (found.ranks_on("a"), found.ranks_on("b"), found.ranks_on("c")) == ([0, 1], [0], [])
     found.add_memory(0, _memory("cuda:1", uuid="c"))
     assert (found.ranks_on("a"), found.ranks_on("b"), found.ranks_on("c")) == ([1], [0], [0])
@@ -72,7 +72,7 @@ def test_devices_are_in_the_order_of_their_numbers() -> None:
     "event",
     [_memory(allocated="much"), _memory(peak=-1), _memory(reserved=None), _memory(name=3), _memory(total=1 << 70)],
 )
-def test_nonsense_from_a_rank_is_left_out(event: DeviceMemoryEvent) -> None:
+def test_nonsense_from_a_rank_is_dropped(event: DeviceMemoryEvent) -> None:
     found = RankDevices()
     found.add_memory(0, event)
     assert found.of_rank(0) == []
@@ -87,13 +87,13 @@ def test_a_rank_cannot_fill_the_kernels_memory() -> None:
     assert len(found._use) <= MAX_DEVICES
 
 
-def test_what_a_host_measures_is_no_activity_of_a_rank() -> None:
+def test_measurements_of_a_host_are_not_an_activity_of_a_rank() -> None:
     store = Store()
     store.add([Record(0, 5.0, DeviceUseEvent("a", 1.0, 1, 1))])
     assert store.last_activity == {}
 
 
-def test_rows_of_a_running_and_of_an_ended_rank() -> None:
+def test_running_and_finished_ranks_have_rows() -> None:
     run = make_run(2)
     feed(run, *devices(0, 45.0, 2 * GIB), rank=0)
     head, row = _device_rows(run)
@@ -108,7 +108,7 @@ def test_rows_of_a_running_and_of_an_ended_rank() -> None:
     ]
 
 
-def test_many_ranks_have_a_row_per_node_in_which_a_shared_device_counts_once() -> None:
+def test_many_ranks_have_a_row_per_node_that_counts_a_shared_device_once() -> None:
     run = make_run(32, host_of=lambda rank: (rank // 16, f"host{rank // 16}"))
     for rank in range(32):
         feed(run, *devices(rank // 2, 40.0 + 20 * (rank >= 16), 2 * GIB), rank=rank)
@@ -117,4 +117,4 @@ def test_many_ranks_have_a_row_per_node_in_which_a_shared_device_counts_once() -
         ["node 0 · host0", "8", "Tesla T4 · 15.0 GiB", "40 %", "16.0 GiB", "32.0 GiB"],
         ["node 1 · host1", "8", "Tesla T4 · 15.0 GiB", "60 %", "16.0 GiB", "32.0 GiB"],
     ]
-    assert rows[1][-1] == "18.0 GiB", "of eight devices, not of sixteen ranks"
+    assert rows[1][-1] == "18.0 GiB", "the sum is over eight devices, not over sixteen ranks"

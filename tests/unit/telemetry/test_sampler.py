@@ -1,4 +1,4 @@
-"""The sampler reads real processes, this one among them."""
+"""The sampler reads real processes, including this one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from notebook_accelerate.telemetry.sampler import ResourceSampler, proportional_
 from notebook_accelerate.telemetry.store import Record
 
 
-def test_memory_of_a_process_that_is_there_and_one_that_is_not() -> None:
+def test_the_memory_of_a_missing_process_is_zero() -> None:
     assert 1 << 20 < proportional_memory(os.getpid()) < 1 << 40
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -41,7 +41,7 @@ def test_the_sampler_feeds_records_until_it_is_stopped() -> None:
     assert len(got) == count
 
 
-def test_a_process_that_has_ended_is_left_out() -> None:
+def test_an_exited_process_is_omitted() -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     records = ResourceSampler({0: gone.pid, 1: os.getpid()}, lambda _: None).sample(GpuReader())
@@ -49,7 +49,7 @@ def test_a_process_that_has_ended_is_left_out() -> None:
     assert sum(isinstance(record.event, ResourceEvent) for record in records) == 1
 
 
-def test_a_sampler_stops_at_once_even_with_a_long_period() -> None:
+def test_a_sampler_stops_immediately_even_with_a_long_period() -> None:
     sampler = ResourceSampler({0: os.getpid()}, lambda _: None, period=3600)
     sampler.start()
     stopper = threading.Thread(target=sampler.stop)
@@ -66,8 +66,8 @@ def test_without_nvidia_the_gpu_reader_is_quiet() -> None:
 
 
 @pytest.mark.parametrize("period", [0.01])
-def test_a_failing_sink_is_not_silent(period: float) -> None:
-    """The store takes care of failing subscribers, so a sink that raises is a bug: the thread must end, not spin."""
+def test_a_failing_sink_is_reported(period: float) -> None:
+    """The store handles failing subscribers, so a sink that raises is a bug: the thread must end, not spin."""
     calls = []
 
     def sink(_: list[Record]) -> None:

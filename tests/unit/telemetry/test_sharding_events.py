@@ -1,4 +1,4 @@
-"""What ranks tell of their shares: it travels, it is kept, and nonsense is left out."""
+"""The shares that ranks report: they are sent and stored, and nonsense is dropped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.shard_reports import hybrid, megatron
 
 
 @pytest.mark.parametrize("ranks", [hybrid(), megatron()], ids=["hybrid", "megatron"])
-def test_it_comes_out_of_the_channel_as_it_went_in(ranks: dict[int, ShardReport]) -> None:
+def test_a_report_arrives_unchanged(ranks: dict[int, ShardReport]) -> None:
     ours, socket = Channel.pair()
     theirs, store = Channel(socket), Store()
     try:
@@ -28,7 +28,7 @@ def test_it_comes_out_of_the_channel_as_it_went_in(ranks: dict[int, ShardReport]
     assert store.shard_reports == ranks
 
 
-def test_the_latest_word_of_a_rank_counts() -> None:
+def test_the_latest_report_of_a_rank_counts() -> None:
     store, (first, second) = Store(), list(hybrid().values())[:2]
     store.add([Record(0, 0.0, first.event()), Record(0, 1.0, second.event())])
     assert store.shard_reports == {0: second}
@@ -41,7 +41,7 @@ def _event(**changes: Any) -> ShardingEvent:
     )
 
 
-def test_what_is_not_known_stays_unknown() -> None:
+def test_unknown_values_remain_unknown() -> None:
     found = to_report(
         _event(held={"parameters": {"whole": None, "here": None, "sharded": [], "offloaded": "", "note": ""}})
     )
@@ -62,7 +62,7 @@ def test_what_is_not_known_stays_unknown() -> None:
         {"units": "many"},
     ],
 )
-def test_nonsense_is_left_out(changes: dict[str, Any]) -> None:
+def test_nonsense_is_dropped(changes: dict[str, Any]) -> None:
     store = Store()
     store.add([Record(0, 0.0, _event(**changes))])
     assert store.shard_reports == {}

@@ -1,4 +1,4 @@
-"""A worker's queue of events: cheap, in order, and full only for what may be dropped."""
+"""A worker's queue of events: cheap, ordered, and bounded only for events that may be dropped."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def test_events_wait_for_the_flush_and_keep_order_and_time(pair: tuple[Channel, 
     assert all(before <= stamp <= after for stamp, _ in found)
 
 
-def test_send_takes_what_waits_along_and_stays_behind_it(pair: tuple[Channel, Sink]) -> None:
+def test_send_includes_queued_events_and_keeps_the_order(pair: tuple[Channel, Sink]) -> None:
     kernel, sink = pair
     sink.emit(MetricEvent({"a": 1.0}))
     sink.send(StatusEvent("running"))
     assert [type(event) for event in _take(kernel, 2)] == [MetricEvent, StatusEvent]
 
 
-def test_a_full_queue_drops_what_may_be_dropped_and_says_how_many(pair: tuple[Channel, Sink]) -> None:
+def test_a_full_queue_drops_droppable_events_and_reports_how_many(pair: tuple[Channel, Sink]) -> None:
     import threading
 
     kernel, sink = pair
@@ -74,23 +74,23 @@ def test_a_full_queue_drops_what_may_be_dropped_and_says_how_many(pair: tuple[Ch
     assert [found[0], *found[-2:]] == [StatusEvent("never dropped"), StatusEvent("never dropped"), DroppedEvent(lost)]
     steps = [event.step for event in found if isinstance(event, MetricEvent)]
     assert steps == sorted(set(steps))
-    assert steps[-QUEUE_LIMIT // 4 :] == list(range(2 * QUEUE_LIMIT))[-QUEUE_LIMIT // 4 :], "the end has every point"
-    assert steps[:2] == [0, 1], "the beginning is thinned, and stays"
+    assert steps[-QUEUE_LIMIT // 4 :] == list(range(2 * QUEUE_LIMIT))[-QUEUE_LIMIT // 4 :], "the end keeps every point"
+    assert steps[:2] == [0, 1], "the beginning is thinned, but kept"
     older = [step for step in steps if step < QUEUE_LIMIT]
     assert len(older) > 1000
-    assert abs(sum(step % 2 for step in older) - len(older) / 2) < len(older) / 10, "both metrics are thinned alike"
+    assert abs(sum(step % 2 for step in older) - len(older) / 2) < len(older) / 10, "both metrics are thinned equally"
     sink.flush()
-    assert kernel.receive(0.02) == []  # told once
+    assert kernel.receive(0.02) == []  # Reported once.
 
 
-def test_ten_thousand_events_are_queued_at_once(pair: tuple[Channel, Sink]) -> None:
+def test_ten_thousand_events_are_queued_quickly(pair: tuple[Channel, Sink]) -> None:
     _, sink = pair
     install_sink(sink)
-    begin = time.thread_time()  # of the processor: machines that test are busy
+    begin = time.thread_time()  # Processor time, because test machines are busy.
     for step in range(10_000):
         telemetry.emit(MetricEvent({"loss": 0.5}, step))
     assert len(sink._queue) == 10_000
-    assert time.thread_time() - begin < 5.0  # `make bench ROWS=launch` measures it
+    assert time.thread_time() - begin < 5.0  # `make bench ROWS=launch` measures it.
 
 
 def test_numbers_of_steps_are_not_urgent_and_lines_are(pair: tuple[Channel, Sink]) -> None:
@@ -122,10 +122,10 @@ def test_a_queue_that_thinning_cannot_shorten_drops_the_oldest_at_little_cost(
         sink.emit(CheckpointEvent(str(number), 1.0))
     for step in range(2 * QUEUE_LIMIT):
         sink.emit(MetricEvent({f"loss{step % names}": 1.0}, step))
-    assert looks < 20 * QUEUE_LIMIT, "not for each event"
+    assert looks < 20 * QUEUE_LIMIT, "the queue is not thinned for each event"
     assert len(sink._queue) + sink._dropped == kept + 2 * QUEUE_LIMIT
     assert sum(isinstance(event, CheckpointEvent) for _, event in sink._queue) == kept
     if kept < QUEUE_LIMIT:
         last = sink._queue[-1][1]
         assert isinstance(last, MetricEvent)
-        assert last.step == 2 * QUEUE_LIMIT - 1, "the newest stays"
+        assert last.step == 2 * QUEUE_LIMIT - 1, "the newest event is kept"

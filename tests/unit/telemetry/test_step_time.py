@@ -1,4 +1,4 @@
-"""The clock of a step's parts, and what the store keeps of it."""
+"""The clock of a step's parts, and the values that the store keeps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _slow_batches() -> Iterator[int]:
         yield number
 
 
-def test_parts_add_up_to_the_time_that_passed(sink: _Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_parts_add_up_to_the_elapsed_time(sink: _Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_time, "PERIOD", 0.0)
     assert step_time.running()
     for _ in step_time.waiting(_slow_batches()):
@@ -61,7 +61,7 @@ def _step_events(sink: _Kept) -> list[step_time.StepTimeEvent]:
     return [event for event in sink.events if isinstance(event, step_time.StepTimeEvent)]
 
 
-def test_a_run_of_less_than_a_second_is_reported_at_its_end(sink: _Kept) -> None:
+def test_a_run_shorter_than_a_second_is_reported_at_its_end(sink: _Kept) -> None:
     step_time.end_run()
     for _ in range(5):
         step_time.switch(step_time.OPTIMIZER)
@@ -70,7 +70,7 @@ def test_a_run_of_less_than_a_second_is_reported_at_its_end(sink: _Kept) -> None
         step_time.end_step()
     assert _step_events(sink) == []
     step_time.switch(step_time.DATA)
-    time.sleep(0.2)  # as an evaluation after the last step
+    time.sleep(0.2)  # Such as an evaluation after the last step.
     step_time.switch(step_time.OTHER)
     for _ in range(2):
         step_time.end_run()
@@ -78,10 +78,10 @@ def test_a_run_of_less_than_a_second_is_reported_at_its_end(sink: _Kept) -> None
     assert (event.step, event.steps) == (5, 4)
     assert event.parts["optimizer"] >= 0.004
     assert event.parts["waiting for data"] < 0.2
-    assert event.own == 0.0, "no rank is a straggler by so few steps"
+    assert event.own == 0.0, "so few steps do not make a rank a straggler"
 
 
-def test_a_longer_run_has_no_more_than_its_seconds(sink: _Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_longer_run_has_one_report_per_second(sink: _Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_time, "PERIOD", 0.05)
     while len(_step_events(sink)) < 2:
         step_time.switch(step_time.OPTIMIZER)
@@ -92,7 +92,7 @@ def test_a_longer_run_has_no_more_than_its_seconds(sink: _Kept, monkeypatch: pyt
     assert len(_step_events(sink)) == 2
 
 
-def test_a_loop_left_early_closes_its_batches(sink: _Kept) -> None:
+def test_an_interrupted_loop_closes_its_batches(sink: _Kept) -> None:
     closed = []
 
     def batches() -> Iterator[int]:
@@ -107,12 +107,12 @@ def test_a_loop_left_early_closes_its_batches(sink: _Kept) -> None:
     assert closed == [True]
 
 
-def test_outside_a_launched_worker_nobody_listens() -> None:
+def test_outside_a_launched_worker_nothing_is_sent() -> None:
     assert not step_time.running()
 
 
 def test_a_step_costs_microseconds(sink: _Kept) -> None:
-    begin = time.thread_time()  # of the processor: machines that test are busy
+    begin = time.thread_time()  # Processor time, because test machines are busy.
     for _ in range(20_000):
         step_time.switch(step_time.DATA)
         step_time.switch(step_time.COMPUTE)
@@ -121,10 +121,10 @@ def test_a_step_costs_microseconds(sink: _Kept) -> None:
         step_time.end_step()
     seconds = (time.thread_time() - begin) / 20_000
     print(f"\nstep clock: {1e6 * seconds:.2f} microseconds per step (goal: 0.5)")
-    assert seconds < 500e-6  # `make bench` measures it
+    assert seconds < 500e-6  # `make bench` measures it.
 
 
-def test_the_store_keeps_the_recent_ones() -> None:
+def test_the_store_keeps_recent_step_times() -> None:
     store = Store()
     for step in range(50):
         store.add([Record(1, float(step), step_time.StepTimeEvent({"optimizer": 1.0}, step))])

@@ -1,4 +1,4 @@
-"""The bounded store: what is kept, what is thinned, who is told."""
+"""The bounded store: its contents, thinning, and notifications."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_thinning_keeps_bounds_extremes_and_nan() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_a_series_of_nothing_finite_stays_within_its_bound(value: float) -> None:
+def test_a_series_without_finite_values_stays_within_its_bound(value: float) -> None:
     store = Store(max_points=64)
     _feed(store, *_metrics([value] * 5000))
     series = store.series("loss")
@@ -72,7 +72,7 @@ def test_a_series_of_nothing_finite_stays_within_its_bound(value: float) -> None
 def test_all_series_together_stay_within_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "MAX_TOTAL_POINTS", 10_000)
     store = Store()
-    for name in range(100):  # each fuller, when it comes, than it may be in the end
+    for name in range(100):  # Each is fuller when it arrives than it may be in the end.
         for step in range(2_000):
             _feed(store, MetricEvent({f"m{name}": math.nan if step % 3 else float(step)}, step))
         kept = [len(store.series(each).values) for each in store.metric_names()]
@@ -90,7 +90,7 @@ def test_infinities_among_nan_survive() -> None:
     assert np.isneginf(kept).any()
 
 
-def test_all_points_of_one_group_equal() -> None:
+def test_all_points_with_the_same_value_are_thinned() -> None:
     store = Store(max_points=16)
     _feed(store, *_metrics([1.0] * 1000))
     assert 0 < len(store.series("loss").values) <= 16
@@ -112,8 +112,8 @@ def test_a_missing_step_continues_the_last_one() -> None:
     assert store.last_step == {0: 7}
 
 
-def test_values_that_are_no_numbers_do_not_break_the_store() -> None:
-    """What a rank sends must never end the run's supervision."""
+def test_values_that_are_not_numbers_do_not_break_the_store() -> None:
+    """Messages of a rank must never end the run's supervision."""
     store = Store()
     _feed(store, MetricEvent({"text": "hello", "none": None, "good": 1.0}, 0))  # type: ignore[dict-item]
     assert store.series("good").values.tolist() == [1.0]
@@ -125,7 +125,7 @@ def test_values_that_are_no_numbers_do_not_break_the_store() -> None:
     assert store.last_step == {0: 5}
 
 
-def test_an_unknown_metric_names_those_there_are() -> None:
+def test_an_unknown_metric_lists_the_known_ones() -> None:
     store = Store()
     with pytest.raises(KeyError, match="none yet"):
         store.series("loss")
@@ -151,17 +151,17 @@ def test_one_line_beyond_the_bound_is_kept_alone() -> None:
     assert [len(line.text) for line in store.log_lines(0)] == [10_000]
 
 
-def test_progress_resources_and_signs_of_life() -> None:
+def test_progress_resources_and_heartbeats_are_stored() -> None:
     store = Store()
     _feed(store, ProgressEvent(3, 10), start=5.0)
     _feed(store, ResourceEvent(10.0, 500), ResourceEvent(20.0, 300), start=100.0)
     assert store.last_step == {0: 3}
     assert store.peak_memory == {0: 500}
     assert store.resources[0].memory_bytes == 300
-    assert store.last_activity == {0: 5.0}, "a sample is not a sign of life of the rank"
+    assert store.last_activity == {0: 5.0}, "a sample is not a heartbeat of the rank"
 
 
-def test_what_is_added_counts_as_a_change() -> None:
+def test_additions_count_as_changes() -> None:
     store = Store()
     before = store.changes
     _feed(store, *_metrics([1.0]))
@@ -169,10 +169,10 @@ def test_what_is_added_counts_as_a_change() -> None:
     added, before = Store(), store.changes
     added.add_points("loss", 0, store.tail("loss", 0))
     assert added.changes == 1
-    assert store.changes == before, "reading is no change"
+    assert store.changes == before, "reading is not a change"
 
 
-def test_readers_and_writers_in_many_threads() -> None:
+def test_many_threads_may_read_and_write() -> None:
     store, problems = Store(max_points=100), []
 
     def write(rank: int) -> None:
@@ -225,7 +225,7 @@ def test_a_tail_continues_where_the_last_one_ended() -> None:
     assert store.tail("loss", 0, second.cursor).values.tolist() == []
     _feed(store, *_metrics([float(value) for value in range(200)]))
     third = store.tail("loss", 0, second.cursor)
-    assert third.whole, "thinning moved the points"
+    assert third.whole, "thinning must move the points"
     assert third.values.tolist() == store.series("loss").values.tolist()
     assert store.ranks_of("loss") == [0]
     assert store.ranks_of("other") == []
@@ -253,7 +253,7 @@ def test_a_log_tail_has_the_newest_lines() -> None:
     assert store.log_tail(7) == ([], 0, 0)
 
 
-def test_a_progress_bar_does_not_take_the_place_of_the_optimizers_count() -> None:
+def test_a_progress_bar_does_not_replace_the_optimizers_count() -> None:
     store = Store()
     _feed(store, ProgressEvent(1, 3, "epochs"))
     assert store.last_step == {0: 1}

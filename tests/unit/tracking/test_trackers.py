@@ -20,7 +20,7 @@ from notebook_accelerate.tracking import GeneralTracker, on_main_process, tracke
 
 
 class Memory(GeneralTracker):
-    """Keeps everything."""
+    """Records everything."""
 
     name = "memory"
     requires_logging_directory = False
@@ -55,7 +55,7 @@ class Memory(GeneralTracker):
 
 @pytest.fixture(autouse=True)
 def builtin_trackers() -> Iterator[None]:
-    """Forget what a test registers."""
+    """Restore the table after the test."""
     before = dict(tracker_table.TRACKERS)
     yield
     tracker_table.TRACKERS.clear()
@@ -63,7 +63,7 @@ def builtin_trackers() -> Iterator[None]:
 
 
 class Channel:
-    """Stands where a worker's sink stands."""
+    """Replaces a worker's sink."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -98,7 +98,7 @@ def test_a_class_must_define_the_required_attributes() -> None:
     blank.finish()
 
 
-def test_an_instance_is_started_fed_and_closed() -> None:
+def test_an_instance_is_started_used_and_closed() -> None:
     memory = Memory()
     accelerator = Accelerator(cpu=True, log_with=memory)
     accelerator.init_trackers("project", config={"lr": 0.1})
@@ -114,7 +114,7 @@ def test_an_instance_is_started_fed_and_closed() -> None:
     ]
 
 
-def test_a_registered_class_is_made_with_the_projects_name() -> None:
+def test_a_registered_class_is_created_with_the_projects_name() -> None:
     tracking.register_tracker_class(Memory)
     accelerator = Accelerator(cpu=True, log_with=["memory"])
     accelerator.init_trackers("project", init_kwargs={"memory": {"color": "red"}, "wandb": {"entity": "me"}})
@@ -154,7 +154,7 @@ def test_unknown_names_list_the_known_ones() -> None:
         accelerator.get_tracker("tensorboard")
 
 
-def test_filter_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trackers_are_filtered_by_availability(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, row in tracker_table.TRACKERS.items():
         there = name in {"tensorboard", "mlflow"}
         monkeypatch.setitem(
@@ -196,7 +196,7 @@ def test_an_entry_point_adds_a_tracker(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("method", ["start", "store_init_configuration", "log", "finish"])
-def test_a_failing_tracker_warns_once_and_stops_nothing(method: str) -> None:
+def test_a_failing_tracker_warns_once_and_does_not_stop_the_others(method: str) -> None:
     broken, sound = Memory(fails_in=method), Memory()
     sound.name = "sound"  # type: ignore[misc]
     accelerator = Accelerator(cpu=True, log_with=[broken, sound])
@@ -220,7 +220,7 @@ def test_a_failing_tracker_warns_once_and_stops_nothing(method: str) -> None:
         ("tensorboard", "writer"), ("wandb", "run"),
     ],
 )  # fmt: skip
-def test_a_subclass_that_has_its_own_run_has_it_under_every_name(name: str, attribute: str) -> None:
+def test_a_subclass_with_its_own_run_has_it_under_every_name(name: str, attribute: str) -> None:
     base: Any = tracker_table.TRACKERS[name].tracker_class
 
     class Shared(base):  # type: ignore[misc]
@@ -229,7 +229,7 @@ def test_a_subclass_that_has_its_own_run_has_it_under_every_name(name: str, attr
     assert getattr(Shared.__new__(Shared), attribute) == "a run of the user's"
 
 
-def test_an_argument_that_a_tracker_does_not_take_raises_when_it_starts(tmp_path: Path) -> None:
+def test_an_argument_that_a_tracker_does_not_accept_raises_at_its_start(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path))
     with pytest.raises(TypeError, match="nonsense"):
         accelerator.init_trackers("p", init_kwargs={"tensorboard": {"nonsense": 1}})
@@ -244,7 +244,7 @@ def test_logging_without_trackers_does_nothing() -> None:
         accelerator.log(3)  # type: ignore[arg-type]
 
 
-def test_a_launched_run_gets_the_numbers(channel: Channel) -> None:
+def test_a_launched_run_gets_the_logged_values(channel: Channel) -> None:
     accelerator = Accelerator(cpu=True)
     values = {"a": 1, "b": torch.tensor([2.5]), "c": np.float32(0.5), "d": True, "e": {"x": 3}}
     accelerator.log(values, step=7)
@@ -264,7 +264,7 @@ def test_a_launched_run_gets_the_numbers(channel: Channel) -> None:
 @pytest.mark.parametrize(
     "value", [object(), None, torch.ones(2), torch.empty(0), [1, 2], {"a": "x"}, {"a": {"b": 1}}, 1j, b"x", range(2)]
 )
-def test_values_that_a_tracker_does_not_record_are_left_out(value: Any, texts: bool) -> None:
+def test_values_that_a_tracker_does_not_record_are_skipped(value: Any, texts: bool) -> None:
     from notebook_accelerate.tracking.tracker import scalars
 
     class Numbers(Memory):
@@ -279,7 +279,7 @@ def test_values_that_a_tracker_does_not_record_are_left_out(value: Any, texts: b
     assert memory.calls[-1][1:2] == ({"loss": 1.0, "parts/a": 2},)
 
 
-def test_tensorboard_leaves_out_what_it_does_not_know(tmp_path: Path) -> None:
+def test_tensorboard_skips_unsupported_values(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -297,7 +297,7 @@ def test_tensorboard_leaves_out_what_it_does_not_know(tmp_path: Path) -> None:
 
 
 def test_the_tracker_of_ranks_without_one_does_nothing() -> None:
-    accelerator = Accelerator(cpu=True, log_with=Memory())  # not started, as on ranks other than 0
+    accelerator = Accelerator(cpu=True, log_with=Memory())  # Not started, as on ranks other than 0.
     tracker = accelerator.get_tracker("memory")
     assert isinstance(tracker, GeneralTracker)
     assert tracker.name == "memory"

@@ -1,4 +1,4 @@
-"""Each vendor's real package, offline: what was logged is read back from what it wrote."""
+"""Each vendor's real package, offline: logged values are read back from its files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from notebook_accelerate.tracking import tracker_table
 
-# Vendors start threads, handlers and services that live as long as their process: each runs in one of its own.
+# Vendors start threads, handlers and services that remain for the whole process, so each runs in a separate one.
 _SCRIPT = """
 import json, sys
 import numpy as np, torch
@@ -36,7 +36,7 @@ _END = "\naccelerator.end_training()\nprint('ended')\n"
 
 
 def track(name: str, folder: Path, options: dict[str, Any], more: str = "", **env: str) -> str:
-    """Log two steps with one vendor in a process of its own and return what that printed."""
+    """Log two steps with one vendor in a separate process. Return its output."""
     if not tracker_table.TRACKERS[name].is_available():
         pytest.skip(f"{name} is not installed: pip install {tracker_table.TRACKERS[name].package}")
     script = _SCRIPT + textwrap.dedent(more) + _END
@@ -56,7 +56,7 @@ def track(name: str, folder: Path, options: dict[str, Any], more: str = "", **en
     return done.stdout
 
 
-def test_tensorboard(tmp_path: Path) -> None:
+def test_tensorboard_records_the_values(tmp_path: Path) -> None:
     more = """
     accelerator.log({"note": "hello", "both": {"a": 1.0, "b": 2.0}}, step=3)
     tracker.log_images({"image": np.zeros((2, 8, 8, 3), dtype="uint8")}, step=3, dataformats="NHWC")
@@ -76,7 +76,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert settings == "lr: 0.25\nname: x\n"
 
 
-def test_wandb(tmp_path: Path) -> None:
+def test_wandb_records_the_values(tmp_path: Path) -> None:
     more = """
     tracker.log_images({"images": [np.zeros((8, 8, 3), dtype="uint8")]}, step=3, caption="c")
     tracker.log_table("table", columns=["a"], data=[[1]], step=4)
@@ -88,7 +88,7 @@ def test_wandb(tmp_path: Path) -> None:
     assert b"eval_acc" in written.read_bytes()
 
 
-def test_mlflow(tmp_path: Path) -> None:
+def test_mlflow_records_the_values(tmp_path: Path) -> None:
     more = """
     (open("file.txt", "w")).write("x")
     tracker.log_artifact("file.txt", "kept")
@@ -107,7 +107,7 @@ def test_mlflow(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("kept/file.txt"))
 
 
-def test_dvclive(tmp_path: Path) -> None:
+def test_dvclive_records_the_values(tmp_path: Path) -> None:
     track("dvclive", tmp_path, {"dir": "live", "save_dvc_exp": False, "dvcyaml": None})
     assert json.loads((tmp_path / "live" / "metrics.json").read_text()) == {"loss": 0.75, "eval_acc": 0.5, "step": 2}
     assert (tmp_path / "live" / "params.yaml").read_text().split() == ["lr:", "0.25", "name:", "x"]
@@ -115,7 +115,7 @@ def test_dvclive(tmp_path: Path) -> None:
     assert rows == ["step", "loss", "1", "1.5", "2", "0.75"]
 
 
-def test_trackio(tmp_path: Path) -> None:
+def test_trackio_records_the_values(tmp_path: Path) -> None:
     track("trackio", tmp_path, {"name": "first"}, TRACKIO_DIR=str(tmp_path))
     (database,) = tmp_path.glob("project*.db")
     connection = sqlite3.connect(database)
@@ -124,7 +124,7 @@ def test_trackio(tmp_path: Path) -> None:
     assert rows == [(1, {"loss": 1.5, "eval_acc": 0.5}), (2, {"loss": 0.75})]
 
 
-def test_comet(tmp_path: Path) -> None:
+def test_comet_records_the_values(tmp_path: Path) -> None:
     more = 'accelerator.log({"note": "hello", "both": {"a": 1.0}}, step=3)\nassert tracker.writer.curr_step == 3'
     track("comet_ml", tmp_path, {"online": False}, more, COMET_OFFLINE_DIRECTORY=str(tmp_path))
     (archive,) = tmp_path.rglob("*.zip")
@@ -135,7 +135,7 @@ def test_comet(tmp_path: Path) -> None:
     assert '"lr"' in text
 
 
-def test_clearml(tmp_path: Path) -> None:
+def test_clearml_records_the_values(tmp_path: Path) -> None:
     more = (
         'tracker.log_table("table", columns=["a"], data=[[1]], step=4)\nprint(tracker.task.get_offline_mode_folder())'
     )
@@ -147,7 +147,7 @@ def test_clearml(tmp_path: Path) -> None:
     assert '"metric": "acc", "variant": "eval"' in text
 
 
-def test_swanlab(tmp_path: Path) -> None:
+def test_swanlab_records_the_values(tmp_path: Path) -> None:
     more = 'tracker.log_images({"image": [np.zeros((8, 8, 3), dtype="uint8")]}, step=3)'
     track("swanlab", tmp_path, {"mode": "offline", "logdir": str(tmp_path / "swan")}, more)
     (run,) = (tmp_path / "swan").glob("run-*")
@@ -156,7 +156,7 @@ def test_swanlab(tmp_path: Path) -> None:
     assert list((run / "media").rglob("*.png"))
 
 
-def test_aim(tmp_path: Path) -> None:
+def test_aim_records_the_values(tmp_path: Path) -> None:
     more = """
     tracker.log_images({"image": (np.zeros((8, 8, 3), dtype="uint8"), "a caption")}, step=3)
     name = tracker.writer.hash
@@ -171,15 +171,15 @@ def test_aim(tmp_path: Path) -> None:
 
 
 _VENDORS: dict[str, Callable[[Path], None]] = {
-    "aim": test_aim,
-    "clearml": test_clearml,
-    "comet_ml": test_comet,
-    "dvclive": test_dvclive,
-    "mlflow": test_mlflow,
-    "swanlab": test_swanlab,
-    "tensorboard": test_tensorboard,
-    "trackio": test_trackio,
-    "wandb": test_wandb,
+    "aim": test_aim_records_the_values,
+    "clearml": test_clearml_records_the_values,
+    "comet_ml": test_comet_records_the_values,
+    "dvclive": test_dvclive_records_the_values,
+    "mlflow": test_mlflow_records_the_values,
+    "swanlab": test_swanlab_records_the_values,
+    "tensorboard": test_tensorboard_records_the_values,
+    "trackio": test_trackio_records_the_values,
+    "wandb": test_wandb_records_the_values,
 }
 
 

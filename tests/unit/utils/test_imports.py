@@ -22,12 +22,12 @@ CHECKS = [
 
 @pytest.mark.parametrize("name", CHECKS)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_every_check_answers_yes_or_no(name: str) -> None:
+def test_every_check_returns_a_bool(name: str) -> None:
     assert getattr(imports, name)() in {True, False}
 
 
-def test_checks_import_nothing_heavy() -> None:
-    # These two ask torch, and bitsandbytes itself.
+def test_checks_import_no_large_package() -> None:
+    # These two ask torch and bitsandbytes themselves.
     asking = {"is_torch_distributed_available", "is_bitsandbytes_multi_backend_available"}
     names = [name for name in CHECKS if name not in asking]
     code = (

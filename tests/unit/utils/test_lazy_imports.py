@@ -53,7 +53,7 @@ def test_every_name_has_one_home() -> None:
     assert len(utils.__all__) == len(set(utils.__all__))
 
 
-def test_settings_load_no_torch() -> None:
+def test_settings_do_not_load_torch() -> None:
     code = (
         "import sys\n"
         "from notebook_accelerate.utils import AutocastKwargs, DistributedType, WEIGHTS_NAME, patch_environment\n"

@@ -70,7 +70,7 @@ def test_the_level_is_given_or_read_from_the_environment(monkeypatch: pytest.Mon
     assert logging.getLogger().level == logging.ERROR
 
 
-@pytest.mark.leaks_ok("tqdm's monitor thread lives as long as the process")
+@pytest.mark.leaks_ok("tqdm's monitor thread ends with the process")
 @pytest.mark.usefixtures("state")
 def test_the_main_process_shows_a_bar() -> None:
     pytest.importorskip("tqdm")
@@ -82,11 +82,11 @@ def test_the_main_process_shows_a_bar() -> None:
         tqdm(True, range(3))
 
 
-@pytest.mark.leaks_ok("tqdm's monitor thread lives as long as the process")
+@pytest.mark.leaks_ok("tqdm's monitor thread ends with the process")
 @pytest.mark.usefixtures("state")
 def test_a_bar_in_a_launched_run_emits_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tqdm")
-    reporting.connect_libraries(["tqdm"])  # as every rank does
+    reporting.connect_libraries(["tqdm"])  # As every rank does.
     events: list[Event] = []
     monkeypatch.setattr(telemetry, "current_sink", object)
     monkeypatch.setattr(telemetry, "emit", events.append)
@@ -95,7 +95,7 @@ def test_a_bar_in_a_launched_run_emits_progress(monkeypatch: pytest.MonkeyPatch)
     assert next(event.step for event in events if isinstance(event, ProgressEvent)) == 0
 
 
-@pytest.mark.leaks_ok("tqdm's monitor thread lives as long as the process")
+@pytest.mark.leaks_ok("tqdm's monitor thread ends with the process")
 def test_the_bar_of_another_rank_is_disabled(monkeypatch: pytest.MonkeyPatch, state: PartialState) -> None:
     pytest.importorskip("tqdm")
     monkeypatch.setitem(state.__dict__, "local_process_index", 1)

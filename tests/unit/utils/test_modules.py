@@ -28,7 +28,7 @@ def test_children_come_before_their_parents() -> None:
     assert get_module_children_bottom_up(model)[-1] is model
 
 
-def test_blocks_of_one_class_are_repeated() -> None:
+def test_repeated_blocks_of_one_class_are_found() -> None:
     blocks = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
     assert is_repeated_blocks(blocks)
     assert not is_repeated_blocks(nn.ModuleList([nn.Linear(1, 1), nn.ReLU()]))
@@ -38,7 +38,7 @@ def test_blocks_of_one_class_are_repeated() -> None:
     assert not has_repeated_blocks(_model())
 
 
-def test_compiled_regions_are_the_model_or_below() -> None:
+def test_compiled_regions_are_in_the_model_or_below() -> None:
     model = nn.Sequential(nn.Linear(1, 1))
     assert not has_compiled_regions(model)
     assert has_compiled_regions(torch.compile(nn.Linear(1, 1), backend="eager"))

@@ -55,7 +55,7 @@ def test_algorithms_may_be_made_deterministic() -> None:
 
 
 @pytest.mark.parametrize("seed", ["3", 3.0, True, None])
-def test_a_seed_is_a_whole_number(seed: Any) -> None:
+def test_a_seed_must_be_a_whole_number(seed: Any) -> None:
     with pytest.raises(ValueError, match="pass a whole number"):
         set_seed(seed)
 

@@ -1,4 +1,4 @@
-"""The config panel without a browser: what a browser would send is entered and clicked."""
+"""The config panel without a browser: entries and clicks are simulated."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _call(panel: ConfigPanel, function: str, arguments: str) -> None:
 
 
 NUMBERS = object()
-"""A value without code: a variable names it."""
+"""A value that cannot be written as code, so a variable names it."""
 
 
 def double(number: int) -> int:
@@ -116,7 +116,7 @@ def test_the_machine_and_the_kernel_are_detected_by_default() -> None:
     assert panel.sentence.startswith("2 processes on cpu, ")
 
 
-# ---- values in and out
+# ---- entries and values
 
 
 def test_the_config_has_the_values_of_the_form_and_sets_them() -> None:
@@ -186,7 +186,7 @@ def test_an_accumulation_plugin_keeps_the_number_of_steps() -> None:
         TrainingOptions(gradient_accumulation_steps=4, gradient_accumulation_plugin=GradientAccumulationPlugin(2))
 
 
-def test_the_accelerator_takes_every_option() -> None:
+def test_the_accelerator_accepts_every_option() -> None:
     import inspect
 
     from notebook_accelerate import Accelerator
@@ -216,7 +216,7 @@ def test_the_accelerator_takes_every_option() -> None:
         {"num_nodes": "2", "node_rank": "1", "master_addr": "10.0.0.1", "gradient_accumulation_steps": "2"},
     ],
 )
-def test_the_cell_launches_what_is_set(entries: dict[str, Any]) -> None:
+def test_the_cell_launches_with_the_current_settings(entries: dict[str, Any]) -> None:
     panel = _set(_panel(), **entries)
     _call(panel, "train", "(3,)")
     called: dict[str, Any] = {}
@@ -256,7 +256,7 @@ def test_the_copied_text_is_the_cell() -> None:
     assert "num_processes=2" in panel.widget.texts["cell"]
 
 
-def test_the_shown_cell_hides_credentials_of_the_training_options_and_the_copied_one_has_them() -> None:
+def test_the_shown_cell_hides_credentials_of_the_training_options_and_the_copied_one_contains_them() -> None:
     address = "https://user:hunter2@example.org/logs"
     panel = _panel(training=TrainingOptions(project_config=ProjectConfiguration(logging_dir=address)))
     assert address in panel.widget.code
@@ -290,10 +290,10 @@ def test_a_configuration_file_is_saved_and_loaded(tmp_path: Path) -> None:
     [{}, {"num_processes": "1"}, {"cpu": True}, {"num_processes": "2", "mixed_precision": "bf16"}, {"num_nodes": "2"}],
     ids=str,
 )
-def test_a_saved_configuration_is_the_same_when_it_is_loaded(
+def test_a_saved_configuration_is_unchanged_when_it_is_loaded(
     machine: HardwareInfo, entered: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Nothing is written that was not entered: neither ``use_cpu`` of a machine without a GPU, nor its one process."""
+    """Values not entered are not written: neither ``use_cpu`` of a machine without a GPU, nor its one process."""
     panel = _set(_panel(machine), **entered)
     file = panel.save(tmp_path / "config.yaml")
     other = _panel(machine)
@@ -302,7 +302,7 @@ def test_a_saved_configuration_is_the_same_when_it_is_loaded(
     assert other.sentence == panel.sentence
 
 
-def test_an_error_is_shown_once_and_goes_when_it_is_mended() -> None:
+def test_an_error_is_shown_once_and_disappears_when_it_is_fixed() -> None:
     panel = _set(_panel(), num_processes="0")
     error = panel.errors["num_processes"]
     shown = [panel.widget.texts["plan"], panel.widget.texts["cell"], panel.widget.code, panel.widget.texts["run"]]
@@ -316,7 +316,7 @@ def test_an_error_is_shown_once_and_goes_when_it_is_mended() -> None:
     assert "2 processes on" in panel.widget.texts["plan"]
 
 
-def test_the_error_of_a_click_goes_when_something_is_entered() -> None:
+def test_the_error_of_a_click_disappears_when_something_is_entered() -> None:
     panel = _panel()
     panel.widget.enter("call.function", "nothing_here")
     panel.click("launch")
@@ -347,7 +347,7 @@ def test_settings_of_a_file_without_a_field_are_kept_and_reach_the_ranks(tmp_pat
     assert written["main_training_function"] == "go"
 
 
-def test_loading_keeps_other_settings_and_removes_those_of_the_previous_file(tmp_path: Path) -> None:
+def test_loading_replaces_settings_of_the_previous_file_and_keeps_others(tmp_path: Path) -> None:
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
     first.write_text(
         yaml.safe_dump({"num_processes": 2, "distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}})
@@ -368,7 +368,7 @@ def test_gpu_ids_of_a_file_become_the_visible_devices(tmp_path: Path) -> None:
     assert panel.config.env == {"CUDA_VISIBLE_DEVICES": "1,3"}
 
 
-def test_files_that_cannot_be_loaded_are_reported_beside_the_button(tmp_path: Path) -> None:
+def test_files_that_cannot_be_loaded_are_reported_next_to_the_button(tmp_path: Path) -> None:
     panel = _set(_panel(), num_processes="3")
     file = tmp_path / "config.yaml"
     panel.widget.enter("file.path", str(file))
@@ -445,7 +445,7 @@ def test_a_failing_run_is_shown_in_the_panel_and_raises_nothing() -> None:
     assert 'role="alert"' in panel.widget.texts["run"]
 
 
-def test_functions_and_arguments_are_taken_from_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_and_arguments_of_the_notebook_are_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "twice", double, raising=False)
     monkeypatch.setattr(sys.modules["__main__"], "number", 21, raising=False)
     panel = _set(ConfigPanel(), cpu=True)
@@ -459,7 +459,7 @@ def test_functions_and_arguments_are_taken_from_the_notebook(monkeypatch: pytest
     ("arguments", "shown"),
     [((), ""), ((3,), "(3,)"), ((3, "a", [1.5]), "(3, 'a', [1.5])"), ((NUMBERS, 1), "(numbers, 1)"), ((object(),), "")],
 )
-def test_the_cell_has_the_arguments_that_the_form_was_made_with(
+def test_the_cell_has_the_arguments_that_the_form_was_created_with(
     arguments: tuple[Any, ...], shown: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "numbers", NUMBERS, raising=False)
@@ -478,7 +478,7 @@ def test_the_cell_has_the_arguments_that_the_form_was_made_with(
         ("double", "(missing,)", "NameError"),
     ],
 )
-def test_a_launch_that_is_not_possible_is_reported_beside_the_button(
+def test_an_impossible_launch_is_reported_next_to_the_button(
     name: str, arguments: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["__main__"], "double", double, raising=False)
@@ -528,11 +528,11 @@ def test_configure_is_a_public_name() -> None:
 def test_every_field_has_its_place_in_the_panel() -> None:
     for cls in (LaunchConfig, TrainingOptions):
         placed = [name for _, names in groups_of(cls) for name in names]
-        # The arguments of an Accelerator are the other form.
+        # The arguments of an Accelerator are in the other form.
         assert sorted(placed) == sorted(set(cls.__dataclass_fields__) - {"accelerator"})
 
 
-def test_only_in_config_lists_the_fields_that_are_no_parameters() -> None:
+def test_only_in_config_lists_the_fields_that_are_not_parameters() -> None:
     import inspect
 
     parameters = inspect.signature(notebook_accelerate.notebook_launcher).parameters

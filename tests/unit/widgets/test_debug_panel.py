@@ -1,4 +1,4 @@
-"""The debug panel without a browser: with recorded events and a fake clock, and on a real run."""
+"""The debug panel without a browser: with recorded events and a fake clock, and with a real run."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_an_automatic_diagnosis_and_the_warnings_are_shown(made: list[DebugPanel
     snapshot("debug_diagnosis", _render(panel, clock))
 
 
-def test_texts_are_escaped(made: list[DebugPanel]) -> None:
+def test_strings_are_escaped(made: list[DebugPanel]) -> None:
     run, clock = make_run(3), Clock()
     run.journal.append(DiagnosisAdded(_found(EVIL)))
     run.journal.append(WarningAdded(EVIL))
@@ -144,7 +144,7 @@ def test_held_ranks_can_be_asked_after_the_failure(made: list[DebugPanel]) -> No
     assert panel.why_button.disabled
 
 
-def test_a_request_that_fails_is_shown(made: list[DebugPanel]) -> None:
+def test_a_failing_request_is_shown(made: list[DebugPanel]) -> None:
     run, clock = make_run(2), Clock()
     panel = _panel(made, run, clock)
     panel.line.value = "x ="
@@ -174,7 +174,7 @@ def _patient(run: Run) -> Run:
     return run
 
 
-def test_over_a_real_run(made: list[DebugPanel]) -> None:
+def test_the_panel_works_with_a_real_run(made: list[DebugPanel]) -> None:
     run = _patient(notebook_launcher(_loop, num_processes=2, use_port=0, start_method="fork", block=False))
     try:
         until(lambda: len(run.logs()) == 2)
@@ -187,7 +187,7 @@ def test_over_a_real_run(made: list[DebugPanel]) -> None:
             frames = [place.user_frame for place in panel.found.places]
             return [frame.function for frame in frames if frame is not None] == ["_loop", "_loop"]
 
-        until(sees_both)  # on a busy machine a rank may not reply within its second
+        until(sees_both)  # On a busy machine a rank may not reply within its second.
         assert re.search(r"test_debug_panel\.py, line \d+, in _loop", panel.text)
         panel.target.value = "rank 1"
         panel.line.value = "numb"
@@ -218,8 +218,8 @@ def _stops() -> int:
     return loss
 
 
-def test_a_line_is_cast_to_the_debuggers_of_stopped_ranks(made: list[DebugPanel]) -> None:
-    """The same line is evaluated if no rank is stopped; the placeholder says which."""
+def test_a_line_is_sent_to_the_debuggers_of_stopped_ranks(made: list[DebugPanel]) -> None:
+    """The same line is evaluated if no rank is stopped. The placeholder says which of the two applies."""
     run = _patient(notebook_launcher(_stops, num_processes=2, use_port=0, start_method="fork", block=False))
     try:
         until(lambda: sorted(run.commands.prompts.debugged()) == [0, 1])
@@ -229,7 +229,7 @@ def test_a_line_is_cast_to_the_debuggers_of_stopped_ranks(made: list[DebugPanel]
         assert panel.line.placeholder == "a command for the debugger of ranks 0, 1, e.g. p loss"
         for target, line, answers in ((ALL, "p loss", {0: "41", 1: "42"}), ("rank 1", "p loss * 2", {1: "84"})):
             panel.target.value, panel.line.value = target, line
-            panel.wait(SECONDS)  # for the completion
+            panel.wait(SECONDS)  # For the completion.
             panel._send()
             panel.wait(SECONDS)
             entry = panel.history[-1]

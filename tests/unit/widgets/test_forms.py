@@ -28,7 +28,7 @@ class Colour(enum.Enum):
 
 @dataclasses.dataclass
 class Inner:
-    """What is inside."""
+    """An inner dataclass."""
 
     size: int = 1
 
@@ -44,7 +44,7 @@ class Everything:
     Args:
         count: How many there are,
             over two lines.
-        name: Said twice; the literal after the field wins.
+        name: Described twice; the literal after the field takes precedence.
     """
 
     required: str
@@ -137,7 +137,7 @@ def test_a_missing_required_field_is_an_error() -> None:
     assert form.value == Everything("here")
 
 
-def test_the_dataclass_checks_and_every_invalid_field_has_an_error() -> None:
+def test_the_dataclass_is_validated_and_every_invalid_field_has_an_error() -> None:
     form = Form(LaunchConfig, choices={"start_method": START_METHODS})
     form.enter("num_processes", "0")
     form.enter("max_restarts", "-2")
@@ -172,14 +172,14 @@ def test_help_texts_are_literals_after_fields_and_docstrings() -> None:
 
 def test_types_that_only_type_checkers_import_are_ignored() -> None:
     kinds = {field.name: field.kind for field in fields_of(FullyShardedDataParallelPlugin)}
-    assert kinds["ignored_modules"] == "text"  # Iterable[torch.nn.Module] | str | None
+    assert kinds["ignored_modules"] == "text"  # Iterable[torch.nn.Module] | str | None.
     assert kinds["cpu_offload"] == "flag"
     assert kinds["auto_wrap_policy"] == "choice"
     assert kinds["param_init_fn"] == "code"
     assert {field.name: field.kind for field in fields_of(Everything)}["made"] == "code"
 
 
-def test_fields_that_the_constructor_does_not_take_are_left_out() -> None:
+def test_fields_that_the_constructor_does_not_accept_are_omitted() -> None:
     assert "derived" not in {field.name for field in fields_of(Everything)}
 
 
@@ -238,10 +238,10 @@ def test_objects_set_in_code_are_kept() -> None:
     assert form.value.mode is marker
     form.enter("mode", "slow")
     form.enter("mode", str(marker))
-    assert form.value.mode is marker, "it can be chosen again"
+    assert form.value.mode is marker, "the object can be chosen again"
 
 
-def test_each_change_calls_on_change_once_also_with_errors() -> None:
+def test_each_change_calls_on_change_once_even_with_errors() -> None:
     told: list[Checked] = []
     form = Form(LaunchConfig, on_change=lambda: told.append(form.checked))
     form.enter("num_processes", "2")
@@ -283,23 +283,23 @@ def _receive(view: FormView, **content: Any) -> None:
 
 
 def _sent(view: FormView) -> list[dict[str, Any]]:
-    """Return a list of the states that the view sends from now on."""
+    """Return the list that receives the states sent by the view from now on."""
     states: list[dict[str, Any]] = []
     view.comm.send = lambda data, **_: states.append(data["state"])
     return states
 
 
-def test_what_is_typed_is_not_sent_back() -> None:
+def test_typed_text_is_not_sent_back() -> None:
     view = Form(LaunchConfig).widget
     sent = _sent(view)
     _receive(view, kind="enter", path="form.num_processes", value="2", version=view.version)
     assert sent == []
     _receive(view, kind="enter", path="form.num_processes", value="x", version=view.version)
     assert [list(state) for state in sent] == [["errors"]]
-    assert view.entries["form.num_processes"] == "x", "for views that are opened later"
+    assert view.entries["form.num_processes"] == "x", "views opened later get the text"
 
 
-def test_entries_that_are_set_in_code_are_sent() -> None:
+def test_entries_set_in_code_are_sent() -> None:
     form = Form(LaunchConfig)
     view, version = form.widget, form.widget.version
     sent = _sent(view)
@@ -307,9 +307,7 @@ def test_entries_that_are_set_in_code_are_sent() -> None:
     assert [set(state) for state in sent] == [{"entries", "version"}]
     assert sent[0]["entries"]["form.num_processes"] == "2"
     _receive(view, kind="enter", path="form.cpu", value=True, version=version)
-    assert sent[1]["entries"]["form.cpu"] is True, (
-        "typed before the browser received the entries, which did not have it"
-    )
+    assert sent[1]["entries"]["form.cpu"] is True, "this was typed before the browser received entries without it"
 
 
 def test_a_nested_form_is_sent_when_it_is_opened() -> None:
@@ -366,7 +364,7 @@ def test_only_dataclasses_have_forms() -> None:
         fields_of(LaunchConfig, names=["nodes"])
 
 
-def test_fields_in_no_group_come_last() -> None:
+def test_fields_without_a_group_come_last() -> None:
     form = Form(Inner, groups=[("", [])])
     assert _parts(form) == {"": (), "More": ("size",)}
     form.enter("size", "2")

@@ -1,4 +1,4 @@
-"""What the kernel knows about its front end, and the panel that needs no widgets."""
+"""The kernel's knowledge of its front end, and the panel that needs no widgets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _watched(front_end: FrontEnd, seconds: int, *, handles_messages: bool = True
     return front_end.silent
 
 
-def test_only_time_in_which_a_report_could_be_handled_counts() -> None:
+def test_only_time_when_a_report_could_be_handled_counts() -> None:
     assert _watched(FrontEnd(), int(ANSWER_SECONDS))
     assert not _watched(FrontEnd(), int(ANSWER_SECONDS) - 1)
     assert not _watched(FrontEnd(), 1000, handles_messages=False)
@@ -34,7 +34,7 @@ def test_a_front_end_that_has_drawn_a_view_is_not_silent() -> None:
     assert not front_end.silent
 
 
-def test_the_reason_is_given_once() -> None:
+def test_the_reason_is_shown_once() -> None:
     front_end = FrontEnd()
     assert front_end.note("There are no widgets").startswith("There are no widgets: panels are HTML displays here")
     assert front_end.note("There are no widgets") == ""

@@ -1,4 +1,4 @@
-"""Views of kept runs: ten in one plot, and the offer of an ended run's panel to go on."""
+"""Views of kept runs: ten in one plot, and the offer of a finished run's panel to continue."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def _keep(folder: Path, name: str, rate: float, begin: float = 0.0) -> None:
-    """Write a kept run that has ended; it began at a number of seconds after START."""
+    """Write a kept run that has finished. It started a number of seconds after START."""
     folder.mkdir(parents=True)
     run = make_run(started=START + begin)
     metrics = [Record(0, START + begin + step, MetricEvent({"loss": rate / (step + 1)}, step)) for step in range(30)]
@@ -39,7 +39,7 @@ def _keep(folder: Path, name: str, rate: float, begin: float = 0.0) -> None:
     journal_file.JournalFile(folder / journal_format.JOURNAL_NAME).append(b"".join(frames))
 
 
-def test_ten_kept_runs_are_laid_over_each_other(tmp_path: Path) -> None:
+def test_ten_kept_runs_are_overlaid(tmp_path: Path) -> None:
     for number in range(10):
         _keep(tmp_path / f"run-{number}", f"rate-{number}", 1.0 + number)
     opened = runs(tmp_path).open()
@@ -72,14 +72,14 @@ class _Output:
     leave = end = show
 
 
-def test_the_kept_runs_of_a_folder_are_shown_as_the_runs_of_a_kernel(tmp_path: Path) -> None:
+def test_the_kept_runs_of_a_folder_are_shown_like_the_runs_of_a_kernel(tmp_path: Path) -> None:
     for number in range(18):
         _keep(tmp_path / f"run-{number:02}", "same" if number < 2 else f"rate-{number}", 1.0 + number, number)
     (tmp_path / "run-17" / journal_format.JOURNAL_NAME).write_bytes(b"broken")
     kept = runs(tmp_path)
     assert kept[0].status == "broken", "the time of its launch is unknown"
     labels = ["run-17", "run-00", "run-01", *(f"rate-{number}" for number in range(2, 17))]
-    assert kept.labels == labels, "two have the same name"
+    assert kept.labels == labels, "two runs have the same name"
     assert repr(kept).splitlines()[2].split()[:3] == ["rate-16", "train", "succeeded"]
 
     table = RunsTable(kept)
@@ -88,14 +88,14 @@ def test_the_kept_runs_of_a_folder_are_shown_as_the_runs_of_a_kernel(tmp_path: P
         assert head[:6] == ["run", "function", "state", "started", "took", "ranks"]
         assert [*head[-2:], *table.rows[1][-2:]] == ["tags", "loss", "sweep", "0.5667"]
         assert [row.key for row in table.table.rows] == labels[::-1]
-        assert not table.plot.full.get("series"), "none is open"
+        assert not table.plot.full.get("series"), "no run is open"
 
         table._show_in(cast("Output", _Output()))
         until(lambda: not table._unopened())
         until(lambda: {label for _, label, _ in table.plot.full.get("series", ())} == set(labels[2:]))
         assert table.rows[0][-2:] == ["loss", "best loss"]
         assert [row[0] for row in table.rows[1:]] == labels[::-1]
-        assert [row[-1] for row in table.rows[-3:]] == ["0.06667", "–", "–"], "of the others only the summary is read"
+        assert [row[-1] for row in table.rows[-3:]] == ["0.06667", "–", "–"], "only the summary of the others is read"
         assert [[action.label for action in row.actions] for row in table.table.rows[-2:]] == [["Open"], []]
 
         table._on_action("run-00", "open")
@@ -110,7 +110,7 @@ def test_the_kept_runs_of_a_folder_are_shown_as_the_runs_of_a_kernel(tmp_path: P
         close_all(table.widget)
 
 
-def test_the_panel_of_a_failed_run_offers_to_go_on(tmp_path: Path) -> None:
+def test_the_panel_of_a_failed_run_offers_to_continue(tmp_path: Path) -> None:
     run = notebook_launcher(
         train, (str(tmp_path / "project"), 0.0, 40, 25), num_processes=2, use_port=0, start_method="fork", panel=False,
         block=False, save=tmp_path / "runs",

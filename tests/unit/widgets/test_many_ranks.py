@@ -45,7 +45,7 @@ class _Panel:
     def turn(
         self, seconds: float = 1.0, steps: int = 10, late: tuple[int, ...] = (), slow: tuple[int, ...] = ()
     ) -> None:
-        """Let all ranks go some steps, and render."""
+        """Let all ranks advance some steps, and render."""
         self.step += steps
         self.clock.turn(seconds)
         for info in self.run.ranks:
@@ -94,8 +94,8 @@ def test_nodes_are_listed_first_then_outliers_and_the_other_ranks_behind_a_fold(
     assert "Ranks 9, 41 are stragglers: up to 200 ms of their own work per step" in verdict
     assert "Rank 300 is 500 steps behind." in verdict
     slowest = groups["nodes"][2][1]
-    assert slowest[2:4] == ["540", "500"], "the slowest step, and how far that is behind"
-    assert slowest[7] == "8.0 GiB", "memory of all its ranks"
+    assert slowest[2:4] == ["540", "500"], "the slowest step, and its distance from the others"
+    assert slowest[7] == "8.0 GiB", "the memory of all its ranks"
     one.close()
 
 
@@ -117,9 +117,9 @@ def _bytes(message: Any) -> int:
     return len(json.dumps(message))
 
 
-def test_an_update_in_which_few_ranks_have_changed_is_small() -> None:
+def test_an_update_for_a_few_changed_ranks_is_small() -> None:
     one = _Panel()
-    for _ in range(12):  # the last one is long after every view was opened
+    for _ in range(12):  # The last one is long after every view was opened.
         one.turn(FOLDED_SECONDS, steps=0)
     table = one.panel.rank_table
     whole, seq = _bytes(table.full), table._seq
@@ -174,7 +174,7 @@ def _applied(rows: list[Any], change: dict[str, Any]) -> list[Any]:
     return [found[key] for key in change.get("order", [row[0] for row in rows])]
 
 
-def test_curves_are_envelopes_with_chosen_ranks_over_them() -> None:
+def test_curves_are_envelopes_with_selected_ranks_over_them() -> None:
     one = _Panel()
     for _ in range(3):
         one.turn()
@@ -196,7 +196,7 @@ def test_curves_are_envelopes_with_chosen_ranks_over_them() -> None:
     one.close()
 
 
-def test_words_that_are_no_ranks_are_ignored() -> None:
+def test_words_that_are_not_ranks_are_ignored() -> None:
     assert chosen_ranks("0, 5-7") == (0, 5, 6, 7)
     assert chosen_ranks("5 – 7; 2 2") == (5, 6, 7, 2)
     assert chosen_ranks("all, -, 3x") == ()
@@ -243,7 +243,7 @@ def test_the_report_of_many_ranks_is_short() -> None:
     assert len(text.splitlines()) < 200
     assert "512 ranks, by state" in html
     assert EVIL not in html
-    assert "mean, range" not in html, "the texts of an image are inside the image"
+    assert "mean, range" not in html, "the texts of an image must be inside the image"
     print(f"\nthe report of {RANKS} ranks: {len(html):,} bytes of HTML, {len(text):,} of text")
     assert len(html) < 150_000
     one.close()

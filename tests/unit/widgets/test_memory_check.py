@@ -1,4 +1,4 @@
-"""The config panel warns before a launch whose training will not fit the memory."""
+"""The config panel warns before a launch whose training does not fit into memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_training_that_does_not_fit_has_a_warning_and_can_be_launched() -> Non
 def test_a_training_that_fits_has_no_warning() -> None:
     assert panel(2 * 5 * WEIGHTS).warning == ""
     assert panel(2 * 5 * WEIGHTS - 1).warning
-    assert panel(30_000_000, processes=1).warning == "", "half as many processes take half as much, and no buckets"
+    assert panel(30_000_000, processes=1).warning == "", "half as many processes need half as much, and no buckets"
     assert configure().warning == "", "no model is known"
 
 
@@ -121,10 +121,10 @@ FSDP1: dict[str, Any] = {"fsdp_version": 1}
          {"strategy": "megatron_distributed_optimizer", "degrees": {"tp": 2, "pp": 2}}),
     ],
 )  # fmt: skip
-def test_how_the_model_is_distributed(options: Any, ranks: int, expected: Any) -> None:
+def test_the_distribution_of_the_model_follows_the_options(options: Any, ranks: int, expected: Any) -> None:
     sharing = distribution_of(TrainingOptions(**options), ranks, local=2)
     assert sharing == expected
-    estimate_memory(model, num_processes=ranks, **sharing)  # accepts all these names
+    estimate_memory(model, num_processes=ranks, **sharing)  # Accepts all these names.
 
 
 def test_offloaded_tensors_use_main_memory_that_ranks_share() -> None:
@@ -132,7 +132,7 @@ def test_offloaded_tensors_use_main_memory_that_ranks_share() -> None:
     made = panel(2 * 3 * WEIGHTS - 1)
     made.change(fsdp_plugin=offloaded)
     assert "most of it for optimizer" in made.warning, (
-        "half of four times the weights each, and a whole copy for computing"
+        "each has half of four times the weights, and a whole copy for computing"
     )
     made = panel(2 * 3 * WEIGHTS)
     made.change(fsdp_plugin=offloaded)
@@ -143,12 +143,12 @@ def test_on_gpus_offloaded_tensors_are_compared_with_main_memory(monkeypatch: py
     gpu = SimpleNamespace(memory_bytes=WEIGHTS)
     monkeypatch.setattr(
         "notebook_accelerate.widgets.memory_panel.nvml.visible_gpu", lambda _rank, _variables: gpu
-    )  # without GPUs
+    )  # Without GPUs.
     plan: Any = SimpleNamespace(accelerator="cuda", world_size=2, num_processes=2)
     machine: Any = SimpleNamespace(memory_bytes=4 * WEIGHTS)
     options = TrainingOptions(fsdp_plugin=Fsdp(fsdp_version=2, cpu_offload=True))
     assert MemoryCheck(model).warning(plan, options, machine) == "", (
-        "half of four times the weights each, in main memory"
+        "each has half of four times the weights, in main memory"
     )
     assert "needs about 19.07 MB" in MemoryCheck(model).warning(plan, TrainingOptions(), machine)
     machine = SimpleNamespace(memory_bytes=4 * WEIGHTS - 1)

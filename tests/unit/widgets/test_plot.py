@@ -1,4 +1,4 @@
-"""The messages of the plot: everything at first, then new points, downsampled by M4."""
+"""The messages of the plot: everything first, then new points, downsampled by M4."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _plot(store: Store) -> Plot:
     return Plot([Source(store, 100.0)])
 
 
-def test_the_first_message_has_everything_the_next_the_new_points() -> None:
+def test_the_first_message_has_everything_and_the_next_the_new_points() -> None:
     store = Store()
     _log(store, range(3))
     plot = _plot(store)
@@ -53,12 +53,12 @@ def test_the_first_message_has_everything_the_next_the_new_points() -> None:
     assert plot.delta is before, "no message without new points"
 
 
-def test_late_curves_begin_with_a_full_message() -> None:
+def test_late_curves_start_with_a_full_message() -> None:
     """A view could not ask a busy kernel for the message that a delta continues."""
     store = Store()
     plot = _plot(store)
     plot.update(0.0)
-    plot.update(20.0)  # past the ages at which everything is sent again
+    plot.update(20.0)  # Past the ages at which everything is sent again.
     _log(store, range(3))
     plot.update(20.2)
     assert _points(plot.full) == {("loss", "rank 0"): [[0, 1, 2], [0, 1, 2], [0, 1, 2]]}
@@ -87,11 +87,11 @@ def test_a_view_that_missed_a_message_gets_a_full_one() -> None:
     plot.update(0.2)
     assert len(_points(plot.full)["loss", "rank 0"][0]) == 6
     _log(store, range(6, 7))
-    plot.update(0.5)  # no request, but at a refresh age: the kernel may have been too busy to receive one
+    plot.update(0.5)  # No request, but at a refresh age: the kernel may have been too busy to receive one.
     assert len(_points(plot.full)["loss", "rank 0"][0]) == 7
 
 
-def test_when_the_store_has_moved_its_points_everything_is_sent_again() -> None:
+def test_everything_is_sent_again_when_the_store_has_moved_its_points() -> None:
     store = Store(max_points=100)
     _log(store, range(90))
     plot = _plot(store)
@@ -123,7 +123,7 @@ def test_two_hundred_thousand_points_are_sent_within_a_second() -> None:
     store = Store()
     for rank in range(4):
         _log(store, range(49_900), rank=rank)
-    begin = time.thread_time()  # processor time: test machines are busy
+    begin = time.thread_time()  # Measure processor time, because test machines are busy.
     plot = _plot(store)
     plot.update(0.0)
     seconds = time.thread_time() - begin
@@ -163,6 +163,6 @@ def test_overlaid_runs_have_a_curve_each() -> None:
     assert set(_points(plot.full)) == {("loss", "run 0"), ("loss", "run 1")}
 
 
-def test_images_and_live_plots_repeat_their_colours_after_as_many_curves() -> None:
+def test_images_and_live_plots_repeat_their_colours_after_the_same_number_of_curves() -> None:
     palettes = re.findall(r"^  (?:light|dark): \[(.+)\],$", asset("looks.js"), re.MULTILINE)
     assert [len(palette.split(",")) for palette in palettes] == [len(COLOURS)] * 2

@@ -16,13 +16,13 @@ from tests.support.waiting import until
 
 
 class _Profile(DocumentView):
-    """What the panel uses of a profile."""
+    """The part of a profile that the panel uses."""
 
     def __init__(self, *, missing: bool = False) -> None:
         self.paths = {} if missing else {0: "rank0.json"}
         self.missing = {0: "it is paused"} if missing else {}
         self.timeline = training(ranks=2, steps=1)
-        self.steps = 2  # the rank ended before the third one
+        self.steps = 2  # The rank ended before the third one.
 
     def summary(self) -> Section:
         return Section(key="summary", nodes=(Text(lines=("rank 1's data loading takes 41 % of each step",)),))
@@ -49,7 +49,7 @@ def _button(panel: RunPanel) -> Any:
     return next(each for each in panel.buttons.rows[0]["actions"] if each["id"] == "profile")
 
 
-def test_a_click_says_that_steps_are_recorded_then_shows_them(monkeypatch: Any) -> None:
+def test_a_click_shows_the_recording_and_then_the_steps(monkeypatch: Any) -> None:
     recorded = threading.Event()
     asked: list[int | None] = []
 
@@ -60,14 +60,14 @@ def test_a_click_says_that_steps_are_recorded_then_shows_them(monkeypatch: Any) 
 
     panel = _panel(monkeypatch, profile)
     assert _button(panel)["enabled"]
-    panel.buttons.click("profile")  # returns while steps are recorded
+    panel.buttons.click("profile")  # Returns while steps are recorded.
     assert _status(panel) == "profiling 3 steps ..."
     panel.schedule.tick(due=True)
     assert not _button(panel)["enabled"]
     panel.buttons.click("profile")
     recorded.set()
     until(lambda: not panel.profile_section.recording)
-    assert asked == [None]  # with samples for half a second
+    assert asked == [None]  # With samples for half a second.
     assert any(isinstance(each, TimelineView) for each in panel.profile_section.widget.children)
     assert _status(panel) == "Profile of 2 steps [Close]"
     assert "static &lt;form&gt;" in panel.html
@@ -80,7 +80,7 @@ def test_a_click_says_that_steps_are_recorded_then_shows_them(monkeypatch: Any) 
     panel.close()
 
 
-def test_an_error_is_said_in_words_and_another_click_tries_again(monkeypatch: Any) -> None:
+def test_an_error_is_explained_and_another_click_tries_again(monkeypatch: Any) -> None:
     def profile(_: int | None) -> _Profile:
         raise ValueError("rank 1 has ended")
 
@@ -92,7 +92,7 @@ def test_an_error_is_said_in_words_and_another_click_tries_again(monkeypatch: An
     panel.close()
 
 
-def test_ranks_that_could_not_record_say_why(monkeypatch: Any) -> None:
+def test_ranks_that_could_not_record_give_the_reason(monkeypatch: Any) -> None:
     panel = _panel(monkeypatch, lambda _: _Profile(missing=True))
     panel.buttons.click("profile")
     until(lambda: not panel.profile_section.recording)
@@ -111,5 +111,5 @@ def test_a_second_profile_replaces_the_first(monkeypatch: Any) -> None:
     assert len(second) == len(first)
     assert first[0] is second[0]
     assert not set(map(id, first[1:])) & set(map(id, second[1:]))
-    assert first[1].comm is None, "the widgets of the first profile are deleted"
+    assert first[1].comm is None, "the widgets of the first profile must be deleted"
     panel.close()

@@ -1,4 +1,4 @@
-"""Renders are limited, and a view that fails is closed."""
+"""Renders are rate-limited, and a view that fails is closed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def _change(store: Store) -> None:
     store.add([Record(0, 0.0, MetricEvent({"loss": 1.0}, 0))])
 
 
-def test_at_most_five_renders_a_second_whatever_happens() -> None:
+def test_there_are_at_most_five_renders_per_second() -> None:
     store, clock, renders = Store(), Clock(), []
     schedule = RenderSchedule([store], renders.append, lambda _: None, clock)
-    for _ in range(1000):  # one second
+    for _ in range(1000):  # One second.
         clock.turn(0.001)
         _change(store)
         schedule.tick()
@@ -31,7 +31,7 @@ def test_at_most_five_renders_a_second_whatever_happens() -> None:
 def test_without_changes_one_render_a_second_updates_the_clock() -> None:
     store, clock, renders = Store(), Clock(), []
     schedule = RenderSchedule([store], renders.append, lambda _: None, clock)
-    for _ in range(100):  # ten seconds
+    for _ in range(100):  # Ten seconds.
         schedule.tick()
         clock.turn(PERIOD / 2)
     assert 9 <= len(renders) <= 11

@@ -70,7 +70,7 @@ class _Panel:
         self.panel = RunPanel(self.run, self.clock)
 
     def look(self, seconds: float = 1.0) -> str:
-        """Let time pass, render, and return all HTML of the panel."""
+        """Advance the clock, render, and return all HTML of the panel."""
         self.clock.turn(seconds)
         self.panel.schedule.touch()
         assert self.panel.schedule.tick()
@@ -79,14 +79,14 @@ class _Panel:
         return "\n".join([self.panel._problem.value, self.parts(parts), *map(html.escape, rows)])
 
     def parts(self, names: str) -> str:
-        """Return the HTML of parts of the panel, as it was rendered last."""
+        """Return the HTML of parts of the panel, as last rendered."""
         values = {name: self.panel.sections.widgets[name].value for name in names.split()}
         if "verdict" in values:
             values["verdict"] += self.ranks()
         return "\n".join(values.values())
 
     def ranks(self) -> str:
-        """Return the table of the ranks as it was sent last, as HTML."""
+        """Return the table of ranks as last sent, as HTML."""
         table = self.panel.rank_table.table
         assert table is not None
         return rendering.html(table, inline=False)
@@ -141,7 +141,7 @@ def test_progress_is_one_bar_for_all_ranks_with_rate_and_time_left(snapshot: Sna
     snapshot("progress", one.parts("head progress"))
 
 
-def test_progress_through_the_epoch_of_a_prepared_loader() -> None:
+def test_progress_through_the_epoch_of_a_prepared_loader_is_shown() -> None:
     one = _Panel()
     for rank in range(2):
         feed(one.run, EpochEvent(0, 10), *(ProgressEvent(step + 1) for step in range(10)), EpochEvent(0, 3), rank=rank)
@@ -152,7 +152,7 @@ def test_progress_through_the_epoch_of_a_prepared_loader() -> None:
     for rank in range(2):
         feed(one.run, ProgressEvent(12), ProgressEvent(13), rank=rank)
     text = _text(one.look())
-    assert "epoch 2 step 3 of 10 30 %" in text, "the pass without steps was an evaluation's"
+    assert "epoch 2 step 3 of 10 30 %" in text, "the pass without steps was an evaluation"
     assert "left in this epoch" in text
     end(one.run)
     assert "step 13" in _text(one.look())
@@ -171,7 +171,7 @@ def _stall(run: Run, verdict: str = "rank 1 never reached all_reduce #4") -> Non
     run.journal.append(RunStalled(START - 10, verdict))
 
 
-def test_ranks_that_are_paused_at_several_steps_are_shown_with_the_range(made: list[_Panel]) -> None:
+def test_ranks_paused_at_different_steps_are_shown_with_the_range(made: list[_Panel]) -> None:
     made.append(one := _Panel())
     for rank, step in enumerate((1041, 1042)):
         feed(one.run, ProgressEvent(step), rank=rank)
@@ -180,7 +180,7 @@ def test_ranks_that_are_paused_at_several_steps_are_shown_with_the_range(made: l
     assert one.panel.attention.rows[0]["text"] == "Paused at steps 1,041 to 1,042"
 
 
-def test_what_needs_the_user_is_listed_the_most_urgent_first() -> None:
+def test_items_that_need_the_user_are_listed_by_urgency() -> None:
     one = _Panel(ranks=3)
     feed(one.run, MetricEvent({"loss": math.nan, "lr": 1.0}, 240), rank=1)
     feed(one.run, MetricEvent({"loss": math.nan}, 241), rank=1)
@@ -243,7 +243,7 @@ def test_a_straggler_is_found_by_its_steps(snapshot: Snapshot) -> None:
     one = _Panel(ranks=3)
     for rank, step in ((0, 100), (1, 100), (2, 60)):
         feed(one.run, MetricEvent({"loss": 0.5}, step), rank=rank)
-    assert "steps behind" not in one.look(), "the pace is not known yet"
+    assert "steps behind" not in one.look(), "the rate is not known yet"
     one.look(3.0)
     snapshot("straggler_by_steps", one.parts("verdict devices"))
     assert one.panel._tab_titles[1] == "Ranks ⚠"
@@ -259,13 +259,13 @@ def test_hidden_ranks_are_updated_once_a_second_and_when_their_tab_is_selected()
         one.look(0.2)
         return one.ranks()
 
-    assert '<td class="na-num">10</td>' not in reach(10), "too early"
+    assert '<td class="na-num">10</td>' not in reach(10), "it is too early for an update"
     for _ in range(4):
         html = reach(10)
     assert '<td class="na-num">10</td>' in html
     one.panel._tabs.selected_index = 1
     for step in (20, 30):
-        assert f'<td class="na-num">{step}</td>' in reach(step), "in view"
+        assert f'<td class="na-num">{step}</td>' in reach(step), "the tab is visible"
     one.panel.close()
 
 
@@ -279,9 +279,7 @@ def test_a_straggler_is_found_by_its_own_work_if_all_are_in_step(snapshot: Snaps
     snapshot("straggler_by_own_work", one.parts("verdict times"))
 
 
-def test_the_sharding_page_is_made_again_only_for_new_reports(
-    snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sharding_page_is_rebuilt_only_for_new_reports(snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn, make = [], mesh_diagram.sharding
 
     def counted(*given: Any, **how: Any) -> Any:
@@ -321,14 +319,14 @@ def test_texts_from_ranks_are_escaped() -> None:
     html = one.look()
     assert EVIL not in html
     assert "alert(" in _text(html)
-    assert one.panel.logs.full["lines"] == [(0, START, "stdout", EVIL)], "set as text in the browser"
+    assert one.panel.logs.full["lines"] == [(0, START, "stdout", EVIL)], "the browser sets it as text"
     assert EVIL not in one.panel.html
 
 
-def test_late_lines_begin_with_a_full_message() -> None:
+def test_late_lines_start_with_a_full_message() -> None:
     """A view could not ask a busy kernel for the message that a delta continues."""
     one = _Panel()
-    for _ in range(20):  # past the ages at which everything is sent again
+    for _ in range(20):  # Past the ages at which everything is sent again.
         one.look()
     feed(one.run, LogEvent("stdout", "first"))
     one.look()
@@ -380,7 +378,7 @@ def test_the_first_stop_requests_and_the_second_kills() -> None:
         (KernelState((7, 4), True, False, False), False, False, "Click Stop, or ■ in the toolbar"),
     ],
 )
-def test_the_header_says_which_stop_works_now(kernel: KernelState, block: bool, interrupts: bool, words: str) -> None:
+def test_the_header_shows_which_stop_works_now(kernel: KernelState, block: bool, interrupts: bool, words: str) -> None:
     how = stopping(make_run(block=block), kernel)
     assert words in how.note
     assert how.action.interrupts == interrupts
@@ -427,8 +425,8 @@ def test_a_panel_on_two_hundred_thousand_points_opens_within_a_second() -> None:
     run = make_run(ranks=4)
     for rank in range(4):
         feed(run, *(MetricEvent({"loss": math.sin(step / 100)}, step) for step in range(49_900)), rank=rank)
-    RunPanel(make_run(), Clock())  # the first panel of a process imports modules
-    begin = time.thread_time()  # processor time: test machines are busy
+    RunPanel(make_run(), Clock())  # The first panel of a process imports modules.
+    begin = time.thread_time()  # Measure processor time, because test machines are busy.
     panel = RunPanel(run, Clock())
     seconds = time.thread_time() - begin
     print(f"\na panel on 200,000 points opens in {1000 * seconds:.0f} ms")
@@ -436,8 +434,8 @@ def test_a_panel_on_two_hundred_thousand_points_opens_within_a_second() -> None:
     panel.close()
 
 
-def test_a_day_is_bounded() -> None:
-    """24 hours of a fake clock at 2 ranks with 10 metrics each, once a second: the bounds that the store states."""
+def test_a_day_of_metrics_is_bounded() -> None:
+    """24 hours of a fake clock with 2 ranks and 10 metrics each, once a second: the bounds that the store documents."""
     run, clock = make_run(ranks=2), Clock()
     panel = RunPanel(run, clock)
     text = "a line of a rank " + "x" * 80
@@ -468,7 +466,7 @@ def test_a_day_is_bounded() -> None:
     panel.close()
 
 
-def test_the_resource_strip_alone(snapshot: Snapshot) -> None:
+def test_the_resource_strip_can_be_shown_alone(snapshot: Snapshot) -> None:
     run, clock = make_run(), Clock()
     strip = ResourceStrip(run, clock)
     for cpu in (10.0, 90.0):
@@ -491,7 +489,7 @@ def _past(value: float, **settings: Any) -> Run:
 def test_the_table_of_runs_shows_differences_and_final_metrics(snapshot: Snapshot) -> None:
     runs = [_past(1.0, mixed_precision="bf16"), _past(3.0)]
     table = RunsTable(runs, Clock())
-    numbers = re.compile(r'(?<=[>"])\d+(?=[<"])')  # of the runs
+    numbers = re.compile(r'(?<=[>"])\d+(?=[<"])')  # Of the runs.
     snapshot("runs_table", numbers.sub("N", table.html))
     assert {label for _, label, _ in table.plot.full["series"]} == {f"run {run.id}" for run in runs}
     assert table.text.split()[:2] == ["run", "function"]
@@ -504,7 +502,7 @@ def _states(table: Table) -> list[str]:
 
 
 class _Place:
-    """An output of a cell; something may happen while a view is shown."""
+    """An output of a cell. A callback may run while a view is shown."""
 
     cell = notebook_cell = ""
     interactive = True
@@ -541,7 +539,7 @@ class _LiveOutput:
     end = leave
 
 
-def test_ranks_that_are_released_while_the_panel_is_rendered_are_shown_as_released(
+def test_ranks_released_while_the_panel_is_rendered_are_shown_as_released(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one, failure = _Panel(), RankFailure(1, "exception", START, "ValueError: bad")
@@ -560,14 +558,14 @@ def test_ranks_that_are_released_while_the_panel_is_rendered_are_shown_as_releas
     monkeypatch.setattr(one.panel, "_render", released_meanwhile)
     one.look()
     assert "the ranks are kept" in one.panel.attention.text
-    assert not one.panel._rests, "it would not be rendered again"
+    assert not one.panel._rests, "the panel would not be rendered again"
     one.look()
     assert "the ranks are kept" not in one.panel.attention.text
     assert one.panel._rests
     one.panel.close()
 
 
-def test_the_table_of_runs_says_what_holds_a_run() -> None:
+def test_the_table_of_runs_shows_what_holds_a_run() -> None:
     run = make_run()
     table = RunsTable([run], clock := Clock())
 
@@ -588,7 +586,7 @@ def test_the_table_of_runs_says_what_holds_a_run() -> None:
     table.close()
 
 
-def test_two_views_are_shown_at_once() -> None:
+def test_two_views_may_be_shown_at_the_same_time() -> None:
     """On the kernel's thread and on the thread of a click."""
     both = threading.Barrier(2)
 
@@ -609,7 +607,7 @@ def test_two_views_are_shown_at_once() -> None:
         view.end()
 
 
-def test_a_few_steps_behind_at_full_speed_are_no_straggler() -> None:
+def test_a_few_steps_behind_at_full_speed_is_not_a_straggler() -> None:
     one = _Panel()
     for second in range(4):
         for rank in range(2):
@@ -631,7 +629,7 @@ def test_the_table_of_runs_renders_at_most_five_times_a_second_and_adds_new_runs
     run, clock = make_run(), Clock()
     table = RunsTable([run], clock)
     values = set()
-    for step in range(100):  # one second
+    for step in range(100):  # One second.
         clock.turn(0.01)
         feed(run, MetricEvent({"loss": float(step)}, step), at=clock.now)
         table.schedule.tick()

@@ -1,4 +1,4 @@
-"""What the browser receives of a timeline."""
+"""The data that the browser receives for a timeline."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_waits_refer_to_the_events_in_their_new_order() -> None:
     assert [tuple(step) for step in steps] == [tuple(step) for step in timeline.steps]
 
 
-def test_of_too_many_events_the_shortest_are_left_out_but_no_collective() -> None:
+def test_of_too_many_events_the_shortest_are_omitted_but_no_collective() -> None:
     timeline = Timeline(names=["op", "all_reduce"], span=2000.0)
     track = Track(0, "rank 0 · main thread")
     for place in range(100):
@@ -92,10 +92,10 @@ def test_of_too_many_events_the_shortest_are_left_out_but_no_collective() -> Non
     assert 20 < len(columns["duration"]) <= 62
     assert columns["duration"][~collectives].min() >= sent["shortest"] > 5
     assert sent["events"] == 200
-    assert len(sent["waits"]) == 8, "the wait of an event that is left out is not sent"
+    assert len(sent["waits"]) == 8, "the wait of an omitted event is not sent"
 
 
-def test_more_names_than_two_bytes_can_count() -> None:
+def test_more_names_than_two_bytes_can_count_are_sent() -> None:
     timeline = training(ranks=1, steps=1)
     timeline.names += [f"name {index}" for index in range(1 << 16)]
     timeline.tracks[0].names[3] = len(timeline.names) - 1
