@@ -307,7 +307,7 @@ def _as_many_times(factor: float) -> str:
 
 def size_text(nbytes: float) -> str:
     """Return a number of bytes as text, such as "64 MB"."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= scale:
             return f"{nbytes / scale:.3g} {unit}"
     return f"{nbytes:.0f} bytes"
