@@ -142,7 +142,7 @@ def log(
         log_kwargs: The arguments for each tracker's `log`, by its name.
 
     Raises:
-        LogValueError: `values` is not a dictionary.
+        LogValueError: `values` is not a dictionary or another mapping.
     """
     if (
         type(values) is dict
@@ -157,7 +157,8 @@ def log(
         return
     if not isinstance(values, Mapping):
         raise LogValueError(
-            f'log() takes a dictionary, but got {type(values).__name__}; pass one: accelerator.log({{"loss": 0.5}})'
+            f"log() takes a mapping, but got {type(values).__name__}; pass a dictionary: "
+            'accelerator.log({"loss": 0.5})'
         )
     plain = with_text_names(values)
     _live.log(plain, step=step)

@@ -243,7 +243,7 @@ Kind = Literal["number", "text", "numbers"]
 
 
 class LogValueError(ValueError):
-    """Raised when the argument of `log` is not a dictionary.
+    """Raised when the argument of `log` is not a dictionary or another mapping.
 
     Values that a tracker cannot record raise no error: they are left out.
     """

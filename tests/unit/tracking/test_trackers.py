@@ -240,7 +240,7 @@ def test_logging_without_trackers_does_nothing() -> None:
     accelerator.init_trackers("p")
     accelerator.log({"a": 1, "b": object()})
     accelerator.get_tracker("tensorboard").log({"a": 1})
-    with pytest.raises(ValueError, match=r"log\(\) takes a dictionary"):
+    with pytest.raises(ValueError, match=r"log\(\) takes a mapping"):
         accelerator.log(3)  # type: ignore[arg-type]
 
 
