@@ -41,7 +41,7 @@ class Action:
 # ---- tables
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True)  # not frozen: updates create thousands, and creation would take four times as long
 class Cell:
     """A cell that is more than a text.
 
@@ -87,7 +87,7 @@ class Column:
     text_only: bool = False
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True)  # not frozen: updates create thousands, and creation would take four times as long
 class Row:
     """A row, named by its first cell.
 

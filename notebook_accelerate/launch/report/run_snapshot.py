@@ -25,9 +25,9 @@ SETTLE_SECONDS = 2.0
 """Before that the ranks' pace is not known, and so neither is how many steps mean that a rank is behind."""
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: there may be thousands of ranks, and creation would take four times as long
 class RankSnapshot:
-    """One rank at one moment; None: not known."""
+    """One rank at one moment. None means that a value is not known."""
 
     rank: int
     state: str
