@@ -40,9 +40,9 @@ from notebook_accelerate.widgets.config_file_form import (
 )
 from notebook_accelerate.widgets.fields import groups_of
 from notebook_accelerate.widgets.forms import Form, FormView, Part
+from notebook_accelerate.widgets.live_panel import Panel
 from notebook_accelerate.widgets.memory_panel import MemoryCheck
 from notebook_accelerate.widgets.panel_elements import alert, notice
-from notebook_accelerate.widgets.panel_output import CellView, PanelOutput
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
 FACTS_SECONDS = 10.0
@@ -67,7 +67,7 @@ class SettingsFile:
     """Accelerate's configuration file, YAML or JSON."""
 
 
-class ConfigPanel(CellView):
+class ConfigPanel(Panel):
     """A form for a launch: it checks as you type, shows the plan, and starts it.
 
     Args:
@@ -105,7 +105,6 @@ class ConfigPanel(CellView):
         self._cluster: ClusterConfig | None = None
         self._own_files: set[Path] = set()
         self._parent: Any = None
-        self._shown = PanelOutput(lambda: self.bundle, lambda: "Settings of a launch")
         self._hidden_arguments: dict[str, Any] = {}
         self._wrong_notes: set[str] = set()
         config = config or LaunchConfig(block=False)
@@ -132,7 +131,7 @@ class ConfigPanel(CellView):
         )
         self.call_form = Form(Call, given, on_change=self._changed, lock=self._lock)
         self.file_form = Form(SettingsFile, on_change=self._changed, lock=self._lock)
-        self.widget = self._view()
+        super().__init__()
         self.refresh()
 
     # ---- values
@@ -315,7 +314,7 @@ class ConfigPanel(CellView):
 
     # ---- the widget
 
-    def _view(self) -> FormView:
+    def _build(self) -> FormView:
         forms = {
             "launch": self.launch_form,
             "training": self.training_form,
@@ -456,6 +455,9 @@ class ConfigPanel(CellView):
 
     # ---- display
 
+    def _title(self) -> str:
+        return "Settings of a launch"
+
     def document(self) -> Section:
         """Return the panel without scripts: the plan, the settings, the cell."""
         lines = filter(None, [self.sentence, self.warning, machine_summary(self.hardware)])
@@ -468,7 +470,7 @@ class ConfigPanel(CellView):
         """Show the live panel; a saved notebook keeps the static form beside it."""
         self._parent = output.parent
         self._guarded(self.refresh, "run")
-        self._shown.add(output, self.widget)
+        super()._show_in(output)
 
 
 def configure(

@@ -60,6 +60,7 @@ class DebugPanel(LivePanel):
 
     def _build(self) -> Any:
         self._head, self._verdict, self._frames, self._history = (ipywidgets.HTML() for _ in range(4))
+        self._problem = ipywidgets.HTML()
         self._places = TableView()
         self.why_button = self._button("Why is it stuck?", "Find out where every rank is", self._diagnose)
         self.pause_button = self._button("Pause", "Hold all ranks before their next step", self._pause)

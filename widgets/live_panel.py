@@ -1,6 +1,6 @@
-"""The base class of panels, which render while a run lasts and leave their static form in the notebook.
+"""The base classes of panels: how a view is shown in cells, updated, and replaced by its static form at the end.
 
-`HtmlPanel` is the panel for front ends without live widgets.
+`HtmlPanel` is the panel of a run for front ends without live widgets.
 """
 
 from __future__ import annotations
@@ -8,112 +8,223 @@ from __future__ import annotations
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.launch.output.replaceable_outputs import Output
+from notebook_accelerate.launch.output.replaceable_outputs import Output, here
+from notebook_accelerate.launch.report.rendering import DocumentView
 from notebook_accelerate.telemetry import steady_time
-from notebook_accelerate.widgets.panel_elements import problem
-from notebook_accelerate.widgets.panel_output import CellView, PanelOutput
+from notebook_accelerate.widgets.panel_elements import problem, widget_bundle
+from notebook_accelerate.widgets.panel_output import PanelOutput
 from notebook_accelerate.widgets.render_schedule import RenderSchedule, ticker
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
     from notebook_accelerate.launch.report.document import Section
+    from notebook_accelerate.telemetry import Store
 
 
-class PanelOfRun(CellView):
-    """A view of one run.
+class Panel(DocumentView):
+    """A view that cells display; outside a notebook, its document is displayed.
+
+    Each cell that displays the panel shows the same widget, which is updated while what it shows changes. Then the
+    panel rests: it renders only what the user asks for. A closed panel is replaced by its static form in every cell.
 
     Args:
-        run: The run to watch.
+        stores: The stores whose changes are rendered.
         clock: Seconds since the epoch; a fake one in tests.
-        status: Returns the status in the title of the static form; "" for none.
+        reason: Why there is no widget; "": there is one.
+
+    Attributes:
+        widget: The live view; None: there is only the document.
+        closed: Whether the panel is no longer updated.
     """
 
-    def __init__(self, run: Run, clock: Callable[[], float], status: Callable[[], str] = lambda: "") -> None:
-        self.run = run
-        self._clock = clock
-        self._shown = PanelOutput(lambda: self.bundle, self._title, clock, status)
+    def __init__(
+        self, stores: Iterable[Store] = (), clock: Callable[[], float] = steady_time.now, reason: str = ""
+    ) -> None:
+        self._clock, self._reason = clock, reason
+        self._closing = threading.RLock()
+        self._shown = PanelOutput(lambda: self.bundle, self._title, clock, self._status)
+        self._shown_at = float("-inf")
+        self._problem: Any = None
         self.closed = False
-        self._lives = run.ended is None
+        self.widget: Any = self._build()
+        self.schedule = RenderSchedule(stores, self._tick, self._failed, clock)
 
-    def document(self) -> Section:
-        """Return the report of the run."""
-        return self.run.report().document()
+    # ---- implemented by each panel
+
+    def _build(self) -> Any:
+        """Create the widget; a panel whose updates can fail also sets ``_problem``, the HTML widget for the error."""
+
+    def _render(self, now: float) -> None:
+        """Update the widget."""
+
+    def _changes(self) -> bool:
+        """Return whether the view changes by itself, so that it is updated without being asked."""
+        return False
+
+    def _can_rest(self) -> bool:
+        """Return whether the view no longer changes by itself and stays live."""
+        return not self._changes()
+
+    @abstractmethod
+    def _title(self) -> str:
+        """Return the title above the static form."""
+
+    def _status(self) -> str:
+        """Return the status in that title; "" for none."""
+        return ""
+
+    # ---- being displayed
 
     @property
     def shown(self) -> bool:
         """Whether an output of a cell shows the view."""
         return bool(self._shown)
 
-    @abstractmethod
-    def settle(self) -> bool:
-        """Show the end of the run; return whether an output shows it."""
+    def show(self, output: Output | None = None) -> Output | None:
+        """Show the view.
 
-    def _ended(self, _: Run) -> None:
-        """Settle. Runs on the supervisor's thread, which must not see any error."""
-        with suppress(Exception):
-            if self._shown:
-                self.settle()
+        Args:
+            output: The output of a cell; None: of the running cell.
 
-    def _title(self) -> str:
-        return f"Run {self.run.id} ({self.run.function_name}), {self.run.status}"
+        Returns:
+            The output; None outside a notebook.
+        """
+        target = output or here()
+        if target is not None:
+            self._show_in(target)
+        return target
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of run {self.run.id}: {self.run.status}>"
+    def _show_in(self, output: Output) -> None:
+        """Show the view in the output of a cell."""
+        changes = self._changes()  # Ask before rendering: if the end comes during it, a later tick shows it.
+        self.schedule.touch()
+        self.schedule.tick()
+        close_retired()
+        with self._closing:
+            if self.closed:
+                output.end(self.bundle)
+                return
+            self._shown.add(output, self.widget, self._reason)
+            self._shown_at = time.monotonic()
+        if changes:
+            ticker.add(self.schedule)
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return self.bundle if self.widget is None or self.closed else widget_bundle(self.widget, self.bundle)
+
+    def _ipython_display_(self) -> None:
+        if self.show() is None:
+            print(self.text)  # noqa: T201 - in a terminal's IPython printing displays
+
+    # ---- updates
+
+    def _tick(self, now: float) -> None:
+        rests = self._can_rest()  # Ask before rendering: a change during it has not been rendered yet.
+        self._render(now)
+        if rests:
+            self._rest()
+        else:
+            self._shown.update(now)
+
+    def _render_soon(self, *_: Any) -> None:
+        """Render at the next tick, or now if the view does not change: then nothing ticks."""
+        self.schedule.touch()
+        if not self._changes():
+            self.schedule.tick(due=True)
+
+    def _rest(self) -> None:
+        """Render only what the user asks for from now on."""
+        self._shown.leave()
+        ticker.suspend(self.schedule)
+
+    def _show_problem(self, text: str) -> None:
+        """Show a problem; "" removes it."""
+        if self._problem is not None:
+            self._problem.value = problem(text)
+
+    def _failed(self, error: Exception) -> None:
+        self._show_problem(f"This panel stopped updating ({type(error).__name__}: {error}).")
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Stop updating; each cell that displays the panel keeps its static form."""
+        with self._closing:
+            if self.closed:
+                return
+            self.closed = True
+            ticker.remove(self.schedule)
+            self._end_outputs()
+            self._release()
+            if self.widget is not None:
+                with _retiring:
+                    _retired.append((self._shown_at + DRAWING_SECONDS, self.widget))
+            close_retired()
+
+    def _release(self) -> None:
+        """Release what a closed panel does not need: its widgets are deleted later."""
+
+    def _end_outputs(self) -> None:
+        """Show the static form; a front end that may still be drawing the live one first shows its last state."""
+        left = self._shown_at + SETTLE_SECONDS - time.monotonic()
+        if self.widget is None or left <= 0 or not self._shown.in_notebook:
+            self._shown.end()
+            return
+        with suppress(Exception):  # the static form is shown in any case
+            self._render(self._clock())
+        self._shown.leave()
+        timer = threading.Timer(left, self._shown.end)
+        timer.name, timer.daemon = "notebook-accelerate-panel-end", True
+        timer.start()
 
 
-class LivePanel(PanelOfRun):
-    """A live view of a run.
+class LivePanel(Panel):
+    """A view of one run.
 
-    While the run lasts, each cell that displays the panel shows the same widget. When the run ends, a panel that
-    ``stays`` is live as long as its kernel, with its static form hidden beside it, for the saved notebook and for
-    readers without the kernel; each cell of another panel keeps the static form only.
+    A panel that ``stays`` is live until its kernel ends, also after the end of the run. A hidden output with its static
+    form serves the saved notebook and readers without the kernel. The cells of other panels keep only the static form.
 
     Args:
         run: The run to watch.
         clock: Seconds since the epoch; a fake one in tests.
+        reason: Why there is no widget; "": there is one.
     """
 
     stays = False
 
-    def __init__(self, run: Run, clock: Callable[[], float] = steady_time.now) -> None:
-        import ipywidgets  # here, because this module also has the panel for front ends without it
-
-        super().__init__(run, clock, lambda: self.run.status)
-        self._lock = threading.RLock()
+    def __init__(self, run: Run, clock: Callable[[], float] = steady_time.now, reason: str = "") -> None:
+        self.run = run
+        self._lives = run.ended is None
         self._rests = False
-        self._shown_at = float("-inf")
         self._request: threading.Thread | None = None
-        self._problem = ipywidgets.HTML()
-        self.widget: Any = self._build()
-        self.schedule = RenderSchedule([run.store], self._tick, self._failed, clock)
+        super().__init__([run.store], clock, reason)
         self.schedule.tick()
         run.add_ending_callback(self._ended)
 
-    # ---- implemented by each panel
+    def document(self) -> Section:
+        """Return the report of the run."""
+        return self.run.report().document()
 
-    @abstractmethod
-    def _build(self) -> Any:
-        """Create the widget."""
+    def _changes(self) -> bool:
+        return self.run.ended is None
 
-    @abstractmethod
-    def _render(self, now: float) -> None:
-        """Update the widget."""
+    def _can_rest(self) -> bool:
+        return self.stays and self.shown and self.run.ended is not None and not self.run.held
 
-    def _show_problem(self, text: str) -> None:
-        """Show a problem in ``_problem``, which `_build` puts into the widget; "" removes it."""
-        self._problem.value = problem(text)
+    def _title(self) -> str:
+        return f"Run {self.run.id} ({self.run.function_name}), {self._status()}"
 
-    def _tick(self, now: float) -> None:
-        over = self.run.ended is not None and not self.run.held  # asked first: what comes meanwhile is not rendered yet
-        self._render(now)
-        if not self._rests:
-            self._shown.update(now)
-            if self.stays and over and self._shown:
-                self._rest()
+    def _status(self) -> str:
+        return self.run.status
+
+    def _show_in(self, output: Output) -> None:
+        super()._show_in(output)
+        if self._lives and self.run.ended is not None:  # it ended while the panel was being shown
+            self.settle()
 
     # ---- requests to the ranks, on a thread: a rank replies within seconds, at its next step
 
@@ -139,30 +250,13 @@ class LivePanel(PanelOfRun):
         thread.start()
         return thread
 
-    # ---- being displayed
-
-    def _show_in(self, output: Output) -> None:
-        self.schedule.touch()
-        self.schedule.tick()
-        close_retired()
-        with self._lock:
-            if self.closed:
-                output.show(self.bundle)
-            else:
-                self._shown.add(output, self.widget)
-                self._shown_at = time.monotonic()
-        if not self.closed and self.run.ended is None:
-            ticker.add(self.schedule)
-        if self._lives and self.run.ended is not None:  # it ended while the panel was being shown
-            self.settle()
-
-    def _render_soon(self, *_: Any) -> None:
-        """Render at the next tick; after the end of the run, when nothing ticks, at once."""
-        self.schedule.touch()
-        if self.run.ended is not None:
-            self.schedule.tick(due=True)
-
     # ---- the end
+
+    def _ended(self, _: Run) -> None:
+        """Settle. Runs on the supervisor's thread, which must not see any error."""
+        with suppress(Exception):
+            if self._shown:
+                self.settle()
 
     def _refer_to(self, run: Run) -> None:
         """Show ``run`` from now on: the same run, without what the panel must not keep."""
@@ -175,7 +269,7 @@ class LivePanel(PanelOfRun):
     def settle(self) -> bool:
         """Show the end of the run, live or as the static form; return whether an output of the panel shows it."""
         if not (self.stays and self._shown.stays_live):
-            shown = bool(self._shown)
+            shown = self.shown
             self.close()
             return shown
         self.schedule.tick(due=True)  # of a run that has ended it rests; held ranks can still be asked
@@ -186,41 +280,61 @@ class LivePanel(PanelOfRun):
         return True
 
     def _rest(self) -> None:
-        """Render only what the user asks for from now on; the oldest of many such panels is closed."""
+        if self._rests:
+            return
         self._rests = True
         self._refer_to(self.run.without_results())
-        ticker.suspend(self.schedule)
-        self._shown.leave()
-        with _retiring:
-            _resting[:] = [other for other in _resting if not other.closed and other is not self]
-            _resting.append(self)
+        super()._rest()
+        _resting.add(self)
 
-    def close(self) -> None:
-        """Stop updating; each cell that displays the panel keeps its static form."""
+    def _release(self) -> None:
+        if self.run.ended is not None and not self.run.held:
+            self._refer_to(self.run.without_results())
+
+
+class HtmlPanel(LivePanel):
+    """An HTML display of a run's report, which is updated while the run lasts; see `RunPanel`.
+
+    Args:
+        run: The run to watch.
+        reason: Why there is no live panel.
+        clock: Seconds since the epoch; a fake one in tests.
+    """
+
+    def __init__(self, run: Run, reason: str, clock: Callable[[], float] = steady_time.now) -> None:
+        super().__init__(run, clock, reason)
+        self.closed = not self._lives
+
+    def _display_(self) -> Any:
+        """Show the panel in the running cell of marimo, which asks for an object to show instead."""
+        return self.text if self.show() is None else None
+
+
+class NewestPanels:
+    """Panels that stay live although nothing updates them: the oldest of more than ``limit`` are closed.
+
+    Args:
+        limit: The largest number of such panels.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._panels: list[Panel] = []
+
+    def add(self, panel: Panel) -> None:
+        """Add a panel, as the newest."""
         with self._lock:
-            if self.closed:
-                return
-            self.closed = True
-            ticker.remove(self.schedule)
-            self._end_outputs()
-            if self.run.ended is not None and not self.run.held:
-                self._refer_to(self.run.without_results())  # the widgets are deleted later
-            with _retiring:
-                _retired.append((self._shown_at + DRAWING_SECONDS, self.widget))
-            close_retired()
+            self._panels = [*(other for other in self._panels if other is not panel and not other.closed), panel]
 
-    def _end_outputs(self) -> None:
-        """Show the static form; a front end that may still be drawing the live one first shows its last state."""
-        left = self._shown_at + SETTLE_SECONDS - time.monotonic()
-        if left <= 0 or not self._shown.in_notebook:
-            self._shown.end()
-            return
-        with suppress(Exception):  # the static form is shown in any case
-            self._render(self._clock())
-        self._shown.leave()
-        timer = threading.Timer(left, self._shown.end)
-        timer.name, timer.daemon = "notebook-accelerate-panel-end", True
-        timer.start()
+    def close_older(self) -> None:
+        """Close the panels over the limit, and those that no output shows."""
+        with self._lock:
+            before, self._panels = self._panels, [panel for panel in self._panels if panel.shown][-self._limit :]
+            over = [panel for panel in before if panel not in self._panels]
+        for panel in over:
+            with suppress(Exception):  # its widgets may be gone
+                panel.close()
 
 
 SETTLE_SECONDS = 3.0
@@ -228,11 +342,10 @@ SETTLE_SECONDS = 3.0
 children are drawn. Until then its static form beside it is that of the end."""
 DRAWING_SECONDS = 120.0
 """A front end may still be drawing a view that was shown more recently, and would miss deleted models."""
-MAX_RESTING = 10
-"""Panels of ended runs that stay live; the cells of older ones keep the static form."""
 _retired: list[tuple[float, Any]] = []
-_resting: list[LivePanel] = []
 _retiring = threading.Lock()
+_resting = NewestPanels(10)
+"""Panels of ended runs that stay live; the cells of older ones keep the static form."""
 
 
 def close_retired(now: float | None = None) -> None:
@@ -242,13 +355,7 @@ def close_retired(now: float | None = None) -> None:
         now: Seconds on the monotonic clock; None: now.
     """
     moment = time.monotonic() if now is None else now
-    with _retiring:
-        over = [panel for panel in _resting if not panel.shown]
-        over += [panel for panel in _resting if panel.shown][:-MAX_RESTING]
-        _resting[:] = [panel for panel in _resting if panel not in over]
-    for panel in over:
-        with suppress(Exception):
-            panel.close()
+    _resting.close_older()
     with _retiring:
         due = [widget for until, widget in _retired if until <= moment]
         _retired[:] = [entry for entry in _retired if entry[0] > moment]
@@ -275,45 +382,3 @@ def close_hidden(box: Any, *parts: Any) -> None:
     for part in parts:
         if part is not None and part not in box.children:
             close_all(part)
-
-
-class HtmlPanel(PanelOfRun):
-    """An HTML display of a run's report, which is updated while the run lasts; see `RunPanel`.
-
-    Args:
-        run: The run to watch.
-        reason: Why there is no live panel.
-        clock: Seconds since the epoch; a fake one in tests.
-    """
-
-    def __init__(self, run: Run, reason: str, clock: Callable[[], float] = steady_time.now) -> None:
-        super().__init__(run, clock)
-        self._reason = reason
-        self.schedule = RenderSchedule([run.store], self._shown.update, lambda _: None, clock)
-        run.add_ending_callback(self._ended)
-
-    def _show_in(self, output: Output) -> None:
-        if self.closed or not self._lives:
-            output.end(self.bundle)
-            return
-        self._shown.add(output, None, self._reason)
-        ticker.add(self.schedule)
-        if self.run.ended is not None:  # it ended while the panel was being shown
-            self.close()
-
-    def close(self) -> None:
-        """Stop updating; each cell that displays the panel keeps the report."""
-        if not self.closed:
-            self.closed = True
-            ticker.remove(self.schedule)
-            self._shown.end()
-
-    def settle(self) -> bool:
-        """Show the report of the end; return whether an output shows it."""
-        shown = bool(self._shown) or self.closed
-        self.close()
-        return shown
-
-    def _display_(self) -> Any:
-        """Show the panel in the running cell of marimo, which asks for an object to show instead."""
-        return self.text if self.show() is None else None

@@ -12,16 +12,14 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.hardware.detection import host
-from notebook_accelerate.launch.output.replaceable_outputs import Output, forget, here, leave_at_exit
+from notebook_accelerate.launch.output.replaceable_outputs import Output, forget, leave_at_exit
 from notebook_accelerate.launch.report.markup import Markup, element, join
-from notebook_accelerate.launch.report.rendering import DocumentView
 from notebook_accelerate.launch.state.run_state import ENDED
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets.front_end import front_end, no_widgets
@@ -36,43 +34,6 @@ LEAVE_SECONDS = 60.0
 HTML_AGES = tuple(float(age) for age in range(2, 61, 2))
 HTML_SECONDS = 10.0
 """The same for a static form that is shown instead of a live view: it may hold a hundred kilobytes."""
-
-
-class CellView(DocumentView):
-    """A view that a cell displays live; outside a notebook, its document is displayed.
-
-    Attributes:
-        widget: The live view; None: there is only the document.
-        closed: Whether the view is no longer updated.
-    """
-
-    widget: Any = None
-    closed = False
-
-    @abstractmethod
-    def _show_in(self, output: Output) -> None:
-        """Show the view in the output of a cell."""
-
-    def show(self, output: Output | None = None) -> Output | None:
-        """Show the view.
-
-        Args:
-            output: The output of a cell; None: of the running cell.
-
-        Returns:
-            The output; None outside a notebook.
-        """
-        target = output or here()
-        if target is not None:
-            self._show_in(target)
-        return target
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> Bundle:
-        return self.bundle if self.widget is None or self.closed else widget_bundle(self.widget, self.bundle)
-
-    def _ipython_display_(self) -> None:
-        if self.show() is None:
-            print(self.text)  # noqa: T201 - in a terminal's IPython printing displays
 
 
 class PanelOutput:

@@ -11,18 +11,17 @@ import ipywidgets
 import numpy as np
 import traitlets
 
-from notebook_accelerate.launch.output.replaceable_outputs import Output, here
+from notebook_accelerate.launch.output.replaceable_outputs import here
 from notebook_accelerate.launch.report import rendering
-from notebook_accelerate.launch.report.document import Action, Drawing
+from notebook_accelerate.launch.report.document import Action, Drawing, Section
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.report.timeline_picture import LOOKS
 from notebook_accelerate.launch.run_debugging import DEFAULT_STEPS
 from notebook_accelerate.profiling.timeline import Timeline
 from notebook_accelerate.widgets.actions import ActionRow, ActionRows
 from notebook_accelerate.widgets.front_end import front_end, no_widgets
-from notebook_accelerate.widgets.live_panel import close_all, close_hidden
+from notebook_accelerate.widgets.live_panel import NewestPanels, Panel, close_all, close_hidden
 from notebook_accelerate.widgets.panel_elements import asset, card, script, style_widget, with_classes
-from notebook_accelerate.widgets.panel_output import PanelOutput
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,11 +31,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.profiling.timeline import Track
 
 
-MAX_LIVE = 4
-"""Live views of a kernel: each holds its events, up to 36 MB, here and in the browser. The oldest become static."""
-
-
-class ProfilePanel:
+class ProfilePanel(Panel):
     """A profile that is shown live; the saved notebook holds its static form.
 
     Args:
@@ -44,10 +39,24 @@ class ProfilePanel:
     """
 
     def __init__(self, profile: Profile) -> None:
+        self._document = profile.document()
         self.view = TimelineView(profile.timeline)
-        self.widget = card(*self.parts(profile, self.view))
-        static = profile.bundle
-        self._shown = PanelOutput(lambda: static, lambda: "Profile")
+        self._parts = self.parts(profile, self.view)
+        super().__init__()
+
+    def _build(self) -> Any:
+        return card(*self._parts)
+
+    def _title(self) -> str:
+        return "Profile"
+
+    def document(self) -> Section:
+        """Return the profile."""
+        return self._document
+
+    def _release(self) -> None:
+        self._shown.end()
+        close_all(self.widget)  # Not later, as other panels: it holds the events.
 
     @staticmethod
     def parts(profile: Profile, view: TimelineView) -> list[Any]:
@@ -62,20 +71,6 @@ class ProfilePanel:
         head, tables = (ipywidgets.HTML(rendering.html(each, inline=False)) for each in documents)
         return [style, with_classes(head, "na-findings"), view, with_classes(tables, "na-profile-tables")]
 
-    def show(self, output: Output) -> None:
-        """Show the panel in a cell's output."""
-        self._shown.add(output, self.widget)
-
-    @property
-    def shown(self) -> bool:
-        """Whether the output of a cell shows the panel; that of a cell that was executed again does not."""
-        return bool(self._shown)
-
-    def close(self) -> None:
-        """Delete the view; the cell that shows it keeps its static form."""
-        self._shown.end()
-        close_all(self.widget)
-
 
 def show(profile: Profile) -> bool:
     """Show a profile live in the running cell; return False where there are no live widgets.
@@ -88,14 +83,13 @@ def show(profile: Profile) -> bool:
         return False
     panel = ProfilePanel(profile)
     panel.show(output)
-    live = [each for each in _live if each.shown]
-    for each in [each for each in _live if not each.shown] + live[: -MAX_LIVE + 1]:
-        each.close()
-    _live[:] = [*live[-MAX_LIVE + 1 :], panel]
+    _live.add(panel)
+    _live.close_older()
     return True
 
 
-_live: list[ProfilePanel] = []
+_live = NewestPanels(4)
+"""Live views of a kernel: each holds its events, up to 36 MB, here and in the browser. The oldest become static."""
 
 
 # ---- the Profile section of a run's panel

@@ -15,7 +15,7 @@ from notebook_accelerate.launch.report.run_snapshot import RunWatcher
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.widgets.live_panel import LivePanel
-from notebook_accelerate.widgets.panel_elements import problem, style_widget, with_classes
+from notebook_accelerate.widgets.panel_elements import style_widget, with_classes
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
@@ -39,14 +39,11 @@ class ResourceStrip(LivePanel):
         super().__init__(run, clock)
 
     def _build(self) -> Any:
-        self._content = ipywidgets.HTML()
+        self._content = self._problem = ipywidgets.HTML()
         return with_classes(ipywidgets.VBox([style_widget(), self._content]), "na-run")
 
     def _render(self, now: float) -> None:
         self._content.value = strip(self._watcher.snapshot(now), self._watcher).html
-
-    def _show_problem(self, text: str) -> None:
-        self._content.value = problem(text)
 
     def document(self) -> Section:
         """Return the strip as a table."""

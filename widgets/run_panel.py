@@ -78,6 +78,7 @@ class RunPanel(LivePanel):
     # ---- the widget
 
     def _build(self) -> Any:
+        self._problem = ipywidgets.HTML()
         self.sections = SectionWidgets(*SECTIONS)
         head, progress, resources, verdict, devices, times, sharding, errors, setup = self.sections.widgets.values()
         metrics = Source(self.run.store, self.run.started, automatic=self.run.config.automatic_metrics)

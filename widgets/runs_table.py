@@ -20,10 +20,10 @@ from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets import compared_run
 from notebook_accelerate.widgets.compared_run import BestValues, KeptRow, label_of, opened
 from notebook_accelerate.widgets.front_end import no_widgets
-from notebook_accelerate.widgets.panel_elements import card, problem, with_classes
-from notebook_accelerate.widgets.panel_output import CellView, PanelOutput
+from notebook_accelerate.widgets.live_panel import Panel
+from notebook_accelerate.widgets.panel_elements import card, with_classes
 from notebook_accelerate.widgets.plot import Plot
-from notebook_accelerate.widgets.render_schedule import RenderSchedule, ticker
+from notebook_accelerate.widgets.render_schedule import ticker
 from notebook_accelerate.widgets.run_panel import RunPanel
 from notebook_accelerate.widgets.table_view import TableView
 
@@ -40,7 +40,7 @@ TABLE_SECONDS = 1.0
 """Seconds between two updates of the table while no run starts, ends or changes its state."""
 
 
-class RunsTable(CellView):
+class RunsTable(Panel):
     """Runs with their arguments, differing settings, last and best metrics, and their curves in one plot.
 
     A displayed table is updated at most five times a second while a run lasts. In the browser it is sorted by a click
@@ -61,7 +61,6 @@ class RunsTable(CellView):
         chosen: Sequence[ComparedRun | int] | KeptRuns | None = None,
         clock: Callable[[], float] = steady_time.now,
     ) -> None:
-        self._clock = clock
         self._is_kept = isinstance(chosen, KeptRuns)
         self.runs = _picked(chosen)
         self._values = BestValues()
@@ -69,34 +68,30 @@ class RunsTable(CellView):
         self._open: tuple[int | str, RunPanel] | None = None  # with the id of its row
         self._states: list[Any] = []
         self._table_due = float("-inf")
-        self.plot = Plot([], "None of these runs has logged a metric: these curves were sampled without logging.")
-        self._draw_curves()
-        self.grid = TableView(self._on_action)
-        self._opened = with_classes(ipywidgets.VBox(), "na-opened-run")
-        self._problem = ipywidgets.HTML()
-        self.widget = card(self._problem, self.grid, self._opened, self.plot)
-        title = "Kept runs" if self._is_kept else "Runs of this kernel"
-        self._shown = PanelOutput(lambda: self.bundle, lambda: title, clock)
-        stores = [run.store for run in map(opened, self.runs) if run is not None]
-        self.schedule = RenderSchedule(stores, self._render, self._failed, clock)
+        super().__init__([run.store for run in map(opened, self.runs) if run is not None], clock)
         self.schedule.tick()
-        for feed in (self.plot, self.grid):
-            feed.on_msg(self._render_soon)
-        self.plot.observe(self._render_soon, "wanted")
         for run in self.runs:
             self._follow(run)
         if chosen is None:
             run_registry.watch_launches(self._add_run)
 
+    def _build(self) -> Any:
+        self.plot = Plot([], "None of these runs has logged a metric: these curves were sampled without logging.")
+        self._draw_curves()
+        self.grid = TableView(self._on_action)
+        for feed in (self.plot, self.grid):
+            feed.on_msg(self._render_soon)
+        self.plot.observe(self._render_soon, "wanted")
+        self._opened = with_classes(ipywidgets.VBox(), "na-opened-run")
+        self._problem = ipywidgets.HTML()
+        return card(self._problem, self.grid, self._opened, self.plot)
+
+    def _title(self) -> str:
+        return "Kept runs" if self._is_kept else "Runs of this kernel"
+
     def refresh(self) -> None:
         """Read the runs again; a displayed table does so by itself while a run lasts."""
-        self._render(self._clock())
-
-    def close(self) -> None:
-        """Stop updating; each cell that displays the table keeps its static form."""
-        ticker.remove(self.schedule)
-        self._close_panel()
-        self._shown.end()
+        self.schedule.tick(due=True)
 
     # ---- while runs last
 
@@ -133,31 +128,36 @@ class RunsTable(CellView):
             self._follow(run)
 
     def _render(self, now: float) -> None:
-        running = self._is_running()  # read first: the last render then shows the end of the runs
         self._handle_clicks()
-        if self._shown:
+        if self.shown:
             self._open_kept()
         self._update_grid(now)
         self.plot.update(now)
         if self._open is not None:
             self._open[1].schedule.tick()
-        if running and self._shown:
-            self._shown.update(now)
-        else:
-            self._shown.leave()
-            ticker.suspend(self.schedule)
-            for index, run in enumerate(self.runs):  # in place: another thread may be adding a run
-                if isinstance(run, Run) and run.ended is not None and not run.held:
-                    self.runs[index] = run.without_results()
-            if self._shown and self._is_running():  # a run was launched meanwhile
-                ticker.add(self.schedule)
+
+    def _changes(self) -> bool:
+        """Return whether a run lasts, or kept runs are being opened."""
+        lasts = any(run.ended is None for run in map(opened, self.runs) if run is not None)
+        return lasts or (self.shown and bool(self._unopened()))
+
+    def _can_rest(self) -> bool:
+        return not (self.shown and self._changes())
+
+    def _rest(self) -> None:
+        super()._rest()
+        for index, run in enumerate(self.runs):  # in place: another thread may be adding a run
+            if isinstance(run, Run) and run.ended is not None and not run.held:
+                self.runs[index] = run.without_results()
+        if self.shown and self._changes():  # a run was launched during the last render
+            ticker.add(self.schedule)
 
     def _update_grid(self, now: float) -> None:
         states = [(run.id, compared_run.state_of(run), self._is_open(run)) for run in self.runs]
-        if states == self._states and now < self._table_due and self._is_running():
+        if states == self._states and now < self._table_due and self._changes():
             return
         self._states, self._table_due = states, now + 0.95 * TABLE_SECONDS
-        self.grid.update(now, lambda _: self.table, complete=not self._is_running())
+        self.grid.update(now, lambda _: self.table, complete=not self._changes())
 
     @property
     def table(self) -> Table:
@@ -223,10 +223,7 @@ class RunsTable(CellView):
             with suppress(Exception):  # its widgets may be gone
                 shown[1].close()
 
-    def _is_running(self) -> bool:
-        """Return whether the table changes by itself: a run lasts, or kept runs are being opened."""
-        lasts = any(run.ended is None for run in map(opened, self.runs) if run is not None)
-        return lasts or (bool(self._shown) and bool(self._unopened()))
+    _release = _close_panel
 
     def _add_run(self, run: Run) -> None:
         """Add a new run; called on the thread of its launch."""
@@ -235,17 +232,8 @@ class RunsTable(CellView):
         self.schedule.watch(run.store)
         self._follow(run)
         self.schedule.touch()
-        if self._shown and not self.schedule.closed:
+        if self.shown and not self.closed:
             ticker.add(self.schedule)
-
-    def _render_soon(self, *_: Any) -> None:
-        """Render at the next tick, or now if no run lasts: then nothing ticks."""
-        self.schedule.touch()
-        if not self._is_running():
-            self.schedule.tick(due=True)
-
-    def _failed(self, error: Exception) -> None:
-        self._problem.value = problem(f"This table stopped updating ({type(error).__name__}: {error}).")
 
     # ---- contents
 
@@ -261,18 +249,10 @@ class RunsTable(CellView):
         return Section(key="runs", nodes=(self.table, Drawing(html=curves)))
 
     def _show_in(self, output: Output) -> None:
-        """Show the live table; its static form replaces it when the kernel ends."""
-        if self.schedule.closed:
-            output.show(self.bundle)
-            return
         if no_widgets(output):
             self._open_kept(math.inf)
-        # Check before rendering: a later tick then shows the end of a run that ends during it.
-        running = self._is_running() or bool(self._unopened())
-        self.schedule.touch()
-        self.schedule.tick()
-        self._shown.add(output, self.widget)
-        if running:
+        super()._show_in(output)
+        if self._changes() and not self.closed:  # kept runs are opened once the table is shown
             ticker.add(self.schedule)
 
     def __repr__(self) -> str:

@@ -76,8 +76,8 @@ def test_a_blocking_launch_shows_its_panel_and_leaves_the_report(kernel: Kernel)
     assert cell.result["text/plain"].startswith("<Run ")
     kernel.check(
         "from notebook_accelerate.widgets import live_panel\n"
-        "for panel in live_panel._resting: panel.close()\n"
-        "del live_panel._resting[:]\nlive_panel.close_retired(float('inf'))"
+        "for panel in live_panel._resting._panels: panel.close()\n"
+        "live_panel.close_retired(float('inf'))"
     )
     assert kernel.value("len(__import__('ipywidgets').Widget.widgets)") == 0, "nothing is left in the kernel, either"
     _rests(kernel)

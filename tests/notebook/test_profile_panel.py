@@ -18,7 +18,7 @@ class Profile(DocumentView):
 
 def show():
     assert profile_panel.show(Profile())
-    seen.append(profile_panel._live[-1])
+    seen.append(profile_panel._live._panels[-1])
 
 seen = []
 """
@@ -41,6 +41,7 @@ def test_no_widget_is_created_for_a_client_without_a_front_end() -> None:
     with Kernel() as kernel:
         kernel.check(SETUP.replace("assert", "return"))
         cell = kernel.check(
-            "get_ipython().kernel.get_parent()['content']['allow_stdin'] = False; print(show(), profile_panel._live)"
+            "get_ipython().kernel.get_parent()['content']['allow_stdin'] = False\n"
+            "print(show(), profile_panel._live._panels)"
         )
         assert cell.stdout.strip() == "False []"

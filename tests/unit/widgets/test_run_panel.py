@@ -47,7 +47,7 @@ from notebook_accelerate.telemetry import (
 )
 from notebook_accelerate.telemetry.step_time import PARTS
 from notebook_accelerate.telemetry.store import MAX_POINTS, RUN_LOG_BYTES, Record
-from notebook_accelerate.widgets import panel_output
+from notebook_accelerate.widgets import live_panel
 from notebook_accelerate.widgets.actions import stopping
 from notebook_accelerate.widgets.front_end import KernelState
 from notebook_accelerate.widgets.panel_output import PanelOutput
@@ -519,7 +519,7 @@ class _Place:
 def test_a_run_that_ends_while_the_table_of_runs_is_shown_is_drawn_as_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run()
     table = RunsTable([run])
-    monkeypatch.setattr(panel_output, "here", lambda: _Place(lambda: None if run.ended else end(run)))
+    monkeypatch.setattr(live_panel, "here", lambda: _Place(lambda: None if run.ended else end(run)))
     table._ipython_display_()
     until(lambda: table.grid.table is not None and _states(table.grid.table) == ["succeeded"])
     table.close()
