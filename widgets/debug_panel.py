@@ -26,7 +26,7 @@ from notebook_accelerate.widgets.actions import CopyButton
 from notebook_accelerate.widgets.live_panel import LivePanel, close_hidden
 from notebook_accelerate.widgets.panel_elements import card, row, style_sheet, with_classes
 from notebook_accelerate.widgets.render_schedule import ticker
-from notebook_accelerate.widgets.table_view import TableView
+from notebook_accelerate.widgets.table_view import LiveDocument
 
 if TYPE_CHECKING:
     from notebook_accelerate.debugging.diagnosis import Diagnosis
@@ -59,9 +59,9 @@ class DebugPanel(LivePanel):
     # ---- the widget
 
     def _build(self) -> Any:
-        self._head, self._verdict, self._frames, self._history = (ipywidgets.HTML() for _ in range(4))
+        self.live = LiveDocument("head", "verdict", "places", "frames", "history", tables=["places"])
+        head, verdict, places, frames, history = self.live.widgets.values()
         self._problem = ipywidgets.HTML()
-        self._places = TableView()
         self.why_button = self._button("Why is it stuck?", "Find out where every rank is", self._diagnose)
         self.pause_button = self._button("Pause", "Hold all ranks before their next step", self._pause)
         self.unpause_button = self._button("Unpause", "Continue the paused ranks", self._unpause)
@@ -77,9 +77,9 @@ class DebugPanel(LivePanel):
         self.line.on_msg(self._on_line_message)
         self.line.observe(self._complete, "value")
         self.why_button.add_class("na-first")
-        headline = row([self._head, self.why_button, self.pause_button, self.unpause_button], "na-headline")
+        headline = row([head, self.why_button, self.pause_button, self.unpause_button], "na-headline")
         prompt = row([self.target, self.line, self.send_button], "na-prompt")
-        return card(headline, self._verdict, self._places, self._frames, prompt, self._problem, self._history)
+        return card(headline, verdict, places, frames, prompt, self._problem, history)
 
     def _button(self, text: str, hint: str, action: Callable[[], None]) -> Any:
         button = with_classes(ipywidgets.Button(description=text, tooltip=hint), "na-stop", "na-request")
@@ -92,17 +92,9 @@ class DebugPanel(LivePanel):
             self._known = len(run.diagnoses)
             self.found = run.diagnoses[-1]
         stopped = run.commands.prompts.debugged()
-        found, places = self.found, places_table(run, self.found)
-        for part, node in (
-            (self._head, head(run, found, now)),
-            (self._verdict, verdict(run, found)),
-            (self._frames, frames(found)),
-            (self._history, history(self.history)),
-        ):
-            part.value = rendering.html(node, inline=False)
-        self._places.update(now, lambda _: places, complete=run.ended is not None)
+        self.live.update(now, self._document(now), complete=run.ended is not None)
         unreachable = not self._reachable()
-        for control in (self.why_button, self.pause_button, self.unpause_button, self.line, self.send_button):
+        for control in (self.why_button, self.line, self.send_button):
             control.disabled = unreachable
         self.pause_button.disabled = unreachable or status(run) == "paused"
         self.unpause_button.disabled = unreachable or not run.paused
@@ -197,8 +189,11 @@ class DebugPanel(LivePanel):
 
     def document(self) -> Section:
         """Return the panel without its controls: verdict, ranks, stacks and history."""
+        inspected = self.found.time if self.found is not None and self.run.ended is not None else None
+        return self._document(self._clock() if inspected is None else inspected)
+
+    def _document(self, now: float) -> Section:
         run, found = self.run, self.found
-        now = found.time if run.ended is not None and found is not None else self._clock()
         parts = (head(run, found, now), verdict(run, found), places_table(run, found), frames(found))
         return Section(key="debug", nodes=(*parts, history(self.history)))
 

@@ -5,16 +5,12 @@ Importing this module imports no widget library: panels without widgets use it, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from notebook_accelerate.launch.report import rendering
 from notebook_accelerate.launch.report.markup import Markup, element
-
-if TYPE_CHECKING:
-    from notebook_accelerate.launch.report.document import Node
 
 
 @cache
@@ -51,32 +47,6 @@ def row(children: Sequence[Any], name: str) -> Any:
     import ipywidgets
 
     return with_classes(ipywidgets.HBox(children), name)
-
-
-class SectionWidgets:
-    """HTML widgets, each with a part of a document that is rendered only if what it shows has changed.
-
-    Args:
-        keys: Identify the parts.
-    """
-
-    def __init__(self, *keys: str) -> None:
-        import ipywidgets
-
-        self.widgets = {key: ipywidgets.HTML() for key in keys}
-        self._shown: dict[str, object] = {}
-
-    def show(self, key: str, content: object, view: Callable[[], Node]) -> None:
-        """Show a part of a document.
-
-        Args:
-            key: Identifies the part.
-            content: What the part depends on. If it equals that of the last call, the widget stays as it is.
-            view: Returns the part.
-        """
-        if key not in self._shown or self._shown[key] != content:
-            self._shown[key] = content
-            self.widgets[key].value = rendering.html(view(), inline=False)
 
 
 def alert(text: str) -> Markup:

@@ -33,7 +33,6 @@ from notebook_accelerate.widgets.feed import Feed
 from notebook_accelerate.widgets.front_end import front_end, kernel_state
 from notebook_accelerate.widgets.live_panel import LivePanel
 from notebook_accelerate.widgets.panel_elements import (
-    SectionWidgets,
     card,
     row,
     script,
@@ -42,7 +41,7 @@ from notebook_accelerate.widgets.panel_elements import (
 from notebook_accelerate.widgets.plot import Plot
 from notebook_accelerate.widgets.profile_panel import PROFILE, ProfileSection
 from notebook_accelerate.widgets.resource_strip import strip
-from notebook_accelerate.widgets.table_view import TableView
+from notebook_accelerate.widgets.table_view import LiveDocument, TableView
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
@@ -79,7 +78,7 @@ class RunPanel(LivePanel):
 
     def _build(self) -> Any:
         self._problem = ipywidgets.HTML()
-        self.sections = SectionWidgets(*SECTIONS)
+        self.sections = LiveDocument(*SECTIONS)
         head, progress, resources, verdict, devices, times, sharding, errors, setup = self.sections.widgets.values()
         metrics = Source(self.run.store, self.run.started, automatic=self.run.config.automatic_metrics)
         self.plot = Plot([metrics], "No metrics yet: accelerator.log({...}) draws curves here.")

@@ -1,19 +1,66 @@
-"""A table that is updated while it is shown. An update sends only the cells that have changed."""
+"""Documents and tables that are updated while they are shown. An update sends only what has changed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
+import ipywidgets
 import traitlets
 
-from notebook_accelerate.launch.report.document import Cell, Group, Row, Table
+from notebook_accelerate.launch.report import rendering
+from notebook_accelerate.launch.report.document import Cell, Group, Node, Row, Section, Table
 from notebook_accelerate.widgets.feed import Feed
 from notebook_accelerate.widgets.panel_elements import asset, script
 
 OPEN_SECONDS, FOLDED_SECONDS = 1.0, 5.0
 """The shortest time between two updates of the throttled rows: while their fold is open, and while it is closed."""
+
+
+class LiveDocument:
+    """The widgets of a document, one for each of its nodes. An update sends the nodes and the cells that have changed.
+
+    Args:
+        nodes: The names of the nodes, in their order.
+        tables: Which of them are tables.
+
+    Attributes:
+        widgets: The widgets by name.
+    """
+
+    def __init__(self, *nodes: str, tables: Sequence[str] = ()) -> None:
+        self.widgets: dict[str, Any] = {name: TableView() if name in tables else ipywidgets.HTML() for name in nodes}
+        self._shown: dict[str, object] = {}
+
+    def update(self, now: float, document: Section, *, complete: bool = False) -> None:
+        """Show a document.
+
+        Args:
+            now: Seconds, on any clock that does not go back.
+            document: The document, which always has the same number of nodes.
+            complete: Whether this may be the last update; see `TableView.update`.
+        """
+        for name, node in zip(self.widgets, document.nodes, strict=True):
+            self._update_node(now, name, node, complete)
+
+    def _update_node(self, now: float, name: str, node: Node, complete: bool) -> None:
+        if isinstance(node, Table):
+            self.widgets[name].update(now, lambda _: node, complete=complete)
+        else:
+            self.show(name, node, lambda: node)
+
+    def show(self, name: str, content: object, view: Callable[[], Node]) -> None:
+        """Show a node, which is built only if its content has changed.
+
+        Args:
+            name: The name of the node.
+            content: The state on which the node depends; if it is unchanged, nothing is rendered.
+            view: Returns the node.
+        """
+        if name not in self._shown or self._shown[name] != content:
+            self._shown[name] = content
+            self.widgets[name].value = rendering.html(view(), inline=False)
 
 
 class TableView(Feed):

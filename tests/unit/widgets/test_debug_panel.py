@@ -54,9 +54,10 @@ def _render(panel: DebugPanel, clock: Clock) -> str:
     clock.turn(1.0)
     panel.schedule.touch()
     assert panel.schedule.tick()
-    assert panel._places.table is not None
-    parts = [part.value for part in (panel._head, panel._problem, panel._verdict, panel._frames, panel._history)]
-    return "\n".join([*parts, rendering.html(panel._places.table, inline=False)])
+    shown = panel.live.widgets
+    assert shown["places"].table is not None
+    parts = [part.value for part in (shown["head"], panel._problem, *(shown[name] for name in ("verdict", "frames")))]
+    return "\n".join([*parts, shown["history"].value, rendering.html(shown["places"].table, inline=False)])
 
 
 def _found(source: str = "dist.all_reduce(x)") -> Any:
