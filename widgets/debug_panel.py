@@ -24,7 +24,7 @@ from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.widgets.actions import CopyButton
 from notebook_accelerate.widgets.live_panel import LivePanel, close_hidden
-from notebook_accelerate.widgets.panel_elements import card, row, style_sheet, with_classes
+from notebook_accelerate.widgets.panel_elements import PANEL_STYLES, card, row, style_sheet, with_classes
 from notebook_accelerate.widgets.render_schedule import ticker
 from notebook_accelerate.widgets.table_view import LiveDocument
 
@@ -199,7 +199,7 @@ class DebugPanel(LivePanel):
 
     def _page(self, document: Section) -> Markup:
         content = rendering.html(document, inline=False)
-        return join([style_sheet(), element("div", content, class_="na-run na-card")])
+        return join([style_sheet(*PANEL_STYLES), element("div", content, class_="na-run na-card")])
 
 
 def _shown(value: Any) -> str:

@@ -346,7 +346,7 @@ class FormView(anywidget.AnyWidget):
     """
 
     _esm = script("copy.js", "forms.js")
-    _css = asset("forms.css")
+    _css = asset("palette.css") + asset("forms.css")
     parts: Any = traitlets.List().tag(sync=True)
     tables: Any = traitlets.Dict().tag(sync=True)
     """Fields by the path of their form: of each form, and of the nested dataclasses that were opened."""

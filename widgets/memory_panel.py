@@ -6,7 +6,7 @@ import importlib
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
@@ -45,42 +45,6 @@ _BLOCK = (
 _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
-class Estimate(Protocol):
-    """A `MemoryEstimate`, the result of `estimate_memory`; the kernel's side must not import its class."""
-
-    @property
-    def training(self) -> dict[str, int]:
-        """Bytes of training."""
-
-    @property
-    def inference(self) -> dict[str, int]:
-        """Bytes of inference."""
-
-    @property
-    def main_memory(self) -> dict[str, int]:
-        """Bytes of offloaded parts in main memory."""
-
-    @property
-    def assumptions(self) -> tuple[str, ...]:
-        """What the numbers assume."""
-
-
-class SizedDeviceMap(Protocol):
-    """A `PlacedModel`, the result of `measure_device_map`; the kernel's side must not import its class."""
-
-    @property
-    def blocks(self) -> Sequence[Any]:
-        """Its entries."""
-
-    @property
-    def limits(self) -> Mapping[str, int]:
-        """Bytes by device."""
-
-    @property
-    def moves(self) -> int:
-        """Bytes that are copied on each forward."""
-
-
 def human(size: float) -> str:
     """Return bytes as text, in decimal units."""
     for unit in _UNITS[:-1]:
@@ -90,11 +54,11 @@ def human(size: float) -> str:
     return f"{size:.3g} {_UNITS[-1]}"
 
 
-def estimate_html(estimate: Estimate, available: int | None = None) -> Markup:
+def estimate_html(estimate: Any, available: int | None = None) -> Markup:
     """Return an estimate as two bars with a legend, for a saved notebook.
 
     Args:
-        estimate: The bytes by part.
+        estimate: The result of `estimate_memory`, whose class the kernel's side must not import.
         available: Bytes of the device; None: no comparison.
     """
     bars = {"training": estimate.training, "inference": estimate.inference}
@@ -137,11 +101,11 @@ def _track(heading: Sequence[str], label: str, pieces: Sequence[str], limit: int
     return join([element("p", *heading, style="margin:8px 0 4px"), bar])
 
 
-def device_map_html(placed: SizedDeviceMap) -> Markup:
+def device_map_html(placed: Any) -> Markup:
     """Return a device map: modules as blocks on their devices, with widths by size; hatched if they move.
 
     Args:
-        placed: The map with sizes.
+        placed: The result of `measure_device_map`, whose class the kernel's side must not import.
     """
     devices = list(dict.fromkeys(block.device for block in placed.blocks))
     totals = {device: sum(b.size for b in placed.blocks if b.device == device) for device in devices}
@@ -153,7 +117,7 @@ def device_map_html(placed: SizedDeviceMap) -> Markup:
     return element("div", *rows, note, class_="na-memory", style=_BOX)
 
 
-def _device_row(device: str, total: int, longest: int, placed: SizedDeviceMap) -> Markup:
+def _device_row(device: str, total: int, longest: int, placed: Any) -> Markup:
     blocks = [block for block in placed.blocks if block.device == device]
     limit = placed.limits.get(device)
     size = human(total) if limit is None else f"{human(total)} of {human(limit)}"
@@ -186,12 +150,12 @@ class MemoryPanel:
     """Shows an estimate and, if given, a device map.
 
     Args:
-        estimate: The bytes by part.
-        placed: The device map with sizes.
+        estimate: The result of `estimate_memory`.
+        placed: The result of `measure_device_map`; None: only the estimate is shown.
         available: Bytes of the device.
     """
 
-    def __init__(self, estimate: Estimate, placed: SizedDeviceMap | None = None, available: int | None = None) -> None:
+    def __init__(self, estimate: Any, placed: Any = None, available: int | None = None) -> None:
         self.estimate, self.placed, self.available = estimate, placed, available
         self.widget = ipywidgets.HTML(self.html())
 

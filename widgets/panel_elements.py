@@ -12,18 +12,21 @@ from typing import Any
 
 from notebook_accelerate.launch.report.markup import Markup, element
 
+PANEL_STYLES = ("palette.css", "panel.css")
+"""The style sheets of panels."""
+
 
 @cache
-def style_sheet(name: str = "panel.css") -> Markup:
-    """Return a style sheet of ``static/`` as an element."""
-    return Markup(f"<style>{asset(name)}</style>")
+def style_sheet(*names: str) -> Markup:
+    """Return style sheets of ``static/`` as an element."""
+    return Markup(f"<style>{''.join(map(asset, names))}</style>")
 
 
-def style_widget(name: str = "panel.css") -> Any:
-    """Return a hidden widget with a style sheet."""
+def style_widget(*names: str) -> Any:
+    """Return a hidden widget with style sheets."""
     import ipywidgets
 
-    widget = ipywidgets.HTML(style_sheet(name))
+    widget = ipywidgets.HTML(style_sheet(*names))
     widget.layout.display = "none"
     return widget
 
@@ -39,7 +42,7 @@ def card(*children: Any) -> Any:
     """Return the box of a run's panel, with its style sheet."""
     import ipywidgets
 
-    return with_classes(ipywidgets.VBox([style_widget(), *children]), "na-run", "na-card")
+    return with_classes(ipywidgets.VBox([style_widget(*PANEL_STYLES), *children]), "na-run", "na-card")
 
 
 def row(children: Sequence[Any], name: str) -> Any:

@@ -21,7 +21,7 @@ from notebook_accelerate.profiling.timeline import Timeline
 from notebook_accelerate.widgets.actions import ActionRow, ActionRows
 from notebook_accelerate.widgets.front_end import front_end, no_widgets
 from notebook_accelerate.widgets.live_panel import NewestPanels, Panel, close_all, close_hidden
-from notebook_accelerate.widgets.panel_elements import asset, card, script, style_widget, with_classes
+from notebook_accelerate.widgets.panel_elements import PANEL_STYLES, card, script, style_widget, with_classes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -200,7 +200,7 @@ class TimelineView(anywidget.AnyWidget):
     """
 
     _esm = script(*SCRIPTS)
-    _css = asset("panel.css") + asset("timeline.css")
+    _css = script(*PANEL_STYLES, "timeline.css")
     data: Any = traitlets.Dict().tag(sync=True)
 
     def __init__(self, timeline: Timeline) -> None:

@@ -15,7 +15,7 @@ from notebook_accelerate.launch.report.run_snapshot import RunWatcher
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.widgets.live_panel import LivePanel
-from notebook_accelerate.widgets.panel_elements import style_widget, with_classes
+from notebook_accelerate.widgets.panel_elements import PANEL_STYLES, style_widget, with_classes
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
@@ -40,7 +40,7 @@ class ResourceStrip(LivePanel):
 
     def _build(self) -> Any:
         self._content = self._problem = ipywidgets.HTML()
-        return with_classes(ipywidgets.VBox([style_widget(), self._content]), "na-run")
+        return with_classes(ipywidgets.VBox([style_widget(*PANEL_STYLES), self._content]), "na-run")
 
     def _render(self, now: float) -> None:
         self._content.value = strip(self._watcher.snapshot(now), self._watcher).html

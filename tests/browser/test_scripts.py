@@ -209,7 +209,7 @@ def _cards(page: Any) -> None:
     curves += [["train/scale", "rank 0", rising], ["train/scale", "rank 1", broken]]
     curves[10:12] = [["auto/lr", f"rank {rank}", rising] for rank in (0, 1)]
     _load(page, *SCRIPTS)
-    page.add_style_tag(content=asset("panel.css") + asset("uPlot.min.css") + asset("plot.css"))
+    page.add_style_tag(content=asset("palette.css") + asset("panel.css") + asset("uPlot.min.css") + asset("plot.css"))
     page.evaluate(_CARDS, curves)
     page.wait_for_function("() => card('train/loss')?.u && card('train/scale')?.u && card('auto/lr')?.u")
 
@@ -285,7 +285,7 @@ def test_curves_are_cards_in_sections(blank: Any) -> None:
 
 def test_a_metric_that_stays_nan_has_one_mark_until_its_end(blank: Any) -> None:
     _load(blank, *SCRIPTS)
-    blank.add_style_tag(content=asset("panel.css") + asset("uPlot.min.css") + asset("plot.css"))
+    blank.add_style_tag(content=asset("palette.css") + asset("panel.css") + asset("uPlot.min.css") + asset("plot.css"))
     rising = [float(step) for step in range(900)]
     blank.evaluate(_CARDS, [["loss", "rank 0", rising], ["loss", "rank 1", [*rising[:300], *["NaN"] * 600]]])
     blank.wait_for_function("() => card('loss')?.u?.height === 240")
@@ -388,7 +388,7 @@ def test_a_click_on_a_row_outlasts_an_update(blank: Any, *, whole: bool) -> None
 @pytest.mark.parametrize("whole", [False, True], ids=["deltas", "everything"])
 def test_input_selection_and_scrolling_survive_updates_of_a_table(blank: Any, *, whole: bool) -> None:
     _load(blank, "feed.js", "looks.js", "table.js")
-    blank.add_style_tag(content=asset("panel.css") + asset("table.css") + ".na-scroll { width: 120px; }")
+    blank.add_style_tag(content=asset("palette.css") + asset("panel.css") + asset("table.css") + ".na-scroll { width: 120px; }")
     blank.evaluate(_RUNS)
     runs = _Runs(blank)
     runs.show(*(_row(key, "running", f"0.{key}", "open") for key in (3, 2, 1)))

@@ -423,10 +423,10 @@ class Chart {
     this.u = new uPlot(options, joined, this.plot);
     this.u.over.addEventListener("dblclick", () => this.reset());
   }
-  /* Margins above and below; a flat line is centred. */
+  /* Margins above and below; a flat line is centred, also if a mean of equal values is rounded. */
   range(u, low, high) {
     if (low == null) return [0, 1];
-    if (low === high) { const spread = Math.abs(low) * 0.1 || 1; return [low - spread, high + spread]; }
+    if (high - low <= 1e-12 * Math.max(Math.abs(low), Math.abs(high))) { const spread = Math.abs(low) * 0.1 || 1; return [low - spread, high + spread]; }
     const margin = high * 0.06 - low * 0.06;  // not of their difference, which may be infinite
     return [Math.max(low - margin, -Number.MAX_VALUE), Math.min(high + margin, Number.MAX_VALUE)];
   }
