@@ -1,4 +1,4 @@
-"""Metrics as curves: as users read and plot them, as an envelope of many ranks, and with fewer points."""
+"""The curves of metrics: the series that users read and plot, the envelope of many ranks, and downsampling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MetricSeries(NamedTuple):
 
     Attributes:
         name: The metric.
-        steps: int64, shape (n,); -1 where no step was given.
+        steps: int64, shape (n,); -1 for a point without a step.
         times: Seconds since the epoch, float64, shape (n,).
         ranks: int64, shape (n,).
         values: float64, shape (n,).
@@ -47,18 +47,18 @@ class MetricSeries(NamedTuple):
         return pd.DataFrame(columns)
 
     def plot(self, ax: Axes | None = None) -> Any:
-        """Plot the values over the steps (over seconds where points have no step).
+        """Plot the values over the steps, or over seconds if points have no step.
 
-        Each rank has a line; more than eight ranks have their mean and range.
+        Each rank has a line. For more than eight ranks, the plot shows their mean and range.
 
         Args:
-            ax: matplotlib's axes to draw into; None: a new figure.
+            ax: The matplotlib axes to draw into. By default, a new figure is created.
 
         Returns:
-            matplotlib's axes; where matplotlib is not installed, the image that reports show.
+            The matplotlib axes, or, if matplotlib is not installed, the image that reports show.
 
         Raises:
-            ImportError: Axes are given, and matplotlib is not installed.
+            ImportError: ``ax`` is passed, but matplotlib is not installed.
         """
         return plot_series([self], ax)
 
@@ -68,13 +68,13 @@ _plotter: Plotter | None = None
 
 
 def plot_with(plotter: Plotter) -> None:
-    """Set the function that plots metrics: this module is also in the ranks, which have no charts."""
-    global _plotter  # noqa: PLW0603 - one kernel, one kind of chart
+    """Set the function that plots metrics. Ranks import this module, too, and must not import chart code."""
+    global _plotter  # noqa: PLW0603 - a kernel has one kind of chart
     _plotter = plotter
 
 
 def plot_series(several: Sequence[MetricSeries], ax: Axes | None = None) -> Any:
-    """Plot metrics as `plot_with` has set it."""
+    """Plot metrics with the function that was passed to `plot_with`."""
     assert _plotter is not None, "call plot_with() first, as Run.metrics does"
     return _plotter(several, ax)
 
@@ -82,11 +82,11 @@ def plot_series(several: Sequence[MetricSeries], ax: Axes | None = None) -> Any:
 # ---- the envelope of many ranks: the smallest, the mean and the largest value of each range of steps
 #
 # Hundreds of curves are illegible, and too many for a front end. The store updates an envelope with every point, at the
-# cost of one addition, in at most `MAX_BUCKETS` buckets: when more are needed, neighbours are merged, and each bucket
-# covers twice as many steps.
+# cost of one addition, in at most `MAX_BUCKETS` buckets. When more would be needed, pairs of neighbours are merged, so
+# that each bucket covers twice as many steps.
 
 FEW_RANKS = 8
-"""Metrics of more ranks have an envelope."""
+"""Metrics that more ranks log have an envelope."""
 MAX_BUCKETS = 512
 _PER_SECOND = 4.0
 """Initial buckets per second, for a metric that is logged without steps."""
@@ -96,12 +96,12 @@ class EnvelopeTail(NamedTuple):
     """The buckets of an envelope that changed since a cursor.
 
     Attributes:
-        steps: Middle of each bucket, float64, shape (n,); NaN where no steps were given.
+        steps: Middle of each bucket, float64, shape (n,); NaN if the metric has no steps.
         times: Mean time of the points, in seconds since the epoch, float64, shape (n,).
         low: Smallest finite value, float64, shape (n,).
-        mean: Mean, float64, shape (n,); not finite where a value was not.
+        mean: Mean, float64, shape (n,); not finite if one of the values is not finite.
         high: Largest finite value, float64, shape (n,).
-        cut: Earlier results are valid only up to here, in ``steps`` or, without those, ``times``.
+        cut: Results of earlier calls remain valid up to here, in ``steps``, or in ``times`` if there are no steps.
         cursor: The cursor for the next call.
     """
 
@@ -115,7 +115,7 @@ class EnvelopeTail(NamedTuple):
 
 
 class MetricEnvelope:
-    """Buckets of equal width; the first one starts at the first point."""
+    """The smallest, mean and largest value of a metric over ranks, in buckets of equal width from the first point."""
 
     def __init__(self) -> None:
         self._begin: int | None = None
@@ -131,7 +131,7 @@ class MetricEnvelope:
         """Add a point.
 
         Args:
-            step: The step; -1 where none was given.
+            step: The step, or -1 for a point without a step.
             time: Seconds since the epoch.
             value: Any float.
         """
@@ -141,14 +141,14 @@ class MetricEnvelope:
         key = int((time - self._origin) * _PER_SECOND) if self._timed else step
         index = (key - self._begin) // self._width
         if not 0 <= index < len(self._count):
-            if key < 0 and not self._timed:  # no step, where other points have one
+            if key < 0 and not self._timed:  # A point without a step, in a metric whose other points have one.
                 return
             index = self._create_bucket(key)
         self._count[index] += 1
         self._changed[index] = self._version
         self._sum[index] += value
         self._time[index] += time
-        if value - value == 0.0:  # finite; comparing is faster than min and max
+        if value - value == 0.0:  # The value is finite. Comparisons are faster than min and max.
             if value < self._low[index]:  # noqa: PLR1730
                 self._low[index] = value
             if value > self._high[index]:  # noqa: PLR1730
@@ -200,7 +200,7 @@ class MetricEnvelope:
             setattr(self, name, more + column if front else column + more)
 
     def _merge(self) -> None:
-        """Merge pairs of buckets."""
+        """Merge pairs of neighbouring buckets, which doubles their width."""
         if len(self._count) % 2:
             self._extend(1, front=False)
         joins = {"_low": min, "_high": max, "_changed": max}
@@ -224,9 +224,9 @@ _COLUMNS = (
 # ---- downsampling
 #
 # M4 keeps the first, the last, the smallest and the largest value of every group of neighbours, so that a line through
-# the kept points has the same extremes and the same joints as the complete line (Jugel, Jerzak, Hackenbroich and Markl,
-# "M4: A Visualization-Oriented Time Series Data Aggregation", VLDB 2014). A group with NaN keeps one NaN too, because
-# readers look for it.
+# the kept points has the same extremes and the same joints as the complete line
+# (Jugel, Jerzak, Hackenbroich and Markl, "M4: A Visualization-Oriented Time Series Data Aggregation", VLDB 2014). A
+# group with NaN also keeps one NaN, because readers look for it.
 
 
 def m4(values: np.ndarray, points: int) -> np.ndarray:
@@ -234,10 +234,10 @@ def m4(values: np.ndarray, points: int) -> np.ndarray:
 
     Args:
         values: float64, shape (n,), in drawing order.
-        points: Approximate number of points to keep, at least 4; NaN may add a quarter.
+        points: The approximate number of points to keep, at least 4. NaN values may add a quarter.
 
     Returns:
-        Ascending indices, int64; all indices where n is at most ``points``.
+        Ascending indices, int64. All indices if n is at most ``points``.
     """
     import numpy as np
 
@@ -248,16 +248,16 @@ def m4(values: np.ndarray, points: int) -> np.ndarray:
     full = count // size * size
     base = np.arange(0, full, size)
     kept = [base, base + size - 1, *extremes(values[:full], size)]
-    if full < count:  # the last, shorter group
+    if full < count:  # The last group is shorter.
         kept.append(full + m4(values[full:], 4) if count - full > 4 else np.arange(full, count))
     return np.unique(np.concatenate(kept))
 
 
 def extremes(values: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the indices of the smallest and of the largest value of each group, and of one NaN of groups with NaN.
+    """Return the indices of each group's smallest and largest value, and of one NaN for each group that has any.
 
     Args:
-        values: float64, shape (n,), a multiple of ``size``.
+        values: float64, shape (n,), with n a multiple of ``size``.
         size: Number of neighbours in a group.
     """
     import numpy as np
