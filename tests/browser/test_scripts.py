@@ -388,7 +388,8 @@ def test_a_click_on_a_row_outlasts_an_update(blank: Any, *, whole: bool) -> None
 @pytest.mark.parametrize("whole", [False, True], ids=["deltas", "everything"])
 def test_input_selection_and_scrolling_survive_updates_of_a_table(blank: Any, *, whole: bool) -> None:
     _load(blank, "feed.js", "looks.js", "table.js")
-    blank.add_style_tag(content=asset("palette.css") + asset("panel.css") + asset("table.css") + ".na-scroll { width: 120px; }")
+    styles = "".join(asset(f"{name}.css") for name in ("palette", "panel", "table"))
+    blank.add_style_tag(content=f"{styles}.na-scroll {{ width: 120px; }}")
     blank.evaluate(_RUNS)
     runs = _Runs(blank)
     runs.show(*(_row(key, "running", f"0.{key}", "open") for key in (3, 2, 1)))
