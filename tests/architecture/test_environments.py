@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "environments.md").read_text()
+SESSIONS = (ROOT / "noxfile.py").read_text()
 UNTESTED = ("unknown", "not available")
 STATUSES = ("works", "works (kernel)", "HTML display", "HTML display (kernel)", *UNTESTED)
 
@@ -59,12 +60,13 @@ def test_the_versions_match_the_requirements() -> None:
         pins = dict(re.findall(r"^([\w-]+)==(\S+)$", lines, re.MULTILINE))
         for name in ("IPython", "ipykernel", "ipywidgets"):
             assert f"{name} {pins[name.lower()]}" in versions[service.title()]
-        makefile = (ROOT / "Makefile").read_text()
-        python = re.search(rf"^PYTHON_{service} := ([\d.]+)$", makefile, re.MULTILINE)
+        python = re.search(rf'"{service}": Environment\(python="([\d.]+)"', SESSIONS)
         assert python is not None
         assert f"Python {python.group(1)}" in versions[service.title()]
-        torch = re.search(r"^HOSTED_TORCH := torch==([\d.]+)$", makefile, re.MULTILINE)
+        torch = re.search(r'^HOSTED_TORCH = "torch==([\d.]+)"$', SESSIONS, re.MULTILINE)
         assert torch is not None
         assert f"torch {torch.group(1)}" in versions[service.title()]
-    marimo = dict(re.findall(r"^(marimo)==(\S+)$", (ROOT / "requirements/marimo.txt").read_text(), re.MULTILINE))
-    assert versions["marimo"] == marimo["marimo"]
+    lock = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "requirements/constraints.txt").read_text(), re.MULTILINE))
+    assert versions["marimo"] == lock["marimo"]
+    for name in ("JupyterLab", "Notebook"):
+        assert f"{name} {lock[name.lower()]}" in versions["JupyterLab, Notebook"]

@@ -113,18 +113,3 @@ def test_no_module_imports_names_from_the_package_root() -> None:
 
 def _is_module(name: str) -> bool:
     return (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").exists()
-
-
-def test_every_make_target_of_the_documents_exists() -> None:
-    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for name in ("README.md", "CONTRIBUTING.md", ".ci/run"):
-        named = re.findall(r"(?<![\w-])make ([a-z][a-z-]*[a-z])(?=[`\s])", _commands((ROOT / name).read_text()))
-        assert set(named) <= targets, name
-    assert {"demo", "test", "lint", "bench", "lab", "test-gpu"} <= targets
-
-
-def _commands(text: str) -> str:
-    """Return the text in backticks, in fenced or indented code, and in shell lines."""
-    code = re.findall(r"`[^`\n]+`", text)
-    lines = [line for line in text.splitlines() if re.match(r"(\s{4,}|exec |\$ )?make |\s{4,}", line)]
-    return "\n".join([*code, *lines]) + "\n"

@@ -12,7 +12,7 @@ import yaml
 import notebook_accelerate
 from notebook_accelerate.tracking.tracker_table import TRACKERS
 from tests.architecture.test_packages import PROJECT, ROOT
-from tests.support import matrix
+from tests.architecture.test_sessions import make_targets, session_table
 
 README = (ROOT / "README.md").read_text()
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
@@ -29,7 +29,7 @@ def test_the_version_has_one_place_and_an_entry_in_the_changelog() -> None:
 def test_each_tracker_has_an_extra_and_two_extras_have_all() -> None:
     assert set(TRACKERS) <= set(EXTRAS)
     assert _members("trackers") == sorted(TRACKERS)
-    others = set(EXTRAS) - {"all", "dev", "torch_tpu", "tpu", "trackers"} - set(TRACKERS)
+    others = set(EXTRAS) - {"all", "torch_tpu", "tpu", "trackers"} - set(TRACKERS)
     assert _members("all") == sorted({*others, "trackers"})
 
 
@@ -41,7 +41,7 @@ def _members(extra: str) -> list[str]:
 
 def test_the_docs_name_every_extra() -> None:
     page = (ROOT / "docs" / "start.md").read_text()
-    assert [name for name in EXTRAS if name != "dev" and f"`{name}`" not in page] == []
+    assert [name for name in EXTRAS if f"`{name}`" not in page] == []
 
 
 def test_links_of_the_readme_work_outside_the_repository() -> None:
@@ -55,7 +55,7 @@ def test_links_of_the_readme_work_outside_the_repository() -> None:
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
 def test_workflows_run_the_commands_of_developers(path: Path) -> None:
-    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    targets = make_targets()
     commands = "\n".join(step["run"] for step in _steps(path) if "run" in step)
     named = set(re.findall(r"\bmake ([a-z][a-z-]*)", commands))
     for job in yaml.safe_load(path.read_text())["jobs"].values():
@@ -66,9 +66,11 @@ def test_workflows_run_the_commands_of_developers(path: Path) -> None:
 def test_workflows_test_the_declared_versions() -> None:
     jobs = {path.stem: yaml.safe_load(path.read_text())["jobs"] for path in WORKFLOWS}
     assert set(jobs) == {"docs", "lint", "matrix", "test", "wheels"}
-    assert jobs["matrix"]["cell"]["strategy"]["matrix"]["python"] == list(matrix.PYTHONS)
+    tried, torches = session_table("PYTHONS"), session_table("TORCH")
+    assert jobs["matrix"]["cell"]["strategy"]["matrix"] == {"python": list(tried), "torch": list(torches)}
     assert jobs["wheels"]["install"]["strategy"]["matrix"]["python"] == PYTHONS
-    assert sorted({*PYTHONS, *matrix.MAY_BE_MISSING}) == sorted(matrix.PYTHONS)
+    assert set(PYTHONS) <= set(tried)
+    assert torches["oldest"].replace("~=", ">=").removesuffix(".0") in PROJECT["project"]["dependencies"]
     assert jobs["wheels"]["publish"]["permissions"] == {"id-token": "write"}
 
 

@@ -1,0 +1,681 @@
+"""What develops, tests and releases this package: `nox -l` lists the sessions, and `make NAME` runs one.
+
+Sessions share environments, which are folders `.venv-NAME`: nox would make one for each session, each with torch. An
+environment contains dependency groups of pyproject.toml in the versions of requirements/constraints.txt. Make passes
+variables (`make test-gpu DRY=yes`) on in the environment.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import nox
+
+nox.needs_version = ">=2026.10.20"
+nox.options.default_venv_backend = "none"
+nox.options.envdir = ".build/matrix"  # only the sessions of the matrix have environments that nox makes
+nox.options.download_python = "never"
+nox.options.sessions = ["test"]
+
+ROOT = Path(__file__).resolve().parent
+BUILD = ROOT / ".build"
+REPORTS = BUILD / "test-reports"
+LOCK = ROOT / "requirements" / "constraints.txt"
+UV = str(Path(sys.executable).with_name("uv"))
+VARIABLES = os.environ
+CHROMIUM = VARIABLES.get("CHROMIUM") or shutil.which("chromium")
+KERNELS = ("6.31.0", "7.3.0", "7.4.0")
+TRANSFORMERS = ("4.57.3", "5.0.0")
+HOSTED_TORCH = "torch==2.11.0"
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+# The first is the minimum that pyproject.toml declares.
+TORCH = {"oldest": "torch~=2.9.0", "middle": "torch~=2.11.0", "newest": "torch"}
+# DeepSpeed on the CPU; its optimizer in C++ is compiled for this machine, into this checkout.
+DEEPSPEED = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(BUILD / "torch-extensions")}
+
+# pyenv puts only the chosen version on the path. The others come last, so that they replace nothing.
+VARIABLES["PATH"] += "".join(
+    f"{os.pathsep}{folder}"
+    for folder in sorted(Path(VARIABLES.get("PYENV_ROOT") or Path.home() / ".pyenv", "versions").glob("3.*/bin"))
+)
+# Kernels and ranks import the tree hundreds of times: its bytecode is kept, whatever the caller's shell says.
+VARIABLES.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A folder `.venv-NAME` with a Python and packages.
+
+    Attributes:
+        groups: Groups of pyproject.toml.
+        apart: Versions that replace the lock's, because a package of this environment requires them.
+        without: Packages that are left out although others require them.
+        python: A version; "": the version that runs nox.
+        files: Files in requirements/ that replace the groups and the lock: the packages of a notebook service.
+    """
+
+    groups: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    python: str = ""
+    files: tuple[str, ...] = ()
+
+
+# The clients must not find the real Accelerate, and only HolisticTraceAnalysis's extension needs JupyterLab.
+CLIENTS = ("accelerate", "jupyterlab")
+ENVIRONMENTS = {
+    "": Environment(("dev", "browser") if CHROMIUM else ("dev",)),
+    "bench": Environment(("dev", "peer")),
+    "bench-deepspeed": Environment(("dev", "bench-deepspeed")),
+    "clients": Environment(("dev", "clients"), without=CLIENTS),
+    "colab": Environment(python="3.13", files=("hosted", "colab")),
+    "cuda": Environment(("dev",), (HOSTED_TORCH, "setuptools==81.0.0"), python="3.12"),
+    "deepspeed": Environment(("dev", "deepspeed")),
+    "dist": Environment(("dist",), ("importlib-metadata==10.2.0",)),
+    "docs": Environment(("dev", "docs"), ("docutils==0.22.4",), CLIENTS),
+    "kaggle": Environment(python="3.12", files=("hosted", "kaggle")),
+    "marimo": Environment(("dev", "marimo"), ("narwhals==2.29.0",)),
+    "megatron": Environment(("dev", "megatron")),
+    "parity": Environment(("dev", "parity")),
+    "ray": Environment(("dev", "ray")),
+    "s3": Environment(("dev", "s3"), ("python-dateutil==2.9.0.post0",)),
+    "tpu": Environment(("tpu",), ("cloudpickle==3.1.2",), python="3.12"),
+    "trackers": Environment(
+        ("dev", "trackers"),
+        (
+            "boto3==1.44.5", "botocore==1.44.5", "filelock==3.32.7", "pillow==12.3.0", "protobuf==6.33.6",
+            "python-dateutil==2.9.0.post0",
+        ),
+    ),
+    "xla": Environment(("xla",), ("cloudpickle==3.1.2", "torch==2.9.0")),
+}  # fmt: skip
+
+
+def environment(session: nox.Session, name: str = "", *, extra: str = "") -> str:
+    """Make an environment, or bring it up to date, and return its Python; this uses no network if nothing changed.
+
+    Args:
+        session: The session.
+        name: A key of ENVIRONMENTS.
+        extra: One more group.
+    """
+    if VARIABLES.get("PY"):
+        return VARIABLES["PY"]  # the caller's environment, for example on a machine with a GPU
+    wanted = ENVIRONMENTS[name]
+    groups = (*wanted.groups, *filter(None, [extra]))
+    folder = ROOT / (f".venv-{name}" if name else ".venv")
+    python = str(folder / "bin" / "python")
+    sources = [ROOT / "pyproject.toml", LOCK, *(requirements(file) for file in wanted.files)]
+    contents = "".join(path.read_text() for path in sources)
+    digest = hashlib.sha256(f"{wanted} {groups} {contents}".encode()).hexdigest()
+    ready = folder / ".ready"
+    if ready.exists() and ready.read_text() == digest:
+        return python
+    if not Path(python).exists():
+        # `uv venv` would leave out pip, which the tests of installations use.
+        session.run(interpreter(session, wanted.python), "-m", "venv", str(folder), silent=True)
+    if wanted.files:
+        install(session, python, HOSTED_TORCH)
+        install(session, python, "--no-deps", *(f"-r{requirements(file)}" for file in wanted.files))
+    else:
+        apart = {line.partition("==")[0] for line in wanted.apart}
+        pins = [line for line in LOCK.read_text().splitlines() if line.partition("==")[0] not in apart]
+        (folder / "constraints.txt").write_text("\n".join([*pins, *wanted.apart]))
+        (folder / "excludes.txt").write_text("\n".join(wanted.without))
+        project = () if name == "dist" else ("-r", "pyproject.toml")
+        files = ("-c", str(folder / "constraints.txt"), "--excludes", str(folder / "excludes.txt"))
+        install(session, python, *project, *(f"--group={group}" for group in groups), *files)
+        if "dev" in groups:
+            install(session, python, "--no-deps", "--no-build-isolation", "-e", ".")
+    ready.write_text(digest)
+    return python
+
+
+def requirements(name: str) -> Path:
+    """Return the path of a file of requirements."""
+    return ROOT / "requirements" / f"{name}.txt"
+
+
+def install(session: nox.Session, python: str, *arguments: str) -> None:
+    """Run `uv pip install` for an environment's Python."""
+    session.run(UV, "pip", "install", "--quiet", "--python", python, *arguments, env=indexes())
+
+
+def indexes() -> dict[str, str]:
+    """Return variables that point uv to the package indexes in pip's configuration, which uv does not read."""
+    names = {
+        "cert": "SSL_CERT_FILE",
+        "constraint": "UV_CONSTRAINT",
+        "extra-index-url": "UV_INDEX",
+        "find-links": "UV_FIND_LINKS",
+        "index-url": "UV_DEFAULT_INDEX",
+    }
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # pip searches all indexes, too
+    for option, value in re.findall(r"^(?:global|install|:env:)\.([\w-]+)=('.*')$", listed, re.MULTILINE):
+        if option in names:
+            found[names[option]] = " ".join(ast.literal_eval(value).split())
+    return {name: value for name, value in found.items() if name not in VARIABLES}
+
+
+def interpreter(session: nox.Session, version: str) -> str:
+    """Return the path of a Python that is in PATH or was installed by pyenv or uv.
+
+    Args:
+        session: The session.
+        version: Its version, such as 3.12; "": the version that runs nox, or a newer one if the lock requires that.
+    """
+    if not version and sys.version_info >= (3, 11, 5):
+        return sys.executable
+    command = [UV, "python", "find", "--no-python-downloads", "--system", version or ">=3.11.5,<3.14"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    if found.returncode:
+        session.error(f"there is no Python {version or '3.11.5 or newer'}: {found.stderr.strip()}")
+    return found.stdout.strip()
+
+
+def pytest(session: nox.Session, python: str, *arguments: str, **variables: str | None) -> None:
+    """Run pytest with an environment's Python; its results are also written to .build/test-reports."""
+    name = re.sub(r"\W+", "-", session.name).strip("-")
+    options = ["--tb=short", "--durations=10", "-o", f"cache_dir=.build/pytest-{name}"]
+    options += [f"--junitxml={REPORTS / name}.xml", "-m", "not benchmark"]
+    # If these are set, pytest prints whole pages when it compares them.
+    env = {"OMP_NUM_THREADS": "1", "CI": None, "BUILD_NUMBER": None, **variables}
+    session.run(python, "-m", "pytest", *options, *arguments, *session.posargs, env=env, success_codes=[0])
+
+
+def together(session: nox.Session, tag: str, lanes: int) -> None:
+    """Run the sessions with a tag, a few at a time, and print the sum of their tests as pytest's last line does.
+
+    Args:
+        session: The session.
+        tag: The tag.
+        lanes: Sessions at a time: more than the cores of the smallest machine, because each waits half of its time.
+    """
+    environment(session)  # once, not in each lane
+    shutil.rmtree(REPORTS, ignore_errors=True)
+    begin = time.monotonic()
+    command = [sys.executable, "-m", "nox", "-f", __file__, "-j", str(lanes), "-t", tag]
+    code = subprocess.run(command, cwd=ROOT, check=False).returncode
+    counts: Counter[str] = Counter()
+    for path in sorted(REPORTS.glob("*.xml")):
+        for case in ET.parse(path).iter("testcase"):
+            kinds = [kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None]
+            counts[kinds[0] if kinds else "passed"] += 1
+            if kinds and kinds[0] != "skipped":
+                print(f"{kinds[0].upper()} {case.get('classname')}::{case.get('name')} ({path.stem})")
+    words = {"failure": "failed", "passed": "passed", "skipped": "skipped", "error": "errors"}
+    text = ", ".join(f"{counts[kind]} {word}" for kind, word in words.items() if counts[kind])
+    print(f"\n{f' {text} in {time.monotonic() - begin:.2f}s ':=^120}", flush=True)
+    if code or not counts["passed"]:
+        session.error(f"some sessions failed; the results are in {REPORTS.relative_to(ROOT)}")
+
+
+@nox.session
+def setup(session: nox.Session) -> None:
+    """Make .venv, with the package installed in place."""
+    environment(session)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Execute the quickstart in a real Jupyter kernel: it trains in two worker processes."""
+    session.run(environment(session), "examples/run_headless.py", "examples/01_quickstart.ipynb")
+
+
+@nox.session
+def lab(session: nox.Session) -> None:
+    """Open the examples in JupyterLab."""
+    root = ["--allow-root"] if os.geteuid() == 0 else []
+    session.run(environment(session, extra="lab"), "-m", "jupyterlab", *root, "examples", *session.posargs)
+
+
+@nox.session
+def test(session: nox.Session) -> None:
+    """Run the linters, and the unit, distributed, notebook, fault and browser tests."""
+    together(session, "everyday", lanes=4)
+
+
+@nox.session(name="test-integrations")
+def test_integrations(session: nox.Session) -> None:
+    """Run the tests with separate environments: DeepSpeed, Megatron-LM, Ray, S3, Accelerate, its clients, the docs."""
+    together(session, "integrations", lanes=3)
+
+
+@nox.session(name="test-nightly")
+def test_nightly(session: nox.Session) -> None:
+    """Run both with the cases marked nightly (hours), after compiling DeepSpeed's optimizer."""
+    python = environment(session, "deepspeed")
+    program = (
+        "from notebook_accelerate.strategies.deepspeed.deepspeed_engine import compilation_context\n"
+        "from deepspeed.ops.op_builder import CPUAdamBuilder\n"
+        "compilation_context()\n"
+        "CPUAdamBuilder().load(verbose=False)"
+    )
+    # Minutes of C++ and 2 GB of memory; without it the test of that optimizer skips.
+    path = f"{Path(python).parent}{os.pathsep}{VARIABLES['PATH']}"
+    session.run(python, "-c", program, env={**DEEPSPEED, "OMP_NUM_THREADS": "1", "MAX_JOBS": "1", "PATH": path})
+    VARIABLES["TEST_NIGHTLY"] = "yes"
+    together(session, "everyday", lanes=4)
+    VARIABLES["TEST_GPU"] = "dry"
+    pytest(session, environment(session), "-m", "gpu", "tests/gpu")
+    del VARIABLES["TEST_GPU"]
+    together(session, "integrations", lanes=3)
+
+
+@nox.session(tags=["everyday"], allow_parallel=True)
+def lint(session: nox.Session) -> None:
+    """Run ruff, mypy and import-linter."""
+    python = environment(session)
+    session.run(python, "-m", "ruff", "check", ".")
+    session.run(python, "-m", "ruff", "format", "--check", ".")
+    session.run(python, "-m", "mypy")
+    program = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+    session.run(python, "-c", program, env={"PYTHONPATH": str(ROOT)})
+
+
+# Long groups run in parts, and short groups run last: otherwise one long group would still run after all others have
+# ended. The first parts of all groups come first.
+PARTS = {"notebook": 3, "distributed": 2, "browser": 2, "unit": 4, "faults": 3}
+SHORT = {"rules": ("architecture", "parity/surface", "docs/static"), "devices": ("gpu", "tpu", "xla")}
+EVERYDAY = [f"{name}-{part}" for part in range(1, 5) for name, parts in PARTS.items() if part <= parts]
+
+
+@nox.session(tags=["everyday"], allow_parallel=True)
+@nox.parametrize("group", [nox.param(name, id=name) for name in (*EVERYDAY, *SHORT)])
+def tests(session: nox.Session, group: str) -> None:
+    """Run one group of tests, or a part of one."""
+    pytest(session, environment(session), *files(group))
+
+
+def files(group: str) -> Iterable[str]:
+    """Return the folders or files of a group of everyday tests.
+
+    Args:
+        group: A name in SHORT, or one in PARTS with the number of the part.
+    """
+    if group in SHORT:
+        return [f"tests/{folder}" for folder in SHORT[group]]
+    name, _, part = group.rpartition("-")
+    found = sorted((ROOT / "tests" / name).rglob("test_*.py"), key=lambda path: path.stat().st_size, reverse=True)
+    # The parts take turns from the largest file on, so that they take about the same time.
+    return sorted(str(path.relative_to(ROOT)) for path in found[int(part) - 1 :: PARTS[name]])
+
+
+def examples(session: nox.Session, outputs: str, *, own: bool = True, ported: bool = True) -> None:
+    """Execute notebooks, and compare their outputs with the committed ones or replace these.
+
+    Args:
+        session: The session.
+        outputs: compare, record, or record-all: also of cells in which only numbers have changed.
+        own: Whether to execute those of this package alone.
+        ported: Whether to execute those on transformers, diffusers and trl.
+    """
+    for chosen, folder, name in ((own, "examples", ""), (ported, "examples/ported", "clients")):
+        if chosen:
+            python = environment(session, name)
+            notebooks = sorted(str(path.relative_to(ROOT)) for path in (ROOT / folder).glob("*.ipynb"))
+            env = {"HF_HUB_OFFLINE": "1"} if name else {}
+            session.run(python, "examples/run_headless.py", *notebooks, env=env)
+            session.run(python, "-m", "tests.support.saved_outputs", outputs, *notebooks)
+
+
+@nox.session(name="examples")
+def all_examples(session: nox.Session) -> None:
+    """Execute all example notebooks, and compare their outputs with the committed ones."""
+    examples(session, "compare")
+
+
+@nox.session(name="examples-own")
+def own_examples(session: nox.Session) -> None:
+    """Execute those of this package alone."""
+    examples(session, "compare", ported=False)
+
+
+@nox.session(name="examples-ported")
+def ported_examples(session: nox.Session) -> None:
+    """Execute those on transformers, diffusers and trl."""
+    examples(session, "compare", own=False)
+
+
+@nox.session(name="examples-record")
+def record_examples(session: nox.Session) -> None:
+    """Execute all, and replace the outputs that have changed. ALL=yes: even if only numbers have."""
+    examples(session, "record-all" if VARIABLES.get("ALL") else "record")
+
+
+# The longest first, so that the last ones to finish are short.
+@nox.session(name="test-deepspeed", tags=["integrations"], allow_parallel=True)
+def test_deepspeed(session: nox.Session) -> None:
+    """Test DeepSpeed's ZeRO, all stages, on the CPU."""
+    python = environment(session, "deepspeed")
+    pytest(session, python, "tests/parity/strategies/test_deepspeed.py", "tests/deepspeed", **DEEPSPEED)
+
+
+@nox.session(name="test-strategies", tags=["integrations"], allow_parallel=True)
+def test_strategies(session: nox.Session) -> None:
+    """Compare strategies and trainings with plain torch."""
+    pytest(session, environment(session), "tests/parity/strategies", "tests/parity/training")
+
+
+@nox.session(name="test-ray", tags=["integrations"], allow_parallel=True)
+def test_ray(session: nox.Session) -> None:
+    """Test ranks on Ray clusters of two and three nodes."""
+    pytest(session, environment(session, "ray"), "tests/ray")
+
+
+@nox.session(name="test-megatron", tags=["integrations"], allow_parallel=True)
+def test_megatron(session: nox.Session) -> None:
+    """Test Megatron-LM's GPT, BERT and T5, split over ranks."""
+    pytest(session, environment(session, "megatron"), "tests/megatron")
+
+
+@nox.session(name="test-s3", tags=["integrations"], allow_parallel=True)
+def test_s3(session: nox.Session) -> None:
+    """Test checkpoints in an S3 server on this machine."""
+    pytest(session, environment(session, "s3"), "tests/s3")
+
+
+@nox.session(name="test-cuda", tags=["integrations"], allow_parallel=True)
+def test_cuda(session: nox.Session) -> None:
+    """Test torch's build for CUDA with libraries in place of the driver. Needs Python 3.12 and 5 GB, but no GPU."""
+    pytest(session, environment(session, "cuda"), "tests/cuda", PYTHONPATH=str(ROOT))
+
+
+@nox.session(name="test-parity", tags=["integrations"], allow_parallel=True)
+def test_parity(session: nox.Session) -> None:
+    """Compare behaviour, random programs, checkpoints, losses and weights with the real Accelerate."""
+    python = environment(session, "bench-deepspeed")
+    both_sides = (python, "-m", "tests.parity.behaviour.both_sides", "deepspeed.")
+    session.run(*both_sides, env={**DEEPSPEED, "OMP_NUM_THREADS": "1"})
+    folders = [f"tests/parity/{name}" for name in ("behaviour", "random_programs", "checkpoints", "commands")]
+    pytest(session, environment(session, "parity"), *folders, "tests/parity/training/test_accelerate.py")
+
+
+@nox.session(name="test-clients", tags=["integrations"], allow_parallel=True)
+def test_clients(session: nox.Session) -> None:
+    """Test training libraries in ranks, with this package as their accelerate."""
+    python = environment(session, "clients")
+    # The real Accelerate is outside the path: only the processes that the tests compare with import it.
+    into(session, python, Path(python).parents[1] / "peer", "accelerate", "-c", str(LOCK))
+    for version in TRANSFORMERS:
+        group = f"--group=transformers-{version.replace('.', '-')}"
+        into(session, python, BUILD / "transformers" / version, group)
+    pytest(session, python, "tests/clients")
+
+
+def into(session: nox.Session, python: str, folder: Path, *arguments: str) -> None:
+    """Install packages without dependencies into a folder for the path, unless that is done.
+
+    Args:
+        session: The session.
+        python: The Python that will import them.
+        folder: The folder.
+        arguments: Arguments of `uv pip install`.
+    """
+    ready = folder / ".ready"
+    wanted = " ".join(arguments) + (ROOT / "pyproject.toml").read_text() + LOCK.read_text()
+    if not ready.exists() or ready.read_text() != wanted:
+        install(session, python, "--no-deps", "--target", str(folder), *arguments)
+        ready.write_text(wanted)
+
+
+@nox.session(name="test-docs", tags=["integrations"], allow_parallel=True)
+def test_docs(session: nox.Session) -> None:
+    """Build the site without a warning, and run every block of its code in kernels with real ranks."""
+    python = environment(session, "docs", extra="docs-tests")
+    site(session, python)
+    texts = ("docs", "examples", "notebook_accelerate", "widgets", *(path.name for path in ROOT.glob("*.md")))
+    session.run(python, "-m", "codespell_lib", *texts)
+    pytest(session, python, "tests/docs", **DEEPSPEED, HF_HUB_OFFLINE="1")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation in .build/docs."""
+    site(session, environment(session, "docs"))
+    session.log("open .build/docs/index.html")
+
+
+def site(session: nox.Session, python: str) -> None:
+    """Run Sphinx; a warning fails it."""
+    options = ("-W", "--keep-going", "-q", "-d", ".build/doctrees")
+    session.run(python, "-m", "sphinx", *options, "docs", ".build/docs", env={"PYTHONPATH": str(ROOT)})
+
+
+@nox.session(name="test-notebook")
+def test_notebook(session: nox.Session) -> None:
+    """Run the tests that start Jupyter kernels."""
+    pytest(session, environment(session), "-m", "notebook", "tests")
+
+
+@nox.session(name="test-browser")
+def test_browser(session: nox.Session) -> None:
+    """Test panels in JupyterLab and Notebook; needs chromium (apt-get install chromium)."""
+    pytest(session, environment(session), "tests/browser")
+
+
+@nox.session(name="test-kernels")
+def test_kernels(session: nox.Session) -> None:
+    """Run the tests that start Jupyter kernels, with several versions of ipykernel."""
+    python = environment(session)
+    for version in KERNELS:
+        folder = BUILD / "kernels" / version
+        into(session, python, folder, f"ipykernel=={version}", "nest-asyncio==1.6.0")
+        chosen = {"TEST_KERNEL_VERSION": version, "TEST_KERNEL_PATH": str(folder)}
+        pytest(session, python, "-m", "notebook", "tests", **chosen)
+
+
+def hosted(session: nox.Session, name: str) -> None:
+    """Run tests with the versions of a notebook service. TESTS="tests/notebook ...": only these."""
+    groups = ("hosted", "unit/launch", "unit/telemetry", "unit/widgets", "unit/support", "notebook", "faults")
+    paths = VARIABLES.get("TESTS", "").split() or [f"tests/{group}" for group in groups]
+    service = {"TEST_KERNEL_VERSION": "6.17.1", "TEST_HOSTED": name, "PYDEVD_USE_FRAME_EVAL": "NO"}
+    pytest(session, environment(session, name), *paths, **service, PYTHONPATH=str(ROOT))
+
+
+@nox.session(name="test-colab")
+def test_colab(session: nox.Session) -> None:
+    """Test with the versions of Colab's image; needs Python 3.13 and 5 GB. TESTS=...: only these."""
+    hosted(session, "colab")
+
+
+@nox.session(name="test-kaggle")
+def test_kaggle(session: nox.Session) -> None:
+    """Test with the versions of Kaggle's image; needs Python 3.12 and 5 GB. TESTS=...: only these."""
+    hosted(session, "kaggle")
+
+
+@nox.session(name="test-marimo")
+def test_marimo(session: nox.Session) -> None:
+    """Test a launch in marimo's editor, in chromium."""
+    pytest(session, environment(session, "marimo"), "tests/marimo")
+
+
+@nox.session(name="test-trackers")
+def test_trackers(session: nox.Session) -> None:
+    """Test every vendor's tracker, offline: an environment of 156 packages."""
+    pytest(session, environment(session, "trackers"), "tests/unit/tracking/test_vendors.py")
+
+
+@nox.session(name="test-xla")
+def test_xla(session: nox.Session) -> None:
+    """Test training on torch_xla's CPU device: an environment of 7 GB."""
+    pytest(session, environment(session, "xla"), "tests/xla", PJRT_DEVICE="CPU")
+
+
+@nox.session(name="test-tpu")
+def test_tpu(session: nox.Session) -> None:
+    """Test training on TPUs with torch_tpu; needs Python 3.12, and skips without a TPU."""
+    units = ("tests/unit/hardware/test_tpu.py", "tests/unit/launch/test_tpu_ranks.py")
+    pytest(session, environment(session, "tpu"), "tests/tpu", *units)
+
+
+@nox.session(name="test-gpu")
+def test_gpu(session: nox.Session) -> None:
+    """Run the tests that need a CUDA device. PY=python: in your environment. DRY=yes: on the CPU, to try them."""
+    dry = {"TEST_GPU": "dry", "OMP_NUM_THREADS": "1"} if VARIABLES.get("DRY") else {"OMP_NUM_THREADS": None}
+    pytest(session, environment(session), "-m", "gpu", "tests/gpu" if VARIABLES.get("DRY") else "tests", **dry)
+
+
+@nox.session(name="test-gpu-day")
+def test_gpu_day(session: nox.Session) -> None:
+    """Run the checks for nine minutes on a machine with one GPU. DRY=yes: on the CPU."""
+    dry = {"TEST_GPU": "dry", "OMP_NUM_THREADS": "1"} if VARIABLES.get("DRY") else {"OMP_NUM_THREADS": "4"}
+    session.run(environment(session), "-m", "tests.gpu.day", env=dry)
+
+
+@nox.session(name="gpu-day-wheels")
+def gpu_day_wheels(session: nox.Session) -> None:
+    """Download the packages for such a machine without a network: tests/gpu/day/run.sh installs them."""
+    folder = BUILD / "gpu-day-wheels"
+    folder.mkdir(parents=True, exist_ok=True)
+    names = nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "gpu-day")
+    options = ["-qq", "--no-deps", "--only-binary=:all:", "--dest", str(folder), "-c", str(LOCK)]
+    options += ["--python-version", "3.12", "--implementation", "cp"]
+    tags = ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "1")
+    options += [f"--platform=manylinux{tag}_x86_64" for tag in tags]
+    session.run(sys.executable, "-m", "pip", "download", *options, *names)
+    session.run(sys.executable, "-m", "tests.gpu.day.wheels", str(folder))
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Run random launches, faults, stops and saves in one kernel, and watch for growth. MINUTES=60."""
+    minutes = VARIABLES.get("MINUTES", "60")
+    session.run(environment(session), "-m", "tests.soak", "--minutes", minutes, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(name="client-names")
+def client_names(session: nox.Session) -> None:
+    """Download libraries that import accelerate, and write the table of the names that they use."""
+    python = environment(session)
+    folder = BUILD / "clients"
+    shutil.rmtree(folder, ignore_errors=True)
+    names = ("axolotl", "diffusers", "peft", "sentence-transformers", "transformers", "trl")
+    session.run(
+        python, "-m", "pip", "download", "-qq", "--no-deps", "--only-binary=:all:", "--dest", str(folder), *names
+    )
+    session.run(python, "-m", "tests.parity.surface.client_names", str(folder))
+
+
+@nox.session
+def dist(session: nox.Session) -> None:
+    """Build the sdist and the wheel in dist/, and check them as the package index does."""
+    python = environment(session, "dist")
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    session.run(python, "-m", "build", "--no-isolation")
+    session.run(python, "-m", "twine", "check", "--strict", *map(str, sorted((ROOT / "dist").iterdir())))
+
+
+@nox.session
+def pictures(session: nox.Session) -> None:
+    """Take the README's pictures in JupyterLab; needs chromium."""
+    session.run(environment(session), "-m", "tests.support.pictures", env={"OMP_NUM_THREADS": "1"})
+
+
+def benchmarks(session: nox.Session, *options: str) -> None:
+    """Run the areas or rows in ROWS, each in the environment that it needs; all without ROWS."""
+    rows = VARIABLES.get("ROWS", "").split()
+    apart = {"": ["browser"], "ray": ["ray"], "bench-deepspeed": ["strategies", "zero", "trainer"]}
+    # The environment with the peer comes last, because the head of the table has the peer's version.
+    for name, areas in apart.items():
+        chosen = [row for row in rows if row in areas] if rows else areas
+        if chosen:
+            measure(session, name, *options, *chosen)
+    areas = [area for several in apart.values() for area in several]
+    others = [row for row in rows if row not in areas] if rows else ["--but", *areas]
+    if others:
+        measure(session, "bench", *options, *others)
+
+
+def measure(session: nox.Session, name: str, *arguments: str) -> None:
+    """Run benchmarks in an environment."""
+    session.run(environment(session, name), "-m", "benchmarks", *arguments, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure times and memory side by side with Accelerate. ROWS=launch: only these."""
+    benchmarks(session)
+
+
+@nox.session(name="bench-record")
+def bench_record(session: nox.Session) -> None:
+    """Measure, and write the figures into docs/benchmarks.md. ROWS=launch: only these."""
+    benchmarks(session, "--record")
+
+
+@nox.session(name="bench-quick")
+def bench_quick(session: nox.Session) -> None:
+    """Measure the ten rows that matter most, in five minutes."""
+    measure(session, "bench", "--quick")
+
+
+# What the matrix runs in each cell, besides the quickstart: arguments of pytest.
+MATRIX = {
+    "unit": ("tests/unit", "--ignore=tests/unit/launch"),
+    "launch": ("tests/unit/launch",),
+    "notebook": ("tests/notebook",),
+    "distributed": ("tests/distributed",),
+}
+
+
+@nox.session(name="test-matrix", venv_backend="uv", python=PYTHONS, reuse_venv=True)
+@nox.parametrize("torch", [nox.param(version, id=name) for name, version in TORCH.items()])
+def test_matrix(session: nox.Session, torch: str) -> None:
+    """Test the wheel on each Python with a torch (hours). CELL="3.10(oldest)" TESTS="quickstart unit": only these."""
+    VARIABLES.update(indexes())
+    chosen = VARIABLES.get("TESTS", "").split() or ["quickstart", *MATRIX]
+    folder = Path(session.virtualenv.location)
+    distributions = build(session, folder / "dist")
+    tree = copy_of_the_tree(folder / "tree")
+    session.install(torch)
+    with session.chdir(tree):
+        for distribution in distributions if "quickstart" in chosen else ():
+            # With its own dependencies only, and what the notebook imports.
+            session.install("--reinstall-package=notebook-accelerate", str(distribution))
+            session.install("--group=quickstart")
+            session.run("python", "examples/run_headless.py", "examples/01_quickstart.ipynb", env={"PYTHONPATH": None})
+        session.install(str(distributions[-1]), "--group=matrix")
+        failed = []
+        for group in (name for name in MATRIX if name in chosen):
+            try:
+                pytest(session, "python", *MATRIX[group], PYTHONPATH=None)
+            except nox.command.CommandFailed:
+                failed.append(group)  # and run the other groups
+    if failed:
+        session.error(f"failed groups: {', '.join(failed)}")
+
+
+def build(session: nox.Session, folder: Path) -> list[Path]:
+    """Build the sdist, and the wheel from it; return their paths in this order."""
+    shutil.rmtree(folder, ignore_errors=True)
+    python = environment(session, "dist")
+    session.run(python, "-m", "build", "--no-isolation", "--outdir", str(folder), external=True, silent=True)
+    return [*folder.glob("*.tar.gz"), *folder.glob("*.whl")]
+
+
+def copy_of_the_tree(folder: Path) -> Path:
+    """Copy the tests and what they read, but not the package: the tests would import it instead of the wheel."""
+
+    def left_out(path: str, names: list[str]) -> set[str]:
+        packages = {"notebook_accelerate", "widgets", "build", "dist"} if Path(path) == ROOT else {"__pycache__"}
+        return {name for name in names if name in packages or (Path(path) == ROOT and name.startswith("."))}
+
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT, folder, ignore=left_out)
+    return folder
