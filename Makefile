@@ -22,7 +22,7 @@ test-matrix: $(NOX)
 
 $(NOX): Makefile
 	test -x .build/nox/bin/python || $(PYTHON) -m venv .build/nox
-	.build/nox/bin/python -m pip install -q --disable-pip-version-check nox==2026.10.20 uv==0.13.9
+	.build/nox/bin/python -m pip install -qq --disable-pip-version-check nox==2026.10.20 uv==0.13.9
 	touch $@
 
 clean:
