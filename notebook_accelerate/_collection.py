@@ -48,7 +48,7 @@ if hasattr(os, "register_at_fork"):
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Pause automatic garbage collection in all threads inside the block, which creates objects but drops few.
 
     The collector runs after a number of new objects, and a full collection inspects all objects of the process, which

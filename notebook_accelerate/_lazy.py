@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from notebook_accelerate._collection import uncollected
+from notebook_accelerate._collection import gc_paused
 
 
 class _LazyModule(ModuleType):
@@ -23,7 +23,7 @@ class _LazyModule(ModuleType):
         home = homes.get(name, f"{self.__name__}.{name}" if name in submodules else self.__name__)
         if home == self.__name__:
             raise AttributeError(f"module {home!r} has no attribute {name!r}")
-        with uncollected():
+        with gc_paused():
             module = import_module(home)
         value = getattr(module, name) if name in homes else module
         vars(self)[name] = value

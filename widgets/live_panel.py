@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.launch.output.replaceable_outputs import Output, here
+from notebook_accelerate.launch.output.replaceable_outputs import Output, current_output
 from notebook_accelerate.launch.report.rendering import DocumentView
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets.panel_elements import problem, widget_bundle
@@ -93,7 +93,7 @@ class Panel(DocumentView):
         Returns:
             The output; None outside a notebook.
         """
-        target = output or here()
+        target = output or current_output()
         if target is not None:
             self._show_in(target)
         return target

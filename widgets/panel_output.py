@@ -18,7 +18,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.hardware.detection import host
-from notebook_accelerate.launch.output.replaceable_outputs import Output, forget, leave_at_exit
+from notebook_accelerate.launch.output.replaceable_outputs import Output, forget, show_static_at_exit
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.state.run_state import ENDED
 from notebook_accelerate.telemetry import steady_time
@@ -98,8 +98,8 @@ class PanelOutput:
             else:
                 text = f"{self._title()}: live view in the original notebook"
                 output.show(widget_bundle(widget, {"text/plain": text}))
-                output.leave(self._beside())
-            leave_at_exit(output, self._static)
+                output.show_static(self._beside())
+            show_static_at_exit(output, self._static)
             self._times.start(self._clock())
 
     def _use_html(self, note: str, *, watched: bool = True) -> None:
@@ -134,7 +134,7 @@ class PanelOutput:
         """Update the static form."""
         with self._lock:
             html, live = self._html, [output for output in self._outputs if output not in self._html]
-            for outputs, form, method in ((html, self._updated, "show"), (live, self._beside, "leave")):
+            for outputs, form, method in ((html, self._updated, "show"), (live, self._beside, "show_static")):
                 bundle = form() if outputs else {}
                 for output in outputs:
                     getattr(output, method)(bundle)

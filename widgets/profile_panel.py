@@ -11,7 +11,7 @@ import ipywidgets
 import numpy as np
 import traitlets
 
-from notebook_accelerate.launch.output.replaceable_outputs import here
+from notebook_accelerate.launch.output.replaceable_outputs import current_output
 from notebook_accelerate.launch.report import rendering
 from notebook_accelerate.launch.report.document import Action, Drawing, Section
 from notebook_accelerate.launch.report.markup import Markup, element, join
@@ -78,7 +78,7 @@ def show(profile: Profile) -> bool:
     Args:
         profile: The profile.
     """
-    output = here()
+    output = current_output()
     if output is None or no_widgets(output):
         return False
     panel = ProfilePanel(profile)

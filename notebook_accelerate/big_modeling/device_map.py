@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from notebook_accelerate._collection import uncollected
+from notebook_accelerate._collection import gc_paused
 from notebook_accelerate.big_modeling.allocation import MIXED, Allocation
 from notebook_accelerate.big_modeling.module_tensors import (
     check_tied_parameters_in_config,
@@ -73,7 +73,7 @@ def infer_auto_device_map(
         ValueError: A device, a size or a dtype is not valid.
     """
     limits = get_max_memory(max_memory)
-    with uncollected():  # Nothing here has cycles, and collecting a large model's objects takes longer than the map.
+    with gc_paused():  # Nothing here has cycles, and collecting a large model's objects takes longer than the map.
         tree = build_tree(model)
         totals = totals_of(tree, dtype, special_dtypes)
         allocation = Allocation(tree, totals, limits, no_split_module_classes, verbose, fallback_allocation)

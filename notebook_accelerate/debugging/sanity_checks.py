@@ -59,7 +59,7 @@ class SanityChecks:
             return []
         return self._parameters(event.key, rows) if event.check == "parameters" else self._batch(event.key, rows)
 
-    def beat(self, steps: Mapping[int, int]) -> list[str]:
+    def check_progress(self, steps: Mapping[int, int]) -> list[str]:
         """Return the warnings that depend on time. Call this regularly.
 
         Args:

@@ -194,7 +194,7 @@ _LEAVES = (
 _PythonUnpickler: Any = pickle._Unpickler
 
 
-class RefusedError(pickle.UnpicklingError):
+class UnsafePickleError(pickle.UnpicklingError):
     """Raised when a file contains more than plain data."""
 
 
@@ -207,7 +207,7 @@ def load_plain(file: BinaryIO, known: Mapping[str, Any]) -> Any:
             harmless with any arguments.
 
     Raises:
-        RefusedError: The file contains more than plain data.
+        UnsafePickleError: The file contains more than plain data.
     """
     return type("Unpickler", (PlainUnpickler,), {"known": known})(file).load()
 
@@ -237,13 +237,13 @@ class PlainUnpickler(_PythonUnpickler):  # type: ignore[misc]
         """Return the data.
 
         Raises:
-            RefusedError: The file contains more than plain data.
+            UnsafePickleError: The file contains more than plain data.
         """
         value = super().load()
         if any(isinstance(each, _UserClass) for each in self._found.values()) and _UserClass in unreadable_classes(
             value
         ):
-            raise RefusedError("GLOBAL: the file contains a class, which is not plain data.")
+            raise UnsafePickleError("GLOBAL: the file contains a class, which is not plain data.")
         return value
 
     def find_class(self, module: str, name: str) -> Any:
@@ -254,7 +254,7 @@ class PlainUnpickler(_PythonUnpickler):  # type: ignore[misc]
             name: The name in the module.
 
         Raises:
-            RefusedError: The name is not known.
+            UnsafePickleError: The name is not known.
         """
         full = f"{module}.{name}"
         if full in {"builtins.getattr", "__builtin__.getattr"}:
@@ -269,7 +269,7 @@ class PlainUnpickler(_PythonUnpickler):  # type: ignore[misc]
     def _attribute(self, owner: Any, name: str) -> Any:
         """Return a nested class or, in some versions of Python, an enum member, which are pickled as attributes."""
         if not isinstance(owner, _UserClass):
-            raise RefusedError("GLOBAL builtins.getattr is not plain data.")
+            raise UnsafePickleError("GLOBAL builtins.getattr is not plain data.")
         found = owner.attribute(name)
         return self._allow(found) if isinstance(found, _UserClass) else found
 
@@ -282,11 +282,13 @@ class PlainUnpickler(_PythonUnpickler):  # type: ignore[misc]
 
     def _check(self, function: Any, args: Any) -> None:
         if id(function) not in self._found:
-            raise RefusedError(f"GLOBAL: the file calls {function!r:.100}.")
+            raise UnsafePickleError(f"GLOBAL: the file calls {function!r:.100}.")
         for argument in args:
             # With arguments of these types, a small file could create a value of any size.
             if type(argument) in _COSTLY.get(function, ()) or type(argument) is range:
-                raise RefusedError(f"GLOBAL: the file calls {function!r:.100} with an argument of {type(argument)}.")
+                raise UnsafePickleError(
+                    f"GLOBAL: the file calls {function!r:.100} with an argument of {type(argument)}."
+                )
 
     def _load_reduce(self) -> None:
         args = self.stack.pop()
@@ -308,7 +310,7 @@ class PlainUnpickler(_PythonUnpickler):  # type: ignore[misc]
     def _load_build(self) -> None:
         instance = self.stack[-2]
         if isinstance(instance, type) or not any(id(cls) in self._found for cls in type(instance).__mro__):
-            raise RefusedError(f"GLOBAL: the file changes {instance!r:.100}.")
+            raise UnsafePickleError(f"GLOBAL: the file changes {instance!r:.100}.")
         self.load_build()
 
     dispatch[pickle.REDUCE[0]] = _load_reduce
@@ -348,7 +350,9 @@ class _UserClass:
             return self._member(*args)
         if issubclass(cls, tuple) and isinstance(getattr(cls, "_fields", None), tuple):
             return tuple.__new__(cls, args)
-        raise RefusedError(f"GLOBAL {cls.__module__}.{cls.__qualname__} is a class whose objects are not plain data.")
+        raise UnsafePickleError(
+            f"GLOBAL {cls.__module__}.{cls.__qualname__} is a class whose objects are not plain data."
+        )
 
     def __repr__(self) -> str:
         return repr(self._cls)
@@ -360,7 +364,7 @@ class _UserClass:
                 return member
         if issubclass(self._cls, enum.Flag) and type(value) is int:
             return self._cls(value)  # It is a combination of flags.
-        raise RefusedError(f"GLOBAL {self._cls.__qualname__} has no member with the value {value!r:.100}.")
+        raise UnsafePickleError(f"GLOBAL {self._cls.__qualname__} has no member with the value {value!r:.100}.")
 
     def attribute(self, name: str) -> Any:
         """Return an enum member, or a stand-in for a nested class."""
@@ -376,7 +380,7 @@ def _stand_in(module: str, name: str) -> _UserClass:
     if isinstance(found, type):
         return _UserClass(found)
     hint = "" if module in sys.modules else f" {module} has not been imported: import it first if it defines an enum."
-    raise RefusedError(f"GLOBAL {module}.{name} is not plain data.{hint}")
+    raise UnsafePickleError(f"GLOBAL {module}.{name} is not plain data.{hint}")
 
 
 def unreadable_classes(value: Any) -> set[type]:

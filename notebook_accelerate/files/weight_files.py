@@ -28,7 +28,7 @@ from notebook_accelerate.files.untrusted_files import (
     UNREADABLE,
     ZIP_BEGIN,
     PlainUnpickler,
-    RefusedError,
+    UnsafePickleError,
     broken_file,
     check_expansion,
     load_plain,
@@ -314,7 +314,7 @@ def read_metadata(file: BinaryIO) -> Any:
     with naming_file(name):
         try:
             found = load_plain(file, {**weights_only_globals(), **known})
-        except RefusedError as error:
+        except UnsafePickleError as error:
             raise CheckpointError(_refusal(name, error)) from error
         if not isinstance(found, metadata.Metadata):
             raise TypeError(f"it contains {type(found).__name__} instead of the metadata of a distributed checkpoint")

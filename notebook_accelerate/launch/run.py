@@ -19,7 +19,7 @@ from notebook_accelerate.config.plain_values import check_seconds, check_whole_n
 from notebook_accelerate.debugging.session import Session
 from notebook_accelerate.errors import RunNotFinishedError, WorkerError
 from notebook_accelerate.launch import run_debugging, run_display
-from notebook_accelerate.launch.output.replaceable_outputs import Output, here
+from notebook_accelerate.launch.output.replaceable_outputs import Output, current_output
 from notebook_accelerate.launch.output.running_cell import running_kernel
 from notebook_accelerate.launch.report.profile import Profile
 from notebook_accelerate.launch.report.tensorboard import write_event_files
@@ -381,7 +381,7 @@ class Run:
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._done.is_set():
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            prompt = self.commands.prompts.take(left, until=self._done.is_set)
+            prompt = self.commands.prompts.claim_next(left, until=self._done.is_set)
             if prompt is not None:
                 # An interrupt stops a blocking launch, so only the prompts of other runs are returned to the queue.
                 run_debugging.show_prompt(prompt, self.commands.prompts, keep=not self.config.block)
@@ -741,7 +741,9 @@ class Run:
         panel. If live widgets are not available, the panel is the report, updated while the run lasts.
         """
         if self._view is None or self._view.closed:
-            self._view = run_display.new_panel(self._shown(), self._place if self._place is not None else here())
+            self._view = run_display.new_panel(
+                self._shown(), self._place if self._place is not None else current_output()
+            )
         return self._view
 
     def debug_panel(self) -> Any:
@@ -776,7 +778,7 @@ class Run:
     def reserve_output(self) -> None:
         """Reserve an output for the panel under the launching cell, without showing it yet."""
         if self.config.panel is not False:
-            self._place = here()
+            self._place = current_output()
 
     def take_output(self) -> None:
         """Create the reserved output, so that the ranks' output appears below the panel.

@@ -117,7 +117,7 @@ def debug(session: Session, run: RunView, commands: RunCommands, journal: Journa
             )
             return
     prompts.stay_with(chosen)
-    while (prompt := prompts.take(rank=chosen)) is not None:
+    while (prompt := prompts.claim_next(rank=chosen)) is not None:
         show_prompt(prompt, prompts, keep=True)
         chosen = prompts.current(chosen)
 

@@ -109,7 +109,7 @@ def start_here(
     if commands is None:
         _run_inline(run, plan, function, arguments)
     else:
-        cell = LaunchingCell(run)
+        cell = BlockingCell(run)
         with handle_interrupts(cell.on_signal):
             supervisor = _new_supervisor(run, commands)
             try:
@@ -303,7 +303,7 @@ def _run_inline(run: Run, plan: LaunchPlan, function: Callable[..., Any], argume
 # ---- the launching cell
 
 
-class LaunchingCell:
+class BlockingCell:
     """Waits for a supervised run on the thread that launches it.
 
     While it waits, SIGINT does not raise KeyboardInterrupt, which could arrive between any two instructions of this
@@ -361,7 +361,7 @@ class LaunchingCell:
         run = self._run
         while not run.done:
             left = None if show_at is None else max(0.0, show_at - time.monotonic())
-            if (prompt := run.commands.prompts.take(left, until=lambda: run.done)) is not None:
+            if (prompt := run.commands.prompts.claim_next(left, until=lambda: run.done)) is not None:
                 self._ask(prompt)
             elif show_at is not None and time.monotonic() >= show_at:
                 show_at = None

@@ -189,7 +189,7 @@ class WarmRanks:
         raise GroupInterrupt(self.run, busy) from None
 
     def _poll(self, waiting: dict[int, int], replies: dict[int, CellReply]) -> None:
-        prompt = self.run.commands.prompts.take(PROMPT_SECONDS / 10, among=waiting.keys() - replies.keys())
+        prompt = self.run.commands.prompts.claim_next(PROMPT_SECONDS / 10, among=waiting.keys() - replies.keys())
         if prompt is not None:
             ask_user(prompt, self.run.commands.prompts)
         for rank, reply in self.run.commands.requests.collect(waiting, PROMPT_SECONDS).items():

@@ -17,7 +17,7 @@ from typing import Any
 
 from notebook_accelerate.errors import FrameInfo
 from notebook_accelerate.files import guarded_files
-from notebook_accelerate.telemetry.channel import printable
+from notebook_accelerate.telemetry.channel import escape_surrogates
 from notebook_accelerate.telemetry.debug_protocol import AFTER_STEPS, TRACE_KEY
 from notebook_accelerate.telemetry.tracebacks import describe_error
 
@@ -196,7 +196,7 @@ def _json(data: bytes) -> Any:
     """Return the value of JSON data, which may be compressed with gzip."""
     data = _unpacked(data) if data[:2] == _GZIP else data
     value = guarded_files.parse_json(data)
-    return printable(value) if b"\\ud" in data else value
+    return escape_surrogates(value) if b"\\ud" in data else value
 
 
 def _unpacked(data: bytes) -> bytes:

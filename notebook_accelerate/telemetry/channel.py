@@ -60,7 +60,7 @@ def encode(messages: Iterable[Stamped]) -> bytes:
     rows: list[list[Any]] = []
 
     def close_frame(payload: bytes) -> None:
-        text = json.dumps(rows, separators=(",", ":"), default=plain).encode()
+        text = json.dumps(rows, separators=(",", ":"), default=to_json_scalar).encode()
         parts.append(_HEADER.pack(len(text), len(payload)) + text)
         parts.append(payload)
         rows.clear()
@@ -76,7 +76,7 @@ def encode(messages: Iterable[Stamped]) -> bytes:
     return b"".join(parts)
 
 
-def plain(value: object) -> object:
+def to_json_scalar(value: object) -> object:
     """Convert number-like objects (numpy scalars, 0-d tensors) to plain numbers, and anything else to text."""
     try:
         return value.item()  # type: ignore[attr-defined]
@@ -151,7 +151,7 @@ def _decode_frame(text: bytes | bytearray, payload: bytes | bytearray, found: li
     if end != len(document):
         raise ValueError("there is text after its JSON")
     if "\\ud" in document:  # Python's JSON may contain lone surrogates, which neither UTF-8 nor a front end supports.
-        rows = printable(rows)
+        rows = escape_surrogates(rows)
     for name, stamp, *values in rows:
         kind = Event.registry.get(name)
         if kind is None:  # Skip an event of a newer peer.
@@ -166,14 +166,14 @@ def _decode_frame(text: bytes | bytearray, payload: bytes | bytearray, found: li
             found.append(Stamped(stamp, kind(*values[: len(names)])))
 
 
-def printable(value: object) -> Any:
+def escape_surrogates(value: object) -> Any:
     """Return a JSON value with lone surrogates escaped."""
     if isinstance(value, str):
         return value.encode(errors="backslashreplace").decode()
     if isinstance(value, list):
-        return [printable(item) for item in value]
+        return [escape_surrogates(item) for item in value]
     if isinstance(value, dict):
-        return {printable(key): printable(item) for key, item in value.items()}
+        return {escape_surrogates(key): escape_surrogates(item) for key, item in value.items()}
     return value
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TypeGuard
 
-from notebook_accelerate._collection import uncollected
+from notebook_accelerate._collection import gc_paused
 from notebook_accelerate.errors import ExceptionInfo, FrameInfo
 
 MAX_FRAMES = 60
@@ -239,7 +239,7 @@ _FRAMES_ARE_MADE = sys.version_info[:2] == (3, 11)
 
 def reading() -> AbstractContextManager[None]:
     """Return a context manager that makes ``sys._current_frames()`` and ``frame.f_back`` safe for other threads."""
-    return uncollected() if _FRAMES_ARE_MADE else nullcontext()
+    return gc_paused() if _FRAMES_ARE_MADE else nullcontext()
 
 
 def current_frames() -> dict[int, FrameType]:

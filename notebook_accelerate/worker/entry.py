@@ -75,7 +75,7 @@ class Outcome(NamedTuple):
 
 
 @dataclass
-class Wiring:
+class RankDescriptors:
     """The descriptors that a rank keeps, and its parent process, with which it ends."""
 
     channel: int
@@ -86,7 +86,7 @@ class Wiring:
 
 def main(
     order: WorkerOrder,
-    wiring: Wiring,
+    descriptors: RankDescriptors,
     load: Loader,
     kernel_descriptors: AbstractSet[int] | None,
     *,
@@ -96,7 +96,7 @@ def main(
 
     Args:
         order: The settings that the rank runs with.
-        wiring: Descriptors of the channel and the two output streams.
+        descriptors: Descriptors of the channel and the two output streams.
         load: Returns the function and its arguments.
         kernel_descriptors: The kernel's descriptors, which a process forked from the kernel closes. None in other
             processes.
@@ -111,8 +111,8 @@ def main(
             cells.renew_main()
         # O(1). From now on, the collector sees only the rank's own objects and does not copy shared memory.
         gc.freeze()
-        detach(wiring, kernel_descriptors)
-        agent, debugging, devices = connect(wiring)
+        detach(descriptors, kernel_descriptors)
+        agent, debugging, devices = connect(descriptors)
         outcome = run_function(order, load, debugging)
         debugging.exit_watch.begin()
         devices.send()  # Report the last peak, which is the only one of a short run.
@@ -141,7 +141,7 @@ def prepare_forks() -> None:
 # ---- 1. detach
 
 
-def detach(wiring: Wiring, kernel_descriptors: AbstractSet[int] | None) -> None:
+def detach(descriptors: RankDescriptors, kernel_descriptors: AbstractSet[int] | None) -> None:
     """Leave the parent's process group, and drop its handlers, event loop and sockets.
 
     SIGINT stays blocked until the order is applied.
@@ -149,8 +149,8 @@ def detach(wiring: Wiring, kernel_descriptors: AbstractSet[int] | None) -> None:
     with contextlib.suppress(OSError):
         os.setpgid(0, 0)
     if kernel_descriptors is not None:
-        discard_interrupt(wiring.parent)
-    die_with_parent(wiring.parent)
+        discard_interrupt(descriptors.parent)
+    die_with_parent(descriptors.parent)
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
@@ -161,7 +161,9 @@ def detach(wiring: Wiring, kernel_descriptors: AbstractSet[int] | None) -> None:
     # The run's thread is a daemon. Threads started by the function would inherit that flag and would not be joined.
     threading.current_thread()._daemonic = False  # type: ignore[attr-defined]
     if kernel_descriptors is not None:
-        redirect_descriptors(keep={wiring.channel, wiring.stdout, wiring.stderr}, known=kernel_descriptors)
+        redirect_descriptors(
+            keep={descriptors.channel, descriptors.stdout, descriptors.stderr}, known=kernel_descriptors
+        )
 
 
 def discard_interrupt(kernel: int) -> None:
@@ -204,14 +206,14 @@ def redirect_descriptors(keep: AbstractSet[int], known: AbstractSet[int]) -> Non
 # ---- 2. connect
 
 
-def connect(wiring: Wiring) -> tuple[Agent, DebugAgent, DeviceReports]:
+def connect(descriptors: RankDescriptors) -> tuple[Agent, DebugAgent, DeviceReports]:
     """Connect the output streams to the kernel's pipes, and everything else to the channel."""
-    os.dup2(wiring.stdout, 1)
-    os.dup2(wiring.stderr, 2)
+    os.dup2(descriptors.stdout, 1)
+    os.dup2(descriptors.stderr, 2)
     faulthandler.enable(2)  # Dump the stack of native crashes to stderr. ipykernel dumps it to another file.
-    for descriptor in {wiring.stdout, wiring.stderr} - {1, 2}:
+    for descriptor in {descriptors.stdout, descriptors.stderr} - {1, 2}:
         os.close(descriptor)
-    sink = Sink(Channel(socket.socket(fileno=wiring.channel)))
+    sink = Sink(Channel(socket.socket(fileno=descriptors.channel)))
     install_sink(sink)
     agent = Agent(sink)
     debugging = DebugAgent(agent)

@@ -19,7 +19,7 @@ from notebook_accelerate import Run, attach, notebook_launcher, runs, shutdown
 from notebook_accelerate.hardware.process_liveness import ProcessIdentity
 from notebook_accelerate.launch import attaching
 from notebook_accelerate.launch.detached import control_client, control_protocol as protocol, run_directory
-from notebook_accelerate.launch.detached.control_protocol import short_path
+from notebook_accelerate.launch.detached.control_protocol import short_socket_path
 from notebook_accelerate.telemetry import Event, LogEvent, MetricEvent
 from notebook_accelerate.telemetry.debug_protocol import AskRequest, DoneReply
 from tests.support.detached import disconnect_all, processes_of, supervisor_of, user_folder
@@ -197,7 +197,7 @@ def _fill_queue(path: Path, connections: ExitStack) -> None:
     while True:
         connection = connections.enter_context(socket.socket(socket.AF_UNIX))
         connection.setblocking(False)
-        with short_path(path) as address:
+        with short_socket_path(path) as address:
             error = connection.connect_ex(address)
         if error == errno.EAGAIN:
             return

@@ -307,7 +307,7 @@ def test_two_kernels_can_share_a_breakpoint_after_much_output(state: Path) -> No
 
     def go_on(each: Run) -> None:
         for rank in (0, 1):
-            if (prompt := each.commands.prompts.take(5.0, rank=rank)) is not None:
+            if (prompt := each.commands.prompts.claim_next(5.0, rank=rank)) is not None:
                 prompt.answer("c")
 
     threads = [Thread(target=go_on, args=(each,)) for each in others]

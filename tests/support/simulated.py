@@ -60,19 +60,19 @@ class Received:
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
 
-    def take_output(self, rank: int, stream: str, data: bytes) -> None:
+    def on_output(self, rank: int, stream: str, data: bytes) -> None:
         """Record output."""
         self.calls.append((rank, stream, data))
 
-    def take_frames(self, rank: int, data: bytes) -> None:
+    def on_frames(self, rank: int, data: bytes) -> None:
         """Record the messages of the channel."""
         self.calls.append((rank, CHANNEL, data))
 
-    def take_host_frames(self, rank: int, data: bytes) -> None:
+    def on_host_frames(self, rank: int, data: bytes) -> None:
         """Record the measurements of the host."""
         self.calls.append((rank, SAMPLES, data))
 
-    def take_end(self, rank: int) -> None:
+    def on_end(self, rank: int) -> None:
         """Record an end."""
         self.calls.append((rank, "end"))
 

@@ -8,12 +8,12 @@ import sys
 import threading
 from contextlib import suppress
 
-from notebook_accelerate._collection import uncollected
+from notebook_accelerate._collection import gc_paused
 
 
 def test_collections_are_off_inside_the_block_only() -> None:
     found = [gc.isenabled()]
-    with suppress(ZeroDivisionError), uncollected():
+    with suppress(ZeroDivisionError), gc_paused():
         found.append(gc.isenabled())
         raise ZeroDivisionError
     found.append(gc.isenabled())
@@ -23,7 +23,7 @@ def test_collections_are_off_inside_the_block_only() -> None:
 def test_disabled_collections_stay_disabled() -> None:
     gc.disable()
     try:
-        with uncollected():
+        with gc_paused():
             pass
         assert not gc.isenabled()
     finally:
@@ -34,12 +34,12 @@ def test_collections_are_off_until_the_last_of_several_threads_ends_its_block() 
     entered, end = threading.Event(), threading.Event()
 
     def other() -> None:
-        with uncollected():
+        with gc_paused():
             entered.set()
             end.wait(30)
 
     thread = threading.Thread(target=other)
-    with uncollected():
+    with gc_paused():
         thread.start()
         assert entered.wait(30)
     found = [gc.isenabled()]
@@ -50,12 +50,12 @@ def test_collections_are_off_until_the_last_of_several_threads_ends_its_block() 
 
 FORKED = """
 import gc, os
-from notebook_accelerate._collection import uncollected
-with uncollected():
+from notebook_accelerate._collection import gc_paused
+with gc_paused():
     child = os.fork()
     on = [gc.isenabled()]
 if child == 0:
-    with uncollected():
+    with gc_paused():
         on.append(gc.isenabled())
     os._exit(on == [True, False] and gc.isenabled())
 print(gc.isenabled(), os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))

@@ -300,7 +300,7 @@ def _connected(path: Path) -> Channel:
     # This timeout applies to connect() as well.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", seconds, 0))
     try:
-        with protocol.short_path(path) as address:
+        with protocol.short_socket_path(path) as address:
             connection.connect(address)
         if not protocol.is_own(connection):
             raise PermissionError(f"another user listens at {path}")

@@ -8,6 +8,8 @@ import struct
 import sys
 import types
 import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -156,7 +158,7 @@ def listen(path: Path) -> socket.socket:
     """
     listener = socket.socket(socket.AF_UNIX)
     try:
-        with short_path(path) as address:
+        with short_socket_path(path) as address:
             before = os.umask(0o177)
             try:
                 listener.bind(address)
@@ -169,21 +171,17 @@ def listen(path: Path) -> socket.socket:
     return listener
 
 
-class short_path:  # noqa: N801 - a context manager
-    """The address of a socket. If its path is too long for an address, it leads through the folder's descriptor."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._descriptor = path, -1
-
-    def __enter__(self) -> str:
-        if len(os.fsencode(self._path)) < 100:
-            return str(self._path)
-        self._descriptor = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        return f"/proc/self/fd/{self._descriptor}/{self._path.name}"
-
-    def __exit__(self, *_: object) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
+@contextmanager
+def short_socket_path(path: Path) -> Iterator[str]:
+    """Yield the address of a socket. If its path is too long for an address, go through the folder's descriptor."""
+    if len(os.fsencode(path)) < 100:
+        yield str(path)
+        return
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{path.name}"
+    finally:
+        os.close(descriptor)
 
 
 def is_own(connection: socket.socket) -> bool:

@@ -191,7 +191,7 @@ class JoinedNotebook(Supervisor):
         self._stops += 1
         assert self._host is not None, "commands are carried out once it is there"
         if self._stops > 1:
-            self._host.leave("it was stopped", stopped=True)
+            self._host.disconnect("it was stopped", stopped=True)
         else:
             self._host.send(protocol.StopRequest(grace))
 
@@ -297,15 +297,15 @@ class NotebookHost(Host):
     def _keep_lines(self, rank: int, stream: str, text: str) -> None:
         self._journal.add([Record(rank, steady_time.now(), LogEvent(stream, text))])
 
-    def take_output(self, rank: int, stream: str, data: bytes) -> None:
-        super().take_output(rank, stream, data)
+    def on_output(self, rank: int, stream: str, data: bytes) -> None:
+        super().on_output(rank, stream, data)
         if data:
             self._outputs[rank].feed(stream, data)
         else:
             self._outputs[rank].finish(stream)
 
-    def take_frames(self, rank: int, data: bytes) -> None:
-        super().take_frames(rank, data)
+    def on_frames(self, rank: int, data: bytes) -> None:
+        super().on_frames(rank, data)
         try:
             messages = self._decoders[rank].feed(data)
         except ChannelClosedError:  # The first notebook reports the error.

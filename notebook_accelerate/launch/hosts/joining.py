@@ -197,7 +197,7 @@ def join(
                 return _end(message, show)
             host.handle_message(message)
     except (KeyboardInterrupt, SystemExit):
-        host.leave("its command was interrupted")
+        host.disconnect("its command was interrupted")
         raise
     finally:
         host.close()

@@ -43,7 +43,7 @@ from notebook_accelerate.telemetry import (
     TraceEvent,
 )
 from notebook_accelerate.telemetry.automatic_metrics import AutomaticMetricEvent
-from notebook_accelerate.telemetry.channel import plain, printable
+from notebook_accelerate.telemetry.channel import escape_surrogates, to_json_scalar
 from notebook_accelerate.telemetry.debug_protocol import Collective
 from notebook_accelerate.telemetry.store import Record, to_float, to_int64
 
@@ -106,7 +106,7 @@ class Frame(NamedTuple):
 
 def encode_frame(content: object, payload: bytes = b"") -> bytes:
     """Return the bytes of a frame."""
-    text = json.dumps(content, separators=(",", ":"), default=plain).encode()
+    text = json.dumps(content, separators=(",", ":"), default=to_json_scalar).encode()
     lengths = _LENGTHS.pack(len(text), len(payload))
     checksum = zlib.crc32(payload, zlib.crc32(text, zlib.crc32(lengths)))
     return FRAME.pack(len(text), len(payload), checksum) + text + payload
@@ -183,7 +183,7 @@ def read_frames(data: bytes | memoryview) -> Iterator[tuple[Frame, int]]:
 
 def _parse(text: bytes) -> Any:
     content = guarded_files.parse_json(text, MAX_CONTAINERS)
-    return printable(content) if b"\\ud" in text else content
+    return escape_surrogates(content) if b"\\ud" in text else content
 
 
 # ---- events

@@ -23,7 +23,7 @@ from notebook_accelerate.launch.kept.journal_reader import read_journal
 from notebook_accelerate.launch.report.run_report import environment
 from notebook_accelerate.launch.state.call_arguments import call_arguments
 from notebook_accelerate.telemetry import tracebacks
-from notebook_accelerate.telemetry.channel import printable
+from notebook_accelerate.telemetry.channel import escape_surrogates
 from notebook_accelerate.telemetry.tracebacks import cell_sources
 
 _TEXT_CHARS = 1000
@@ -194,7 +194,7 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
     try:
         content = parse_json(read_limited(folder / SUMMARY_NAME, MAX_SUMMARY_BYTES))
         check_depth(content)
-        content = printable(content)
+        content = escape_surrogates(content)
     except (OSError, ValueError):
         return None
     return content if isinstance(content, dict) else None

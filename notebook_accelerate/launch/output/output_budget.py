@@ -133,7 +133,7 @@ class WaitingDisplays:
         self._events[identity] = event
         self._size += size
 
-    def take(self) -> DisplayEvent:
+    def pop(self) -> DisplayEvent:
         """Remove and return the display that has waited longest."""
         event = self._events.pop(next(iter(self._events)))
         self._size -= display_size(event)

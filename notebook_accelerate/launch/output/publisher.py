@@ -252,7 +252,7 @@ class NotebookPublisher(Publisher):
         if self._text.changed and (force or time.monotonic() >= self._tail_due):
             self._draw_tail()
         while self._waiting and (force or self._budget.left > 0):
-            self._show(self._waiting.take())
+            self._show(self._waiting.pop())
         if force:
             self._note_left_out()
 

@@ -46,7 +46,7 @@ class MarimoOutput:
         if self._thread.is_alive():  # The thread ends when the cell is executed again.
             self._bundles.put(data)
 
-    def leave(self, data: dict[str, Any]) -> None:
+    def show_static(self, data: dict[str, Any]) -> None:
         """Do nothing, because there is no live view that would need a static form."""
 
     def end(self, data: dict[str, Any]) -> None:
@@ -139,14 +139,14 @@ class CellOutput:
         """Show a MIME bundle in place of the previous one."""
         self._output.send(self._kernel, self.parent, data)
 
-    def leave(self, data: dict[str, Any]) -> None:
+    def show_static(self, data: dict[str, Any]) -> None:
         """Show a static bundle in addition to the live one. A notebook whose kernel was killed keeps it."""
         self._beside.send(self._kernel, self.parent, data)
 
     def end(self, data: dict[str, Any]) -> None:
         """Show a final bundle, and clear the static one."""
         if self._beside.shown:  # Clear it first, so that the two forms are never shown together.
-            self.leave(NOTHING)
+            self.show_static(NOTHING)
         self.show(data)
 
 
@@ -155,7 +155,7 @@ Output = CellOutput | MarimoOutput
 _at_exit: dict[Output, Callable[[], dict[str, Any]]] = {}
 
 
-def leave_at_exit(output: Output, static: Callable[[], dict[str, Any]]) -> None:
+def show_static_at_exit(output: Output, static: Callable[[], dict[str, Any]]) -> None:
     """Show ``static()`` in ``output`` when the kernel exits. Without a kernel, the live view is an error message."""
     if not _at_exit:
         atexit.register(_show_static_forms)
@@ -163,7 +163,7 @@ def leave_at_exit(output: Output, static: Callable[[], dict[str, Any]]) -> None:
 
 
 def forget(output: Output) -> None:
-    """Undo ``leave_at_exit``."""
+    """Undo ``show_static_at_exit``."""
     _at_exit.pop(output, None)
 
 
@@ -173,7 +173,7 @@ def _show_static_forms() -> None:
             output.end(static())
 
 
-def here() -> Output | None:
+def current_output() -> Output | None:
     """Return an output of the running cell, or None outside a notebook."""
     kernel = running_kernel()
     return CellOutput(kernel) if kernel is not None else marimo_output()

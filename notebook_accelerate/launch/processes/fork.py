@@ -73,8 +73,8 @@ class ForkBackend(ProcessBackend):
             ends.close_kernel_side()
             raise LaunchError(f"rank {order.rank} could not be forked: {error}") from error
         if pid == 0:
-            wiring = entry.Wiring(ends.rank_channel.detach(), ends.rank_stdout, ends.rank_stderr, parent)
-            entry.main(order, wiring, lambda: (self.function, self.arguments), kernel_descriptors.known())
+            descriptors = entry.RankDescriptors(ends.rank_channel.detach(), ends.rank_stdout, ends.rank_stderr, parent)
+            entry.main(order, descriptors, lambda: (self.function, self.arguments), kernel_descriptors.known())
         with suppress(OSError):  # The child does the same, because either of the two may run first.
             os.setpgid(pid, pid)
         ends.close_rank_side()

@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 class RankListener(Protocol):
     """Handles what ranks send. Its methods are called on the thread that waits on the selector."""
 
-    def take_output(self, rank: int, stream: str, data: bytes) -> None:
+    def on_output(self, rank: int, stream: str, data: bytes) -> None:
         """Handle output of a rank. Empty bytes mean the end of the stream."""
 
-    def take_frames(self, rank: int, data: bytes) -> None:
+    def on_frames(self, rank: int, data: bytes) -> None:
         """Handle bytes from a rank's channel."""
 
-    def take_host_frames(self, rank: int, data: bytes) -> None:
+    def on_host_frames(self, rank: int, data: bytes) -> None:
         """Handle complete frames that another process sends on behalf of a rank."""
 
-    def take_end(self, rank: int) -> None:
+    def on_end(self, rank: int) -> None:
         """Call ``poll`` to check whether a rank has exited."""
 
 
@@ -153,7 +153,7 @@ class LocalRank(RankProcess):
             selector.register(descriptor, selectors.EVENT_READ, partial(self._read_output, listener, stream))
         selector.register(self.channel, selectors.EVENT_READ, partial(self._read_channel, listener))
         if self.exit_descriptor is not None:
-            selector.register(self.exit_descriptor, selectors.EVENT_READ, partial(listener.take_end, self.rank))
+            selector.register(self.exit_descriptor, selectors.EVENT_READ, partial(listener.on_end, self.rank))
 
     def _read_output(self, listener: RankListener, stream: str) -> int:
         """Read once and return the number of bytes."""
@@ -165,7 +165,7 @@ class LocalRank(RankProcess):
         if not data:
             del self._open[stream]
             self._unregister(descriptor)
-        listener.take_output(self.rank, stream, data)
+        listener.on_output(self.rank, stream, data)
         return len(data)
 
     def _read_channel(self, listener: RankListener) -> bool:
@@ -174,7 +174,7 @@ class LocalRank(RankProcess):
         except ChannelClosedError:
             self._unregister(self.channel)
             return False
-        listener.take_frames(self.rank, data)
+        listener.on_frames(self.rank, data)
         return True
 
     def drain(self, listener: RankListener, *, channel: bool) -> None:

@@ -79,5 +79,5 @@ def rank_main(channel: int, stdout: int, stderr: int, payload: int, parent: int,
         importlib.import_module(name)
     # Do not read to end of file: a rank forked since then may hold the other end open.
     order = pickle.load(sys.stdin.buffer)
-    wiring = entry.Wiring(channel, stdout, stderr, parent)
-    entry.main(order, wiring, lambda: load_file(payload), None, forked=False)
+    descriptors = entry.RankDescriptors(channel, stdout, stderr, parent)
+    entry.main(order, descriptors, lambda: load_file(payload), None, forked=False)

@@ -260,7 +260,7 @@ class ZygoteRank(LocalRank):
     def _on_end(self, listener: RankListener) -> None:
         if self._process is not None:
             self._unregister(self._process)
-        listener.take_end(self.rank)
+        listener.on_end(self.rank)
 
     def poll(self) -> Exit | None:
         assert self.exit_descriptor is not None

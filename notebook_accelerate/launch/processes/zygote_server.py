@@ -13,7 +13,7 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 
-from notebook_accelerate._collection import uncollected
+from notebook_accelerate._collection import gc_paused
 from notebook_accelerate.launch.processes.fork_costs import BriefSpins, collapse_memory
 from notebook_accelerate.launch.processes.fork_probe import fork_quietly
 from notebook_accelerate.launch.processes.zygote import CROWDED, LENGTH, READY, STATUS
@@ -129,8 +129,8 @@ class _Server:
         if pid == 0:
             self._become_rank()
             os.close(status)
-            wiring = entry.Wiring(channel, stdout, stderr, parent)
-            entry.main(pickle.loads(body), wiring, lambda: load_file(payload), None)
+            rank_descriptors = entry.RankDescriptors(channel, stdout, stderr, parent)
+            entry.main(pickle.loads(body), rank_descriptors, lambda: load_file(payload), None)
         with suppress(OSError):
             os.setpgid(pid, pid)
         for descriptor in (channel, stdout, stderr, payload):
@@ -172,7 +172,7 @@ def _has_reader(pipe: int) -> bool:
 
 def preload(names: Sequence[str]) -> None:
     """Import modules that all ranks share."""
-    with uncollected():
+    with gc_paused():
         for name in names:
             with suppress(ImportError):  # IPython may be missing outside notebooks.
                 importlib.import_module(name)

@@ -147,22 +147,22 @@ class PromptQueue:
         with self._changed:
             return [self._open[rank] for rank in sorted(self._open)]
 
-    def take(
+    def claim_next(
         self,
         timeout: float | None = None,
         rank: int | None = None,
         among: Collection[int] | None = None,
         until: Callable[[], bool] = lambda: False,
     ) -> Prompt | None:
-        """Wait for a prompt and take it.
+        """Wait for a prompt and claim it, so that no other reader answers it.
 
-        If several debuggers are open, the prompts of one of them are taken until it lets its rank continue; see
+        If several debuggers are open, the prompts of one of them are claimed until it lets its rank continue; see
         `stay_with`.
 
         Args:
             timeout: Seconds, or None to wait until the run ends.
-            rank: Take only prompts of this rank, and only while its debugger holds it.
-            among: Take only prompts of these ranks. None means all ranks.
+            rank: Claim only prompts of this rank, and only while its debugger holds it.
+            among: Claim only prompts of these ranks. None means all ranks.
             until: Ends the wait when it returns True. It is called after every change.
 
         Returns:
@@ -184,7 +184,7 @@ class PromptQueue:
             return None
 
     def await_prompt(self, rank: int, timeout: float) -> Prompt | None:
-        """Return the next prompt of ``rank``'s debugger without taking it, or None after the timeout."""
+        """Return the next prompt of ``rank``'s debugger without claiming it, or None after the timeout."""
         deadline = time.monotonic() + timeout
         with self._changed:
             while not self._closed and not self._is_released(rank) and (left := deadline - time.monotonic()) > 0:
@@ -201,7 +201,7 @@ class PromptQueue:
                 self._changed.wait(next_wait(left))
 
     def claim(self, rank: int) -> Prompt | None:
-        """Take the open prompt of ``rank``'s debugger without waiting."""
+        """Claim the open prompt of ``rank``'s debugger without waiting."""
         with self._changed:
             prompt = self._open.get(rank)
             return self._open.pop(rank) if prompt is not None and prompt.of_debugger else None

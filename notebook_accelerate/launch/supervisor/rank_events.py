@@ -145,7 +145,7 @@ class RankEventHandler:
 
     # ---- output and events
 
-    def take_output(self, rank: int, stream: str, data: bytes) -> None:
+    def on_output(self, rank: int, stream: str, data: bytes) -> None:
         output = self._all[rank].output
         if data:
             self._active = True
@@ -153,12 +153,12 @@ class RankEventHandler:
         else:
             output.finish(stream)
 
-    def take_frames(self, rank: int, data: bytes) -> None:
+    def on_frames(self, rank: int, data: bytes) -> None:
         supervised = self._all[rank]
         messages = self._decode(supervised, supervised.decoder, data)
         self._handle(supervised, messages)
 
-    def take_host_frames(self, rank: int, data: bytes) -> None:
+    def on_host_frames(self, rank: int, data: bytes) -> None:
         supervised = self._all[rank]
         self._handle(supervised, self._decode(supervised, Decoder(), data))
 
@@ -254,7 +254,7 @@ class RankEventHandler:
             self.record()
             last, state = self._journal.store.last_step, self._journal.state
             running = [rank for rank in self._ranks.living if state.rank(rank).state == "running"]
-            self.warn(self._checks.beat({rank: last[rank] for rank in running if rank in last}))
+            self.warn(self._checks.check_progress({rank: last[rank] for rank in running if rank in last}))
 
     # ---- prompts
 
@@ -300,7 +300,7 @@ class RankEventHandler:
 
     # ---- exits
 
-    def take_end(self, rank: int) -> None:
+    def on_end(self, rank: int) -> None:
         """Check whether a rank has ended. If so, handle everything it sent before, then its end."""
         supervised = self._all[rank]
         end = None if supervised.ended else supervised.process.poll()

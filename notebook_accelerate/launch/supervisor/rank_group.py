@@ -178,7 +178,7 @@ class RankGroup:
             self._guard_due = time.monotonic() + LONGEST_WAIT
             orphan_guard.ensure()
         for rank in list(self._ranks.polled):
-            self.events.take_end(rank)
+            self.events.on_end(rank)
         self.stops.signal_when_due(rank.process for rank in self._ranks.living.values())
         if self.stops.killed_at is not None and time.monotonic() - self.stops.killed_at > UNKILLABLE_SECONDS:
             self._abandon_unkillable()

@@ -162,7 +162,7 @@ def test_a_line_for_a_prompt_that_an_interrupt_ended_is_not_sent(
 ) -> None:
     queue, answered = PromptQueue(), []
     queue.put(_question(ends, 1, "input", answered, 7))
-    prompt = queue.take(1.0)
+    prompt = queue.claim_next(1.0)
     assert prompt is not None
     queue.withdraw(1, 7)
     monkeypatch.setattr("sys.stdin", io.StringIO("late\n"))
@@ -178,9 +178,9 @@ def _question(ends: tuple[Channel, Channel], rank: int, kind: str, answered: lis
 def test_questions_are_shown_once_and_answers_arrive(ends: tuple[Channel, Channel]) -> None:
     board, answered = PromptQueue(), []
     board.put(_question(ends, 1, "input", answered))
-    question = board.take(1.0)
+    question = board.claim_next(1.0)
     assert question is not None
-    assert board.take(0.01) is None
+    assert board.claim_next(0.01) is None
     question.answer("yes")
     [(_, reply)] = ends[1].receive(5.0)
     assert reply == InputReply("yes")
@@ -193,21 +193,21 @@ def test_a_shown_question_without_an_answer_is_returned_while_it_is_valid(
 ) -> None:
     board = PromptQueue()
     board.put(_question(ends, 1, "debugger", [], 4))
-    question = board.take(rank=1)
+    question = board.claim_next(rank=1)
     assert question is not None
     board.give_back(question)
-    assert board.take(rank=1) is question
+    assert board.claim_next(rank=1) is question
     board.withdraw(1, 4)
     board.give_back(question)
-    assert board.take(0.01) is None
+    assert board.claim_next(0.01) is None
     board.put(_question(ends, 1, "debugger", [], 5))
-    later = board.take(rank=1)
+    later = board.claim_next(rank=1)
     assert later is not None
     board.give_back(question)
-    assert board.take(0.01) is None
+    assert board.claim_next(0.01) is None
     board.drop(1)
     board.give_back(later)
-    assert board.take(0.01) is None
+    assert board.claim_next(0.01) is None
 
 
 def test_a_debugger_holds_its_rank_until_it_finishes(ends: tuple[Channel, Channel]) -> None:
@@ -225,13 +225,13 @@ def test_a_debugger_holds_its_rank_until_it_finishes(ends: tuple[Channel, Channe
     assert board.await_prompt(2, 1.0) is board.open_prompts()[1]
     board.drop(2)
     assert board.debugged() == [0]
-    assert board.take(rank=2) is None
+    assert board.claim_next(rank=2) is None
 
 
 def test_the_first_answer_counts_if_two_notebooks_show_a_question(ends: tuple[Channel, Channel]) -> None:
     board = PromptQueue()
     board.put(_question(ends, 0, "input", [], 7))
-    taken = board.take(1.0)
+    taken = board.claim_next(1.0)
     assert taken is not None
     board.put(_question(ends, 1, "input", [], 7))
     board.withdraw(1, 6)
@@ -245,10 +245,10 @@ def test_the_first_answer_counts_if_two_notebooks_show_a_question(ends: tuple[Ch
 def test_a_question_can_be_requested_by_rank(ends: tuple[Channel, Channel]) -> None:
     board = PromptQueue()
     board.put(_question(ends, 1, "debugger", []))
-    assert board.take(0.01, among=[0]) is None
+    assert board.claim_next(0.01, among=[0]) is None
     board.put(_question(ends, 0, "input", []))
     for wanted in ({"among": [1]}, {}):
-        question = board.take(1.0, **wanted)
+        question = board.claim_next(1.0, **wanted)
         assert question is not None
         assert question.rank == len(wanted)
 
@@ -257,11 +257,11 @@ def test_a_waiting_reader_is_notified_of_the_end(ends: tuple[Channel, Channel]) 
     board = PromptQueue()
     timer = threading.Timer(0.1, board.close)
     timer.start()
-    assert board.take() is None
+    assert board.claim_next() is None
     timer.join()
     board.reopen()
     board.put(_question(ends, 0, "debugger", []))
-    assert board.take(1.0) is not None
+    assert board.claim_next(1.0) is not None
 
 
 class _Clock:
@@ -330,6 +330,6 @@ def test_a_wait_that_starts_while_the_run_is_held_ends(ends: tuple[Channel, Chan
     queue = PromptQueue()
     queue.close()
     queue.reopen()
-    assert queue.take(until=lambda: True) is None
+    assert queue.claim_next(until=lambda: True) is None
     queue.put(_question(ends, 0, "debugger", []))
-    assert queue.take(1.0) is not None
+    assert queue.claim_next(1.0) is not None

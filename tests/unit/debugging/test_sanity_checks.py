@@ -115,12 +115,12 @@ def test_a_loss_that_is_not_finite_on_one_rank_first_is_reported(clock: Clock) -
     found = SanityChecks(2, clock)
     assert found.note(1, CheckEvent("loss", 37, [math.nan])) == []
     assert found.note(0, CheckEvent("loss", 38, [math.nan])) == []
-    assert found.beat({}) == []
+    assert found.check_progress({}) == []
     clock.time = sanity_checks.COMPARE_SECONDS + 0.1
-    [text] = found.beat({})
+    [text] = found.check_progress({})
     assert text.startswith("the loss of rank 1 became nan at backward #37, before any other rank's; ")
     assert "run.ask('batch', ranks=[1])" in text
-    assert found.beat({}) + found.finish() == []
+    assert found.check_progress({}) + found.finish() == []
 
 
 def test_numbers_that_are_not_finite_on_all_ranks_are_not_reported() -> None:
@@ -139,17 +139,17 @@ def test_gradients_at_the_end_of_the_run_are_reported() -> None:
 
 def test_a_rank_that_stays_far_behind_is_reported(clock: Clock) -> None:
     found = SanityChecks(2, clock)
-    assert found.beat({0: 100, 1: 85}) == []
-    assert found.beat({0: 130, 1: 90}) == []
+    assert found.check_progress({0: 100, 1: 85}) == []
+    assert found.check_progress({0: 130, 1: 90}) == []
     clock.time = 2.0
-    assert found.beat({0: 130, 1: 129}) == []  # It has caught up.
-    assert found.beat({0: 160, 1: 120}) == []
+    assert found.check_progress({0: 130, 1: 129}) == []  # It has caught up.
+    assert found.check_progress({0: 160, 1: 120}) == []
     clock.time = 2.0 + sanity_checks.BEHIND_SECONDS
-    assert found.beat({0: 170, 1: 130}) == [
+    assert found.check_progress({0: 170, 1: 130}) == [
         "rank 1 is 40 steps behind (at 130 of 170); run.stacks(ranks=[1]) shows what it does"
     ]
-    assert found.beat({0: 300, 1: 130}) == []
-    assert SanityChecks(2, clock).beat({0: 500}) == []  # The other one has reported no step.
+    assert found.check_progress({0: 300, 1: 130}) == []
+    assert SanityChecks(2, clock).check_progress({0: 500}) == []  # The other one has reported no step.
 
 
 def test_a_mistake_found_by_a_rank_is_reported_once() -> None:

@@ -370,7 +370,7 @@ def test_busy_streams_leave_time_for_other_work(kernel: _Kernel) -> None:
     with DispatchSelector() as selector:
         for number, (host, ours) in enumerate(pairs):
             host.send(*[_output(bytes(1 << 16))] * 40)
-            ours.watch(selector, partial(_read_slowly, ours, number, called))
+            ours.register(selector, partial(_read_slowly, ours, number, called))
         until(lambda: len(kernel.listener._arrived) == 3)
         rounds = 0
         while len(called) < 120:

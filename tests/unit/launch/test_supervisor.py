@@ -54,7 +54,7 @@ class _Slow(Received):
 
     heard = 0
 
-    def take_output(self, rank: int, stream: str, data: bytes) -> None:
+    def on_output(self, rank: int, stream: str, data: bytes) -> None:
         self.heard += len(data)
         assert self.heard <= 4 * PIPE_BYTES, "it would read forever"
         time.sleep(0.02)

@@ -38,7 +38,7 @@ def test_an_interrupt_ends_a_wait_for_an_event() -> None:
 def test_an_interrupt_ends_a_wait_for_a_prompt() -> None:
     prompts, over = PromptQueue(), threading.Event()
     with unnoticed_interrupt(over.set):
-        assert prompts.take(None, until=over.is_set) is None
+        assert prompts.claim_next(None, until=over.is_set) is None
 
 
 def test_a_wait_may_have_a_limit() -> None:

@@ -69,7 +69,7 @@ class _Output:
     def show(self, _: object) -> None:
         return
 
-    leave = end = show
+    show_static = end = show
 
 
 def test_the_kept_runs_of_a_folder_are_shown_like_the_runs_of_a_kernel(tmp_path: Path) -> None:

@@ -513,13 +513,13 @@ class _Place:
     def show(self, _: Any) -> None:
         self._meanwhile()
 
-    leave = end = show
+    show_static = end = show
 
 
 def test_a_run_that_ends_while_the_table_of_runs_is_shown_is_drawn_as_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run()
     table = RunsTable([run])
-    monkeypatch.setattr(live_panel, "here", lambda: _Place(lambda: None if run.ended else end(run)))
+    monkeypatch.setattr(live_panel, "current_output", lambda: _Place(lambda: None if run.ended else end(run)))
     table._ipython_display_()
     until(lambda: table.grid.table is not None and _states(table.grid.table) == ["succeeded"])
     table.close()

@@ -77,7 +77,7 @@ class Host:
         # signals.
         self._to_ranks = ThreadPoolExecutor(1, "notebook-accelerate-host")
         self._selector = DispatchSelector()
-        stream.watch(self._selector, self._receive)
+        stream.register(self._selector, self._receive)
 
     def watch(self, source: HasFileno, call: Callable[[], object]) -> None:
         """Call ``call`` on the thread that uses the host whenever ``source`` is readable."""
@@ -108,8 +108,8 @@ class Host:
             self._kill()
             sampler.stop()
 
-    def leave(self, reason: str = "", *, stopped: bool = False) -> None:
-        """Send the kernel the reason why this host leaves, and leave. Its ranks are killed."""
+    def disconnect(self, reason: str = "", *, stopped: bool = False) -> None:
+        """Disconnect from the kernel, and send it the reason. The ranks of this host are killed."""
         self._relay_pieces()
         self.send(LeaveEvent(reason, stopped))
         self._left = True
@@ -142,7 +142,7 @@ class Host:
             self._pace.after(self._relayed)
             self._relayed = 0
             for rank in polled:
-                self.take_end(rank)
+                self.on_end(rank)
             if time.monotonic() >= self._guard_due:
                 self._guard_due = time.monotonic() + GUARD_SECONDS
                 orphan_guard.ensure()
@@ -176,16 +176,16 @@ class Host:
         self.send(StartedEvent(process.rank, process.pid))
         process.connect(self._selector, self)
 
-    def take_output(self, rank: int, stream: str, data: bytes) -> None:
+    def on_output(self, rank: int, stream: str, data: bytes) -> None:
         self._add_piece(rank, stream, data)
 
-    def take_frames(self, rank: int, data: bytes) -> None:
+    def on_frames(self, rank: int, data: bytes) -> None:
         """Relay the frames, after the output that the rank wrote before them."""
         if process := self._ranks.get(rank):
             process.drain(self, channel=False)
         self._add_piece(rank, CHANNEL, data)
 
-    def take_host_frames(self, rank: int, data: bytes) -> None:
+    def on_host_frames(self, rank: int, data: bytes) -> None:
         self._add_piece(rank, SAMPLES, data)
 
     def _add_piece(self, rank: int, source: str, data: bytes) -> None:
@@ -200,7 +200,7 @@ class Host:
             pieces, self._pieces = self._pieces, []
             self.send(_relayed(pieces))
 
-    def take_end(self, rank: int) -> None:
+    def on_end(self, rank: int) -> None:
         process = self._ranks.get(rank)
         end = None if process is None else process.poll()
         if process is None or end is None:

@@ -148,7 +148,7 @@ class HostConnection:
         for _, event in early:
             self.handle(event)
         if self._stream.on_ready is None and not self.lost:
-            self._stream.watch(selector, self._read)
+            self._stream.register(selector, self._read)
 
     def _read(self) -> None:
         try:
@@ -180,7 +180,7 @@ class HostConnection:
             data = event.payload[begin : begin + length]
             begin += length
             if (rank := self.ranks.get(number)) is not None:
-                rank.take(source, data)
+                rank.dispatch(source, data)
 
     def mark_lost(self, reason: str) -> None:
         """Record that the host is lost, and its ranks with it."""
@@ -250,21 +250,21 @@ class RemoteRank(RankProcess):
         self.ended: Exit | None = None
         connection.ranks[rank] = self
 
-    def take(self, source: str, data: bytes) -> None:
+    def dispatch(self, source: str, data: bytes) -> None:
         """Handle a piece of the rank's frames or output; see ``RelayEvent``."""
         assert self.listener is not None, "pieces are handled when it is connected"
         if source == protocol.CHANNEL:
-            self.listener.take_frames(self.rank, data)
+            self.listener.on_frames(self.rank, data)
         elif source == protocol.SAMPLES:
-            self.listener.take_host_frames(self.rank, data)
+            self.listener.on_host_frames(self.rank, data)
         else:
-            self.listener.take_output(self.rank, source, data)
+            self.listener.on_output(self.rank, source, data)
 
     def end(self, ended: Exit) -> None:
         """Record how the rank ended."""
         self.ended = ended
         if self.listener is not None:
-            self.listener.take_end(self.rank)
+            self.listener.on_end(self.rank)
 
     def send(self, *events: Event) -> None:
         if self._connection.lost:

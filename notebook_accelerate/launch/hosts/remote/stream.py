@@ -124,7 +124,7 @@ class Stream:
 
     # ---- the receiving thread
 
-    def watch(self, selector: selectors.BaseSelector, call: Callable[[], object]) -> None:
+    def register(self, selector: selectors.BaseSelector, call: Callable[[], object]) -> None:
         """Call ``call`` on a selector's thread whenever events, or the end of the stream, can be received."""
         self.on_ready = call
         if self._exchange not in selector.get_map():
@@ -161,7 +161,7 @@ class Stream:
 
     # ---- the exchange's thread
 
-    def take(self, message: bytes) -> None:
+    def handle(self, message: bytes) -> None:
         """Handle a message from the peer. A message that violates the protocol ends the stream."""
         with self._changed:
             if len(message) < HEADER.size:
@@ -328,7 +328,7 @@ class Exchange(ABC):
         """Deliver a message to a stream."""
         self._carried += max(0, len(message) - HEADER.size)
         stream.gone = False
-        stream.take(message)
+        stream.handle(message)
         self._due.add(stream)
         self.announce(stream)
 
