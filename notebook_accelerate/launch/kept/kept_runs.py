@@ -1,4 +1,4 @@
-"""The kept runs of a folder, as they are listed without reading their curves and output."""
+"""The list of the kept runs in a folder, which is made without reading their curves and output."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ _COMMIT_SHOWN = 10
 
 @dataclass(frozen=True, kw_only=True)
 class KeptRun:
-    """A row of the table: a kept run, without its curves and its output.
+    """A kept run, without its curves and its output.
 
     Attributes:
         path: Its folder.
         name: Its name.
         function: Name of the launched function.
-        status: As ``Run.status``; "broken" where its journal cannot be read.
-        started: When it was launched, in seconds since the epoch; 0.0 where that is unknown.
-        ended: When it ended, in seconds since the epoch; None while it runs.
+        status: A value of ``Run.status``, or "broken" if its journal cannot be read.
+        started: When it was launched, in seconds since the epoch, or 0.0 if unknown.
+        ended: When it ended, in seconds since the epoch, or None while it is running.
         ranks: Number of its ranks.
-        config: The settings of the launch that differ from their defaults; secrets are hidden.
-        arguments: The arguments of the function, by parameter: numbers and texts; of other values the type.
-        commit: The git commit of the folder in which it was launched; "" where that is unknown.
-        dirty: Whether files differed from that commit; None where that is unknown.
+        config: The settings of the launch that differ from their defaults. Secrets are hidden.
+        arguments: The arguments of the function, by parameter. Values other than numbers and texts are shown by type.
+        commit: The git commit of the working directory at the launch, or "" if unknown.
+        dirty: Whether files differed from that commit, or None if unknown.
         metrics: The last value of each metric, on the lowest rank that logged it.
-        message: The text of its error, or why its journal cannot be read.
-        continues: Names of the runs whose training it goes on with, the oldest first.
+        message: The text of its error, or the reason why its journal cannot be read.
+        continues: Names of the runs whose training it continues, the oldest first.
     """
 
     path: Path
@@ -69,7 +69,7 @@ class KeptRun:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds from the launch to the end; None while it runs."""
+        """Seconds from the launch to the end, or None while it is running."""
         return None if self.ended is None else self.ended - self.started
 
     def open(self) -> Run:
@@ -78,7 +78,7 @@ class KeptRun:
 
 
 class KeptRuns(Sequence[KeptRun]):
-    """The kept runs of a folder, the oldest first; as the last line of a cell it is a table with the latest curves.
+    """The kept runs in a folder, the oldest first. As the last line of a cell, it is a table with the latest curves.
 
     Args:
         rows: The runs.
@@ -100,17 +100,17 @@ class KeptRuns(Sequence[KeptRun]):
         return len(self._rows)
 
     def open(self) -> list[Run]:
-        """Open the runs that can be read; see `open_run`."""
+        """Open the runs whose journals can be read; see `open_run`."""
         return [row.open() for row in self if row.status != "broken"]
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a frame with a row per run, and a column per metric and argument (needs pandas)."""
+        """Return a data frame with a row for each run, and a column for each metric and argument (needs pandas)."""
         import pandas as pd
 
         def time_of(seconds: float | None) -> Any:
             try:
                 return pd.to_datetime(seconds, unit="s", utc=True, errors="coerce")
-            except OverflowError:  # of a damaged summary, before pandas 3
+            except OverflowError:  # raised by pandas before 3 for a damaged summary
                 return pd.NaT
 
         return pd.DataFrame(
@@ -134,7 +134,7 @@ class KeptRuns(Sequence[KeptRun]):
 
     @property
     def labels(self) -> list[str]:
-        """A text for each run that no other run of the folder has: its name, or the name of its folder."""
+        """A unique label for each run: its name, or the name of its folder if another run has the same name."""
         names = Counter(row.name for row in self)
         return [row.name if names[row.name] == 1 else row.path.name for row in self]
 
@@ -153,7 +153,7 @@ class KeptRuns(Sequence[KeptRun]):
 
     def _ipython_display_(self) -> None:
         if running_kernel() is None:
-            raise NotImplementedError  # IPython then shows the text
+            raise NotImplementedError  # IPython then shows the text.
         load("runs")(self)._ipython_display_()
 
 
@@ -180,17 +180,17 @@ def entry_of(row: KeptRun, label: str) -> RunEntry:
 
 
 def kept_runs(folder: str | PathLike[str]) -> KeptRuns:
-    """Return the kept runs of a folder, the oldest first.
+    """Return the kept runs in a folder, the oldest first.
 
     Args:
-        folder: The folder that ``save`` named.
+        folder: The folder that was passed as ``save``.
 
     Raises:
         FileNotFoundError: There is no such folder.
     """
     base = given_folder(folder)
     if not base.is_dir():
-        raise FileNotFoundError(f"{base} is no folder; pass the one that was given to save, as runs('runs')")
+        raise FileNotFoundError(f"{base} is not a folder. Pass the folder that was passed as save: runs('runs')")
     found = sorted(path.parent for path in base.glob(f"*/{JOURNAL_NAME}"))
     rows = [_row(path) for path in found]
     return KeptRuns(sorted(rows, key=lambda row: (row.started, row.path)))
@@ -213,7 +213,7 @@ def _row(path: Path) -> KeptRun:
 
 
 def _from_summary(path: Path, summary: Mapping[str, Any]) -> KeptRun | None:
-    """Return the row of a summary; None where it is not what this package writes."""
+    """Return the run that a summary describes, or None if this package did not write the summary."""
     try:
         return KeptRun(
             path=path,
@@ -237,5 +237,5 @@ def _from_summary(path: Path, summary: Mapping[str, Any]) -> KeptRun | None:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
+        raise TypeError(f"{value!r} is not a text")
     return value

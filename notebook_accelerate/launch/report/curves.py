@@ -1,7 +1,7 @@
 """The curves of metrics: which ones a view draws, and their points.
 
-The live plot, the images of reports and the plots of ``run.metrics`` read them here; they differ in the number of ranks
-that have a curve each, and in the number of points.
+The live plot, the images in reports and the plots of ``run.metrics`` all use this module. They differ in how many ranks
+have their own curve, and in the number of points.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry import Store
 
 ENVELOPE = -1
-"""Stands for the rank of an envelope."""
+"""The rank number that denotes the envelope of all ranks."""
 ENVELOPE_LABEL = "all ranks: min, mean, max"
 
 
@@ -29,13 +29,13 @@ class Curve(NamedTuple):
     Attributes:
         label: Its name in the legend.
         x: Steps, float64, shape (n,); seconds for the points without a step.
-        y: Values, float64, shape (n,); values that are not finite are gaps.
-        low: Lower edge of the envelope around the line, float64, shape (n,); None: no envelope.
+        y: Values, float64, shape (n,). Values that are not finite are drawn as gaps.
+        low: Lower edge of the envelope around the line, float64, shape (n,), or None without an envelope.
         high: Upper edge.
-        seconds: Times since the origin of the source, float64, shape (n,); None: the same as ``x``.
+        seconds: Times since the origin of the source, float64, shape (n,), or None if they are ``x``.
         cursor: The cursor for the next points.
-        whole: Whether these are all points; otherwise they continue earlier ones. The points of an envelope replace
-            the earlier ones from their first ``x`` on.
+        whole: Whether these are all points, rather than a continuation of earlier ones. The points of an envelope
+            replace all earlier points whose ``x`` is not below their first ``x``.
     """
 
     label: str
@@ -61,8 +61,8 @@ class Series(NamedTuple):
         """Return the points since ``cursor``, downsampled by M4.
 
         Args:
-            points: Points of a rank that are kept, approximately; an envelope has a bounded number.
-            cursor: From the last call; (0, 0) for all points.
+            points: Approximate number of points to keep for a rank. An envelope has a bounded number.
+            cursor: The cursor that the last call returned, or (0, 0) for all points.
         """
         import numpy as np
 
@@ -94,10 +94,10 @@ class Source:
     Attributes:
         store: Its metrics.
         origin: Zero of the time axis, in seconds since the epoch.
-        label: Begins the name of each curve; the rank follows if ``ranks``.
-        ranks: Whether each rank has a curve; otherwise the lowest rank that logged a metric is drawn.
-        chosen: Ranks drawn over an envelope.
-        automatic: Whether the metrics that are sampled without logging are drawn, too.
+        label: First part of the name of each curve. The rank follows if ``ranks`` is true.
+        ranks: Whether each rank has a curve. If not, only the lowest rank that logged a metric is drawn.
+        chosen: Ranks to draw on top of an envelope.
+        automatic: Whether to include the metrics that are sampled without logging.
     """
 
     store: Store
@@ -108,28 +108,28 @@ class Source:
     automatic: bool = False
 
     def names(self) -> list[str]:
-        """Return the metrics that are drawn."""
+        """Return the names of the metrics to draw."""
         more = self.store.automatic.metric_names() if self.automatic else []
         return list(dict.fromkeys([*self.store.metric_names(), *more]))
 
     def store_of(self, name: str) -> Store:
-        """Return the store of a metric: a metric that was logged hides an automatic one of its name."""
+        """Return the store of a metric. A logged metric hides an automatic one with the same name."""
         return self._find(name)[0]
 
     def _find(self, name: str) -> tuple[Store, list[int]]:
-        """Return the store of a metric, and the ranks that it has points of."""
+        """Return the store of a metric, and the ranks that have points."""
         ranks = self.store.ranks_of(name)
         if ranks or not self.automatic:
             return self.store, ranks
         return self.store.automatic, self.store.automatic.ranks_of(name)
 
     def series(self, names: Sequence[str], few: int) -> Iterator[Series]:
-        """Yield the curves of these metrics, those without points left out.
+        """Yield the curves of these metrics, leaving out curves without points.
 
         Args:
             names: The metrics.
-            few: Most ranks that have a curve each. More ranks have an envelope, and at most half as many of the chosen
-                ranks are drawn over it: readers cannot distinguish more curves.
+            few: Maximum number of ranks with their own curve. More ranks are drawn as an envelope, with at most half
+                as many chosen ranks on top, because readers cannot distinguish more curves.
         """
         for name in names:
             store, ranks = self._find(name)
@@ -142,7 +142,7 @@ class Source:
 
 
 def shown_names(sources: Sequence[Source]) -> list[str]:
-    """Return the metrics that runs have logged; of runs that have logged none, the automatic ones."""
+    """Return the names of the logged metrics, or of the automatic ones if nothing was logged."""
     names = dict.fromkeys(name for source in sources for name in source.store.metric_names())
     for source in sources:
         if source.automatic and not source.store.metric_names():

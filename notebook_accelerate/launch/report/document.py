@@ -1,7 +1,7 @@
-"""Documents: what reports and panels show, in few kinds of nodes.
+"""Documents: the content of reports and panels, made of a few kinds of nodes.
 
-A view is a pure function of the state of a run and returns a `Section`. `rendering.html` draws it, in a saved notebook
-or in a panel, and `rendering.text` for terminals; a live table is sent the cells that have changed.
+A view is a pure function from the state of a run to a `Section`. `rendering.html` renders it for saved notebooks and
+panels, and `rendering.text` for terminals. A live table receives only the cells that have changed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Action:
     """A button.
 
     Attributes:
-        id: What a click sends.
+        id: Identifies the action in the message that a click sends.
         label: The text of the button.
         hint: What a click does.
-        tone: "bad" or "first" for another colour; "": the usual one.
+        tone: "bad" or "first" for another colour, or "" for the usual one.
         enabled: Whether it can be clicked.
-        interrupts: Whether a click interrupts the cell that blocks the kernel, through the notebook's server. Where
-            the browser does not reach that, the button is disabled.
+        interrupts: Whether a click interrupts the cell that blocks the kernel, through the notebook's server. The
+            button is disabled if the browser cannot reach the server.
     """
 
     id: str
@@ -43,16 +43,16 @@ class Action:
 
 @dataclass(kw_only=True)  # not frozen: updates create thousands, and creation would take four times as long
 class Cell:
-    """A cell that is more than a text.
+    """A cell with more than plain text.
 
     Attributes:
         text: The text.
         badge: A remark after the text, such as "straggler".
-        state: The state that the text names: panels mark it with its shape and colour; "": none.
-        part: The index of the part of a step whose colour is shown; -1: none.
-        colour: The index of the curve whose colour is shown; -1: none.
-        meter: A share from 0 to 1 that is also drawn as a bar; None: no bar.
-        title: The whole text of a cell that may be cut.
+        state: The state that the text names, which panels mark with a shape and a colour, or "".
+        part: The index of the part of a step whose colour is shown, or -1.
+        colour: The index of the curve whose colour is shown, or -1.
+        meter: A share from 0 to 1 to draw as a bar, or None for no bar.
+        title: The full text, if the cell may be cut off.
     """
 
     text: str
@@ -69,15 +69,15 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Column:
-    """A column.
+    """A column of a table.
 
     Attributes:
-        title: The text of its head.
+        title: The heading.
         numeric: Whether it is aligned to the right.
-        kind: What live tables sort it by, and its width: "run", "state", "text" or "number"; "code": lines of code;
-            "": a plain column.
-        muted: Whether its texts are of less importance.
-        text_only: Whether only the text form has it.
+        kind: Determines how live tables sort it, and its width: "run", "state", "text" or "number". "code" is a column
+            of lines of code, and "" a plain column.
+        muted: Whether its texts are shown as less important.
+        text_only: Whether it appears only in the text form.
     """
 
     title: str
@@ -89,13 +89,13 @@ class Column:
 
 @dataclass(kw_only=True)  # not frozen: updates create thousands, and creation would take four times as long
 class Row:
-    """A row, named by its first cell.
+    """A row of a table. Its first cell is its heading.
 
     Attributes:
         key: Identifies the row in later documents.
-        cells: One for each column.
-        tone: "late", "dead", "node", "sum" or "opened", or several of them; "": the usual one.
-        order: What live tables sort the cells by; (): the texts.
+        cells: A cell for each column.
+        tone: "late", "dead", "node", "sum" or "opened", several of them separated by spaces, or "".
+        order: Sort keys of the cells in live tables, or () to sort them by their texts.
         actions: Buttons at the end of the row.
     """
 
@@ -112,8 +112,8 @@ class Group:
 
     Attributes:
         key: Identifies the group in later documents.
-        title: The heading; "": none.
-        rows: The rows; None: those of the document before.
+        title: The heading, or "".
+        rows: The rows, or None to keep the rows of the previous document.
         folded: Whether a live table hides them until the heading is clicked.
     """
 
@@ -125,17 +125,17 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table.
+    """A table whose rows are in groups.
 
     Attributes:
         key: Identifies the table in its document.
         columns: The columns.
         groups: The rows.
-        caption: A text above the table; "": none.
+        caption: A text above the table, or "".
         label: Its name for screen readers, if no caption or heading names it.
-        pairs: Whether it has names and values only: below a caption it then has no head, and long values are wrapped.
-        sortable: Whether in a live table heads sort, and a box filters the rows.
-        empty: What is shown instead of a table without rows.
+        pairs: Whether it has only names and values. If so, it has no head below a caption, and wraps long values.
+        sortable: Whether a live table can be sorted by its headings and filtered by a text.
+        empty: The text to show if there are no rows.
     """
 
     key: str
@@ -160,14 +160,14 @@ _UNKNOWN = ("", "–")
 def table_of(
     key: str, rows: Sequence[Sequence[str]], *, caption: str = "", pairs: bool = False, code: bool = False
 ) -> Table:
-    """Return a table of texts. Columns of numbers, except the names of the rows, are aligned to the right.
+    """Return a table of texts. Columns of numbers are aligned to the right, except the first column.
 
     Args:
         key: Identifies the table in its document.
         rows: The titles of the columns, then the cells of each row.
         caption: See `Table`.
         pairs: See `Table`.
-        code: Whether the last column has lines of code.
+        code: Whether the last column contains lines of code.
     """
     head, *body = rows
     columns = [Column(title=head[0])]
@@ -185,12 +185,12 @@ def table_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """Sentences.
+    """Paragraphs or a list.
 
     Attributes:
-        lines: Paragraphs, or the items of a list.
+        lines: The paragraphs, or the items of the list.
         tone: "verdict", "warned", "status" (a verdict that screen readers announce), "warning", "problem" (an
-            alert to screen readers), "note", "empty", "code", "log" or "list"; "": the usual one.
+            alert to screen readers), "note", "empty", "code", "log" or "list", or "" for the usual one.
         label: The name of a log for screen readers.
     """
 
@@ -201,11 +201,11 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """What is drawn in HTML and written in text, each in its own way.
+    """A node with separate HTML and text forms.
 
     Attributes:
-        html: The picture; "": only the text form shows something.
-        text: The text form; "": only HTML shows something.
+        html: The HTML form, or "" to show nothing in HTML.
+        text: The text form, or "" to show nothing in text.
     """
 
     html: Markup = field(default_factory=Markup)
@@ -214,13 +214,13 @@ class Drawing:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """Nodes with a common heading; without nodes that show something, nothing.
+    """Nodes with a common heading. A section whose nodes are all empty is not shown.
 
     Attributes:
         key: Identifies the section in its document.
-        nodes: What it shows.
-        title: The heading, which the text form leaves out; "": none.
-        open: Whether the fold below the heading is open; None: there is no fold.
+        nodes: Its content.
+        title: The heading, which the text form leaves out, or "".
+        open: Whether the fold below the heading is open, or None if the section cannot be folded.
     """
 
     key: str

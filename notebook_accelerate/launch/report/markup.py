@@ -1,4 +1,4 @@
-"""HTML, SVG and text of reports and panels: elements whose texts are escaped, drawings, and numbers."""
+"""Building blocks of reports and panels: HTML elements with escaped texts, SVG drawings, and numbers as text."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _VOID = frozenset({"img", "input"})
 
 
 def element(name: str, /, *content: str, **attributes: object) -> Markup:
-    """Return an element. Strings are escaped, `Markup` is inserted as it is.
+    """Return an element. Strings are escaped, and `Markup` is inserted unchanged.
 
     Args:
         name: The tag.
         content: Texts and elements.
         attributes: Values by name; ``aria_label`` is written ``aria-label`` and ``class_`` is written ``class``.
-            Floats are rounded to two decimals; None and False leave the attribute out, True writes its name alone.
+            Floats are rounded to two decimals. None and False omit the attribute, and True writes only its name.
     """
     head = start_tag(name, **attributes)
     return Markup(f"{head[:-1]} />" if name in _VOID else f"{head}{join(content)}</{name}>")
@@ -78,12 +78,12 @@ def svg_drawing(width: int, height: int, *content: str) -> Markup:
 
 
 def svg_text(x: float, y: float, text: str, fill: str, anchor: str = "start", **attributes: object) -> Markup:
-    """Return a text of an SVG drawing; characters that XML does not allow are replaced by U+FFFD.
+    """Return a text element of an SVG drawing. Characters that XML does not allow are replaced by U+FFFD.
 
     Args:
         x: Pixels from the left.
         y: Pixels from the top to the baseline.
-        text: What is written.
+        text: The text.
         fill: The colour.
         anchor: Which end of the text is at ``x``: "start", "middle" or "end".
         attributes: More attributes.
@@ -93,7 +93,7 @@ def svg_text(x: float, y: float, text: str, fill: str, anchor: str = "start", **
 
 
 def svg_image(drawing: str, width: int, height: int, alt: str) -> Markup:
-    """Return an ``img`` element with a drawing in its data URI: it needs no file, script or network.
+    """Return an ``img`` element with a drawing in its data URI, so that it needs no file, script or network.
 
     Args:
         drawing: The SVG source.
@@ -113,7 +113,7 @@ def number(value: float, digits: int = 4) -> str:
 
     Args:
         value: Any float.
-        digits: The most significant digits.
+        digits: Maximum number of significant digits.
     """
     if 1e-3 <= abs(value) < 1e6 or value == 0:
         return f"{value:.{digits}g}"
@@ -127,8 +127,8 @@ def byte_size(count: int | None, unknown: str = "–") -> str:
     """Return bytes as "312 B", "2.6 KiB" or "340 GiB".
 
     Args:
-        count: Bytes; None: not known.
-        unknown: Returned for None.
+        count: Bytes, or None if not known.
+        unknown: The text for None.
     """
     if count is None:
         return unknown
@@ -141,10 +141,10 @@ def byte_size(count: int | None, unknown: str = "–") -> str:
 
 
 def percent(share: float | None) -> str:
-    """Return a share as "50 %", small ones with two significant digits; "" for None.
+    """Return a share such as "50 %", with two significant digits below 10 %, or "" for None.
 
     Args:
-        share: From 0 to 1, more with padding; None: not known.
+        share: From 0 to 1, or above 1 with padding, or None if not known.
     """
     if share is None:
         return ""
@@ -152,7 +152,7 @@ def percent(share: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return "4.2 s", "1:05" or "26:00:05"."""
+    """Return a duration such as "4.2 s", "1:05" or "26:00:05"."""
     if not math.isfinite(seconds):
         return "–"
     if seconds < 10:

@@ -1,4 +1,4 @@
-"""How the model is sharded over the ranks: as the rows of a table, as text, and as a drawing of the mesh."""
+"""How the model is sharded over the ranks, as a table, as text, and as a drawing of the device mesh."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ ShardReports = Mapping[int, ShardReport]
 
 CAPTION = "Sharding"
 MAX_GROUPS = 6
-"""More groups of ranks are merged, and their bytes shown as a range."""
+"""Maximum number of groups of ranks. More groups are merged, and their bytes are shown as a range."""
 
 MAX_DRAWN = 64
-"""Ranks that are drawn: the first ones."""
+"""Maximum number of ranks in the drawing: the first ones are drawn."""
 MAX_COLUMNS = 16
 
 
@@ -49,7 +49,7 @@ def latest_reports(run: RunView) -> ShardReports:
 
 
 def summary(reports: ShardReports) -> str:
-    """Return strategy, mesh and units in one line; "" before the first report.
+    """Return the strategy, mesh and units in one line, or "" before the first report.
 
     Args:
         reports: By rank.
@@ -68,7 +68,7 @@ def summary(reports: ShardReports) -> str:
 
 
 def sharding(reports: ShardReports, *, inline: bool) -> tuple[Drawing, Table]:
-    """Return a drawing of the mesh, and the table of what each group of ranks holds.
+    """Return a drawing of the mesh, and a table of the tensors that each group of ranks holds.
 
     Args:
         reports: By rank, at least one.
@@ -107,12 +107,12 @@ class ShardingRow(NamedTuple):
     """A row of the table.
 
     Attributes:
-        ranks: The ranks; "" for the same as in the row above.
+        ranks: The ranks, or "" if they are those in the row above.
         kind: parameters, gradients, optimizer state, or all.
         total: Bytes over all ranks, as text.
         per_rank: Bytes of each of these ranks, as text.
-        share: ``per_rank`` as a share of ``total``, from 0 to 1; None: not known.
-        layout: The axes over which it is sharded, and the device it is offloaded to.
+        share: ``per_rank`` as a share of ``total``, from 0 to 1, or None if not known.
+        layout: The mesh axes that shard it, and the device that it is offloaded to.
     """
 
     ranks: str
@@ -124,7 +124,7 @@ class ShardingRow(NamedTuple):
 
 
 def sharding_rows(reports: ShardReports) -> list[ShardingRow]:
-    """Return a row for each kind of tensor of each group of ranks, and one for their sum.
+    """Return a row for each kind of tensor and group of ranks, and rows for the sums.
 
     Args:
         reports: By rank.
@@ -151,7 +151,7 @@ def _row(kind: str, held: Sequence[Sequence[ShardSizes]], layout: str) -> Shardi
 
 
 def total_bytes(parts: Iterable[int | None]) -> int | None:
-    """Return a sum of bytes; None if a part is not known.
+    """Return a sum of bytes, or None if a part is not known.
 
     Args:
         parts: Bytes.
@@ -197,7 +197,7 @@ class EqualRanks:
     reports: list[ShardReport]
 
     def name(self, world_size: int) -> str:
-        """Return the ranks and their stage, as "ranks 0–3 (pp 0)".
+        """Return the ranks and their stage, such as "ranks 0–3 (pp 0)".
 
         Args:
             world_size: The number of all ranks.
@@ -225,7 +225,7 @@ _GROUP_KEYS: tuple[Callable[[ShardReport], tuple[object, ...]], ...] = (_everyth
 
 
 def groups(reports: ShardReports) -> list[EqualRanks]:
-    """Group the ranks with equal reports; if there are more than ``MAX_GROUPS``, those with the same layout.
+    """Group the ranks by equal reports, or by equal layouts if that makes more than ``MAX_GROUPS`` groups.
 
     Args:
         reports: By rank.
@@ -251,7 +251,7 @@ def _mesh_text(reports: ShardReports) -> str:
 
 
 def mesh_rows(reports: ShardReports) -> list[list[str]]:
-    """Return the coordinates of each rank as rows of text; only the head for a mesh of fewer than two axes.
+    """Return the coordinates of each rank as lines of text, or only the heading if the mesh has fewer than two axes.
 
     Args:
         reports: By rank.
@@ -278,7 +278,7 @@ class Grid:
         self.columns = self.axes.get(self.across, 1)
 
     def lines(self) -> list[tuple[str, list[int | None]]]:
-        """Return the name and the ranks of each line; lines longer than ``MAX_COLUMNS`` are broken."""
+        """Return the name and the ranks of each line. Lines longer than ``MAX_COLUMNS`` are wrapped."""
         found: list[tuple[str, list[int | None]]] = []
         for position in product(*(range(self.axes[name]) for name in self.down)):
             name = " · ".join(f"{axis} {index}" for axis, index in zip(self.down, position, strict=True))
@@ -296,11 +296,11 @@ class Palette:
     """The CSS colours of a drawing.
 
     Attributes:
-        kinds: For parameters, gradients and optimizer state.
-        ink: Of text.
-        muted: Of secondary text.
-        line: Of borders.
-        track: Behind the bars.
+        kinds: The colours of parameters, gradients and optimizer state.
+        ink: The colour of text.
+        muted: The colour of secondary text.
+        line: The colour of borders.
+        track: The colour behind the bars.
     """
 
     kinds: tuple[str, str, str]
@@ -310,7 +310,7 @@ class Palette:
     track: str
 
 
-# Mid-tones: legible on white and on a dark notebook's #111.
+# These mid-tones are legible on white and on a dark notebook's #111.
 PAPER = Palette(("#3b82d6", "#d9662b", "#2a9a68"), "#7a7a7a", "#7a7a7a", "#80808066", "#80808033")
 SCREEN = Palette(
     ("var(--na-part-1)", "var(--na-part-0)", "var(--na-part-3)"),
@@ -331,7 +331,7 @@ def svg(reports: ShardReports, palette: Palette = SCREEN) -> Markup:
 
 
 def image(reports: ShardReports) -> Markup:
-    """Return the drawing as an ``img`` element; "" before the first report.
+    """Return the drawing as an ``img`` element, or "" before the first report.
 
     Args:
         reports: By rank.
@@ -374,7 +374,7 @@ class _Drawing:
         return self.left + column * (self.cell + _GAP)
 
     def _y(self, line: int) -> int:
-        """Return the top of a line; with three axes there is a gap between the blocks of the outermost one."""
+        """Return the top of a line. With three axes, a gap separates the blocks of the outermost one."""
         block = math.prod(self.grid.axes[name] for name in self.grid.down[1:]) if len(self.grid.down) > 1 else 0
         gaps = (line - (line >= len(self.lines))) // block if block else 0
         return self.top + line * (_CELL + _GAP) + _BLOCK_GAP * gaps
@@ -443,7 +443,7 @@ class _Drawing:
 
 
 def _stage_totals(reports: ShardReports, kind: str) -> list[int | None]:
-    """Return the bytes of each pipeline stage; without stages, of the model."""
+    """Return the bytes of each pipeline stage, or of the model if there are no stages."""
     found: dict[int, int | None] = {}
     for report in reports.values():
         if kind in report.held:
@@ -457,10 +457,10 @@ def slice_of(report: ShardReport, kind: str, totals: Sequence[int | None]) -> tu
     Args:
         report: The rank's report.
         kind: A row of ``KINDS``.
-        totals: Bytes of each pipeline stage; one number without stages.
+        totals: Bytes of each pipeline stage, or a single number if there are no stages.
 
     Returns:
-        Beginning and length; None: not known.
+        The beginning and length, or None if not known.
     """
     held, model = report.held[kind], total_bytes(totals)
     if held.whole is None or held.here is None or model is None or not model:

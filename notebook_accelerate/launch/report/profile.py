@@ -1,4 +1,4 @@
-"""``Profile``: steps of ranks as torch's profiler has recorded them, read in the notebook."""
+"""``Profile``: training steps that torch's profiler recorded on the ranks, for reading in the notebook."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from notebook_accelerate.telemetry.tracebacks import frame_location
 MAX_ROWS = 15
 NOTHING = "nothing stands out: no rule has found a cause of lost time"
 _VIEW = "notebook_accelerate.widgets.profile_panel"
-"""The module above this one that shows a profile live, by name."""
+"""The name of the module with the live view. It is imported by name because it belongs to a higher layer."""
 
 
 class ProfileFolder:
-    """A private folder into which the ranks of this machine write their traces; removed with this object."""
+    """A private folder for the traces of this machine's ranks. It is removed with this object."""
 
     def __init__(self) -> None:
         self.path = make_private_folder_for(self)
@@ -43,11 +43,11 @@ class ProfileFolder:
     def request(
         self, steps: int, seconds: float, *, memory: bool, samples: float = 0.0
     ) -> Callable[[int], ProfileRequest]:
-        """Return what creates a request with a number."""
+        """Return a function that creates the request with a given number."""
         return lambda number: ProfileRequest(number, steps, seconds, memory, str(self.path), self._token, samples)
 
     def traces(self, replies: Mapping[int, ProfileReply | str]) -> Traces:
-        """Return the traces of the replies; what arrives from other machines is written into the folder."""
+        """Return the traces in the replies. Traces from other machines are written to the folder."""
         found = Traces()
         for rank, reply in replies.items():
             if isinstance(reply, str):
@@ -69,10 +69,10 @@ class Traces:
     """The files of a profile.
 
     Attributes:
-        paths: By rank, the trace.
-        clocks: By rank, what to add to its times for the run's clock, in seconds.
+        paths: The trace of each rank.
+        clocks: The seconds to add to each rank's times to convert them to the run's clock.
         missing: By rank, why there is no trace.
-        read: By rank, what has been read already.
+        read: The traces that have been read, by rank.
     """
 
     paths: dict[int, Path] = field(default_factory=dict)
@@ -82,18 +82,18 @@ class Traces:
 
 
 class Profile(DocumentView):
-    """Recorded steps of ranks; as the last line of a cell, sentences, tables and the timeline.
+    """The recorded steps of some ranks. As the last line of a cell, it shows findings, tables and the timeline.
 
-    ``Run.profile`` returns one; ``Profile.load`` reads the files that ``save``, or torch's profiler, has written.
+    ``Run.profile`` returns a profile, and ``Profile.load`` reads files written by ``save`` or by torch's profiler.
 
     Args:
-        folder: What owns the files; None where they belong to the user.
+        folder: The owner of the files, or None if they belong to the user.
         traces: The files.
-        where: Returns the location of a frame, as "Cell In[7], line 12".
+        where: Returns the location of a frame, such as "Cell In[7], line 12".
 
     Attributes:
-        paths: By rank, the file of its trace.
-        missing: By rank, why there is no trace of it.
+        paths: The file with the trace of each rank.
+        missing: By rank, why there is no trace.
     """
 
     def __init__(self, folder: ProfileFolder | None, traces: Traces, where: Callable[[FrameInfo], str]) -> None:
@@ -109,19 +109,19 @@ class Profile(DocumentView):
 
     @classmethod
     def of(cls, paths: Mapping[int, str | Path]) -> Profile:
-        """Return the profile of traces by rank; the files belong to the caller.
+        """Return a profile of existing traces. The files still belong to the caller.
 
         Args:
-            paths: By rank, a file of torch's profiler.
+            paths: A file of torch's profiler for each rank.
         """
         return cls(None, Traces({rank: Path(path) for rank, path in paths.items()}), frame_location)
 
     @classmethod
     def written(cls, files: Iterable[tuple[int, str]]) -> list[Profile]:
-        """Return the profiles of traces that ranks have written, one for each folder, the oldest first.
+        """Return the profiles of traces that the ranks wrote: one for each folder, the oldest first.
 
         Args:
-            files: Rank and file of each trace; files that are gone, or unreadable, are in ``missing``.
+            files: Rank and file of each trace. Missing or unreadable files are listed in ``missing``.
         """
         folders: dict[Path, Traces] = {}
         times: dict[Path, float] = {}
@@ -140,13 +140,13 @@ class Profile(DocumentView):
 
     @classmethod
     def load(cls, *paths: str | Path) -> Profile:
-        """Read traces: files of torch's profiler, or folders with such files, as ``save`` writes them.
+        """Read files written by torch's profiler, or folders of such files, including those written by ``save``.
 
         Args:
-            paths: The files and folders; they stay, and belong to the caller.
+            paths: The files and folders. They are kept, and belong to the caller.
 
         Returns:
-            The profile; a trace whose rank another one has gets a higher number.
+            The profile. If several traces have the same rank, all but one get a new, higher rank number.
 
         Raises:
             FileNotFoundError: There is no such file, or no trace in the folder.
@@ -168,7 +168,7 @@ class Profile(DocumentView):
 
     @property
     def findings(self) -> list[Finding]:
-        """The sentences, those about most time first; each with its ranks, lines and seconds per step."""
+        """The findings, each with its ranks, lines and seconds per step. The most expensive comes first."""
         return self._analysis.findings
 
     @property
@@ -178,12 +178,12 @@ class Profile(DocumentView):
 
     @property
     def steps(self) -> int:
-        """How many steps were recorded, in the rank with the fewest."""
+        """The number of recorded steps, on the rank with the fewest."""
         return min((each.steps for each in self._analysis.facts.ranks), default=0)
 
     @property
     def seconds(self) -> float:
-        """The mean time of a step, of the recorded time where there was no step, in the slowest rank."""
+        """The mean time of a step on the slowest rank, or the whole recorded time if no step was recorded."""
         return max((each.step for each in self._analysis.facts.ranks), default=0.0)
 
     @property
@@ -192,25 +192,26 @@ class Profile(DocumentView):
         return self._analysis.timeline
 
     def ops(self) -> list[OpTime]:
-        """Return the operations by their own time, the longest first."""
+        """Return the operations, sorted by their own time, the longest first."""
         return self._analysis.ops
 
     def lines(self) -> list[LineSeconds]:
-        """Return the lines of your code by time, the longest first; from samples, 250 a second."""
+        """Return the lines of your code, sorted by time, the longest first. They are sampled 250 times a second."""
         return self._analysis.lines
 
     def peaks(self) -> dict[int, PeakMemory]:
-        """Return, by rank, the allocations at the peak of the recorded steps; of ``run.profile(memory=True)``."""
+        """Return each rank's allocations at the peak of the recorded steps; needs ``run.profile(memory=True)``."""
         return {trace.rank: peak_of(trace, self._analysis.samples[trace.rank]) for trace in self._analysis.traces}
 
     def save(self, folder: str | Path) -> list[Path]:
-        """Write the traces, for Perfetto, TensorBoard, HTA and ``Profile.load``: one file per rank, and one of all.
+        """Write a trace for each rank and one with all ranks, for Perfetto, TensorBoard, HTA and ``Profile.load``.
 
         Args:
-            folder: Created if needed; files of the same name are replaced.
+            folder: The folder, which is created if needed. Files with the same names are replaced.
 
         Returns:
-            The files: "rank0.pt.trace.json.gz" and so on; the last one is "all_ranks/merged.json.gz", on one clock.
+            The files: "rank0.pt.trace.json.gz" and so on. The last is "all_ranks/merged.json.gz", with all ranks on one
+            clock.
         """
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
@@ -219,7 +220,7 @@ class Profile(DocumentView):
             file = target / f"rank{rank}.pt.trace.json.gz"
             _compress(path, file)
             written.append(file)
-        merged = target / "all_ranks" / "merged.json.gz"  # HTA takes each file of a folder for a rank
+        merged = target / "all_ranks" / "merged.json.gz"  # HTA treats each file in a folder as a rank.
         merged.parent.mkdir(exist_ok=True)
         with gzip.open(merged, "wt", compresslevel=3) as stream:
             json.dump({"traceEvents": list(ChromeEvents(self.timeline).rows()), "displayTimeUnit": "ms"}, stream)
@@ -228,12 +229,12 @@ class Profile(DocumentView):
     # ---- as a document
 
     def document(self) -> Section:
-        """Return the sentences, a picture of the timeline and the tables."""
+        """Return the findings, a picture of the timeline and the tables."""
         picture = [Drawing(html=timeline_svg(self.timeline))] if self.paths else []
         return Section(key="profile", nodes=(self.summary(), *picture, self.tables()))
 
     def summary(self) -> Section:
-        """Return what was profiled, the sentences, and why ranks are missing."""
+        """Return a summary of the profile, the findings, and why ranks are missing."""
         sentences = Text(lines=tuple(self._sentences()), tone="list")
         return Section(key="summary", nodes=(Text(lines=(self._head(),)), sentences, Text(lines=tuple(self._notes()))))
 
@@ -274,13 +275,13 @@ class Profile(DocumentView):
         return table_of("lines", rows, code=True)
 
     def _ipython_display_(self) -> None:
-        """Show the live view where there are widgets; otherwise IPython shows the static form."""
+        """Show the live view if widgets are available. Otherwise IPython shows the static form."""
         shown = False
         if self.paths:
-            with suppress(Exception):  # a view that fails must not hide the findings
+            with suppress(Exception):  # An error in the view must not hide the findings.
                 shown = import_module(_VIEW).show(self)
         if not shown:
-            raise NotImplementedError  # IPython then asks for the text and the HTML
+            raise NotImplementedError  # IPython then shows the text and the HTML.
 
 
 def _compress(path: Path, file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Sentences about a run, and about ranks: the nodes that they are on, their states, their names."""
+"""Sentences about a run and its ranks: findings, nodes, states and names."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.state.run_state import RunView
 
 MAX_RANKS_CHARS = 72
-"""Characters of the ranks in one row."""
+"""Maximum number of characters for the ranks of one row."""
 
 
 # ---- what a run has shown, in sentences
 
 MAX_METRICS = 4
-"""Metrics that are named in one sentence."""
+"""Maximum number of metrics named in one sentence."""
 MAX_WARNINGS = 5
-"""Warnings of a run that are listed: the last ones."""
+"""Number of latest warnings that are listed."""
 
 
 def findings(run: RunView, seen: RunSnapshot) -> list[str]:
@@ -39,7 +39,7 @@ def latest_warnings(run: RunView) -> Sequence[str]:
 
 
 def left_out(run: RunView) -> str:
-    """Return a sentence about the metrics and lines that the run has not kept; "" if it has all of them."""
+    """Return a sentence about the metrics and lines that the run dropped, or "" if it kept all of them."""
     lost = {rank: count for rank, count in list(run.store.dropped.items()) if count}
     if not lost:
         return ""
@@ -48,7 +48,7 @@ def left_out(run: RunView) -> str:
 
 
 def not_finite(run: RunView) -> str:
-    """Return a sentence about the metrics that are NaN or infinite now, and the step at which the first became so."""
+    """Return a sentence about the metrics that are NaN or infinite now, and the step at which that began."""
     groups: dict[tuple[str, int], dict[str, list[int]]] = {}
     for (name, rank), (step, value) in list(run.store.not_finite.items()):
         kind = "NaN" if math.isnan(value) else "Infinite"
@@ -71,13 +71,13 @@ def _few(names: Sequence[str]) -> str:
 # ---- ranks by node, and their states in a few words
 
 MANY = 16
-"""Of more ranks than this, views show a summary per node and the outliers; the other ranks are folded."""
+"""With more ranks than this, views show a summary of each node and the outliers, and fold the other ranks."""
 _STATES = ("failed", "stopped", "starting", "running", "succeeded")
-"""In the order in which a summary lists them."""
+"""The order of states in a summary."""
 
 
 def by_node(ranks: Iterable[RankSnapshot]) -> dict[int, list[RankSnapshot]]:
-    """Return the ranks of each node, by its index."""
+    """Return the ranks of each node, by node index."""
     found: dict[int, list[RankSnapshot]] = {}
     for rank in ranks:
         found.setdefault(rank.node, []).append(rank)
@@ -85,7 +85,7 @@ def by_node(ranks: Iterable[RankSnapshot]) -> dict[int, list[RankSnapshot]]:
 
 
 def node_title(ranks: Sequence[RankSnapshot], *, several: bool) -> str:
-    """Return the name of a node, as "node 1 · worker-7".
+    """Return the name of a node, such as "node 1 · worker-7".
 
     Args:
         ranks: The ranks of the node.
@@ -97,7 +97,7 @@ def node_title(ranks: Sequence[RankSnapshot], *, several: bool) -> str:
 
 
 def state_counts(ranks: Iterable[RankSnapshot]) -> str:
-    """Return the number of ranks in each state, the worst first, as "1 failed, 7 running"."""
+    """Return the number of ranks in each state, the worst first, such as "1 failed, 7 running"."""
     counts = Counter(rank.state for rank in ranks)
     return ", ".join(f"{counts[state]:,} {state}" for state in sorted(counts, key=lambda s: (severity(s), s)))
 
@@ -108,7 +108,7 @@ def severity(state: str) -> int:
 
 
 def short_names(ranks: Iterable[int]) -> str:
-    """Return "0–5, 8", cut after ``MAX_NAMES`` characters."""
+    """Return rank numbers such as "0–5, 8", cut after ``MAX_RANKS_CHARS`` characters."""
     names = rank_names(ranks).partition(" ")[2]
     if len(names) <= MAX_RANKS_CHARS:
         return names
@@ -116,6 +116,6 @@ def short_names(ranks: Iterable[int]) -> str:
 
 
 def sum_known(values: Iterable[int | None]) -> int | None:
-    """Return the sum of the values that are known; None if none of them is."""
+    """Return the sum of the known values, or None if no value is known."""
     known = [value for value in values if value is not None]
     return sum(known) if known else None

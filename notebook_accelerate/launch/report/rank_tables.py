@@ -1,6 +1,6 @@
-"""The ranks of a run, their devices and the times of their steps, as tables.
+"""Tables of the ranks of a run, their devices and their step times.
 
-If there are many ranks, the tables list nodes, outliers and sums; the other ranks are folded or left out.
+With many ranks, the tables list nodes, outliers and sums, and the other ranks are folded or left out.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 SHOWN_NODES = 16
 SHOWN_RANKS = 12
 OTHERS = "others"
-"""The key of the group of all ranks that are not outliers. There may be thousands."""
+"""The key of the group with the ranks that are not outliers. There may be thousands of them."""
 JUST_NOW_SECONDS = 2.0
-"""A more recent message is shown as "just now": a number would only flicker."""
+"""The age of a more recent message is shown as "just now", because a number would only flicker."""
 
 Ranks = Sequence["RankSnapshot"]
 
@@ -48,7 +48,7 @@ class RankColumn:
     Attributes:
         title: Its title.
         cell: Returns the cell of a rank, or of the ranks of a group together.
-        numeric: Whether it has numbers.
+        numeric: Whether it contains numbers.
     """
 
     title: str
@@ -78,7 +78,7 @@ def _behind(ranks: Ranks) -> str:
 
 
 def _last_message(ranks: Ranks) -> str:
-    """Return how a rank ended; while ranks run, the age of the oldest last message."""
+    """Return how a single rank ended, or the age of the oldest of the ranks' last messages."""
     if len(ranks) == 1 and ranks[0].exit:
         return ranks[0].exit
     seconds = max(_known(ranks, "silence"), default=None)
@@ -110,7 +110,7 @@ COLUMNS: Mapping[str, RankColumn] = {
     "last": RankColumn("last message", _last_message),
     "exit": RankColumn("exit", _exit, numeric=False),
 }
-"""All columns, by name: each view chooses some."""
+"""All columns, by name. Each view selects some of them."""
 LIVE = ("state", "step", "behind", "rate", "loss", "cpu", "memory", "gpu", "gpu memory", "last")
 ENDED = ("pid", "state", "steps", "peak", "exit")
 ENDED_MANY = ("ranks", "state", "steps", "peak", "peaks", "exit")
@@ -145,11 +145,11 @@ def _figure(value: float | None) -> str:
 
 
 def live_ranks(ranks: Ranks, loss: str, *, with_others: bool = True) -> Table:
-    """Return the ranks with their figures of this moment.
+    """Return the ranks with their current figures.
 
     Args:
         ranks: All ranks of the run.
-        loss: The metric in the column of losses.
+        loss: The metric to show in the column of losses.
         with_others: Whether the rows of the group `OTHERS` are needed.
     """
     names = LIVE if has_gpu(ranks) else [name for name in LIVE if not name.startswith("gpu")]
@@ -161,8 +161,8 @@ def live_ranks(ranks: Ranks, loss: str, *, with_others: bool = True) -> Table:
 
 
 def ended_ranks(ranks: Ranks) -> Table:
-    """Return the ranks with the figures that remain after their end; of many ranks, nodes and states."""
-    ranks = [replace(rank, late=False) for rank in ranks]  # sentences name the late ranks
+    """Return the ranks with their final figures, or a summary by node and state if there are many ranks."""
+    ranks = [replace(rank, late=False) for rank in ranks]  # The report names late ranks in a sentence.
     if len(ranks) <= MANY:
         return rank_table(ranks, ENDED, caption="Ranks")
     columns = [COLUMNS[name] for name in ENDED_MANY]
@@ -174,7 +174,7 @@ def rank_table(ranks: Ranks, names: Sequence[str], caption: str) -> Table:
 
     Args:
         ranks: All ranks of the run.
-        names: The names of its columns in `COLUMNS`.
+        names: The keys of its columns in `COLUMNS`.
         caption: The caption of the table.
     """
     columns = [COLUMNS[name] for name in names]
@@ -203,7 +203,7 @@ def _node_rows(columns: Sequence[RankColumn], ranks: Ranks) -> list[Row]:
 
 
 def _outliers_first(columns: Sequence[RankColumn], ranks: Ranks, *, with_others: bool) -> list[Group]:
-    """Return nodes, outliers, and all other ranks behind folds."""
+    """Return the nodes and the outliers, and the other ranks behind folds."""
     nodes = _node_rows(columns, ranks)
     if len(nodes) > SHOWN_NODES:
         nodes.sort(key=lambda row: ("node dead", "node late", "node").index(row.tone))
@@ -224,7 +224,7 @@ def _outliers_first(columns: Sequence[RankColumn], ranks: Ranks, *, with_others:
 
 
 def _by_state(columns: Sequence[RankColumn], ranks: Ranks) -> list[Group]:
-    """Return nodes, and a row for each group of ranks with the same state and exit, the worst first."""
+    """Return the nodes, and a row for each group of ranks with the same state and exit, the worst first."""
     states: dict[tuple[str, str], list[RankSnapshot]] = {}
     for rank in ranks:
         states.setdefault((rank.state, rank.exit), []).append(rank)
@@ -237,7 +237,7 @@ def _by_state(columns: Sequence[RankColumn], ranks: Ranks) -> list[Group]:
 
 
 def outliers(ranks: Iterable[RankSnapshot]) -> list[RankSnapshot]:
-    """Return failed, silent and late ranks, the worst first."""
+    """Return the failed, silent and late ranks, the worst first."""
     found = [rank for rank in ranks if rank.state == "failed" or rank.late]
     return sorted(found, key=lambda r: (r.state != "failed", not r.silent, -r.behind, -(r.own_seconds or 0.0), r.rank))
 
@@ -249,7 +249,7 @@ def _rank_row(columns: Sequence[RankColumn], rank: RankSnapshot) -> Row:
 
 
 def _node_row(columns: Sequence[RankColumn], ranks: Ranks, *, several: bool) -> Row:
-    """Return the summary of one node: its slowest step and rate, mean loss and use, total memory."""
+    """Return the summary of a node: its slowest step and rate, its mean loss and utilisation, and its total memory."""
     late = [rank.rank for rank in ranks if rank.late]
     name = _name(node_title(ranks, several=several), f"{few_names(late).lower()} late" if late else "")
     cells = [column.cell(ranks) for column in columns]
@@ -267,7 +267,7 @@ def _tone(ranks: Ranks) -> str:
 # ---- step times
 
 SLOWEST_RANKS, SLOWEST_NODES = 8, 8
-"""Of many ranks, the number of step times that are shown, besides the mean."""
+"""The numbers of step times that are shown in addition to the mean if there are many ranks."""
 _NO_TIMES = "No step times yet: the steps of prepared optimizers are timed."
 _TIMES_NOTE = "Own work leaves out collectives and backward: a rank may wait for other ranks there."
 
@@ -284,7 +284,7 @@ class StepTime:
 
 
 def step_times(ranks: Ranks) -> list[StepTime]:
-    """Return the step time of each rank; of many ranks their mean, the slowest ranks, and the slowest nodes."""
+    """Return the step time of each rank, or with many ranks the mean, the slowest ranks and the slowest nodes."""
     measured = [rank for rank in ranks if rank.step_seconds]
     if len(measured) <= MANY:
         return [_rank_time(rank) for rank in measured]
@@ -307,7 +307,7 @@ def _mean_time(name: str, ranks: Ranks, *, late: bool = False) -> StepTime:
 
 
 def step_time_table(times: Sequence[StepTime]) -> Table:
-    """Return milliseconds per step and the share of each part."""
+    """Return a table of the milliseconds per step and the share of each part."""
     rows = [["rank", "ms per step", *PARTS]]
     for time in times:
         shares = [f"{100 * time.parts[part]:.0f} %" for part in PARTS]
@@ -347,13 +347,13 @@ def _bar(time: StepTime, longest: float) -> Markup:
 
 _DEVICES = "Devices: allocated, reserved and peak count the rank's own memory; use and in use count all processes"
 UUID_CHARS = 8
-"""Characters of an identity that distinguish the devices of a machine."""
+"""Number of characters of a UUID that distinguish the devices of a machine."""
 
 
 def device_table(ranks: Ranks) -> Table:
-    """Return a row for each rank and device, or with many ranks for each node.
+    """Return a row for each rank and device, or for each node if there are many ranks.
 
-    Columns without any known value are left out, such as the current figures after the end of the run.
+    Columns without a known value are left out, such as the current figures of a run that has finished.
     """
     rows = _node_devices(ranks) if len(ranks) > MANY else _devices(ranks)
     columns = [column for column in zip(*rows, strict=True) if set(column[1:]) != {"–"}]
@@ -380,11 +380,11 @@ def _node_devices(ranks: Ranks) -> Rows:
 
 
 def _device_figures(held: Sequence[RankDevice], ranks: Ranks) -> list[str]:
-    """Return model, use, allocated, reserved and peak memory, and the memory in use; a shared device is used once.
+    """Return model, utilisation, allocated, reserved and peak memory, and memory in use; shared devices count once.
 
     Args:
         held: Devices of the ranks.
-        ranks: The ranks. The current figures are those of the active ones.
+        ranks: The ranks. Only active ranks contribute to the current figures.
     """
     active = [rank for rank in ranks if rank.active]
     live = held if len(active) == len(ranks) else [device for rank in active for device in rank.devices]

@@ -1,4 +1,4 @@
-"""Documents as HTML and as text."""
+"""Rendering of documents as HTML and as text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class DocumentView(ABC):
 
     @abstractmethod
     def document(self) -> Section:
-        """Return what is displayed."""
+        """Return the document to display."""
 
     @property
     def html(self) -> Markup:
@@ -50,13 +50,13 @@ def html(node: Node, *, inline: bool = True) -> Markup:
 
     Args:
         node: The document.
-        inline: Whether attributes style it, for saved notebooks, instead of the style sheet of the panels.
+        inline: Whether to style it by attributes, for saved notebooks, rather than by the style sheet of the panels.
     """
     return _Html(inline).node(node)
 
 
 def text(node: Node) -> str:
-    """Return a document, or a part of one, as plain text: tables as aligned columns.
+    """Return a document, or a part of one, as plain text with aligned columns.
 
     Args:
         node: The document.
@@ -92,19 +92,19 @@ _ALIGNED = {
     "r": "text-align:right",
     "c": "text-align:left;white-space:nowrap;font-family:monospace",
 }
-"""The styles of columns of texts, numbers and code. Front ends align all cells to the right by default."""
+"""The styles of columns of text, numbers and code. Front ends align all cells to the right by default."""
 _LEFT: Attributes = {"style": _ALIGNED["l"]}
 MANY_ROWS = 100
-"""A table in a saved notebook that has more rows is aligned by a style sheet and leaves out the end tags of its cells.
+"""In saved notebooks, larger tables are aligned by a style sheet, and the end tags of their cells are omitted.
 
-It is then a third of the size. A style on each cell is preferred in smaller tables because it is also kept by front
-ends that remove style sheets, such as JupyterLab until the user trusts the notebook.
+This reduces their size to a third. Smaller tables have a style on each cell instead, because some front ends remove
+style sheets: JupyterLab does so until the user trusts the notebook.
 """
 _PRE = "font-family:monospace;white-space:pre-wrap;margin:0.3em 0"
 
 
 class _Html:
-    """Renders nodes.
+    """Renders nodes as HTML.
 
     Args:
         inline: See `html`.
@@ -168,7 +168,7 @@ class _Html:
         Args:
             group: The group.
             shown: The indices of the columns that are shown.
-            template: The tags of their cells, with %s for each content.
+            template: The tags of their cells, with %s in place of each content.
         """
         given = group.rows or ()
         columns = list(zip(*(row.cells for row in given), strict=True))
@@ -218,7 +218,7 @@ def _aligned_table(parts: Sequence[Markup], alignments: str) -> Markup:
 def _escaped(contents: Sequence[str]) -> list[str]:
     """Return texts as markup, and markup as it is."""
     if set(map(type, contents)) == {str}:
-        # Escape thousands of texts by one call. No text has the separator, which HTML does not allow, as a rule.
+        # One call for thousands of texts is much faster. HTML does not allow the separator, so texts rarely contain it.
         found = escape("\0".join(contents)).split("\0")
         if len(found) == len(contents):
             return found
@@ -254,7 +254,7 @@ def _plain_cell(cell: Cell) -> str:
         return element("span", cell.text, style=f"display:inline-block;min-width:5em;background:{bar}")
     if cell.colour < 0:
         return str(cell)
-    # The curves of later runs have the same colours, and are dashed.
+    # The colours repeat for later runs, whose curves are dashed.
     dot = "● " if cell.colour < len(COLOURS) else "○ "
     return join([element("span", dot, style=f"color:{COLOURS[cell.colour % len(COLOURS)]}"), str(cell)])
 
@@ -277,15 +277,15 @@ def _meter(cell: Cell, share: float) -> Markup:
 
 
 def state(status: str) -> Markup:
-    """Return a state as a word with a mark of its own shape and colour."""
+    """Return a state as a word, marked by a distinctive shape and colour."""
     return element("span", status.capitalize(), class_=f"na-state na-state-{status.replace(' ', '-')}")
 
 
 def badge(remark: str) -> Markup:
-    """Return a remark beside a name; "" for no remark."""
+    """Return a remark next to a name, or "" if there is no remark."""
     return element("span", remark, class_="na-badge") if remark else Markup()
 
 
 def swatch(part: int) -> Markup:
-    """Return the colour of a part of a step, for legends."""
+    """Return a patch with the colour of a part of a step, for legends."""
     return element("span", class_="na-swatch", style=f"background:var(--na-part-{part})")

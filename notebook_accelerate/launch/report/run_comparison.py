@@ -1,4 +1,4 @@
-"""The table of several runs: their states, arguments, differing settings, and last and best metrics."""
+"""A table of runs with their states, arguments, differing settings, and last and best metrics."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from notebook_accelerate.launch.report.markup import duration, number
 
 Value = bool | int | float | str | None
 MAX_ARGUMENTS, MAX_METRICS = 12, 8
-"""Columns of arguments, and metrics that have columns."""
+"""Maximum number of arguments and of metrics with a column."""
 _CAPTION = "Runs, the latest first; metrics are the last and the best values of the lowest rank"
 _HIDDEN_SETTINGS = ("env", "num_processes", "block", "panel", "use_port", "rdzv_conf", "tags", "output", "save", "name")
-"""Settings without a column: they do not affect the training, have another column, or may hold a secret."""
+"""Settings without a column, because they do not affect the training, have another column, or may contain a secret."""
 _DEFAULTS = {each.name: each.default for each in fields(LaunchConfig)}
 _HIGHER = re.compile(r"acc|f1|auc|bleu|rouge|reward|score|precision|recall|iou|psnr|ssim|r2", re.IGNORECASE)
 _LOWER = re.compile(r"loss|err|perplexity|ppl|mae|mse|nll|fid|(?:^|[/_])(?:wer|cer)", re.IGNORECASE)
@@ -35,19 +35,19 @@ class RunEntry:
         key: Identifies the run in later tables.
         run: Its number or its name.
         function: Name of the launched function.
-        state: Its status, or what holds it.
-        started: Seconds since the epoch; 0.0: not known.
-        seconds: How long it took, or has taken until now; None: not known.
-        ranks: Number of its ranks; None: not known.
+        state: Its status, or the reason why it is waiting.
+        started: When it was launched, in seconds since the epoch, or 0.0 if not known.
+        seconds: How long it has run, or None if not known.
+        ranks: Number of its ranks, or None if not known.
         settings: The settings of the launch that differ from their defaults.
         arguments: The arguments of the function, by parameter.
         last: The last value of each metric.
-        best: The best value of each metric; None: not known.
-        name: The name that its user gave it, if ``run`` is not a name.
-        step: Its last step; None: not known.
-        origin: The notebook or the folder that launched it; "": not known.
-        code: The commit of the code; "": not known.
-        colour: The index of its curves' colour; -1: it has no curves.
+        best: The best value of each metric, or None if not known.
+        name: The name that the user gave it, if ``run`` is a number.
+        step: Its last step, or None if not known.
+        origin: The notebook or folder that launched it, or "" if not known.
+        code: The commit of the code, or "" if not known.
+        colour: The index of the colour of its curves, or -1 if it has no curves.
         tone: The tone of its row.
         actions: The buttons of its row.
     """
@@ -77,7 +77,7 @@ def runs_table(entries: Sequence[RunEntry], empty: str = "", *, sortable: bool =
 
     Args:
         entries: The runs, the oldest first.
-        empty: Shown instead of a table without runs.
+        empty: The text to show if there are no runs.
         sortable: Whether a live table sorts and filters the rows.
     """
     columns = list(_columns(entries))
@@ -114,7 +114,7 @@ class _Column:
         title: Its title.
         kind: Its kind; see `Column`.
         cells: The cell of each run.
-        values: What its cells are sorted by.
+        values: The sort key of each run.
     """
 
     title: str
@@ -124,15 +124,15 @@ class _Column:
 
     @property
     def order(self) -> Iterator[float | str | None]:
-        """The values, with None, which is sorted last, for those that are neither numbers nor texts."""
+        """The sort keys, with None, which comes last, in place of values that are neither numbers nor texts."""
         for value in self.values:
-            # A file may have an integer that is too large for a float, which math.isnan refuses.
+            # math.isnan raises for an integer that is too large for a float, which a file may contain.
             is_nan = isinstance(value, float) and math.isnan(value)
             yield value if isinstance(value, (int, float, str)) and not is_nan else None
 
 
 def _columns(runs: Sequence[RunEntry]) -> Iterator[_Column]:
-    """Yield the columns of these runs; arguments that differ come before those that do not."""
+    """Yield the columns of these runs. Arguments that differ come before arguments that are equal."""
     names = [str(one.run) if one.colour < 0 else Cell(text=str(one.run), colour=one.colour) for one in runs]
     yield _Column("run", "run", names, [one.run for one in runs])
     yield _text("function", [one.function for one in runs])
@@ -175,13 +175,13 @@ def _states(states: Sequence[str]) -> _Column:
 
 
 def _starts(runs: Sequence[RunEntry]) -> list[str]:
-    """Return the time of each launch; for a launch on another day, its date and time."""
+    """Return the time of each launch, with the date if it was on another day."""
     today = datetime.now().date()
 
     def text(started: float) -> str:
         try:
             launch = datetime.fromtimestamp(started)
-        except (ValueError, OverflowError, OSError):  # A file may have any number.
+        except (ValueError, OverflowError, OSError):  # A file may contain any number.
             return ""
         if launch.date() == today:
             return launch.time().isoformat("seconds")
@@ -191,7 +191,7 @@ def _starts(runs: Sequence[RunEntry]) -> list[str]:
 
 
 def _joined(tags: object) -> str:
-    # A file may have any value.
+    # A file may contain any value.
     return ", ".join(map(str, tags)) if isinstance(tags, list | tuple) else str(tags)
 
 
@@ -209,10 +209,10 @@ def _argument(name: str, values: Sequence[object]) -> _Column:
 
 
 def _settings(runs: Sequence[RunEntry]) -> Iterator[_Column]:
-    """Yield the settings that are not the same in all runs."""
+    """Yield a column for each setting that differs among the runs."""
     names = dict.fromkeys(name for one in runs for name in one.settings)
     for name in names:
-        if name in _DEFAULTS and name not in _HIDDEN_SETTINGS:  # A file may have any name.
+        if name in _DEFAULTS and name not in _HIDDEN_SETTINGS:  # A file may contain any name.
             texts = [_setting(one.settings.get(name, _DEFAULTS[name])) for one in runs]
             if len(set(texts)) > 1:
                 yield _text(name, texts)

@@ -1,4 +1,4 @@
-"""The report of a run as static HTML and as text, for the saved notebook."""
+"""The report of a run as static HTML and as text, for saved notebooks and terminals."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry import RankFailure, Store
 
 MAX_TRACES = 256
-"""Profiler traces that are listed."""
+"""Maximum number of profiler traces that are listed."""
 _SPARK = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 24
 _PACKAGES = ("notebook-accelerate", "torch", "numpy", "ipykernel", "ipywidgets")
 
-# Mid-tones, legible on light and dark backgrounds.
+# These mid-tones are legible on light and dark backgrounds.
 _STATE_COLOURS = {"succeeded": "#2a9a68", "failed": "#d64545", "stopped": "#8a8a8a", "lost": "#c4881c"}
 _OTHER_STATES = "#3b82d6"
 _STATE = "border:1px solid {0};border-radius:1em;color:{0};font-weight:600;margin-right:0.6em;padding:0.1em 0.7em"
 _UNFOLDED = ".notebook-accelerate-report details::details-content { content-visibility: visible; }"
 _PRINT_STYLE = Markup(f"<style>@media print {{ {_UNFOLDED} }}</style>")
-"""Folds cannot be opened on paper or in a PDF."""
+"""Unfolds everything in print, because folds cannot be opened on paper or in a PDF."""
 _PRE = "font-family:monospace;white-space:pre-wrap;margin:0.3em 0"
 
 
 class Report(DocumentView):
-    """The report of a run; each property reads the run's present state.
+    """The report of a run. Each property reads the current state of the run.
 
     Attributes:
         run: The run.
@@ -58,7 +58,7 @@ class Report(DocumentView):
         self.run = run
 
     def document(self) -> Section:
-        """Return the run's present state: what happened, its curves, and tables behind folds."""
+        """Return the current state of the run: its outcome, its curves, and tables behind folds."""
         run = self.run
         seen = RunWatcher(run).snapshot(steady_time.now())
         folds = [
@@ -82,7 +82,10 @@ class Report(DocumentView):
         return Section(key="report", nodes=nodes)
 
     def _fold(self, table: Table, *, is_setup: bool = False) -> Section:
-        """Return a table behind a fold. While the run lasts, updates close what the user opens: most are open then."""
+        """Return a table behind a fold.
+
+        While the run lasts, most folds are open, because each update would close a fold that the user has opened.
+        """
         is_open = self.run.ended is None and not is_setup
         return Section(key=table.key, title=table.caption, nodes=(replace(table, caption=""),), open=is_open)
 
@@ -93,7 +96,7 @@ class Report(DocumentView):
         return Section(key="sharding", title=title, nodes=nodes, open=self.run.ended is None)
 
     def error_lines(self, error: WorkerError) -> list[str]:
-        """Return the lines that a failed cell shows: the failures at their cell lines, then the error's first line.
+        """Return the lines that a failed cell shows: the failures with their cell lines, then the error's first line.
 
         Args:
             error: The run's error.
@@ -114,14 +117,14 @@ def _head(run: RunView) -> Drawing:
 
 
 def _error_text(run: RunView) -> str:
-    """Return the failures, or the error of a run without any, as the last lines of the text: next to the prompt."""
+    """Return the failures, or else the error. They are the last lines of the text, next to the prompt."""
     if run.failures:
         return "\n".join(failures.failure_lines(run.failures))
     return str(run.error) if run.error is not None else ""
 
 
 def _curves_html(run: RunView) -> Markup:
-    """Return the curves of the logged metrics; if nothing was logged, those of the automatic metrics."""
+    """Return the curves of the logged metrics, or of the automatic metrics if nothing was logged."""
     failed = [failure.rank for failure in run.failures]
     source = Source(run.store, run.started, chosen=failed, automatic=run.config.automatic_metrics)
     more = len(shown_names([source])) - svg_curves.MAX_IMAGES
@@ -133,7 +136,7 @@ def _curves_html(run: RunView) -> Markup:
 
 
 def metric_table(run: RunView) -> Table:
-    """Return the metrics: their numbers of points, their first and last values, and their range."""
+    """Return a table of the metrics: number of points, first and last value, and range."""
     rows = [["metric", "points", "first", "last", "min", "max", "curve"]]
     for name, series in run.metrics.items():
         values = series.values
@@ -146,11 +149,11 @@ def metric_table(run: RunView) -> Table:
     if len(rows) > svg_curves.MAX_IMAGES + 1:
         return table
     *columns, curve_column = table.columns
-    return replace(table, columns=(*columns, replace(curve_column, text_only=True)))  # HTML shows the images
+    return replace(table, columns=(*columns, replace(curve_column, text_only=True)))  # HTML shows the images instead.
 
 
 def attempt_table(run: RunView) -> Table:
-    """Return the attempts of a run, if there was more than one."""
+    """Return a table of the attempts of a run, which is empty if there was only one."""
     rows = [["attempt", "started", "seconds", "outcome"]]
     for attempt in run.attempts if len(run.attempts) > 1 else ():
         started = datetime.fromtimestamp(attempt.started).strftime("%H:%M:%S")
@@ -160,13 +163,13 @@ def attempt_table(run: RunView) -> Table:
 
 
 def trace_table(store: Store) -> Table:
-    """Return rank, path and size of each profiler trace."""
+    """Return a table with the rank, path and size of each profiler trace."""
     rows = [[str(rank), path, byte_size(size)] for rank, path, size in store.traces()[:MAX_TRACES]]
     return table_of("traces", [["rank", "trace", "size"], *rows], caption="Profiler traces (Chrome trace format)")
 
 
 def setup(run: RunView) -> tuple[Table, Table, Table]:
-    """Return how the run was launched, its configuration and its environment."""
+    """Return tables of the launch, the configuration and the environment of a run."""
     return (
         table_of("launch", launch_rows(run), caption="Launch", pairs=True),
         table_of("configuration", config_rows(run), caption="Configuration", pairs=True),
@@ -175,7 +178,7 @@ def setup(run: RunView) -> tuple[Table, Table, Table]:
 
 
 def launch_rows(run: RunView) -> Rows:
-    """Return the plan of a run, and the remarks of its launch."""
+    """Return the plan of a run, and the remarks made at its launch."""
     rows = [["launch", "value"]]
     if (plan := run.plan) is not None:
         is_part = plan.node or plan.world_size != plan.num_processes
@@ -189,7 +192,7 @@ def launch_rows(run: RunView) -> Rows:
 
 
 def config_rows(run: RunView) -> Rows:
-    """Return the settings of a run; of ``env`` and ``rdzv_conf`` only the names, since a value may be a secret."""
+    """Return the settings of a run. ``env`` and ``rdzv_conf`` show only names, because a value may be a secret."""
     rows = [["setting", "value"]]
     for name, value in run.config.non_default().items():
         rows.append([name, ", ".join(value) if name in ("env", "rdzv_conf") else format_setting(value)])
@@ -198,12 +201,12 @@ def config_rows(run: RunView) -> Rows:
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    """Look up once: reading the metadata takes 6 ms, and a launch shows its report several times."""
+    """Return the versions of the packages, which are cached because reading the metadata takes 6 ms."""
     return {name: version for name in _PACKAGES if (version := installed_version(name)) is not None}
 
 
 def environment() -> dict[str, str]:
-    """Return the versions and the machine of this process, by their names in the report."""
+    """Return the versions and the machine of this process, by the names that the report uses."""
     found = {"python": f"{platform.python_version()} on {platform.platform()}", **_versions()}
     torch = sys.modules.get("torch")
     if torch is not None and getattr(torch, "version", None) is not None and torch.version.cuda:
@@ -220,7 +223,7 @@ def environment_rows(run: RunView) -> Rows:
 
 
 def errors_html(run: RunView) -> Markup:
-    """Return why a run did not succeed, with a link to the page on its error; "" without an error."""
+    """Return why a run did not succeed, with a link to the documentation of its error, or "" if there is no error."""
     error = run.error
     if error is None:
         return Markup("")
@@ -232,7 +235,7 @@ def errors_html(run: RunView) -> Markup:
 
 
 def failures_html(found: Sequence[RankFailure]) -> Markup:
-    """Return the failures as HTML, one block per group of ranks that failed in the same way, the first one open."""
+    """Return the failures as HTML: a block for each group of ranks that failed in the same way, the first one open."""
     blocks = []
     for position, group in enumerate(failures.grouped(list(found))):
         lines = failures.failure_lines(group)
@@ -245,7 +248,7 @@ def failures_html(found: Sequence[RankFailure]) -> Markup:
 
 
 def sparkline(values: Sequence[float] | np.ndarray) -> str:
-    """Return a curve of at most 24 characters; each is the mean of its share of the finite values.
+    """Return a curve of at most 24 characters. Each shows the mean of a section of the finite values.
 
     Args:
         values: Numbers, float64, shape (n,).
@@ -253,7 +256,7 @@ def sparkline(values: Sequence[float] | np.ndarray) -> str:
     import numpy as np
 
     found = np.asarray(values, dtype=float)
-    finite = found[np.isfinite(found)] / 64  # so that no sum or difference overflows
+    finite = found[np.isfinite(found)] / 64  # Scale down, so that no sum or difference overflows.
     if not len(finite):
         return ""
     width = min(_SPARK_WIDTH, len(finite))
@@ -262,6 +265,6 @@ def sparkline(values: Sequence[float] | np.ndarray) -> str:
     counts = np.diff(cuts)
     means = np.add.reduceat(finite / np.repeat(counts, counts), cuts[:-1])
     low, high = means.min(), means.max()
-    # Half of each: the span of numbers near the largest float64 would overflow.
+    # Halve both numbers: the span of numbers near the largest float64 would overflow.
     scale = (len(_SPARK) - 1) / (high / 2 - low / 2) if high > low else 0.0
     return "".join(_SPARK[round(float((mean / 2 - low / 2) * scale))] for mean in means)

@@ -1,4 +1,4 @@
-"""A run at one moment, as reports and panels show it: numbers and sentences, without markup."""
+"""Snapshots of a run for reports and panels: numbers and sentences, without markup."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry.rank_devices import RankDevice
 
 RATE_SECONDS = 10.0
-"""Rates are measured over this many last seconds."""
+"""Seconds over which rates are measured."""
 HISTORY = 60
-"""Samples of a rank's processor use that the strip draws: a minute."""
+"""Number of samples of a rank's CPU use that the strip of resources draws, which cover a minute."""
 SILENT_SECONDS = 10.0
-"""A running rank that sends nothing for longer is silent."""
+"""A running rank that sends nothing for longer than this is silent."""
 SETTLE_SECONDS = 2.0
-"""Before that the ranks' pace is not known, and so neither is how many steps mean that a rank is behind."""
+"""Seconds after the first step during which no rank counts as behind, because the rates are not yet known."""
 
 
 @dataclass  # not frozen: there may be thousands of ranks, and creation would take four times as long
 class RankSnapshot:
-    """One rank at one moment. None means that a value is not known."""
+    """A snapshot of one rank. None means that a value is not known."""
 
     rank: int
     state: str
@@ -51,25 +51,25 @@ class RankSnapshot:
 
     @property
     def gpu(self) -> float | None:
-        """Mean utilisation of its devices in percent, by all processes."""
+        """Mean utilisation of its devices by all processes, in percent."""
         known = [device.percent for device in self.devices if device.percent is not None]
         return sum(known) / len(known) if known and self.active else None
 
     @property
     def gpu_memory(self) -> int | None:
-        """Memory that it has reserved on its devices; after its end, the most that it had allocated."""
+        """Memory that it has reserved on its devices, or its peak allocation after it has exited."""
         if not self.devices:
             return None
         return sum(device.reserved if self.active else device.peak for device in self.devices)
 
     @property
     def active(self) -> bool:
-        """Whether it has not ended."""
+        """Whether it is starting or running."""
         return self.state in ("starting", "running")
 
     @property
     def silent(self) -> bool:
-        """Whether it has sent nothing for longer than a running rank should."""
+        """Whether it has sent nothing for more than `SILENT_SECONDS`."""
         return self.silence is not None and self.silence > SILENT_SECONDS
 
 
@@ -78,14 +78,14 @@ class Progress:
     """The progress of all ranks.
 
     Attributes:
-        share: From 0 to 1; None: no total is known.
+        share: From 0 to 1, or None if the total is not known.
         step: The step that every rank has reached.
-        total: The number of all steps; None: not known.
+        total: The number of all steps, or None if not known.
         rate: Steps per second.
-        left: Seconds to the end.
+        left: Estimated seconds until the end.
         label: The name of the counted unit, such as step.
-        epoch: The pass over a prepared loader in which every rank trains, from 1; None: not known.
-        of_epoch: Whether share, step, total and left are of this epoch.
+        epoch: The epoch of the rank that is furthest behind, counted from 1, or None if not known.
+        of_epoch: Whether share, step, total and left refer to this epoch.
     """
 
     share: float | None
@@ -100,7 +100,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """A run at one moment."""
+    """A snapshot of a run."""
 
     status: str
     elapsed: float
@@ -113,14 +113,14 @@ class RunSnapshot:
 
 @dataclass
 class _Counter:
-    """The latest readings of a counter, for its rate."""
+    """The latest readings of a counter, used to compute its rate."""
 
     readings: deque[tuple[float, int]] = field(default_factory=deque)
 
     def rate(self, now: float, count: int | None) -> float | None:
         if count is None:
             return None
-        if self.readings and count < self.readings[-1][1]:  # a new epoch, a new attempt
+        if self.readings and count < self.readings[-1][1]:  # The counter restarts with a new epoch or attempt.
             self.readings.clear()
         self.readings.append((now, count))
         while len(self.readings) > 2 and self.readings[1][0] < now - RATE_SECONDS:
@@ -130,7 +130,7 @@ class _Counter:
 
 
 class RunWatcher:
-    """Makes snapshots of a run; keeps a few readings per rank and nothing else.
+    """Takes snapshots of a run. It keeps only a few readings of each rank.
 
     Args:
         run: The run.
@@ -147,7 +147,7 @@ class RunWatcher:
         self._paused: frozenset[int] = frozenset()
 
     def snapshot(self, now: float) -> RunSnapshot:
-        """Return the run's state at ``now``, in seconds since the epoch."""
+        """Return a snapshot of the run at ``now``, in seconds since the epoch."""
         run = self.run
         infos = run.ranks
         steps = [info.last_step for info in infos if info.last_step is not None and info.last_step >= 0]
@@ -172,7 +172,7 @@ class RunWatcher:
                 self.processor.setdefault(rank, deque(maxlen=HISTORY)).append(event.cpu_percent)
 
     def _step_time(self, rank: int) -> tuple[dict[str, float], int, float]:
-        """Return the seconds by part of the rank's latest steps, the number of those steps, and its own seconds."""
+        """Return the seconds of each part of the rank's latest steps, the number of steps, and its own seconds."""
         store = self.run.store
         latest, known = store.latest_step_time(rank), self._parts.get(rank)
         if latest is None:
@@ -233,7 +233,7 @@ class RunWatcher:
         return Progress(share, step, total or None, rate, left, label, min(epochs, default=None))
 
     def _progress_of_steps(self, ranks: list[RankSnapshot]) -> Progress:
-        """Return the progress of optimizer steps: through the epoch if a prepared loader has a length."""
+        """Return the progress in optimizer steps, relative to the epoch if a prepared loader has a length."""
         reached = min((rank.step for rank in ranks if rank.step is not None), default=None)
         rate = min((rank.rate for rank in ranks if rank.rate is not None), default=None)
         epochs = list(self.run.store.epochs.values())
@@ -248,7 +248,7 @@ class RunWatcher:
 
 
 def status(run: RunView) -> str:
-    """Return the run's status, or what holds a run that is running: one of `HELD`."""
+    """Return the run's status, or one of `HELD` if a running run is waiting."""
     if run.status != "running":
         return run.status
     if run.stall is not None:
@@ -262,11 +262,11 @@ def status(run: RunView) -> str:
 
 
 HELD = ("stuck", "at breakpoint", "waits for input", "paused")
-"""The states of a run that is running, and whose steps wait."""
+"""The states of a running run that makes no steps."""
 
 
 def loss_name(run: RunView) -> str:
-    """Return the metric that is most likely the training loss, else the first one; "" without any."""
+    """Return the metric that is most likely the training loss, or the first metric, or "" if there are no metrics."""
     names = run.store.metric_names()
     likely = [name for name in names if "loss" in name.lower()]
     training = [name for name in likely if "val" not in name.lower() and "test" not in name.lower()]
@@ -278,7 +278,7 @@ def loss_name(run: RunView) -> str:
 SLOW = 1.25
 """A rank whose own work takes this many times the others' median is a straggler."""
 MAX_NAMED = 60
-"""Characters of the ranks in one sentence."""
+"""Maximum number of characters for the ranks in a sentence."""
 
 
 def _verdict(ranks: list[RankSnapshot], *, active: bool, settled: bool) -> tuple[set[int], str]:
@@ -287,9 +287,9 @@ def _verdict(ranks: list[RankSnapshot], *, active: bool, settled: bool) -> tuple
         return set(), ""
     late: set[int] = set()
     sentences = []
-    # The ranks of an ended run stopped at different steps: only the step times that they measured still count.
+    # The ranks of a finished run stop at different steps, so only their step times are compared.
     own = {rank.rank: rank.own_seconds for rank in ranks if rank.own_seconds is not None}
-    slow = stragglers(own) if len(own) == len(ranks) else _NONE  # of ranks that have all measured their own
+    slow = stragglers(own) if len(own) == len(ranks) else _NONE  # only if all ranks have measured it
     for found, text in (slow, _behind(ranks) if active and settled else _NONE):
         late |= found
         sentences += [text] if text else []
@@ -307,7 +307,7 @@ _NONE: tuple[set[int], str] = (set(), "")
 
 
 def _behind(ranks: list[RankSnapshot]) -> tuple[set[int], str]:
-    """Return the ranks that are steps behind; less than a second of steps does not count: ranks report in batches."""
+    """Return the ranks that are more than a second of steps behind. They report in batches, so less means nothing."""
     pace = max((rank.rate or 0.0 for rank in ranks), default=0.0)
     least = max(3.0, 0.02 * max((rank.step or 0 for rank in ranks), default=0), pace)
     far = {rank.rank: rank.behind for rank in ranks if rank.step is not None and rank.behind >= least}
@@ -323,7 +323,7 @@ def stragglers(own: Mapping[int, float]) -> tuple[set[int], str]:
     """Return the ranks whose own work takes longer than the others', and a sentence with the evidence.
 
     Args:
-        own: By rank, the seconds per step in which it cannot have waited for others.
+        own: By rank, the seconds per step that it cannot have spent waiting for other ranks.
     """
     if len(own) < 2:
         return set(), ""

@@ -1,4 +1,4 @@
-"""What ranks spent their time on while they were sampled: lines by time, and a flame graph over ranks."""
+"""Results of sampling ranks: the lines that take the most time, a flame graph, and the contents of memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from notebook_accelerate.telemetry.tracebacks import is_user_code
 
 WIDTH, ROW = 900, 18
 LEAST_SHARE = 0.003
-"""Frames with a smaller share of the time are not drawn."""
+"""Frames with a smaller share of the time than this are not drawn."""
 DIFFERENT_SHARE = 0.1
-"""A frame whose share differs by so much among ranks has another colour."""
+"""A frame whose share differs by at least this much among the ranks has another colour."""
 MAX_LINES = 15
 MAX_DRAWN_DEPTH = 60
 STRONG_SHARE = 0.5
-"""A frame whose share differs by so much has the strongest colour."""
-# Legible on light and dark backgrounds, with the same dark ink on them.
+"""A frame whose share differs by at least this much has the strongest colour."""
+# These colours are visible on light and dark backgrounds, and dark text is legible on them.
 _LIBRARY, _USER, _DIFFERENT = "#e0cda8", "#a9c9ea", "#e8694f"
 _INK = "#1c1c1c"
 _NARROW, _WIDE = frozenset("ijlrtfI.,:;'|!()[]· "), frozenset("mwMW@%")
@@ -35,12 +35,12 @@ _NARROW, _WIDE = frozenset("ijlrtfI.,:;'|!()[]· "), frozenset("mwMW@%")
 
 @dataclass(frozen=True)
 class LineTime:
-    """The time of one line: that of the line itself, and of the functions of libraries that it called.
+    """The time of one line, including the library functions that it called.
 
     Attributes:
-        place: File and line, as "Cell In[7], line 3".
+        place: The file and line, such as "Cell In[7], line 3".
         function: Its function.
-        source: The line's text; "" if unknown.
+        source: The text of the line, or "" if unknown.
         shares: By rank, its share of the time that the rank was sampled, from 0 to 1.
     """
 
@@ -51,7 +51,7 @@ class LineTime:
 
     @property
     def share(self) -> float:
-        """The mean share of all sampled ranks."""
+        """The mean share over all sampled ranks."""
         return sum(self.shares.values()) / max(1, len(self.shares))
 
 
@@ -63,7 +63,7 @@ class _Node:
 
 
 class Samples(DocumentView):
-    """The stacks of ranks that were sampled; as the last line of a cell, a flame graph and the lines by time.
+    """The sampled stacks of ranks. As the last line of a cell, they are shown as a flame graph and a table of lines.
 
     Args:
         replies: The reply of each rank, or why there is none.
@@ -71,7 +71,7 @@ class Samples(DocumentView):
 
     Attributes:
         seconds: By rank, how long it was sampled.
-        missing: By rank, why there are no samples of it.
+        missing: By rank, why there are no samples.
     """
 
     def __init__(self, replies: Mapping[int, SampleReply | str], name_place: Callable[[FrameInfo], str]) -> None:
@@ -81,7 +81,7 @@ class Samples(DocumentView):
         self.seconds = {rank: reply.seconds for rank, reply in self._replies.items()}
 
     def lines(self) -> list[LineTime]:
-        """Return the lines of the user's code by time, the longest first.
+        """Return the lines of the user's code, sorted by time, the longest first.
 
         The time of a stack counts for its innermost line outside installed libraries.
         """
@@ -106,7 +106,7 @@ class Samples(DocumentView):
     # ---- as a document
 
     def document(self) -> Section:
-        """Return a flame graph and the lines by time."""
+        """Return a flame graph and the table of lines."""
         notes = Text(lines=tuple(f"{rank_names([rank])} was not sampled: {why}" for rank, why in self.missing.items()))
         if not self._replies:
             return Section(key="samples", nodes=(notes,))
@@ -115,7 +115,7 @@ class Samples(DocumentView):
         return Section(key="samples", nodes=(drawing, self._table(), notes))
 
     def _table(self) -> Table:
-        """Return the lines by time; a share is also drawn as a bar."""
+        """Return the table of lines. Each share is also drawn as a bar."""
         titles = ["line", "function", *(f"rank {rank}" for rank in self._replies), "code"]
         kinds = ["text", "text", *["number"] * len(self._replies), "code"]
         columns = [
@@ -142,11 +142,11 @@ class Samples(DocumentView):
         return element("p", *(element("span", part, style=_ENTRY) for part in (self._sampled(), *entries)))
 
     def flame_graph(self) -> Markup:
-        """Return a flame graph as SVG: a bar per frame, as wide as the ranks' mean share, callers above callees.
+        """Return a flame graph as SVG. The width of a frame's bar is the ranks' mean share, and callers are on top.
 
-        Bars of the user's code are blue with bold text, those of libraries brown. The more the share of a bar differs
-        among ranks, from 10 % of the time, the redder it is. The callees of a frame are in the order of its lines;
-        each bar tells its place and shares.
+        Bars of the user's code are blue with bold text, and bars of libraries are brown. A bar whose share differs by
+        at least 10 % of the time among the ranks is redder the more it differs. The callees of a frame are in the
+        order of its lines. The title of each bar is its place and shares.
         """
         bars: list[Markup] = []
         depth = self._draw(self._tree(), 0.0, 0, bars)
@@ -173,7 +173,7 @@ class Samples(DocumentView):
         return roots
 
     def _draw(self, level: Mapping[tuple[str, int, str], _Node], left: float, depth: int, bars: list[Markup]) -> int:
-        """Add the bars of a level and those below; return the depth of the lowest."""
+        """Add the bars of a level and of the levels below it, and return the depth of the lowest level."""
         deepest = depth
         for node in sorted(level.values(), key=lambda node: node.place):
             share = sum(node.shares.values()) / len(self._replies)
@@ -214,7 +214,7 @@ _ENTRY = "margin-right:16px;white-space:nowrap"
 
 
 def _colour(base: str, difference: float) -> str:
-    """Return the colour of a bar, the redder, the more its shares differ."""
+    """Return the colour of a bar, which is redder the more its shares differ."""
     if difference < DIFFERENT_SHARE:
         return base
     part = 0.3 + 0.7 * min(1.0, (difference - DIFFERENT_SHARE) / (STRONG_SHARE - DIFFERENT_SHARE))
@@ -223,7 +223,7 @@ def _colour(base: str, difference: float) -> str:
 
 
 def _fitted(text: str, room: float, scale: float) -> str:
-    """Return a text of 11 px, shortened to so many pixels; "" if less than three letters are left."""
+    """Return a text of 11 px, shortened to a number of pixels, or "" if fewer than three letters are left."""
     width = 0.0
     for place, letter in enumerate(text):
         width += scale * (3.6 if letter in _NARROW else 9.6 if letter in _WIDE else 6.7)
@@ -238,7 +238,7 @@ def _place(reply: SampleReply, index: int) -> tuple[str, int, str]:
     return filename, line, function
 
 
-# ``RunMemory``: what the memory of ranks holds, and what would fit.
+# ``RunMemory``: the contents of the ranks' memory, and what else would fit.
 
 MAX_ROWS = 12
 _ESTIMATED = {
@@ -248,19 +248,19 @@ _ESTIMATED = {
 
 
 class RunMemory(DocumentView):
-    """What the memory of ranks holds; as the last line of a cell, tables.
+    """The contents of the ranks' memory. As the last line of a cell, they are shown as tables.
 
     Args:
         replies: The report of each rank, or why there is none.
-        profile: One recorded step with its allocations; None: none.
-        estimate: What ``estimate_memory`` has returned; None: nothing to compare with.
-        world: The number of ranks of this machine, which share its memory.
+        profile: A recorded step with its allocations, or None.
+        estimate: The result of ``estimate_memory`` to compare with, or None.
+        world: The number of ranks that share the memory of this machine.
         where: Returns the location of a frame.
 
     Attributes:
-        reports: By rank, the report.
-        missing: By rank, why there is none.
-        peaks: By rank, the allocations of one step at its peak.
+        reports: The report of each rank.
+        missing: By rank, why there is no report.
+        peaks: By rank, the allocations at the peak of a step.
     """
 
     def __init__(
@@ -279,18 +279,18 @@ class RunMemory(DocumentView):
                 self.reports[rank]["activations at the peak"] = peak.nbytes
 
     def bytes(self, rank: int) -> dict[str, int]:
-        """Return the bytes of a rank by what they are.
+        """Return the bytes of a rank by kind.
 
         Args:
             rank: Global index.
 
         Raises:
-            KeyError: There is no report of this rank; ``missing`` says why.
+            KeyError: There is no report of this rank. ``missing`` has the reason.
         """
         return dict(memory_rows(self.reports[rank]))
 
     def fits(self) -> list[str]:
-        """Return what would fit, a sentence each; empty where no step was recorded."""
+        """Return sentences about what would fit, or an empty list if no step was recorded."""
         found: list[str] = []
         for rank, report in self.reports.items():
             parts = self.bytes(rank)
@@ -302,7 +302,7 @@ class RunMemory(DocumentView):
         return found
 
     def document(self) -> Section:
-        """Return what would fit, and tables of parts, modules, variables and lines."""
+        """Return the sentences about what would fit, and tables of parts, modules, variables and lines."""
         tables = (self._part_table(), self._module_table(), self._variable_table(), self._line_table())
         return Section(key="memory", nodes=(Text(lines=tuple(self._sentences())), *tables))
 
@@ -320,9 +320,9 @@ class RunMemory(DocumentView):
         return table_of("parts", rows)
 
     def _compared(self) -> tuple[str, dict[str, int]]:
-        """Return the last column: the estimate, else what parameters and optimizers ask for, if all ranks say the same.
+        """Return the last column: the estimate, or the expected bytes if they are equal on all ranks.
 
-        Ranks with parts of a model expect different numbers of bytes.
+        Ranks that hold different parts of a model expect different numbers of bytes.
         """
         if self._estimate:
             known = {_ESTIMATED[name]: nbytes for name, nbytes in self._estimate.items() if name in _ESTIMATED}

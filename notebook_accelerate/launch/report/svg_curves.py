@@ -25,14 +25,15 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 460, 210
 LEFT, RIGHT, TOP, BOTTOM = 58, 10, 30, 26
 DIGIT = 6.4
-"""Width of a digit of a label."""
+"""Width of a digit in a label, in pixels."""
 POINTS = 400
 MAX_IMAGES = 24
-"""Metrics with an image: a saved notebook stores every image."""
+"""Maximum number of metrics with an image. It is low because a saved notebook stores every image."""
 ALONE = 2.6
-"""Radius of a point without a neighbour, which no line shows."""
-# Mid-tones: at least 3:1 against white and against a dark notebook's #111. An image cannot follow the theme; the live
-# plot can, and has the same hues in tones for each theme (PALETTE in ``widgets/static/looks.js``).
+"""Radius of an isolated point, which would be invisible because it has no line."""
+# These mid-tones have a contrast of at least 3:1 with white and with a dark notebook's #111, because an image cannot
+# follow the theme. The live plot can: it has the same hues in tones for each theme (PALETTE in
+# ``widgets/static/looks.js``).
 COLOURS = ("#3b82d6", "#d9662b", "#2a9a68", "#a85fd0", "#c4881c", "#1b98a6", "#d64f86", "#7f7f7f")
 INK, GRID = "#7a7a7a", "#808080"
 
@@ -41,7 +42,7 @@ def image(title: str, curves: Sequence[Curve], alt: str) -> Markup:
     """Return the drawing as an ``img`` element.
 
     Args:
-        title: Shown above the curves.
+        title: The title above the curves.
         curves: The lines.
         alt: The alternative text.
     """
@@ -64,7 +65,7 @@ def metric_image(sources: Sequence[Source], name: str) -> Markup:
 
 
 def metric_images(sources: Sequence[Source]) -> Markup:
-    """Return the images of the first ``MAX_IMAGES`` metrics; "" without any.
+    """Return the images of the first ``MAX_IMAGES`` metrics, or "" if there are no metrics.
 
     Args:
         sources: The runs to draw.
@@ -131,7 +132,7 @@ def svg(title: str, curves: Sequence[Curve]) -> Markup:
     """Return the drawing as SVG source.
 
     Args:
-        title: Shown above the curves.
+        title: The title above the curves.
         curves: The lines.
     """
     frame = _Frame(curves)
@@ -204,7 +205,7 @@ def _bounds(columns: Sequence[np.ndarray], margin: float) -> tuple[float, float]
     values = np.concatenate(columns) if columns else np.empty(0)
     values = values[np.isfinite(values)]
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
-    # Half of the largest float64: the span of two larger numbers would overflow.
+    # Limit values to half of the largest float64: the span of two larger numbers would overflow.
     low, high = max(low, -8e307), min(high, 8e307)
     if low == high:
         spread = abs(low) * 0.1 or 1.0
@@ -213,12 +214,12 @@ def _bounds(columns: Sequence[np.ndarray], margin: float) -> tuple[float, float]
 
 
 def _dashes(index: int) -> dict[str, str]:
-    """Return how the line of a curve is dashed: the colours repeat after the eighth."""
+    """Return the dash pattern of a curve. Curves after the eighth are dashed, because the colours repeat."""
     return {"stroke_dasharray": "5 3"} if index // len(COLOURS) % 2 else {}
 
 
 MAX_NAMED = 8
-"""Lines that the legend names: more names have no room beside the title."""
+"""Maximum number of lines in the legend. There is no room for more next to the title."""
 
 
 def _legend(curves: Sequence[Curve]) -> list[Markup]:
@@ -248,16 +249,16 @@ def _shortened(text: str, length: int) -> str:
 
 COLUMNS = 2
 INCHES = (5.2, 2.9)
-"""Width and height of one metric."""
+"""Width and height of the axes of one metric, in inches."""
 
 
 @dataclass(frozen=True)
 class CurveImages:
-    """Curves of the static report, where matplotlib is not installed.
+    """Curves as in the static report, for environments without matplotlib.
 
     Attributes:
-        html: One image for each metric.
-        text: What a front end without HTML shows.
+        html: An image for each metric.
+        text: The text for front ends that do not show HTML.
     """
 
     html: Markup
@@ -271,18 +272,18 @@ class CurveImages:
 
 
 def plot(several: Sequence[MetricSeries], ax: Axes | None = None) -> Any:
-    """Plot metrics, each with a line per rank; with more than eight ranks, their mean and range.
+    """Plot metrics, each with a line per rank, or with the mean and range of more than eight ranks.
 
     Args:
         several: The metrics.
-        ax: matplotlib's axes for a single metric; None: a new figure.
+        ax: matplotlib's axes for a single metric, or None for a new figure.
 
     Returns:
-        matplotlib's axes, one or an array of them; images of the static report where it is not installed.
+        matplotlib's axes, or an array of axes. Without matplotlib, the images of the static report.
 
     Raises:
-        ImportError: Axes are given, and matplotlib is not installed.
-        ValueError: There is no metric.
+        ImportError: Axes are given, but matplotlib is not installed.
+        ValueError: There are no metrics.
     """
     if not several:
         raise ValueError("there is no metric to plot: log one with accelerator.log({...}, step=step)")
@@ -321,9 +322,9 @@ def _draw(series: MetricSeries, ax: Axes) -> Axes:
 
 
 def _curves(series: MetricSeries) -> list[Curve]:
-    """Return the curves of a series, which may be a selection by the user.
+    """Return the curves of a series, which may be a selection made by the user.
 
-    If a point has no step, all points are drawn over the seconds since the first one.
+    If any point has no step, all points are drawn over the seconds since the first point.
     """
     import numpy as np
 

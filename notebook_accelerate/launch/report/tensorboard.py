@@ -1,4 +1,4 @@
-"""A run's metrics as event files of TensorBoard."""
+"""Export of a run's metrics to TensorBoard event files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A timeline of a profile as one SVG image of bounded size, for reports and saved notebooks."""
+"""The timeline of a profile as an SVG image of bounded size, for reports and saved notebooks."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 WIDTH, LABEL, RIGHT, TOP, BOTTOM = 900, 62, 12, 30, 24
 STEP_HEIGHT, LANE, GAP = 11, 13, 9
 MAX_RANKS = 16
-"""Ranks that are drawn; the title says how many there are."""
+"""Maximum number of ranks that are drawn. The title states how many there are."""
 MAX_STEPS = 100
-"""Steps of a rank that are drawn one by one."""
+"""Maximum number of steps of a rank that are drawn separately."""
 MAX_BYTES = 64_000
-"""Bytes of the SVG: with fewer columns it stays below that. As base64 it is a third longer."""
+"""Maximum size of the SVG in bytes. The number of columns is reduced to stay below it. Base64 adds a third."""
 COLUMNS = (824, 412, 206, 103, 52)
-"""Columns of a lane, the first number that leads to less than ``MAX_BYTES``."""
+"""Numbers of columns of a lane. The first that results in less than ``MAX_BYTES`` is used."""
 SAMPLES = 4
-"""Times in a column at which a track is looked at; the category seen most often colours the column."""
+"""Number of times per column at which a track is sampled. The most frequent category colours the column."""
 PHASES = ("forward", "backward", "optimizer", "loader", "collective", "checkpoint", "logging", "wait")
-"""Categories that say what an operation is a part of; they are drawn instead of the operations below them."""
+"""Categories of enclosing phases, which are drawn instead of the operations within them."""
 
 
 class CategoryLook(NamedTuple):
     """How the events of a category are shown.
 
     Attributes:
-        title: What legends say.
-        picture: The colour in pictures, a mid-tone that is legible on light and dark backgrounds.
-        light: The colour in the live timeline in a light theme, below dark text.
-        dark: The same in a dark theme, below light text.
+        title: The text in legends.
+        picture: The colour in pictures, a mid-tone that is visible on light and dark backgrounds.
+        light: The colour in the live timeline with a light theme, behind dark text.
+        dark: The colour in the live timeline with a dark theme, behind light text.
     """
 
     title: str
@@ -62,17 +62,17 @@ LOOKS = {
     "logging": CategoryLook("logging", "#c25a9b", "#e8a5cd", "#8a4a76"),
     "step": CategoryLook("step", "#808080", "#d9dce1", "#3a4048"),
 }
-"""By category, in the order of legends."""
+"""The looks of the categories, in the order of legends."""
 
 
 @dataclass
 class _RankRow:
-    """What is drawn of one rank.
+    """The parts of the picture that show one rank.
 
     Attributes:
         rank: The rank.
-        lanes: Its lanes from the top, each the tracks that it merges.
-        waits: Start and end of its waits, in microseconds.
+        lanes: Its lanes from top to bottom, each a list of the tracks that it merges.
+        waits: The start and end of each wait, in microseconds.
     """
 
     rank: int
@@ -85,10 +85,10 @@ class _RankRow:
 
 
 def timeline_svg(timeline: Timeline) -> Markup:
-    """Return a picture of a timeline as an ``img`` element of less than 100 kB; it needs no script and no network.
+    """Return a picture of a timeline as an ``img`` element of less than 100 kB that needs no script or network.
 
-    Each rank has its steps, a lane with what its main thread did, and lanes for its collectives, with the waiting in
-    red, and for its device.
+    Each rank has a row of steps, a lane for its main thread, a lane for its collectives, with waiting in red, and lanes
+    for its device.
 
     Args:
         timeline: The timeline.
@@ -104,7 +104,7 @@ def timeline_svg(timeline: Timeline) -> Markup:
 
 
 def _rows(timeline: Timeline) -> list[_RankRow]:
-    """Return the ranks in order; at most ``MAX_RANKS``."""
+    """Return at most ``MAX_RANKS`` ranks, in order."""
     rows: dict[int, _RankRow] = {}
     main: dict[int, list[Track]] = {}
     for track in timeline.tracks:
@@ -153,7 +153,7 @@ def _is_collective(track: Track) -> bool:
 
 
 def _axis(span: float, scale: float, height: int) -> Iterator[Markup]:
-    """Yield the grid and its labels, in the unit that suits the span."""
+    """Yield the grid and its labels, in a unit that suits the span."""
     unit, name = next((each for each in ((1e6, "s"), (1e3, "ms")) if span >= 2 * each[0]), (1.0, "µs"))
     for value in ticks(0.0, span / unit, 8):
         x = LABEL + value * unit * scale
@@ -162,7 +162,7 @@ def _axis(span: float, scale: float, height: int) -> Iterator[Markup]:
 
 
 def _steps(timeline: Timeline, row: _RankRow, top: float, scale: float) -> Iterator[Markup]:
-    """Yield a bar per step, with its number where there is room; steps that are too narrow are one bar."""
+    """Yield a bar for each step, with its number if there is room. Steps that are too narrow share one bar."""
     steps = [step for step in timeline.steps if step.rank == row.rank]
     label = "step {}"
     if len(steps) > MAX_STEPS:
@@ -177,7 +177,7 @@ def _steps(timeline: Timeline, row: _RankRow, top: float, scale: float) -> Itera
 
 
 def _lane(timeline: Timeline, tracks: Sequence[Track], top: float, columns: int, used: list[str]) -> Iterator[Markup]:
-    """Yield one path per category: a rectangle for each run of columns of one colour."""
+    """Yield a path for each category, with a rectangle for each run of columns of the same colour."""
     seen = _columns(timeline, tracks, columns)
     for category in sorted(set(seen.tolist()) - {-1}):
         name = timeline.categories[category]
@@ -186,7 +186,7 @@ def _lane(timeline: Timeline, tracks: Sequence[Track], top: float, columns: int,
 
 
 def _runs(columns: np.ndarray, top: float, height: float, colour: str) -> Markup:
-    """Return one path: a rectangle for each run of columns that are true."""
+    """Return a path with a rectangle for each run of true columns."""
     import numpy as np
 
     pixels = (WIDTH - LABEL - RIGHT) / len(columns)
@@ -199,9 +199,9 @@ def _runs(columns: np.ndarray, top: float, height: float, colour: str) -> Markup
 
 
 def _columns(timeline: Timeline, tracks: Sequence[Track], columns: int) -> np.ndarray:
-    """Return the category of each column, int64, shape (columns,); -1 where nothing happens.
+    """Return the category of each column, int64, shape (columns,), with -1 for idle columns.
 
-    The deepest event counts; one that is a phase of the training counts instead of what happens in it.
+    The deepest event determines the category, except that a phase of the training hides the events within it.
     """
     import numpy as np
 
@@ -226,7 +226,7 @@ def _columns(timeline: Timeline, tracks: Sequence[Track], columns: int) -> np.nd
 
 
 def _most_frequent(samples: np.ndarray) -> np.ndarray:
-    """Return the value that each row has most often."""
+    """Return the most frequent value of each row."""
     import numpy as np
 
     counts = (samples[:, :, None] == samples[:, None, :]).sum(axis=2)
@@ -235,7 +235,7 @@ def _most_frequent(samples: np.ndarray) -> np.ndarray:
 
 
 def _waits(timeline: Timeline, row: _RankRow, top: float, columns: int, used: list[str]) -> Iterator[Markup]:
-    """Yield the columns of which a rank waits more than half."""
+    """Yield the columns that a rank spends mostly waiting."""
     import numpy as np
 
     if not row.waits:
