@@ -27,7 +27,7 @@ from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.telemetry.tracebacks import frame_location
 
 MAX_ROWS = 15
-NOTHING = "nothing stands out: no rule has found a cause of lost time"
+NOTHING = "no bottleneck found"
 _VIEW = "notebook_accelerate.widgets.profile_panel"
 """The name of the module with the live view. It is imported by name because it belongs to a higher layer."""
 

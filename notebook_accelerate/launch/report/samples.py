@@ -358,6 +358,6 @@ class RunMemory(DocumentView):
     def _sentences(self) -> list[str]:
         return [
             *self.fits(),
-            *(f"rank {rank} was not looked at: {why}" for rank, why in self.missing.items()),
+            *(f"rank {rank} was not inspected: {why}" for rank, why in self.missing.items()),
             *(f"the activations of rank {rank} are not known: {why}" for rank, why in self._without_step.items()),
         ]
