@@ -78,9 +78,9 @@ def launched(size: tuple[int, int, int], *, recorder: bool) -> list[list[list[fl
     import_module("torch._dynamo")  # an optimizer's first step would import it in each rank
 
     from notebook_accelerate import notebook_launcher
-    from notebook_accelerate.hardware import versions
+    from notebook_accelerate.launch.supervisor.rank_group import watched_rank_variables
 
-    off = dict.fromkeys(versions.watched_rank_variables(), "0")
+    off = dict.fromkeys(watched_rank_variables(), "0")
     run: Any = notebook_launcher(
         train,
         (size,),

@@ -141,21 +141,3 @@ def _read_file() -> TorchBuild:
     return TorchBuild(
         version=found.get("__version__", "0"), cuda=found.get("cuda"), hip=found.get("hip"), xpu=found.get("xpu")
     )
-
-
-FLIGHT_RECORDER_ENTRIES = "2000"
-"""Number of operations that each of torch's flight recorders keeps, which is torch's own default for NCCL.
-
-A host queues NCCL's operations ahead of its device, so hundreds may follow the one that the device waits in.
-"""
-
-
-def watched_rank_variables() -> dict[str, str]:
-    """Return the torch environment variables for a supervised rank.
-
-    They enable the flight recorders, and disable NCCL's monitoring of its threads, which would abort a rank that was
-    suspended for eight minutes, with its machine or by Ctrl-Z.
-    """
-    if torch_build().version is None:
-        return {}
-    return {"TORCH_FR_BUFFER_SIZE": FLIGHT_RECORDER_ENTRIES, "TORCH_NCCL_ENABLE_MONITORING": "0"}

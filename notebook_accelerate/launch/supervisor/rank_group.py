@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from notebook_accelerate.config.environ import worker_variables
 from notebook_accelerate.errors import RunTimeoutError
 from notebook_accelerate.hardware.detection import in_kernel
-from notebook_accelerate.hardware.versions import watched_rank_variables
+from notebook_accelerate.hardware.versions import torch_build
 from notebook_accelerate.integrations import accelerate_alias
 from notebook_accelerate.launch.plan.planner import LaunchPlan, on_node, rank_environment
 from notebook_accelerate.launch.processes.event_loop import DispatchSelector, HasFileno, call_ready, dispatch
@@ -48,6 +48,11 @@ PAUSED_RANKS, PAUSE_PER_RANK = 32, 40e-6
 """The loop pauses after each turn if there are at least this many ranks, 20 ms for 512 ranks.
 
 Waking up for every event would cost more than handling the event.
+"""
+FLIGHT_RECORDER_ENTRIES = "2000"
+"""Number of operations that each of torch's flight recorders keeps, which is torch's own default for NCCL.
+
+A host queues NCCL's operations ahead of its device, so hundreds may follow the one that the device waits in.
 """
 
 
@@ -276,6 +281,17 @@ def _launch_environment(supervisor: Supervisor, plan: LaunchPlan, attempt: int) 
         **{name: value for name, value in watched_rank_variables().items() if name not in os.environ},
         **_display_variables(),
     }
+
+
+def watched_rank_variables() -> dict[str, str]:
+    """Return the torch environment variables for a supervised rank.
+
+    They enable the flight recorders, and disable NCCL's monitoring of its threads, which would abort a rank that was
+    suspended for eight minutes, with its machine or by Ctrl-Z.
+    """
+    if torch_build().version is None:
+        return {}
+    return {"TORCH_FR_BUFFER_SIZE": FLIGHT_RECORDER_ENTRIES, "TORCH_NCCL_ENABLE_MONITORING": "0"}
 
 
 def _display_variables() -> dict[str, str]:

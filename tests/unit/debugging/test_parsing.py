@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from notebook_accelerate.debugging import process_stacks
-from notebook_accelerate.hardware import versions
 from notebook_accelerate.launch.state import failures
+from notebook_accelerate.launch.supervisor import rank_group
 from notebook_accelerate.telemetry import FrameInfo, RankFailure
 from notebook_accelerate.telemetry.debug_protocol import Collective, HeartbeatEvent, StacksReply
 from notebook_accelerate.telemetry.tracebacks import name_cells
@@ -91,9 +91,9 @@ def test_an_unknown_type_keeps_its_name() -> None:
 
 
 def test_a_watched_rank_records_its_collectives_and_nccl_does_not_abort_it_after_a_suspension() -> None:
-    variables = versions.watched_rank_variables()
+    variables = rank_group.watched_rank_variables()
     assert variables == {
-        "TORCH_FR_BUFFER_SIZE": versions.FLIGHT_RECORDER_ENTRIES,
+        "TORCH_FR_BUFFER_SIZE": rank_group.FLIGHT_RECORDER_ENTRIES,
         "TORCH_NCCL_ENABLE_MONITORING": "0",
     }
 
