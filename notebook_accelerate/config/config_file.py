@@ -40,8 +40,8 @@ from notebook_accelerate.config.settings import (
     OUTPUT,
     RDZV_BACKENDS,
     Answers,
-    Section,
     Setting,
+    SettingsSection,
     metadata,
     setting,
     settings_of,
@@ -95,7 +95,7 @@ class BaseConfig:
     debug: bool = field(metadata=metadata(variable="ACCELERATE_DEBUG_MODE", switch=True, group=OUTPUT))
     """Ranks compare the tensors that they pass to collectives."""
 
-    settings = Section(title="Machines and processes")
+    settings = SettingsSection(title="Machines and processes")
     distributed_types: ClassVar[type[Enum]] = DistributedType
 
     def __post_init__(self) -> None:
@@ -436,9 +436,9 @@ def section_settings(key: str) -> list[tuple[type[Any], Setting]]:
     return [(owner, each) for owner, each in entries if each.option]
 
 
-def section_of(key: str) -> Section:
+def section_of(key: str) -> SettingsSection:
     """Return where the settings of a section are found."""
-    section: Section = SECTIONS[key][0].settings
+    section: SettingsSection = SECTIONS[key][0].settings
     return section
 
 

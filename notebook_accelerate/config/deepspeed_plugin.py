@@ -17,7 +17,7 @@ from notebook_accelerate.config.deepspeed_config import AUTO, DerivedConfig, HfD
 from notebook_accelerate.config.fsdp_plugin import get_module_class_from_name
 from notebook_accelerate.config.settings import (
     Answers,
-    Section,
+    SettingsSection,
     check_choices,
     fill_unset,
     from_environment,
@@ -72,7 +72,7 @@ class DeepSpeedPlugin:
         ValueError: A value is not allowed, or fields and configuration contradict each other.
     """
 
-    settings = Section("deepspeed_config", "", "ACCELERATE_DEEPSPEED_", "deepspeed", "DeepSpeed", presets=False)
+    settings = SettingsSection("deepspeed_config", "", "ACCELERATE_DEEPSPEED_", "deepspeed", "DeepSpeed", presets=False)
 
     hf_ds_config: Any = setting(
         variable="ACCELERATE_DEEPSPEED_CONFIG_FILE",

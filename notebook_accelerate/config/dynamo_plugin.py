@@ -8,7 +8,7 @@ from typing import Any
 
 from notebook_accelerate.config.enums import DynamoBackend
 from notebook_accelerate.config.kwargs_handlers import KwargsHandler
-from notebook_accelerate.config.settings import Section, check_choices, fill_unset, from_environment, setting
+from notebook_accelerate.config.settings import SettingsSection, check_choices, fill_unset, from_environment, setting
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
@@ -27,7 +27,7 @@ class TorchDynamoPlugin(KwargsHandler):
         ValueError: The backend or the mode is not known.
     """
 
-    settings = Section("dynamo_config", "dynamo_", "ACCELERATE_DYNAMO_", title="torch.compile")
+    settings = SettingsSection("dynamo_config", "dynamo_", "ACCELERATE_DYNAMO_", title="torch.compile")
 
     backend: DynamoBackend | None = setting(
         unset="NO",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from notebook_accelerate.config import constants, environ
 from notebook_accelerate.config.plain_values import check_one_of
 from notebook_accelerate.config.settings import (
-    Section,
+    SettingsSection,
     check_choices,
     fill_unset,
     from_environment,
@@ -47,7 +47,7 @@ class FullyShardedDataParallelPlugin:
         ValueError: A value is not allowed, or belongs to the other version of FSDP.
     """
 
-    settings = Section("fsdp_config", "fsdp_", "FSDP_", strategy="fsdp", title="FSDP")
+    settings = SettingsSection("fsdp_config", "fsdp_", "FSDP_", strategy="fsdp", title="FSDP")
 
     fsdp_version: int | None = setting(unset=1, choices=(1, 2), closed=True, ask="Which version of FSDP?", answer=2)
     """1 or 2."""

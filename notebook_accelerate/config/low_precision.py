@@ -13,7 +13,7 @@ from notebook_accelerate.config.enums import CustomDtype
 from notebook_accelerate.config.kwargs_handlers import KwargsHandler
 from notebook_accelerate.config.plain_values import check_one_of, is_number
 from notebook_accelerate.config.settings import (
-    Section,
+    SettingsSection,
     check_choices,
     fill_unset,
     from_environment,
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
 
-_SECTION = Section("fp8_config", "fp8_", "ACCELERATE_FP8_", title="fp8")
+_SECTION = SettingsSection("fp8_config", "fp8_", "ACCELERATE_FP8_", title="fp8")
 
 
 def _require(module: str, install: str, name: str) -> None:

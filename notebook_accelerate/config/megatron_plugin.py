@@ -8,7 +8,7 @@ from typing import Any
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.plain_values import check_one_of, check_whole_number
-from notebook_accelerate.config.settings import Section, fill_unset, setting, settings_of
+from notebook_accelerate.config.settings import SettingsSection, fill_unset, setting, settings_of
 
 _PREFIX = "MEGATRON_LM_"
 
@@ -28,7 +28,9 @@ class MegatronLMPlugin:
         ValueError: A value is not allowed, or is not available with Megatron-LM.
     """
 
-    settings = Section("megatron_lm_config", "megatron_lm_", _PREFIX, "megatron_lm", "Megatron-LM", arguments=True)
+    settings = SettingsSection(
+        "megatron_lm_config", "megatron_lm_", _PREFIX, "megatron_lm", "Megatron-LM", arguments=True
+    )
 
     tp_degree: int | None = setting(unset=1, ask="Ranks that split each layer?", argument="tensor_model_parallel_size")
     """Number of ranks over which each layer's tensors are split."""

@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from notebook_accelerate.config.plain_values import check_one_of, check_whole_number
-from notebook_accelerate.config.settings import Section, check_choices, fill_unset, setting
+from notebook_accelerate.config.settings import SettingsSection, check_choices, fill_unset, setting
 from notebook_accelerate.torch_internals import flatten_mesh
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _NAME = "parallelism_config"
-_SECTION = Section(_NAME, f"{_NAME}_", f"{_NAME.upper()}_", strategy=_NAME, title="ParallelismConfig")
+_SECTION = SettingsSection(_NAME, f"{_NAME}_", f"{_NAME.upper()}_", strategy=_NAME, title="ParallelismConfig")
 _CP_STRATEGIES = ("allgather", "alltoall")
 _SP_ATTENTIONS = ("flash_attention_2", "flash_attention_3", "sdpa")
 

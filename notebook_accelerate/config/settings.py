@@ -2,7 +2,7 @@
 
     @dataclass
     class Plugin:
-        settings = Section("plugin_config", option="plugin_", variable="PLUGIN_")
+        settings = SettingsSection("plugin_config", option="plugin_", variable="PLUGIN_")
 
         depth: int | None = setting(unset=1, ask="How deep?", answer=2)
         \"\"\"Number of layers.\"\"\"
@@ -38,7 +38,7 @@ OUTPUT, OTHER = "Environment and output", "Other options of Accelerate"
 
 
 @dataclass(frozen=True)
-class Section:
+class SettingsSection:
     """Where the settings of a class are found; the class attribute ``settings``.
 
     The attribute has no annotation, because ``__dataclass_fields__``, which clients read, also lists annotated ones.
@@ -144,7 +144,7 @@ def setting(default: Any = None, **known: Any) -> Any:
 
     Args:
         default: The field's default.
-        known: Attributes of its `Setting`. Names of variable and option follow from the class's `Section`.
+        known: Attributes of its `Setting`. Names of variable and option follow from the class's `SettingsSection`.
     """
     return dataclasses.field(default=default, metadata=metadata(**known))
 
@@ -175,7 +175,7 @@ _SETTINGS: weakref.WeakKeyDictionary[type[Any], dict[str, Setting]] = weakref.We
 _KINDS = {"bool": bool, "int": int, "float": float}
 
 
-def _completed(entry: dataclasses.Field[Any], section: Section | None) -> Setting:
+def _completed(entry: dataclasses.Field[Any], section: SettingsSection | None) -> Setting:
     found: Setting = entry.metadata["setting"]
     annotation = str(entry.type)
     first_type = re.match(r"\w*", annotation)

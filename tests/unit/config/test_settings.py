@@ -12,7 +12,7 @@ from notebook_accelerate import LaunchConfig, notebook_launcher, utils
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.config_file import ClusterConfig
 from notebook_accelerate.config.settings import (
-    Section,
+    SettingsSection,
     fill_unset,
     from_environment,
     help_texts,
@@ -26,7 +26,7 @@ from notebook_accelerate.config.settings import (
 class Plugin:
     """Settings of an example."""
 
-    settings = Section("plugin_config", option="plugin_", variable="PLUGIN_")
+    settings = SettingsSection("plugin_config", option="plugin_", variable="PLUGIN_")
 
     depth: int | None = setting(unset=1)
     """Number of layers.

@@ -390,8 +390,8 @@ def _actor_class() -> type[Any]:
     package can report that fact.
     """
 
-    class Host:
-        """The host of one node."""
+    class NodeActor:
+        """Reports on one node, and has its host run ranks."""
 
         def facts(self) -> dict[str, Any]:
             """Return the machine's versions, host name, address and node id."""
@@ -422,7 +422,7 @@ def _actor_class() -> type[Any]:
                 self._host = ray_actor.NodeHost()
             return getattr(self._host, method)(*arguments)
 
-    return Host
+    return NodeActor
 
 
 def merge_devices(devices: list[dict[str, str]]) -> dict[str, str]:
