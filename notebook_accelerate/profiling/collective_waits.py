@@ -137,7 +137,7 @@ class Joined:
     """
 
     number: int
-    calls: Mapping[int, Call]
+    calls: Mapping[int, TracedCall]
 
     @property
     def last(self) -> int:
@@ -158,14 +158,14 @@ class Joined:
 
 def join_collectives(traces: Sequence[RankTrace], clocks: Mapping[int, float]) -> list[Joined]:
     """Match the collectives of several traces. If there are several groups, omit the calls of unknown groups."""
-    calls: dict[int, list[Call]] = {}
+    calls: dict[int, list[TracedCall]] = {}
     for trace in traces:
         row = calls_of(trace, clocks[trace.rank])
         calls[trace.rank] = [call for call in row if call.group] if trace.groups > 1 else row
     return join(calls)
 
 
-def join(calls: Mapping[int, Sequence[Call]]) -> list[Joined]:
+def join(calls: Mapping[int, Sequence[TracedCall]]) -> list[Joined]:
     """Match the collectives of the ranks in each group by their numbers.
 
     Without numbers, calls of different ranks match if they have the same operation and size and overlap in time. Groups
@@ -184,7 +184,7 @@ def join(calls: Mapping[int, Sequence[Call]]) -> list[Joined]:
     return sorted(found, key=lambda joined: min(call.start for call in joined.calls.values()))
 
 
-def _join_group(members: Mapping[int, Sequence[Call]]) -> list[Joined]:
+def _join_group(members: Mapping[int, Sequence[TracedCall]]) -> list[Joined]:
     if all(call.number for row in members.values() for call in row):
         numbered = {rank: {call.number: call for call in row} for rank, row in members.items()}
         common = sorted(set.intersection(*(set(row) for row in numbered.values())))
@@ -206,15 +206,15 @@ def _join_group(members: Mapping[int, Sequence[Call]]) -> list[Joined]:
     return found
 
 
-def _alike(calls: Mapping[int, Call]) -> bool:
+def _alike(calls: Mapping[int, TracedCall]) -> bool:
     return len({(call.operation, call.nbytes) for call in calls.values()}) == 1
 
 
-def _at(row: Sequence[Call], index: int) -> Call | None:
+def _at(row: Sequence[TracedCall], index: int) -> TracedCall | None:
     return row[index] if 0 <= index < len(row) else None
 
 
-def _shift(base: Sequence[Call], other: Sequence[Call]) -> int | None:
+def _shift(base: Sequence[TracedCall], other: Sequence[TracedCall]) -> int | None:
     """Return how many places a rank's sequence is ahead of the base, or None if they do not agree.
 
     Matching calls overlap in time, because a collective ends on no rank before all ranks have entered it.
@@ -232,7 +232,7 @@ def _shift(base: Sequence[Call], other: Sequence[Call]) -> int | None:
     return best if most >= LEAST_AGREEMENT else None
 
 
-def _same(one: Call, other: Call) -> bool:
+def _same(one: TracedCall, other: TracedCall) -> bool:
     overlap = max(one.start, other.start) <= min(one.end, other.end) + 0.001
     return one.operation == other.operation and one.nbytes == other.nbytes and overlap
 
@@ -241,7 +241,7 @@ def _same(one: Call, other: Call) -> bool:
 
 
 @dataclass(frozen=True)
-class Call:
+class TracedCall:
     """A collective of one rank.
 
     Attributes:
@@ -263,7 +263,7 @@ class Call:
     number: int = 0
 
 
-def calls_of(trace: RankTrace, clock: float) -> list[Call]:
+def calls_of(trace: RankTrace, clock: float) -> list[TracedCall]:
     """Return the collectives of a rank in order.
 
     Args:
@@ -290,7 +290,7 @@ def calls_of(trace: RankTrace, clock: float) -> list[Call]:
         group = f"{name} {trace.members.get(name, '')}".strip()
         span = kernels.get(event, event)
         start, end = clock + trace.start[span] / 1e6, clock + trace.end(span) / 1e6
-        found.append(Call(span, group, operation, _nbytes(arguments), start, end, number))
+        found.append(TracedCall(span, group, operation, _nbytes(arguments), start, end, number))
     return found
 
 

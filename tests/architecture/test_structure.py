@@ -215,6 +215,14 @@ def test_no_modules_import_one_another_except_the_known_ones() -> None:
     assert [found for found in circles(GRAPH) if not any(set(found) <= names for names in known)] == []
 
 
+def test_no_two_modules_define_classes_of_one_name() -> None:
+    homes: dict[str, list[str]] = {}
+    for module, tree in TREES.items():
+        for name in {node.name for node in tree.body if isinstance(node, ast.ClassDef)}:
+            homes.setdefault(name, []).append(module)
+    assert {name: found for name, found in homes.items() if len(found) > 1} == {}
+
+
 def test_no_module_reads_a_private_attribute_of_another() -> None:
     assert [place for place in private_accesses() if place.partition(" .")[2] not in KNOWN_ACCESSES] == []
 
