@@ -1,1 +1,1 @@
-"""Times and memory, measured side by side with the peers: `make bench`."""
+"""Benchmarks of time and memory, compared with Accelerate and other peers: `make bench`."""

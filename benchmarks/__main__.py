@@ -1,4 +1,4 @@
-"""``python -m benchmarks [AREA or ROW ...]``: measure, side by side with the peers, and print the table."""
+"""``python -m benchmarks [AREA or ROW ...]``: measure the rows, compare them with the peers, print a table."""
 
 from __future__ import annotations
 
@@ -26,5 +26,6 @@ from benchmarks import (  # noqa: F401
 from benchmarks.bench import main
 
 if __name__ == "__main__":
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # installed packages have their bytecode, the peer's and ours
+    # The peers are installed with their bytecode. This variable would have this package compiled at each import.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.exit(main(sys.argv[1:]))

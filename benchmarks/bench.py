@@ -1,15 +1,15 @@
-"""The frame of the benchmarks: rows that measure, and the table and file that show what they found.
+"""The framework of the benchmarks: it registers rows, runs them, and writes their figures to a table and a file.
 
-An area is a module that defines rows; it registers them by being imported (see `__main__.py`):
+An area is a module that defines rows. Importing the module registers them (see `__main__.py`):
 
     @row("launch", "first line and return")
     def launch_times() -> Iterator[Figure]:
         ours, peer = alternate(10, launch_here, launch_there)
-        yield compared("fork, 2 ranks: to the return", ours, peer, unit="ms", scale=1e3, ratio=0.5)
+        yield compared("2 ranks: call to return", ours, peer, unit="ms", scale=1e3, ratio=0.5)
 
-Every figure is a median; what is compared is measured in turns (A B A B), so that a busy moment hits both sides, and
-its ratio is the median of the ratios of the pairs. Figures that do not depend on the machine are compared with those of
-the committed table (see `record.py`).
+Every figure is a median. The two sides of a comparison are measured alternately (A B A B), so that a busy moment of the
+machine affects both, and the ratio is the median of the ratios of the pairs. Figures that do not depend on the machine
+are also compared with the committed table (see `record.py`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from benchmarks import record
 
 REPEATS = 10
-"""Measurements behind each median, unless a row says otherwise."""
+"""Number of measurements for each median, unless a row chooses another."""
 OUTPUT = Path(".build") / "bench.json"
 
 Measure = Callable[[], Iterator["Figure"]]
@@ -41,14 +41,14 @@ class Figure:
 
     Attributes:
         what: What was measured.
-        unit: Unit of the numbers.
-        ours: Median here; None when it could not be measured.
-        peer: Median of what it is compared with; None where there is nothing, or where it did not finish.
-        ratio: Median of the ratios of pairs; None where nothing is compared.
-        spread: First and third quartile of these ratios, or of what was measured here where there is no peer.
-        goal: The goal in words; "" where there is none.
-        met: Whether the goal was met; None where there is none.
-        note: What a reader has to know.
+        unit: The unit of the numbers.
+        ours: The median of this package, or None if it could not be measured.
+        peer: The median of the peer, or None if there is no peer or it did not finish.
+        ratio: The median of the ratios of pairs, or None without a comparison.
+        spread: First and third quartile of the ratios, or of this package's measurements if there is no peer.
+        goal: The goal in words, or "" if there is no goal.
+        met: Whether the goal was met, or None if there is no goal.
+        note: What a reader needs to interpret the figure.
     """
 
     what: str
@@ -68,7 +68,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Row:
-    """A named measurement that gives one or more figures."""
+    """A named measurement that yields one or more figures."""
 
     area: str
     name: str
@@ -89,7 +89,7 @@ def row(area: str, name: str) -> Callable[[Measure], Measure]:
 
 
 def alternate(repeats: int, *sides: Callable[[], float]) -> list[list[float]]:
-    """Call the sides in turns and return what each gave; one round before that does not count."""
+    """Call the sides alternately and return the values of each. A first round warms up and is discarded."""
     found: list[list[float]] = [[] for _ in sides]
     for turn in range(repeats + 1):
         for values, side in zip(found, sides, strict=True):
@@ -110,17 +110,17 @@ def compared(
     limit: float | None = None,
     note: str = "",
 ) -> Figure:
-    """Return the figure of two lists of measurements.
+    """Return the figure that compares two lists of measurements.
 
     Args:
         what: What was measured.
-        ours: Measurements here.
-        peer: Measurements of what it is compared with.
-        unit: Unit after scaling.
-        scale: What the measurements are multiplied with.
-        ratio: The goal is at most so many times the peer's median.
-        limit: The goal is at most so much, in the unit.
-        note: What a reader has to know.
+        ours: The measurements of this package.
+        peer: The measurements of the peer.
+        unit: The unit after scaling.
+        scale: The factor by which measurements are multiplied.
+        ratio: The goal: the largest acceptable ratio to the peer.
+        limit: The goal: the largest acceptable median, in the unit.
+        note: What a reader needs to interpret the figure.
     """
     here = statistics.median(ours) * scale
     there = statistics.median(peer) * scale if peer else None
@@ -146,26 +146,26 @@ def compared(
 
 
 def paired(ours: Sequence[float], peer: Sequence[float]) -> list[float]:
-    """Return the ratio of each pair that was measured in one turn, or of the medians if there are no such pairs."""
+    """Return the ratio of each pair measured in the same round, or the ratio of the medians if there are no pairs."""
     if len(ours) == len(peer):
         return [here / there for here, there in zip(ours, peer, strict=True)]
     return [statistics.median(ours) / statistics.median(peer)] if peer else []
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the first and third quartile; None for a single value."""
+    """Return the first and third quartile, or None for a single value."""
     if len(values) < 2:
         return None
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")
     return first, third
 
 
-# ---- showing
+# ---- running and printing
 
 _WIDTHS = (62, 12, 12, 8, 14, 18)
 QUICK = (
     "fork",
-    "import of the root",
+    "package import",
     "import",
     "step",
     "loader",
@@ -175,32 +175,32 @@ QUICK = (
     "unused",
     "hooks",
 )
-"""The rows of `make bench-quick`: the times that users meet most, in less than five minutes."""
+"""The rows of `make bench-quick`: the times that users notice most, measured in less than five minutes."""
 
 OPTIONS = frozenset(("--but", "--quick", "--record"))
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure the rows whose area or name the arguments name, print the table, write the file.
+    """Measure the selected rows, print the table and write the file.
 
     Args:
-        arguments: Areas or names; none means all, "--but" in front all others, "--quick" the quick rows. "--record"
-            writes what was measured into the committed table.
+        arguments: Areas or names of rows; all rows by default. "--but" selects every row except those named, "--quick"
+            the quick rows. "--record" writes the figures to the committed table.
 
     Returns:
-        0; 1 if a row could not be measured, 2 if there is no row or option of a name.
+        0 on success, 1 if a row could not be measured, 2 if an argument is unknown.
     """
     options, words = {word for word in arguments if word.startswith("--")}, set(arguments)
     words = set(QUICK) if "--quick" in options else words - options
     if unknown := options - OPTIONS:
-        print(f"there is no option {' or '.join(sorted(unknown))}; there are: {', '.join(sorted(OPTIONS))}")
+        print(f"Unknown option: {', '.join(sorted(unknown))}. Known options: {', '.join(sorted(OPTIONS))}.")
         return 2
     rows = [entry for entry in ROWS if not words or bool({entry.area, entry.name} & words) != ("--but" in options)]
     if not rows:
         known = sorted({entry.area for entry in ROWS} | {entry.name for entry in ROWS})
-        print(f"no row is called {' or '.join(sorted(words))}; there are: {', '.join(known)}")
+        print(f"Unknown area or row: {', '.join(sorted(words))}. Known ones: {', '.join(known)}.")
         return 2
-    print(f"{_machine()}\nmedians and quartiles; the peer is Accelerate where nothing else is said")
+    print(f"{_machine()}\nMedians and quartiles. The peer is Accelerate unless the figure says otherwise.")
     figures: list[tuple[Row, Figure]] = []
     failed = [entry.name for entry in rows if not _measure(entry, figures)]
     _write(figures)
@@ -215,14 +215,14 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _measure(entry: Row, figures: list[tuple[Row, Figure]]) -> bool:
-    """Measure and print one row; return whether it came to its end."""
+    """Measure and print one row. Return False if it raised an error."""
     begin = time.monotonic()
     print(f"\n{entry.area}: {entry.name}\n{_line('', 'here', 'peer', 'ratio', 'quartiles', 'goal')}", flush=True)
     try:
         for figure in entry.measure():
             figures.append((entry, figure))
             print(_text(figure), flush=True)
-    except Exception as error:  # noqa: BLE001 - whatever a row or a peer raises: the other rows are measured
+    except Exception as error:  # noqa: BLE001 - an error of a row or a peer must not stop the other rows
         traceback.print_exc()
         failure = Figure(what="the row", unit="", ours=None, met=False, note=f"{type(error).__name__}: {error}"[:300])
         figures.append((entry, failure))
@@ -270,12 +270,12 @@ def _write(figures: list[tuple[Row, Figure]]) -> None:
     ran = {"machine": _machine(), "python": sys.version}
     entries = [{"area": entry.area, "row": entry.name, **asdict(figure), **ran} for entry, figure in figures]
     measured = {(entry["area"], entry["row"]) for entry in entries}
-    # Rows need several environments, each with a process of its own.
+    # `make bench` runs one process per environment, so keep the figures that other processes have written.
     before = json.loads(OUTPUT.read_text())["figures"] if OUTPUT.exists() else []
     kept = [entry for entry in before if (entry["area"], entry["row"]) not in measured]
     OUTPUT.write_text(json.dumps({"figures": kept + entries}, indent=1))
     short = [figure for _, figure in figures if figure.met is False]
     with_goal = [figure for _, figure in figures if figure.met is not None]
-    print(f"\n{len(with_goal) - len(short)} of {len(with_goal)} goals met; numbers in {OUTPUT}")
+    print(f"\n{len(with_goal) - len(short)} of {len(with_goal)} goals met. The figures are in {OUTPUT}.")
     for figure in short:
         print(f"  SHORT: {figure.what}")

@@ -1,4 +1,4 @@
-"""Big models: what hooks add, tokens per second from disk, device maps, loading."""
+"""Big models: the overhead of hooks, tokens per second with offloaded weights, device maps, and loading."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ HERE, PEER = "notebook_accelerate", "accelerate"
 
 
 class Side:
-    """A process of one package that answers commands."""
+    """A worker process that measures one of the packages on command."""
 
     def __init__(self, package: str, folder: str) -> None:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.big_models_worker", package, folder]
-        self._said = tempfile.TemporaryFile()  # noqa: SIM115 - closed where the process is ended
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - __exit__ closes it
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._said,
+            stderr=self._stderr,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
@@ -40,13 +40,13 @@ class Side:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.communicate()
-        self._said.close()
+        self._stderr.close()
 
     def ask(self, command: str) -> Any:
-        """Give a command and return the answer.
+        """Send a command and return the answer.
 
         Raises:
-            RuntimeError: The process ended; the message has the last of what it said.
+            RuntimeError: The process exited. The message contains the end of its output.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -54,25 +54,25 @@ class Side:
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            self._process.wait(60)  # its last words come after the end of its answers
-            self._said.seek(0)
-            tail = self._said.read().decode(errors="replace")[-2000:]
-            raise RuntimeError(f"{command!r} ended the process that measures:\n{tail}")
+            self._process.wait(60)  # The process closes its answers before it writes its last error.
+            self._stderr.seek(0)
+            tail = self._stderr.read().decode(errors="replace")[-2000:]
+            raise RuntimeError(f"The worker process exited during {command!r}:\n{tail}")
         return json.loads(answer)
 
 
 @row("big models", "hooks")
 def hooks() -> Iterator[Figure]:
-    """Measure what hooks add to the forward of 100 small layers."""
+    """Measure the overhead of hooks on a forward pass of 100 small layers."""
     with tempfile.TemporaryDirectory() as folder, Side(HERE, folder) as here, Side(PEER, folder) as there:
         for how, words in (("align", "alignment hooks"), ("offload", "cpu_offload")):
             ours, peer = alternate(5, lambda h=how: here.ask(f"small {h}"), lambda h=how: there.ask(f"small {h}"))
-            yield compared(f"added to 100 small layers by {words}", ours, peer, unit="ms", scale=1e3, ratio=0.3)
+            yield compared(f"overhead of {words} on 100 small layers", ours, peer, unit="ms", scale=1e3, ratio=0.3)
 
 
 @row("big models", "disk")
 def disk() -> Iterator[Figure]:
-    """Measure tokens per second of a 1 GB model on disk, with a warm page cache."""
+    """Measure tokens per second of a 1 GB model offloaded to disk, with a warm page cache."""
     with tempfile.TemporaryDirectory() as folder, Side(HERE, folder) as here, Side(PEER, folder) as there:
         compute = here.ask("compute")
         read = statistics.median(here.ask("read") for _ in range(5))
@@ -86,16 +86,16 @@ def disk() -> Iterator[Figure]:
         peer=there_speed,
         goal="≥ 1.5 × peer, ≥ 0.8 × bound",
         met=here_speed >= 1.5 * there_speed and here_speed >= 0.8 * bound,
-        note=f"compute alone {1e3 * compute:.0f} ms, reading alone {1e3 * read:.0f} ms: bound {bound:.3g} tokens/s",
+        note=f"only computing {1e3 * compute:.0f} ms, only reading {1e3 * read:.0f} ms: bound {bound:.3g} tokens/s",
     )
 
 
 @row("big models", "gpu")
 def gpu() -> Iterator[Figure]:
-    """Measure tokens per second of a 1 GB model in main memory that computes on a GPU."""
+    """Measure tokens per second of a 1 GB model that is offloaded to main memory and runs on a GPU."""
     what, goal = "tokens per second, 1 GB in main memory, on a GPU", "≥ 0.85 × bound"
     if not torch.cuda.is_available():
-        yield Figure(what=what, unit="tokens/s", ours=None, goal=goal, note="not measured: there is no GPU here")
+        yield Figure(what=what, unit="tokens/s", ours=None, goal=goal, note="not measured: this machine has no GPU")
         return
     with tempfile.TemporaryDirectory() as folder, Side(HERE, folder) as here, Side(PEER, folder) as there:
         compute, transfer = here.ask("gpu_compute"), here.ask("gpu_transfer")
@@ -109,25 +109,25 @@ def gpu() -> Iterator[Figure]:
         peer=there_speed,
         goal=goal,
         met=here_speed >= 0.85 * bound,
-        note=f"compute alone {1e3 * compute:.1f} ms, copying alone {1e3 * transfer:.1f} ms: bound {bound:.3g} tokens/s",
+        note=f"only computing {1e3 * compute:.1f} ms, only copying {1e3 * transfer:.1f} ms: bound {bound:.3g} tokens/s",
     )
 
 
 @row("big models", "maps")
 def maps() -> Iterator[Figure]:
-    """Measure the device map of 128,000 modules; the peer here is three walks over them."""
+    """Measure computing a device map for 128,000 modules. The peer is three traversals of the modules."""
     for layout in ("flat", "blocks"):
         with tempfile.TemporaryDirectory() as folder, Side(HERE, folder) as here:
             answers = [here.ask(f"map {layout}") for _ in range(4)][1:]
         walks = [3 * answer["walk"] for answer in answers]
         found = [answer["map"] for answer in answers]
         what = f"device map of 128,000 modules, {layout}"
-        yield compared(what, found, walks, unit="s", ratio=2 / 3, note="the peer is three bare walks over the modules")
+        yield compared(what, found, walks, unit="s", ratio=2 / 3, note="the peer is three bare traversals")
 
 
 @row("big models", "loading")
 def loading() -> Iterator[Figure]:
-    """Measure loading 2 GB in 20 shards: a new process each time."""
+    """Measure loading 2 GB in 20 shards, each time in a new process."""
     with tempfile.TemporaryDirectory() as folder:
         with Side(HERE, folder) as writer:
             writer.ask("shards")
@@ -137,6 +137,6 @@ def loading() -> Iterator[Figure]:
                 return side.ask("load")
 
         ours, peer = alternate(3, lambda: load(HERE), lambda: load(PEER))
-    for name, unit, scale in (("seconds", "s", 1.0), ("peak", "MB", 1e-6)):
-        here, there = [each[name] for each in ours], [each[name] for each in peer]
-        yield compared(f"2 GB in 20 shards, {name}", here, there, unit=unit, scale=scale, ratio=0.8)
+    for key, words, unit, scale in (("seconds", "time", "s", 1.0), ("peak", "peak memory", "MB", 1e-6)):
+        here, there = [each[key] for each in ours], [each[key] for each in peer]
+        yield compared(f"loading 2 GB in 20 shards: {words}", here, there, unit=unit, scale=scale, ratio=0.8)

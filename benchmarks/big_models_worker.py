@@ -1,6 +1,6 @@
-"""One process that measures big models: ``python -m benchmarks.big_models_worker PACKAGE FOLDER``.
+"""A process that measures big models on command: ``python -m benchmarks.big_models_worker PACKAGE FOLDER``.
 
-Commands come one per line, answers go back as lines of JSON, in seconds and bytes.
+It reads one command per line from standard input and answers each with a line of JSON, in seconds and bytes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 WIDTH, BLOCKS, TOKENS = 1024, 30, 32
-"""Thirty blocks of 33.6 MB: 1 GB."""
+"""A model of thirty blocks of 33.6 MB is 1 GB. A forward pass computes 32 tokens."""
 SHARDS = 20
 
 
 class Block(nn.Module):
-    """Two layers, the inner one four times as wide."""
+    """Two linear layers with a residual connection. The hidden layer is four times as wide."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -48,11 +48,11 @@ class Blocks(nn.Module):
 
 
 class Worker:
-    """What the commands measure.
+    """The measurements, one method per command.
 
     Args:
-        package: notebook_accelerate or accelerate.
-        folder: For files that both sides use.
+        package: The package to measure: notebook_accelerate or accelerate.
+        folder: A folder for files that both packages read.
     """
 
     def __init__(self, package: str, folder: Path) -> None:
@@ -62,7 +62,7 @@ class Worker:
         self._model: Any = None
 
     def small(self, how: str) -> float:
-        """Return what hooks add to the forward of 100 small layers."""
+        """Return the seconds that hooks add to a forward pass of 100 small layers."""
         model, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(100)]).eval(), torch.randn(2, 8)
         plain = _median(lambda: model(x), 30)
         if how == "align":
@@ -72,14 +72,14 @@ class Worker:
         return _median(lambda: model(x), 30) - plain
 
     def compute(self) -> float:
-        """Return the seconds of a forward of the 1 GB model in memory, and write it to disk."""
+        """Return the seconds of a forward pass of the 1 GB model in memory. Also write the model to disk."""
         model, x = self._filled(), torch.randn(TOKENS, WIDTH)
         seconds = _median(lambda: model(x), 5)
         self._package.disk_offload(model, self._folder / "offloaded")
         return seconds
 
     def read(self) -> float:
-        """Return the seconds of reading all its files into one buffer."""
+        """Return the seconds of reading all files of the offloaded model into one buffer."""
         buffer = bytearray(4 * WIDTH * WIDTH * 4)
         begin = time.perf_counter()
         for path in sorted((self._folder / "offloaded").glob("*.dat")):
@@ -88,7 +88,7 @@ class Worker:
         return time.perf_counter() - begin
 
     def disk(self) -> float:
-        """Return the seconds of a forward of the 1 GB model on disk."""
+        """Return the seconds of a forward pass of the 1 GB model offloaded to disk."""
         x = torch.randn(TOKENS, WIDTH)
         if self._model is None:
             with self._package.init_empty_weights():
@@ -98,12 +98,12 @@ class Worker:
         return _median(lambda: self._model(x), 1)
 
     def gpu_compute(self) -> float:
-        """Return the seconds of a forward of the 1 GB model that is on the GPU."""
+        """Return the seconds of a forward pass of the 1 GB model that stays on the GPU."""
         model, x = self._filled().to("cuda"), torch.randn(TOKENS, WIDTH, device="cuda")
         return _median(lambda: _on_gpu(model, x), 10)
 
     def gpu_transfer(self) -> float:
-        """Return the seconds of copying its weights from pinned memory to the GPU."""
+        """Return the seconds of copying the weights of the 1 GB model from pinned memory to the GPU."""
         weights = [parameter.detach().pin_memory() for parameter in self._filled().parameters()]
         places = [torch.empty_like(weight, device="cuda") for weight in weights]
 
@@ -115,7 +115,7 @@ class Worker:
         return _median(copy, 10)
 
     def gpu(self) -> float:
-        """Return the seconds of a forward of the 1 GB model in main memory, computed on the GPU."""
+        """Return the seconds of a forward pass on the GPU of the 1 GB model offloaded to main memory."""
         x = torch.randn(TOKENS, WIDTH, device="cuda")
         if self._model is None:
             self._model = self._package.cpu_offload(self._filled(), torch.device("cuda", 0))
@@ -123,7 +123,7 @@ class Worker:
         return _median(lambda: _on_gpu(self._model, x), 1)
 
     def map(self, layout: str) -> dict[str, float]:
-        """Return the seconds of a device map of 128,000 modules, and of a walk over them."""
+        """Return the seconds of computing a device map for 128,000 modules, and of traversing them once."""
         with torch.device("meta"):
             model = _flat(128_000) if layout == "flat" else nn.ModuleList([_flat(31) for _ in range(4000)])
         total = 40 * 128_000
@@ -132,7 +132,7 @@ class Worker:
         return {"walk": walk, "map": _seconds(lambda: self._utils.infer_auto_device_map(model, limits))}
 
     def load(self) -> dict[str, float]:
-        """Return the seconds and the peak memory of loading 2 GB in 20 shards: once per process."""
+        """Return the seconds and the added peak memory of loading 2 GB in 20 shards. Valid once per process."""
         import_module("safetensors.torch")
         with self._package.init_empty_weights():
             model = Blocks(2 * BLOCKS)
@@ -200,7 +200,7 @@ def main(package: str, folder: str) -> None:
     torch.set_num_threads(1)
     worker = Worker(package, Path(folder))
     with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)  # whatever a library prints is no answer
+        os.dup2(2, 1)  # Libraries may print: keep their output apart from the answers.
         for line in sys.stdin:
             name, *arguments = line.split()
             print(json.dumps(getattr(worker, name)(*arguments)), file=answers, flush=True)

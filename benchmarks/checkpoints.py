@@ -1,4 +1,4 @@
-"""How long a training stands still while a gigabyte of state is saved."""
+"""The pause of a training loop while a gigabyte of state is saved."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ _ITERATIONS = 3
 
 
 @row("checkpoints", "save_state of 1 GB")
-def standing_still() -> Iterator[Figure]:
-    """Save the weights and Adam's state of 88 million parameters, again and again."""
+def pauses() -> Iterator[Figure]:
+    """Measure saving the weights and Adam's state of 88 million parameters."""
     folder = Path(tempfile.mkdtemp(prefix="bench-checkpoints-"))
     ours, peer = _Trained("notebook_accelerate"), _Trained("accelerate")
     try:
         background, blocking, theirs = alternate(
             5,
-            lambda: ours.stands_still(folder / "ours", blocking=False),
-            lambda: ours.stands_still(folder / "ours"),
-            lambda: peer.stands_still(folder / "theirs"),
+            lambda: ours.pause(folder / "ours", blocking=False),
+            lambda: ours.pause(folder / "ours"),
+            lambda: peer.pause(folder / "theirs"),
         )
-        yield compared("save_state(blocking=False), the loop stands still", background, theirs, unit="ms", scale=1e3,
-                       ratio=0.2, note="the call, and what the next iteration takes longer")  # fmt: skip
-        yield compared("save_state(), on the disk and checked", blocking, theirs, unit="ms", scale=1e3,
-                       note="the peer leaves the data in the system's cache, without a checksum")  # fmt: skip
+        yield compared("save_state(blocking=False): pause of the training loop", background, theirs, unit="ms",
+                       scale=1e3, ratio=0.2, note="the call, plus the slowdown of the next iteration")  # fmt: skip
+        yield compared("save_state(), synced to disk, with checksums", blocking, theirs, unit="ms", scale=1e3,
+                       note="the peer leaves the data in the page cache, without checksums")  # fmt: skip
     finally:
         ours.accelerator.end_training()
         shutil.rmtree(folder)
 
 
 class _Trained:
-    """A model and an optimizer that has stepped, prepared by one of the packages."""
+    """A model prepared by one of the packages, with an optimizer that has taken a step and so has state."""
 
     def __init__(self, package: str) -> None:
         import torch
@@ -60,12 +60,13 @@ class _Trained:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def stands_still(self, folder: Path, **options: Any) -> float:
-        """Save, go on, and return the seconds of the save and of what the next iteration took longer than others."""
+    def pause(self, folder: Path, **options: Any) -> float:
+        """Save, and return the seconds of the call plus the slowdown of the next iteration."""
         shutil.rmtree(folder, ignore_errors=True)
         usual = statistics.median(_timed(self.iteration) for _ in range(_ITERATIONS))
         saving = _timed(lambda: self.accelerator.save_state(str(folder), **options))
-        longer = _timed(self.iteration) - usual  # below zero too: cut off, the noise of a busy machine would add up
+        # Keep negative differences: clipping them to zero would turn the noise of a busy machine into a bias.
+        longer = _timed(self.iteration) - usual
         if options:
             _wait()
         return saving + longer

@@ -1,4 +1,4 @@
-"""Debugging: what it costs a training step while nobody uses it, and how long an answer takes."""
+"""Debugging: the cost for a training step while it is not used, and the time until it answers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tests.support.kernel import Kernel
 
 STEPS, BLOCKS = 10, 60
 SIZES = {"1 ms": (64, 256, 64), "10 ms": (256, 1024, 128)}
-"""Width of the input, of the hidden layer, and samples in a batch, by about how long a step takes on one core."""
+"""Width of the input and of the hidden layer, and batch size, by the approximate duration of a step on one core."""
 
 
 @row("debugging", "unused")
 def unused() -> Iterator[Figure]:
-    """A step of a launched run with agent and checks on and off, in turns; and with and without flight recorder."""
+    """Measure a step with the agent and checks on and off alternately, and with and without the flight recorder."""
     for name, size in SIZES.items():
         found, without = launched(size, recorder=True), launched(size, recorder=False)
-        for clock, what in enumerate(("wall clock", "processor time")):
+        for clock, what in enumerate(("wall clock", "CPU time")):
             on, off = ([pair[side][clock] for pair in found] for side in (0, 1))
             yield compared(
                 f"a step of {name}, 2 ranks, DDP: agent and checks on, {what}",
@@ -30,12 +30,12 @@ def unused() -> Iterator[Figure]:
                 unit="µs",
                 scale=1e6,
                 ratio=1.02 if name == "10 ms" else None,
-                note="peer: the blocks of steps in between, with both off",
+                note="the peer is the blocks of steps in between, with both off",
             )
         on, off = ([pair[1][1] for pair in pairs] for pairs in (found, without))
-        yield compared(f"a step of {name}: flight recorder on, processor time", on, off, unit="µs", scale=1e6)
+        yield compared(f"a step of {name}: flight recorder on, CPU time", on, off, unit="µs", scale=1e6)
     alone = [checks() for _ in range(5)]
-    yield compared("checks of a step: the loss, and the optimizer's hooks", alone, unit="µs", scale=1e6, limit=5)
+    yield compared("checks of one step: the loss and the optimizer's hooks", alone, unit="µs", scale=1e6, limit=5)
 
 
 STUCK = """
@@ -58,8 +58,8 @@ def in_native_code():
 
 @row("debugging", "diagnose")
 def diagnose() -> Iterator[Figure]:
-    """Ask a run that stands still why: one rank waits for another, which sleeps, or holds the interpreter in C."""
-    for function, what in (("skips", "one in Python"), ("in_native_code", "one holds the interpreter in C")):
+    """Measure the diagnosis of a stuck run: a rank waits for another, which sleeps or holds the GIL in C."""
+    for function, what in (("skips", "one asleep in Python"), ("in_native_code", "one holding the GIL in C")):
         with Kernel() as kernel:
             kernel.check(STUCK, timeout=60)
             kernel.check(f"run = notebook_launcher({function}, num_processes=2, use_port=0, block=False, panel=False)")
@@ -70,12 +70,12 @@ def diagnose() -> Iterator[Figure]:
             assert kernel.value("run.status") == "running"
             took = [float(kernel.value(ask, timeout=60)) for _ in range(REPEATS)]
             kernel.check("run.stop(0.5)", timeout=60)
-        yield compared(f"run.diagnose() of 2 ranks, {what}", took, unit="s", limit=2)
+        yield compared(f"run.diagnose() of 2 stuck ranks, {what}", took, unit="s", limit=2)
 
 
 def launched(size: tuple[int, int, int], *, recorder: bool) -> list[list[list[float]]]:
-    """Return what rank 0 of a run of two ranks measured. See `train`."""
-    import_module("torch._dynamo")  # an optimizer's first step would import it in each rank
+    """Return the measurements of rank 0 of a run with two ranks (see `train`)."""
+    import_module("torch._dynamo")  # Otherwise the first step of an optimizer would import it in each rank.
 
     from notebook_accelerate import notebook_launcher
     from notebook_accelerate.launch.supervisor.rank_group import watched_rank_variables
@@ -95,7 +95,7 @@ def launched(size: tuple[int, int, int], *, recorder: bool) -> list[list[list[fl
 
 
 def train(size: tuple[int, int, int]) -> list[list[list[float]]]:
-    """In a rank: train a model; return pairs of blocks, on and off: seconds per step by the wall, and of processor."""
+    """Train a model in a rank. Return (on, off) pairs of blocks, each as wall and CPU seconds per step."""
     import torch
 
     from notebook_accelerate import Accelerator
@@ -121,14 +121,14 @@ def train(size: tuple[int, int, int]) -> list[list[list[float]]]:
         return [(time.perf_counter() - wall) / STEPS, (time.process_time() - processor) / STEPS]
 
     block(active=True)
-    # Neighbours share what happens on the machine; neither side is always the first.
+    # Adjacent blocks see the same load of the machine. Swap their order, so that neither side always comes first.
     turns = [(True, False), (False, True)] * (BLOCKS // 2)
     pairs = [{active: block(active) for active in turn} for turn in turns]
     return [[pair[True], pair[False]] for pair in pairs]
 
 
 def checks() -> float:
-    """Return the seconds that the checks of one step take by themselves."""
+    """Return the seconds that only the checks of one step take."""
     import torch
 
     from notebook_accelerate.worker.sanity_facts import SanityFacts

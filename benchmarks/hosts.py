@@ -1,4 +1,4 @@
-"""Launches on several hosts against one: commands on this machine, which join a kernel."""
+"""Launches on several hosts, simulated by `join` commands on this machine, compared with a launch on one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def first_line(run):
 
 @row("hosts", "8 hosts")
 def eight_hosts() -> Iterator[Figure]:
-    """Time from the start of the attempt, when all hosts have joined, to the function's first line in all ranks."""
+    """Measure the time from the start of the attempt, when all hosts have joined, to the first line on all ranks."""
     with Kernel() as kernel:
         kernel.check(SETUP)
 
@@ -49,8 +49,7 @@ def eight_hosts() -> Iterator[Figure]:
             return float(kernel.value("first_line(run)"))
 
         here, single = alternate(REPEATS, several, one)
-        note = "the peer is one host with 16 ranks; all ranks are interpreters of their own"
-        yield compared("8 hosts x 2 ranks: first line in all", here, single, unit="s", ratio=1.5, note=note)
-
-
-__all__ = ["eight_hosts"]
+        note = "the peer is one host with 16 ranks; every rank is a spawned interpreter"
+        yield compared(
+            "8 hosts × 2 ranks: to the first line on all ranks", here, single, unit="s", ratio=1.5, note=note
+        )

@@ -1,6 +1,6 @@
-"""A panel that is open in JupyterLab: its cost to the training, and to the main thread of the browser.
+"""A panel that is open in JupyterLab: its cost for the training and for the main thread of the browser.
 
-It needs chromium, and the environment of the browser tests: ``make bench`` uses it.
+The rows need Chromium and the environment of the browser tests, which ``make bench`` provides.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from tests.support.browser import Browser, NotebookPage, Server, missing
 T = TypeVar("T")
 
 ROUNDS, SECONDS = 10, 4.0
-"""Trainings of so many seconds, in turns with and without a panel."""
+"""Number and duration in seconds of the trainings, which alternate between with and without a panel."""
 TRACES, TRACE_SECONDS = 5, 10.0
 TIMELINES, SCALES = 5, (1.0, 1 / 8, 1 / 64)
-"""Timelines that are opened, and the parts of each that are visible while it is dragged."""
+"""Number of timelines to open, and the shares of each that are visible while it is dragged."""
 FRAME = 16.7
-"""Milliseconds between two frames of a screen of 60 Hz."""
+"""Milliseconds between two frames at 60 Hz."""
 LONG_TASK = 50.0
-"""Milliseconds of a task that delays a click noticeably."""
+"""Milliseconds after which a task delays a click noticeably."""
 
-# A hundred steps a second: a rank computes, then waits as for an accelerator.
+# A rank trains a hundred steps per second. In each, it computes, and then sleeps as if it waited for an accelerator.
 _TRAIN = """
 import json, math, time, torch
 from notebook_accelerate import notebook_launcher, telemetry
@@ -52,7 +52,7 @@ open('{}', 'w').write(json.dumps(run.results))
 """
 _RESULT = "result.json"
 _DRAWN = """() => {
-    document.querySelector('.na-charts')?.scrollIntoView({ block: 'start' });  // curves out of sight are not drawn
+    document.querySelector('.na-charts')?.scrollIntoView({ block: 'start' });  // Only visible curves are drawn.
     return document.querySelectorAll('.na-chart canvas').length >= 9;
 }"""
 
@@ -69,7 +69,7 @@ _NOTE_DRAWING = """() => {
     };
     look();
 }"""
-# Zooms with the key W until this share of the span is visible.
+# Zoom in with the W key until only this share of the timeline is visible.
 _ZOOM = """async (share) => {
     const root = document.querySelector('.na-tl'), scroll = root.querySelector('.na-tl-scroll');
     root.scrollIntoView({ block: 'center' });
@@ -81,7 +81,7 @@ _ZOOM = """async (share) => {
     const whole = visible();
     while (visible() > 1.2 * share * whole) { press('w'); await frames(12); }
 }"""
-# Moves the pointer by some pixels in each of 150 frames; returns the milliseconds between them.
+# Move the pointer by four pixels in each of 150 frames. Return the milliseconds between frames.
 _DRAG = """async () => {
     const canvas = document.querySelector('.na-tl-canvas'), frame = () => new Promise(requestAnimationFrame);
     const box = canvas.getBoundingClientRect(), y = box.top + 60;
@@ -105,7 +105,7 @@ _DRAG = """async () => {
 
 @contextmanager
 def _page(*cells: str) -> Iterator[NotebookPage]:
-    """Open a notebook with these cells, of which the first is executed."""
+    """Open a notebook with a cell that defines the training, execute that cell, and add these cells after it."""
     with Server() as server, Browser() as browser:
         server.write("benchmark.ipynb", [_TRAIN, *cells])
         page = server.open(browser, "benchmark.ipynb")
@@ -117,9 +117,9 @@ def _page(*cells: str) -> Iterator[NotebookPage]:
 
 @row("browser", "panel in the browser: training")
 def training() -> Iterator[Figure]:
-    """Train in two ranks that log 20 metrics a hundred times a second, with the panel and without."""
+    """Measure two ranks that log 20 metrics a hundred times per second, with and without the panel."""
     if reason := missing():
-        yield Figure(what="a step with the panel open", unit="ms", ours=None, note=reason)
+        yield Figure(what="a step with the panel open (peer: no panel)", unit="ms", ours=None, note=reason)
         return
     found: dict[bool, list[list[float]]] = {True: [], False: []}
     with _page(*(_LAUNCH.format(SECONDS, panel, _RESULT) for panel in (False, True))) as page:
@@ -132,18 +132,19 @@ def training() -> Iterator[Figure]:
             return 0.0
 
         alternate(ROUNDS, lambda: side(panel=True), lambda: side(panel=False))
-    for index, what in enumerate(("a step with the panel open; the peer has none", "its processor time in the rank")):
+    whats = ("a step with the panel open (peer: no panel)", "a step with the panel open: CPU time of the rank")
+    for index, what in enumerate(whats):
         sides = [[values[index] for values in found[panel][1:]] for panel in (True, False)]
         yield compared(what, *sides, unit="ms", scale=1e3, ratio=1.02)
 
 
 class MainThread(NamedTuple):
-    """What a trace has about the main thread of a page; on the clock, and in processor time.
+    """The load of a page's main thread, from a trace, in wall or CPU time.
 
     Attributes:
-        busy: Share of the time in tasks, in percent.
-        frame: Milliseconds of the tasks that draw a frame in which scripts ran; the 95th percentile.
-        long: Tasks that took more than `LONG_TASK`, in a second.
+        busy: Percentage of the time spent in tasks.
+        frame: 95th percentile of the milliseconds of tasks that draw a frame in which scripts run.
+        long: Number of tasks per second that take more than `LONG_TASK`.
     """
 
     busy: float
@@ -153,43 +154,44 @@ class MainThread(NamedTuple):
 
 @row("browser", "panel in the browser: main thread")
 def main_thread() -> Iterator[Figure]:
-    """Trace JupyterLab while its panel draws nine or more of these 20 metrics of two ranks."""
+    """Trace JupyterLab while its panel draws at least nine of these 20 metrics of two ranks."""
     if reason := missing():
         yield Figure(what="main thread: busy", unit="%", ours=None, note=reason)
         return
     traces = [_trace() for _ in range(TRACES)]
-    for kind, name in (("dur", ""), ("tdur", ", processor time")):
+    for kind, name in (("dur", ""), ("tdur", ", CPU time")):
         found = [measured(trace, kind) for trace in traces]
         yield compared(f"main thread: busy{name}", [each.busy for each in found], unit="%", limit=25)
-        what = f"main thread: of 20 frames the slowest{name}"
+        what = f"main thread: 95th percentile of frame time{name}"
         yield compared(what, [each.frame for each in found], unit="ms", limit=FRAME)
-        what = f"main thread: tasks of more than {LONG_TASK:.0f} ms{name}"
+        what = f"main thread: tasks over {LONG_TASK:.0f} ms{name}"
         yield compared(what, [each.long for each in found], unit="per s")
 
 
 @row("browser", "timeline in the browser")
 def timeline() -> Iterator[Figure]:
-    """Open the timeline of 8 ranks with 200,000 events each, and drag it along at three scales, while traced."""
+    """Trace opening the timeline of 8 ranks with 200,000 events each, and dragging it at three scales."""
     if reason := missing():
-        yield Figure(what="timeline: opened", unit="ms", ours=None, note=reason)
+        yield Figure(what="timeline of 8 × 200,000 events", unit="ms", ours=None, note=reason)
         return
     found = [_timeline_times() for _ in range(TIMELINES)]
-    whats = ["timeline of 8 × 200,000 events: from the cell to the drawing", "its processor time in the main thread"]
-    for index, what in enumerate(whats):
+    for index, kind in enumerate(("from running the cell to the first drawing", "CPU time of the main thread")):
+        what = f"timeline of 8 × 200,000 events: {kind}"
         yield compared(what, [times[index] for times in found], unit="ms", limit=2000)
     for index, share in enumerate(SCALES):
         part = f"1/{1 / share:.0f}" if share < 1 else "all"
-        what = f"timeline, {part} of it visible, dragged: of 20 frames the slowest"
-        for offset, name in enumerate(("", ", processor time")):
+        what = f"timeline dragged, {part} of it visible: 95th percentile of frame time"
+        for offset, name in enumerate(("", ", CPU time")):
             values = [times[2 + 2 * index + offset] for times in found]
             yield compared(what + name, values, unit="ms", limit=1000 / 30)
 
 
 def _timeline_times() -> list[float]:
-    """Return milliseconds until the timeline is drawn, and those of the main thread's tasks, then of frames.
+    """Measure one timeline in milliseconds.
 
-    Of the frames at each scale: the time between two, and the processor time of the tasks that draw one, each of the
-    slowest of 20.
+    Returns:
+        The time until it is drawn, the CPU time of the main thread until then, and two values for each scale: the 95th
+        percentiles of the time between frames and of the CPU time of the tasks that draw a frame.
     """
     with _page(_TIMELINE, "TimelineView(data)") as page:
         page.run(1)
@@ -212,7 +214,7 @@ def _timeline_times() -> list[float]:
 
 
 def _traced(page: NotebookPage, action: Callable[[], T]) -> tuple[T, list[dict[str, Any]]]:
-    """Return what an action returned, and the events of chromium's trace meanwhile."""
+    """Run an action. Return its result and the events of Chromium's trace of it."""
     browser = page.page.context.browser
     assert browser is not None
     browser.start_tracing(page=page.page, categories=["-*", "toplevel", "devtools.timeline"])
@@ -221,7 +223,7 @@ def _traced(page: NotebookPage, action: Callable[[], T]) -> tuple[T, list[dict[s
 
 
 def _trace() -> list[dict[str, Any]]:
-    """Return the events of chromium's trace of a training that has gone on for three seconds."""
+    """Return the events of Chromium's trace of a panel, from three seconds after its curves were drawn."""
     with _page(_LAUNCH.format(TRACE_SECONDS + 15, True, _RESULT)) as page:
         page.run(1)
         page.wait_for(_DRAWN)
@@ -230,17 +232,17 @@ def _trace() -> list[dict[str, Any]]:
 
 
 def measured(events: Sequence[dict[str, Any]], kind: str) -> MainThread:
-    """Return the figures of the busiest main thread.
+    """Return the load of the busiest main thread.
 
     Args:
-        events: Chromium's trace.
-        kind: "dur" for the clock, "tdur" for processor time.
+        events: The events of Chromium's trace.
+        kind: "dur" for wall time, "tdur" for CPU time.
     """
     return _figures(*_main_thread(events), kind)
 
 
 def _main_thread(events: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[float]]:
-    """Return the tasks of the busiest main thread in their order, and when scripts ran that draw a frame."""
+    """Return the tasks of the busiest main thread in order, and the times at which scripts draw a frame."""
     tasks: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         if event["name"] == "ThreadControllerImpl::RunTask" and event["ph"] == "X":

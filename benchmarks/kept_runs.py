@@ -1,4 +1,4 @@
-"""What keeping a run costs its ranks, how large its journal gets, and how long opening it takes."""
+"""Saved runs: the cost for the ranks, the size of the journal, and the time to open a run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DAY = 24 * 3600
 
 
 def work(kind: str) -> float:
-    """In a rank: seconds of a logged number, a line, or a step that logs and prints."""
+    """Return the seconds per logged number, per printed line, or per step that logs and prints."""
     import torch
 
     from notebook_accelerate import Accelerator
@@ -46,9 +46,9 @@ def work(kind: str) -> float:
 
 @row("kept", "cost")
 def costs() -> Iterator[Figure]:
-    """A logged number, a line and a step of a background run that is kept, or detached, beside one that is neither."""
+    """Measure the ranks of a run that is saved or detached, compared with a run that is neither."""
     with tempfile.TemporaryDirectory() as folder, patch_environment(XDG_STATE_HOME=folder):
-        for kind in ("number", "line", "step"):
+        for kind, what in (("number", "a logged number"), ("line", "a printed line"), ("step", "a step")):
 
             def measure(kind: str = kind, **options: Any) -> float:
                 run = notebook_launcher(
@@ -58,14 +58,14 @@ def costs() -> Iterator[Figure]:
                 return max(run.results)
 
             kept, plain = alternate(5, lambda: measure(save=folder), measure)
-            yield compared(f"2 ranks, save: a {kind}", kept, plain, unit="µs", scale=1e6, ratio=1.2)
+            yield compared(f"2 ranks, save: {what}", kept, plain, unit="µs", scale=1e6, ratio=1.2)
             detached, plain = alternate(5, lambda: measure(detach=True), measure)
-            yield compared(f"2 ranks, detach: a {kind}", detached, plain, unit="µs", scale=1e6, ratio=1.2)
+            yield compared(f"2 ranks, detach: {what}", detached, plain, unit="µs", scale=1e6, ratio=1.2)
 
 
 @row("kept", "journal of a day")
 def journal_of_a_day() -> Iterator[Figure]:
-    """The largest size of the journal of 24 hours at 10 metrics a second, and seconds to open it."""
+    """Measure the largest size of a journal of 24 hours at 10 metrics per second, and the time to open it."""
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal()
         writer = RunWriter(Path(folder), run_folder.new_header("day", 1, work, (), LaunchConfig(), START), journal)
@@ -94,7 +94,7 @@ def journal_of_a_day() -> Iterator[Figure]:
 
 @row("kept", "opening")
 def opening() -> Iterator[Figure]:
-    """Seconds to open a run of 200,000 points."""
+    """Measure opening a run of 200,000 points."""
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal()
         writer = RunWriter(Path(folder), run_folder.new_header("many", 1, work, (), LaunchConfig(), START), journal)

@@ -1,4 +1,4 @@
-"""Launching, in real kernels: times, lines, the price of a logged metric, memory."""
+"""Launches from real kernels: start and stop times, printed lines, the cost of a logged metric, and memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.kernel import Cell, Kernel, KernelTimeoutError
 
 HERE, PEER = "notebook_accelerate", "accelerate"
 
-# Both launchers run this same function; the clock is the machine's, shared by all processes.
+# Both launchers run these functions. All processes share the monotonic clock, so their times can be subtracted.
 SETUP = """
 import os, time, pathlib, socket, torch
 from {package} import notebook_launcher
@@ -36,7 +36,7 @@ def stamp_two_threads():
     (x @ x).sum().item()
 
 def launch(function, ranks, *args, **options):
-    with socket.socket() as probe:  # the peer's store keeps its port for a while after a launch
+    with socket.socket() as probe:  # Choose a new port each time: the peer's store keeps its port for a while.
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     begin = time.monotonic()
@@ -49,7 +49,7 @@ WARM_POOL = "x = torch.ones(1024, 1024); (x @ x).sum().item(); torch.get_num_thr
 
 
 class Launcher:
-    """A kernel with one of the two launchers in it, ready to be timed."""
+    """A kernel that has imported one of the two launchers."""
 
     def __init__(self, package: str, env: dict[str, str | None] | None = None) -> None:
         self._stack = ExitStack()
@@ -64,17 +64,17 @@ class Launcher:
         self._stack.close()
 
     def submit(self, function: str, ranks: int, options: str = "") -> Cell:
-        """Start a launch and return its cell, unfinished."""
+        """Start a launch and return its cell without waiting for it."""
         for file in self.folder.iterdir():
             file.unlink()
         return self.kernel.submit(f"times = launch({function}, {ranks}, {options})")
 
     def time(self, function: str, ranks: int, options: str = "", timeout: float = 120.0) -> tuple[float, float]:
-        """Launch; return the seconds from the call to the last rank's first line, and to the return."""
+        """Launch, and return the seconds from the call to the last rank's first line and to the return."""
         self.kernel.finish(self.submit(function, ranks, options), timeout).expect_ok()
         begin, end = self.kernel.value("times")
         lines = [float(file.read_text()) for file in self.folder.iterdir()]
-        assert len(lines) == ranks, f"{len(lines)} of {ranks} ranks wrote their time"
+        assert len(lines) == ranks, f"{len(lines)} of {ranks} ranks wrote the time"
         return max(lines) - begin, end - begin
 
     def wait_for_ranks(self, ranks: int) -> None:
@@ -87,7 +87,7 @@ class Launcher:
 
 @row("launch", "fork")
 def fork_times() -> Iterator[Figure]:
-    """In a clean kernel: torch is imported, nothing has run."""
+    """Measure launches from a clean kernel, which has imported torch but not used it."""
     with Launcher(HERE) as here, Launcher(PEER) as peer:
         for ranks in (2, 16):
             first: list[list[float]] = [[], []]
@@ -98,14 +98,14 @@ def fork_times() -> Iterator[Figure]:
                 return total
 
             ours, theirs = alternate(REPEATS, lambda: measure(0, here), lambda: measure(1, peer))
-            what, limit = f"{ranks} ranks: call to first line in all ranks", {2: 1.0, 16: 0.9}[ranks]
+            what, limit = f"{ranks} ranks: call to first line on all ranks", {2: 1.0, 16: 0.9}[ranks]
             yield compared(what, first[0][1:], first[1][1:], unit="s", ratio=limit)
             yield compared(f"{ranks} ranks: call to return", ours, theirs, unit="s", ratio=0.5)
 
 
 @row("launch", "zygote")
 def zygote_times() -> Iterator[Figure]:
-    """In a kernel whose OpenMP pool is warm, for ranks that use two threads."""
+    """Measure ranks that use two threads, launched from a kernel whose OpenMP pool has started."""
     env: dict[str, str | None] = {"OMP_NUM_THREADS": "2"}
     with Launcher(HERE, env) as here:
         here.kernel.check(WARM_POOL)
@@ -114,7 +114,7 @@ def zygote_times() -> Iterator[Figure]:
                 pairs = [here.time("stamp_two_threads", ranks, f"start_method={method!r}") for _ in range(REPEATS + 1)]
                 lines, totals = zip(*pairs[1:], strict=True)
                 label = f"{ranks} ranks, start_method={method!r}"
-                yield compared(f"{label}: call to first line in all ranks", lines, unit="s")
+                yield compared(f"{label}: call to first line on all ranks", lines, unit="s")
                 limit = {2: 0.15, 16: 0.35}[ranks] if method == "zygote" else None
                 yield compared(f"{label}: call to return", totals, unit="s", limit=limit)
     yield _peer_with_warm_pool(env)
@@ -122,7 +122,7 @@ def zygote_times() -> Iterator[Figure]:
 
 @row("launch", "first zygote")
 def first_zygote() -> Iterator[Figure]:
-    """The first launch of a kernel, right after the import, while its server imports torch."""
+    """Measure the first launch of a kernel, immediately after the import, while the zygote imports torch."""
 
     def first_launch() -> float:
         with Launcher(HERE) as here:
@@ -148,12 +148,12 @@ def _peer_with_warm_pool(env: dict[str, str | None], limit: float = 20.0) -> Fig
             _, total = peer.time("stamp_two_threads", 2, timeout=limit)
         except KernelTimeoutError:
             return Figure(
-                what=what, unit="s", ours=None, note=f"did not return within {limit:.0f} s; its kernel was ended"
+                what=what, unit="s", ours=None, note=f"did not return within {limit:.0f} s; its kernel was killed"
             )
     return Figure(what=what, unit="s", ours=None, peer=total)
 
 
-# ---- ends
+# ---- stops
 
 STUBBORN = """
 import itertools, signal
@@ -162,8 +162,8 @@ def asleep():
     time.sleep(600)
 def in_native_code():
     stamp()
-    sum(itertools.repeat(0))  # holds the interpreter for ever: no handler in Python runs
-def deaf():
+    sum(itertools.repeat(0))  # Never returns to the interpreter, so no signal handler in Python runs.
+def ignores_signals():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     stamp()
@@ -174,13 +174,13 @@ GRACE = 1.0
 
 @row("launch", "stop")
 def stopping() -> Iterator[Figure]:
-    """`run.stop(grace)` until every rank is reaped: at most the grace and a second, whatever the ranks do."""
+    """Measure `run.stop(grace)` until every rank is reaped. The goal is the grace period plus one second."""
     with Launcher(HERE) as here:
         here.kernel.check(STUBBORN)
         for function, what in (
             ("asleep", "asleep"),
-            ("in_native_code", "in C"),
-            ("deaf", "deaf to SIGINT and SIGTERM"),
+            ("in_native_code", "busy in C"),
+            ("ignores_signals", "ignoring SIGINT and SIGTERM"),
         ):
             took = []
             for _ in range(REPEATS):
@@ -193,9 +193,9 @@ def stopping() -> Iterator[Figure]:
             yield compared(f"2 ranks {what}: stop({GRACE:g})", took, unit="s", limit=GRACE + 1)
 
 
-@row("launch", "import of the root")
+@row("launch", "package import")
 def importing() -> Iterator[Figure]:
-    """`import notebook_accelerate`, less what a new interpreter takes: no torch, and what it brings on first use."""
+    """Measure `import notebook_accelerate` in a new interpreter, which does not import torch yet."""
     timed = "import time; begin = time.perf_counter(); import {}; print(time.perf_counter() - begin)"
 
     def once(package: str) -> float:
@@ -208,7 +208,7 @@ def importing() -> Iterator[Figure]:
     yield compared("import in a new interpreter", ours, theirs, unit="ms", scale=1e3, limit=50)
 
 
-# ---- lines
+# ---- printed lines
 
 PRINTING = """
 def printing(lines, quiet):
@@ -221,9 +221,9 @@ def printing(lines, quiet):
 
 @row("launch", "printing")
 def printing() -> Iterator[Figure]:
-    """What lines cost over the same function that prints to nowhere, until the notebook has the last one.
+    """Measure the time that lines take to reach the notebook, compared with the same function printing to /dev/null.
 
-    Here, the cell shows the first and the last of many lines, and `run.logs()` all.
+    In this package the cell shows only the first and the last of many lines, and `run.logs()` returns all of them.
     """
     lines, few = 10_000, 500
     lost: list[int] = []
@@ -255,14 +255,14 @@ def printing() -> Iterator[Figure]:
         )
     extra = [a - b for a, b in zip(loud, quiet, strict=True)]
     peer_extra = [a - b for a, b in zip(peer_loud, peer_quiet, strict=True)]
-    yield compared(f"{lines:,} lines from each of 2 ranks: extra in all", extra, unit="s", limit=1.0)
+    yield compared(f"{lines:,} lines from each of 2 ranks: total extra time", extra, unit="s", limit=1.0)
     yield compared(
-        "the same per line",
+        "the same: extra time per line",
         [value / (2 * lines) for value in extra],
         [value / (2 * few) for value in peer_extra],
         unit="µs",
         scale=1e6,
-        note=f"the peer with {few} lines from each rank"
+        note=f"the peer prints {few} lines from each rank"
         + (f"; it lost up to {max(lost)} of {2 * few} in {len(lost)} of {REPEATS} launches" if lost else ""),
     )
 
@@ -273,8 +273,8 @@ LOGGING = """
 from time import perf_counter_ns, process_time_ns, thread_time_ns
 
 def logging_cost(blocks, count):
-    # Steps of about 2 ms of fixed work. In one half of the blocks, every second step logs a metric: neighbours share
-    # what happens on the machine. In the others none does: what the threads that send use differs between the blocks.
+    # A step is about 2 ms of fixed work. In every other block, half of the steps log a metric: comparing adjacent steps
+    # cancels the load of the machine. Comparing blocks gives the CPU time of the threads that send metrics.
     from notebook_accelerate import Accelerator
     accelerator = Accelerator()
     torch.set_num_threads(1)
@@ -284,11 +284,11 @@ def logging_cost(blocks, count):
         walls, spent = [[], []], [0, 0]
         process, thread = process_time_ns(), thread_time_ns()
         for index in range(2 * count):
-            logs = (index + (index >> 1)) % 2  # plain, logged, logged, plain: neither is always the first
+            logs = (index + (index >> 1)) % 2  # Plain, logged, logged, plain: neither kind always comes first.
             begin = perf_counter_ns()
             for _ in range({work}):
                 x @ x
-            before = thread_time_ns()  # in every step: the system prefers to switch at such calls
+            before = thread_time_ns()  # In plain steps too: the scheduler prefers to switch threads at system calls.
             if logs and block % 2:
                 accelerator.log({{"loss": 0.25}}, step=index)
             spent[logs] += thread_time_ns() - before
@@ -304,7 +304,7 @@ CALIBRATE = """
 torch.set_num_threads(1)
 x = torch.ones(180, 180)
 def once(count=200):
-    begin = time.process_time()  # a busy machine must not make the step shorter
+    begin = time.process_time()  # Not wall time: on a busy machine the step would become too short.
     for _ in range(count):
         x @ x
     return (time.process_time() - begin) / count
@@ -314,7 +314,7 @@ work = max(1, round(0.002 / sorted(once() for _ in range(9))[4]))
 
 @row("launch", "logging")
 def logging_cost() -> Iterator[Figure]:
-    """What `accelerator.log` once a step costs a training loop, by the wall clock and in processor time."""
+    """Measure what one `accelerator.log` per step costs a training loop, in wall and CPU time."""
     import json
 
     with Launcher(HERE) as here:
@@ -326,7 +326,7 @@ def logging_cost() -> Iterator[Figure]:
             quiet, loud = blocks[0::2], blocks[1::2]
             plain = [wall for walls, *_ in loud for wall in walls[0]]
             step = statistics.median(plain)
-            # The machine is busy: the mean of single steps would be that of what else ran.
+            # Take medians: on a busy machine a mean would measure the other processes.
             shares = [statistics.median(b - a for a, b in zip(*walls, strict=True)) / step for walls, *_ in loud]
             note = f"the step took {step / 1e6:.2f} ms; {len(plain)} pairs of neighbours"
             yield compared(f"{who}, a step of 2 ms: wall clock", shares, unit="%", scale=100.0, limit=0.5, note=note)
@@ -334,8 +334,8 @@ def logging_cost() -> Iterator[Figure]:
             idle = statistics.median(others for _, _, others, _ in quiet)
             shares = [(spent + others - idle) / work for _, spent, others, _ in loud]
             own = statistics.median(spent for _, spent, _, _ in loud)
-            note = f"{own / 1e3:.1f} µs of a log on the thread that trains, the rest on those that send"
-            text = f"{who}, a step of 2 ms: processor time of the rank"
+            note = f"{own / 1e3:.1f} µs of a log are on the training thread, the rest on the sender threads"
+            text = f"{who}, a step of 2 ms: CPU time of the rank"
             yield compared(text, shares, unit="%", scale=100.0, limit=0.5, note=note)
 
 
@@ -351,7 +351,7 @@ def waiting():
 
 @row("launch", "memory")
 def memory() -> Iterator[Figure]:
-    """Proportional set sizes while the ranks wait in their function."""
+    """Measure the proportional set sizes while the ranks wait in their function."""
     with Launcher(HERE) as here, Launcher(PEER) as peer, Launcher(HERE) as server:
         for launcher in (here, peer, server):
             launcher.kernel.check(WAITING)
@@ -370,7 +370,7 @@ def memory() -> Iterator[Figure]:
 
 @row("launch", "memory of a model")
 def memory_of_a_model() -> Iterator[Figure]:
-    """Proportional set sizes with a model of 1 GB in the kernel, which ranks inherit and leave as it is."""
+    """Measure the proportional set sizes with a 1 GB model in the kernel, which the ranks inherit and do not modify."""
     with Launcher(HERE) as here, Launcher(PEER) as peer:
         for launcher in (here, peer):
             launcher.kernel.check(WAITING + "model = [torch.ones(1 << 22) for _ in range(64)]")
@@ -389,7 +389,7 @@ def memory_of_a_model() -> Iterator[Figure]:
 
 @row("launch", "many runs")
 def many_runs() -> Iterator[Figure]:
-    """A launch in a kernel with 200 finished runs, each with metrics and lines, and the memory that each keeps."""
+    """Measure a launch from a kernel with 200 finished runs, and the memory that each of these still uses."""
     work = (
         "def work():\n    from notebook_accelerate import telemetry\n"
         "    for step in range(100):\n        print('step', step)\n"
@@ -404,8 +404,8 @@ def many_runs() -> Iterator[Figure]:
             old.time("work", 2)
         kept = (old.kernel.process.memory_info().rss - before) / 200
         late, early = alternate(REPEATS, lambda: old.time("stamp", 2)[1], lambda: new.time("stamp", 2)[1])
-    yield compared("2 ranks: call to return, over that in a new kernel", late, early, unit="s", ratio=1.2)
-    yield Figure(what="memory that a finished run keeps", unit="kB", ours=kept / 1e3)
+    yield compared("2 ranks: call to return, relative to a new kernel", late, early, unit="s", ratio=1.2)
+    yield Figure(what="memory per finished run", unit="kB", ours=kept / 1e3)
 
 
 LARGE = """
@@ -427,8 +427,9 @@ def bring(gigabytes, here):
     run = notebook_launcher(returned if here else saved, (gigabytes,), num_processes=2)
     value = run.results[0] if here else torch.load(FOLDER / "value")
     end = time.monotonic()
-    for each in value.values():  # not by torch: a rank forked from a process with its thread pool hangs in the peer
-        assert each.numpy()[::1024].sum() == each.numel() // 1024, "every page is read"
+    # Read every page with NumPy. With torch, the kernel would start its thread pool, and the peer's forked ranks hang.
+    for each in value.values():
+        assert each.numpy()[::1024].sum() == each.numel() // 1024, "wrong contents"
     used = peak() - begin
     if here:
         run.close()
@@ -442,7 +443,7 @@ def peak():
 
 @row("launch", "large results")
 def large_results() -> Iterator[Figure]:
-    """From the end of a function to its value in the kernel, and the kernel's memory meanwhile."""
+    """Measure the time from the end of a function until the kernel has its value, and the kernel's peak memory."""
     with Launcher(HERE) as here, Launcher(PEER) as peer:
         for side in (here, peer):
             side.kernel.check(LARGE)
@@ -458,15 +459,13 @@ def large_results() -> Iterator[Figure]:
 
             ours, theirs = alternate(3, lambda: bring(here), lambda: bring(peer))
             note = "the peer saves the value to a file and loads it in the kernel"
-            what = f"{gigabytes} GB of one of 2 ranks"
-            yield compared(
-                f"{what}: to the value in the kernel", ours, theirs, unit="s", limit=2.0 * gigabytes, note=note
-            )
-            yield compared(f"{what}: memory of the kernel", *peaks, unit="GiB", scale=2**-30)
+            what = f"{gigabytes} GB returned by one of 2 ranks"
+            yield compared(f"{what}: until the kernel has it", ours, theirs, unit="s", limit=2.0 * gigabytes, note=note)
+            yield compared(f"{what}: peak memory of the kernel", *peaks, unit="GiB", scale=2**-30)
 
 
 def _sizes(launcher: Launcher, ranks: int, options: str) -> tuple[float, float]:
-    """Return the kernel's and the mean rank's PSS in bytes."""
+    """Return the PSS of the kernel and the mean PSS of the ranks, in bytes."""
     go = launcher.folder.with_name(launcher.folder.name + "-go")
     cell = launcher.submit("waiting", ranks, options)
     try:
@@ -482,7 +481,7 @@ def _sizes(launcher: Launcher, ranks: int, options: str) -> tuple[float, float]:
 
 
 def pss(pid: int) -> float:
-    """Return the proportional set size of a process in bytes: its own pages and its share of the shared ones."""
+    """Return the proportional set size of a process in bytes: its private pages plus its share of shared pages."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines():
         if line.startswith("Pss:"):
             return float(line.split()[1]) * 1024

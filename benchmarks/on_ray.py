@@ -1,4 +1,4 @@
-"""A launch on a Ray cluster of two nodes on this machine, against one without: `make bench ROWS=ray`."""
+"""Launches on a Ray cluster of two nodes on this machine, compared with local ones: `make bench ROWS=ray`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.support.ray_cluster import SHADOW, LocalCluster
 
 REPEATS = 3
 LINES, LOGS = 20_000, 20_000
-PEER = "peer: the same ranks as local processes (spawn)"
+PEER = "the peer is the same ranks as local processes (spawn)"
 
 
 @row("ray", "ray")
 def on_ray() -> Iterator[Figure]:
-    """Start, step time and logging."""
+    """Measure the start, a training step, and logging."""
     if importlib.util.find_spec("ray") is None:
         yield Figure(what="launching on Ray", unit="s", ours=None, note="Ray is not installed: make bench ROWS=ray")
         return
@@ -36,7 +36,7 @@ def on_ray() -> Iterator[Figure]:
 
 @contextmanager
 def cluster() -> Iterator[None]:
-    """Have a cluster of two nodes with a processor each."""
+    """Run a cluster of two nodes with one CPU each."""
     sys.path.insert(0, str(SHADOW))
     found = LocalCluster(1, 1)
     os.environ["RAY_ADDRESS"] = found.address
@@ -56,7 +56,7 @@ def launch(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any
 
 
 def starting(ray: Callable[..., Any], local: Callable[..., Any]) -> Iterator[Figure]:
-    """From the call to the function's first line on the last rank, and to the return."""
+    """Measure the time from the call to the first line on the last rank, and to the return."""
 
     def first_line(side: Callable[..., Any]) -> float:
         begin = time.time()
@@ -67,13 +67,13 @@ def starting(ray: Callable[..., Any], local: Callable[..., Any]) -> Iterator[Fig
         side(int)
         return time.time() - begin
 
-    for what, measure, limit in (("to the first line", first_line, 15), ("to the return, nothing to do", whole, 20)):
+    for what, measure, limit in (("to the first line", first_line, 15), ("to the return, empty function", whole, 20)):
         ours, peer = alternate(REPEATS, partial(measure, ray), partial(measure, local))
         yield compared(f"2 ranks on 2 nodes: {what}", ours, peer, unit="s", limit=limit, note=PEER)
 
 
 def stepping(ray: Callable[..., Any], local: Callable[..., Any]) -> Iterator[Figure]:
-    """A training step, which Ray has no part in."""
+    """Measure a training step, in which Ray takes no part."""
 
     def step(side: Callable[..., Any]) -> float:
         return float(side(train, SIZES["10 ms"], False).results[0])
@@ -83,28 +83,28 @@ def stepping(ray: Callable[..., Any], local: Callable[..., Any]) -> Iterator[Fig
 
 
 def logging(ray: Callable[..., Any], local: Callable[..., Any]) -> Iterator[Figure]:
-    """What a logged number costs the rank, and how fast what ranks write arrives."""
+    """Measure the cost of a logged number for the rank, and the throughput of printed lines."""
 
     def call(side: Callable[..., Any]) -> float:
         return float(side(emits).results[0])
 
     def line(side: Callable[..., Any]) -> float:
-        with redirect_stdout(StringIO()):  # the table is what is to be read
+        with redirect_stdout(StringIO()):  # The lines of the ranks would bury the table of figures.
             run = side(prints)
         assert len(run.logs(rank=0)) > 0
         return float((run.ended - max(run.results)) / (2 * LINES))
 
     ours, peer = alternate(REPEATS, partial(call, ray), partial(call, local))
-    yield compared("a number logged, in the rank", ours, peer, unit="µs", scale=1e6, limit=10, note=PEER)
+    yield compared("a logged number, in the rank", ours, peer, unit="µs", scale=1e6, limit=10, note=PEER)
     ours, peer = alternate(REPEATS, partial(line, ray), partial(line, local))
     yield compared(
-        f"a line of {2 * LINES:,}, from the first print to the end of the run", ours, peer, unit="µs", scale=1e6,
-        limit=100, note=PEER,
+        f"one of {2 * LINES:,} printed lines, from the first print to the end of the run", ours, peer, unit="µs",
+        scale=1e6, limit=100, note=PEER,
     )  # fmt: skip
 
 
 def emits() -> float:
-    """In a rank: log; return the seconds for one number."""
+    """Log numbers in a rank. Return the seconds per number."""
     from notebook_accelerate.telemetry import MetricEvent, emit
 
     begin = time.perf_counter()
@@ -114,7 +114,7 @@ def emits() -> float:
 
 
 def prints() -> float:
-    """In a rank: print; return when it began."""
+    """Print lines in a rank. Return the time of the first one."""
     begin = time.time()
     for number in range(LINES):
         print(f"line {number}")

@@ -1,4 +1,4 @@
-"""What a panel costs: per update, against plotly and an HTML table, and to the training that it shows."""
+"""The cost of a panel: for an update, compared with plotly and an HTML table, and for the training that it shows."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def train(steps=300):
 
 
 class _Counted:
-    """Counts what a widget sends."""
+    """Counts the bytes that a widget sends to the browser."""
 
     def __init__(self, widget: Any) -> None:
         self.sent = 0
@@ -111,7 +111,7 @@ def _table() -> tuple[Callable[[], float], _Counted]:
 
 @row("panels", "one update of a curve of 20,000 points")
 def updates() -> Iterator[Figure]:
-    """Append ten points, as ten times a second."""
+    """Measure an update that appends ten points to the curve."""
     (ours, here), (table, small) = _curve(), _table()
     sides, counts = [ours, table], [here, small]
     note = "plotly is not installed"
@@ -132,13 +132,13 @@ def updates() -> Iterator[Figure]:
 
 @row("panels", "a whole panel of 8 ranks")
 def panel() -> Iterator[Figure]:
-    """Render the panel with everything in it, five times a second of a fake clock."""
+    """Measure rendering the whole panel five times per second of a fake clock."""
     run, clock = make_run(ranks=8), Clock()
     for rank in range(8):
         run.store.add([Record(rank, START, MetricEvent({"loss": 1.0, "lr": 0.1}, step)) for step in range(20_000)])
     begin = time.perf_counter()
     shown = RunPanel(run, clock)
-    yield Figure(what="to open it on 320,000 points", unit="ms", ours=1e3 * (time.perf_counter() - begin),
+    yield Figure(what="opening it with 320,000 points", unit="ms", ours=1e3 * (time.perf_counter() - begin),
                  goal="≤ 1000 ms", met=time.perf_counter() - begin <= 1.0)  # fmt: skip
     clock.turn(60.0)
 
@@ -171,18 +171,18 @@ def timed():
 
 @row("panels", "the form")
 def form() -> Iterator[Figure]:
-    """Open the config form in a kernel that has used torch's threads: the first one, and those after it."""
+    """Measure opening the first and later config forms in a kernel that has used torch's threads."""
 
     def first_form() -> float:
         with Kernel() as kernel:
             kernel.check(_FORM, timeout=60)
             return float(kernel.value("timed()", timeout=60))
 
-    yield compared("to open the first form of a kernel", alternate(5, first_form)[0], unit="s", limit=0.3)
+    yield compared("opening the first form of a kernel", alternate(5, first_form)[0], unit="s", limit=0.3)
     with Kernel() as kernel:
         kernel.check(_FORM, timeout=60)
         later = alternate(10, lambda: float(kernel.value("timed()", timeout=60)))[0]
-    yield compared("to open another", later, unit="s", limit=0.3)
+    yield compared("opening another form", later, unit="s", limit=0.3)
 
 
 _FLOOD = """
@@ -199,37 +199,37 @@ def flood(points_per_second):
 """
 
 
-@row("panels", "answers beside 10,000 points a second")
-def answers() -> Iterator[Figure]:
-    """Run `1 + 1` again and again while two ranks log 5,000 points a second each into an open panel."""
+@row("panels", "replies at 10,000 points per second")
+def replies() -> Iterator[Figure]:
+    """Run `1 + 1` repeatedly while two ranks each log 5,000 points per second to an open panel."""
     with Kernel() as kernel:
         kernel.check(_FLOOD, timeout=60)
-        quiet = [_answer(kernel) for _ in range(_UPDATES)]
+        quiet = [_reply_seconds(kernel) for _ in range(_UPDATES)]
         kernel.check("run = notebook_launcher(flood, (5000,), num_processes=2, use_port=0, block=False)", timeout=60)
         kernel.pump(3.0)
         before = kernel.value("[time.monotonic(), run.ranks[0].last_step + run.ranks[1].last_step]")
         took = []
         for _ in range(_UPDATES):
-            took.append(_answer(kernel))
+            took.append(_reply_seconds(kernel))
             kernel.pump(0.05)
         after = kernel.value("[time.monotonic(), run.ranks[0].last_step + run.ranks[1].last_step]")
         kernel.check("run.stop(0.5)", timeout=60)
-    note = f"{(after[1] - before[1]) / (after[0] - before[0]):,.0f} points a second came in meanwhile"
+    note = f"{(after[1] - before[1]) / (after[0] - before[0]):,.0f} points per second arrived during the measurement"
     yield compared("`1 + 1` in an idle kernel", quiet, unit="ms", scale=1e3)
-    yield compared("`1 + 1` meanwhile, median", took, unit="ms", scale=1e3, limit=50, note=note)
+    yield compared("`1 + 1` under load, median", took, unit="ms", scale=1e3, limit=50, note=note)
     slowest = sorted(took)[int(len(took) * 0.95)]
-    yield compared("`1 + 1` meanwhile, of 20 the slowest", [slowest], unit="ms", scale=1e3, limit=50)
+    yield compared("`1 + 1` under load, 95th percentile", [slowest], unit="ms", scale=1e3, limit=50)
 
 
-def _answer(kernel: Kernel) -> float:
+def _reply_seconds(kernel: Kernel) -> float:
     cell = kernel.check("1 + 1", timeout=30)
     assert cell.duration is not None
     return cell.duration
 
 
-@row("panels", "cost to the training")
+@row("panels", "cost to training")
 def training() -> Iterator[Figure]:
-    """Train in two ranks under a kernel, with the panel and without."""
+    """Measure a training of two ranks, launched from a kernel with and without the panel."""
     with Kernel() as kernel:
         kernel.check(_TRAIN, timeout=60)
 
@@ -240,4 +240,4 @@ def training() -> Iterator[Figure]:
             return float(kernel.value(f"sum({launch}.results) / 2", timeout=120))
 
         shown, hidden = alternate(6, lambda: side(True), lambda: side(False))
-    yield compared("a step with the panel open; the peer has none", shown, hidden, unit="ms", ratio=1.05)
+    yield compared("a step with the panel open (peer: no panel)", shown, hidden, unit="ms", ratio=1.05)

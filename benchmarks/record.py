@@ -1,6 +1,6 @@
-"""The committed table of benchmarks, docs/benchmarks.md: written from a run, and compared with later ones.
+"""Writes the committed table of benchmarks, docs/benchmarks.md, and compares later runs with it.
 
-Ratios to a peer and shares do not depend on the machine, so that a run on another one can be compared with them.
+Only ratios to a peer and percentages are compared, because they hardly depend on the machine.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 WORSE = 1.3
-"""A ratio that grew by this factor is a regression."""
+"""A ratio that has grown by more than this factor is a regression."""
 SMALLEST = 0.05
-"""Growth below this is noise: of ratios close to nothing."""
+"""Smaller growth is noise, even if it is large relative to a ratio near zero."""
 SHARES = ("%", "×")
 """Units of figures that do not depend on the machine."""
 
@@ -41,7 +41,7 @@ _LINE = re.compile(r"\| (?P<area>[^|]+) \| (?P<row>[^|]+) \| (?P<what>[^|]+) \| 
 
 
 class Entry(NamedTuple):
-    """A measured figure and where it belongs."""
+    """A figure with its area and row."""
 
     area: str
     row: str
@@ -49,27 +49,27 @@ class Entry(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What identifies the figure in the table."""
+        """The cells that identify the figure in the table."""
         return self.area, self.row, _cell(self.figure.what)
 
     @property
     def comparable(self) -> float | None:
-        """The number that another machine would measure, too; None if there is none."""
+        """The number to compare between machines, or None if the figure has no such number."""
         return self.figure.ratio if self.figure.unit not in SHARES else self.figure.ours
 
 
 def regressions(entries: Sequence[Entry]) -> Iterator[str]:
-    """Yield a sentence for each figure that is worse than in the committed table."""
+    """Yield a message for each figure that is worse than in the committed table."""
     before = _committed()
     for entry in entries:
         now, then = entry.comparable, before.get(entry.key)
         if now is None or then is None or now <= WORSE * then or now - then <= SMALLEST:
             continue
-        yield f"{entry.area}, {entry.row}, {entry.figure.what}: {now:.3g}, and {then:.3g} in {TABLE.name}"
+        yield f"{entry.area}, {entry.row}, {entry.figure.what}: {now:.3g}, was {then:.3g} in {TABLE.name}"
 
 
 def write(entries: Sequence[Entry], machine: str) -> None:
-    """Replace the measured rows of the table; the others are kept."""
+    """Replace the measured rows of the table and keep the others."""
     measured = {(entry.area, entry.row) for entry in entries}
     kept = [line for line in _lines() if (line["area"], line["row"]) not in measured]
     lines = [line.string for line in kept] + [_row(entry) for entry in entries if entry.figure.ours is not None]

@@ -1,4 +1,4 @@
-"""What sampling and profiling a rank costs its steps."""
+"""The cost of sampling and profiling for the steps of a rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from notebook_accelerate import notebook_launcher
 
 
 def steps() -> None:
-    """In a rank: steps of about 2 ms until the run is stopped, and their count as a metric, twice a second."""
+    """Run training steps in a rank until the run is stopped. Count them in `accelerator.steps_done`."""
     import torch
 
     from notebook_accelerate import Accelerator
@@ -32,7 +32,7 @@ def steps() -> None:
 
 @row("debugging", "sampling")
 def sampling() -> Iterator[Figure]:
-    """Seconds of a step while the rank is sampled 100 times a second, beside those of a rank that is not."""
+    """Measure a step while the rank is sampled 100 times per second, and while it is not."""
     run = notebook_launcher(steps, (), 1, use_port=0, start_method="fork", block=False, panel=False)
     try:
         while not isinstance(run.ask("accelerator.steps_done")[0], int):
@@ -54,14 +54,15 @@ def sampling() -> Iterator[Figure]:
 
 
 class Meter:
-    """In a rank: the times of its steps, and torch's own profiler around three of them.
+    """Times the steps of a rank, and records three of them with torch's own profiler when asked.
 
     Attributes:
-        seconds: Of each step since ``begin``.
+        seconds: The duration of each step since `begin`.
+        with_torch: Whether torch's profiler is still to record.
     """
 
     BEFORE, AFTER = 20, 60
-    """Steps before the first one that is recorded, and after it: to prepare and to write a trace costs time too."""
+    """Steps to count before and after the first recorded one, since preparing and writing a trace takes time."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -72,20 +73,20 @@ class Meter:
         self._left = 0
 
     def begin(self, *, with_torch: bool = False) -> None:
-        """Forget the steps so far."""
+        """Forget the steps so far and start a new measurement."""
         self.seconds, self._first, self.with_torch = [], 0, with_torch
 
     @property
     def done(self) -> bool:
-        """Whether the steps after a recording are over."""
+        """Whether all steps after a recording have run."""
         return 0 < self._first <= len(self.seconds) - self.AFTER
 
     def window(self) -> range:
-        """Return the steps that count: as many on both sides, for each step has a part of the machine's noise."""
+        """Return the indices of the steps that count. Both sides count equally many, since each step adds noise."""
         return range(max(0, self._first - self.BEFORE), self._first + self.AFTER)
 
     def lost(self) -> float:
-        """Return the seconds by which steps in the window were longer than usual."""
+        """Return the seconds lost in the window: the time above the median of steps longer than 1.5 medians."""
         usual = sorted(self.seconds)[len(self.seconds) // 2]
         return sum(self.seconds[each] - usual for each in self.window() if self.seconds[each] > 1.5 * usual)
 
@@ -93,7 +94,7 @@ class Meter:
         profiler.export_chrome_trace(f"{self._folder.name}/trace.json")
 
     def after_step(self) -> None:
-        """Start, step or stop torch's own profiler, where that was asked for."""
+        """Start, step or stop torch's profiler if it is requested or running."""
         from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
         from notebook_accelerate.torch_internals import profiler_enabled
@@ -115,7 +116,7 @@ class Meter:
 
 
 def metered() -> None:
-    """In a rank: steps of about 2 ms until the run is stopped, with a meter."""
+    """Run training steps in a rank with a `Meter` until the run is stopped."""
     import torch
 
     meter = Meter()
@@ -134,12 +135,12 @@ def metered() -> None:
 
 @row("debugging", "profiling")
 def profiling() -> Iterator[Figure]:
-    """Seconds that a training loses by a profile of 3 steps, beside those of torch's own profiler in the function."""
+    """Measure the time that training loses to `run.profile` of 3 steps, and to torch's profiler in the function."""
     run = notebook_launcher(metered, (), 1, use_port=0, start_method="fork", block=False, panel=False)
     try:
         while run.ask("meter.done")[0] is not False:
             time.sleep(0.5)
-        run.profile(steps=1)  # imports
+        run.profile(steps=1)  # Import the modules of the profiler before the measurement.
 
         def lost() -> float:
             while not run.ask("meter.done")[0]:
@@ -158,6 +159,6 @@ def profiling() -> Iterator[Figure]:
             return lost()
 
         ours, torch_own = alternate(7, by_run, by_torch)
-        yield compared("lost by a profile of 3 steps", ours, torch_own, unit="ms", scale=1e3, ratio=1.1)
+        yield compared("time lost to a profile of 3 steps", ours, torch_own, unit="ms", scale=1e3, ratio=1.1)
     finally:
         run.stop(grace=1.0)

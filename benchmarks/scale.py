@@ -1,4 +1,4 @@
-"""What many ranks cost the kernel: the real supervisor, store and run panel, fed by simulated ranks."""
+"""The cost of many ranks for the kernel: simulated ranks feed the real supervisor, store and run panel."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from tests.support.simulated import EVENTS_PER_SECOND, LinkedBackend, SimulatedB
 
 COUNTS = (1, 8, 64, 512)
 SETTLE_SECONDS, SECONDS = 15.0, 15.0
-"""The hosts deliver at first what their ranks have said while the others were started."""
+"""Seconds to wait before the measurement, and to measure. At first, hosts send the backlog of events from the start."""
 Backend = SimulatedBackend | LinkedBackend
 LIMIT, LINKED_LIMIT = 12.0, 20.0
-"""Percent of one core that 512 ranks may cost: local ones, and ranks on 64 hosts."""
+"""Percentage of one core that 512 ranks may use: local ranks, and ranks on 64 hosts."""
 
 
 @dataclass
 class Cost:
-    """What a number of ranks cost while they were watched.
+    """The cost of monitoring some ranks.
 
     Attributes:
-        events: Events per second that the store took in.
-        supervisor: Percent of one core that the supervisor's thread used.
-        panel: The same of the panels' thread.
-        whole: The same of the whole process.
-        memory: Bytes by which the process has grown since before the launch.
-        sent: Bytes per second to the browser, of the panel's widgets.
-        printed: Bytes per second to the browser, of the ranks' text under the cell.
-        report: Seconds that the static form takes.
+        events: Events per second that reached the journal.
+        supervisor: Percentage of one core that the supervisor thread used.
+        panel: Percentage of one core that the panel thread used.
+        whole: Percentage of one core that the whole process used.
+        memory: Growth of the process in bytes since before the launch.
+        sent: Bytes per second that the widgets of the panel sent to the browser.
+        printed: Bytes per second of the ranks' output below the cell.
+        report: CPU seconds to build the report.
     """
 
     events: float
@@ -58,7 +58,7 @@ class Cost:
 
 
 class _Counting(Publisher):
-    """Shows nothing, and counts what it would."""
+    """Counts the characters of output instead of showing them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,11 +68,11 @@ class _Counting(Publisher):
         self.sent += len(text)
 
     def display(self, event: DisplayEvent, label: str) -> None:
-        """See ``Publisher.display``."""
+        """Ignore displays."""
 
 
 class Traffic:
-    """Counts what the widgets below one send to the browser."""
+    """Counts the bytes that a widget and its descendants send to the browser."""
 
     def __init__(self, widget: Any) -> None:
         self.sent = 0
@@ -88,11 +88,11 @@ class Traffic:
 
 
 class WatchedGroup:
-    """A group of simulated ranks, its supervisor's thread and its panel.
+    """A group of simulated ranks with the thread of its supervisor and its panel.
 
     Args:
-        ranks: How many.
-        backend: What starts them.
+        ranks: The number of ranks.
+        backend: The backend that starts them.
     """
 
     def __init__(self, ranks: int, backend: Backend) -> None:
@@ -106,12 +106,12 @@ class WatchedGroup:
         self.thread = threading.Thread(target=self.group.supervise, name="supervisor")
         self.thread.start()
         self.events = 0
-        self.run.journal.subscribe(self._note)
+        self.run.journal.subscribe(self._count_events)
         self.panel = RunPanel(self.run)
         self.traffic = Traffic(self.panel.widget)
         ticker.add(self.panel.schedule)
 
-    def _note(self, records: Sequence[Record]) -> None:
+    def _count_events(self, records: Sequence[Record]) -> None:
         self.events += len(records)
 
     def wait_until_all_run(self, seconds: float = 60.0) -> None:
@@ -121,7 +121,7 @@ class WatchedGroup:
             time.sleep(0.1)
 
     def readings(self) -> tuple[float, ...]:
-        """Return the clock, the events, the processor seconds of both threads and of all, and the bytes so far."""
+        """Return the time, the events, the CPU seconds of both threads and of the process, and the bytes so far."""
         panels = ticker._thread
         return (
             time.monotonic(), self.events, _thread_seconds(self.thread), _thread_seconds(panels), time.process_time(),
@@ -148,7 +148,7 @@ def _memory() -> int:
 
 
 def watch(ranks: int, backend: Backend, seconds: float = SECONDS) -> Cost:
-    """Watch simulated ranks for a while."""
+    """Monitor simulated ranks for some seconds and return the cost."""
     gc.collect()
     memory = _memory()
     watched = WatchedGroup(ranks, backend)
@@ -180,36 +180,36 @@ def watch(ranks: int, backend: Backend, seconds: float = SECONDS) -> Cost:
 
 
 def figures(ranks: int, cost: Cost, first: Cost, limit: float) -> Iterator[Figure]:
-    """Yield what a number of ranks costs; linear or better means: an event costs no more than the first's."""
-    expected = EVENTS_PER_SECOND * ranks
-    yield Figure(what=f"{ranks} ranks: events/s", unit="", ours=cost.events, goal=f"≥ {0.9 * expected:,.0f}",
+    """Yield the figures of some ranks. The goal is linear scaling: an event costs no more than with one rank."""
+    expected, who = EVENTS_PER_SECOND * ranks, f"{ranks} rank{'s' * (ranks > 1)}"
+    yield Figure(what=f"{who}: events/s", unit="", ours=cost.events, goal=f"≥ {0.9 * expected:,.0f}",
                  met=cost.events >= 0.9 * expected)  # fmt: skip
-    yield Figure(what=f"{ranks} ranks: kernel CPU, of one core", unit="%", ours=cost.whole,
+    yield Figure(what=f"{who}: kernel CPU, share of one core", unit="%", ours=cost.whole,
                  goal=f"≤ {limit:g} %" if ranks == COUNTS[-1] else "",
                  met=cost.whole <= limit if ranks == COUNTS[-1] else None,
                  note=f"supervisor {cost.supervisor:.1f} %, panel {cost.panel:.1f} %")  # fmt: skip
     each, base = 1e4 * cost.whole / cost.events, 1e4 * first.whole / first.events
-    yield Figure(what=f"{ranks} ranks: CPU per event", unit="µs", ours=each, goal="" if cost is first else "≤ first",
+    yield Figure(what=f"{who}: CPU per event", unit="µs", ours=each, goal="" if cost is first else "≤ 1 rank",
                  met=None if cost is first else each <= base)  # fmt: skip
-    yield Figure(what=f"{ranks} ranks: memory", unit="MiB", ours=cost.memory / 2**20)
-    yield Figure(what=f"{ranks} ranks: the panel's messages", unit="kB/s", ours=cost.sent / 1000,
-                 note=f"and {cost.printed / 1000:.1f} kB/s of text under the cell")  # fmt: skip
-    yield Figure(what=f"{ranks} ranks: the report", unit="ms", ours=1e3 * cost.report)
+    yield Figure(what=f"{who}: memory", unit="MiB", ours=cost.memory / 2**20)
+    yield Figure(what=f"{who}: panel messages", unit="kB/s", ours=cost.sent / 1000,
+                 note=f"and {cost.printed / 1000:.1f} kB/s of text below the cell")  # fmt: skip
+    yield Figure(what=f"{who}: building the report", unit="ms", ours=1e3 * cost.report)
 
 
-@row("scale", "many ranks by socket pairs")
+@row("scale", "many ranks over socket pairs")
 def direct() -> Iterator[Figure]:
-    """Watch ranks as local ones are: a socket pair and two pipes each."""
-    yield from _each(SimulatedBackend, LIMIT)
+    """Monitor ranks connected like local ones, each by a socket pair and two pipes."""
+    yield from _all_counts(SimulatedBackend, LIMIT)
 
 
-@row("scale", "many ranks through links")
+@row("scale", "many ranks over host links")
 def linked() -> Iterator[Figure]:
-    """Watch ranks on machines of eight each: one authenticated stream per machine."""
-    yield from _each(LinkedBackend, LINKED_LIMIT)
+    """Monitor ranks on hosts of eight ranks each, with one authenticated connection per host."""
+    yield from _all_counts(LinkedBackend, LINKED_LIMIT)
 
 
-def _each(backend: Callable[[], Backend], limit: float) -> Iterator[Figure]:
+def _all_counts(backend: Callable[[], Backend], limit: float) -> Iterator[Figure]:
     first: Cost | None = None
     for ranks in COUNTS:
         cost = watch(ranks, backend())

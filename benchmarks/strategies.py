@@ -1,6 +1,6 @@
-"""Ways to be parallel: what a step takes here, in Accelerate and without a library; saving and loading in pieces.
+"""Parallel strategies: a step in this package, in Accelerate and in plain torch, and sharded checkpoints.
 
-The rows of DeepSpeed need it installed: ``make bench`` has an environment for them.
+The rows of DeepSpeed run only if it is installed. ``make bench`` has an environment for them.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from notebook_accelerate.strategies.deepspeed.deepspeed_engine import remove_dea
 HERE, PEER, PLAIN = "notebook_accelerate", "accelerate", "plain"
 RANKS = 2
 ROUNDS, STEPS = 11, 3
-"""Measured in turns, a few steps each: a busy moment of the machine hits all sides."""
+"""The sides alternate every few steps, so that a busy moment of the machine affects all of them."""
 REPEATS = 5
 EXTENSIONS = Path(".build/torch-extensions").absolute()
-"""Where DeepSpeed's operations are compiled, by whichever world of DeepSpeed is the first."""
+"""The cache of DeepSpeed's compiled operations, which the first group of ranks fills."""
 BLOCKS = 4
 DEEP = 24
-"""Blocks of the model that is saved: 19 million parameters, with Adam's states 230 MB."""
+"""Number of blocks of the model that is saved. It has 19 million parameters, 230 MB with Adam's state."""
 
 
 def world(side: str, strategy: str, blocks: int = BLOCKS) -> WorkerRanks:
     """Return the ranks of one side.
 
     Args:
-        side: plain, or a package.
-        strategy: ddp, fsdp2, zero2 or zero3.
-        blocks: How deep the model is.
+        side: `plain` or the name of a package.
+        strategy: `ddp`, `fsdp2`, `zero2` or `zero3`.
+        blocks: The number of blocks of the model.
     """
     arguments = ["benchmarks.strategies_worker", side, strategy, str(blocks)]
     return WorkerRanks(arguments, RANKS, _environment(side, strategy))
@@ -48,33 +48,35 @@ def _environment(side: str, strategy: str) -> dict[str, object]:
         chosen |= {
             "DS_ACCELERATOR": "cpu",
             "TORCH_EXTENSIONS_DIR": EXTENSIONS,
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # ninja is beside Python
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # Find Ninja next to Python.
         }
-    # Accelerate 1.15 leaves DeepSpeed out where it is told to use the CPU, and trains with DDP.
+    # With ACCELERATE_USE_CPU, Accelerate 1.15 ignores the DeepSpeed plugin and trains with DDP.
     if not (side == PEER and strategy.startswith("zero")):
         chosen |= {"ACCELERATE_USE_CPU": "true"}
     return chosen
 
 
 def steps(strategy: str, words: str) -> Iterator[Figure]:
-    """Measure a step and the memory of a rank, here, in Accelerate and without a library."""
+    """Measure a step and the memory of a rank in this package, in Accelerate and without a library."""
     with ExitStack() as stack:
         plain, here = (stack.enter_context(world(side, strategy)) for side in (PLAIN, HERE))
         try:
             peer: WorkerRanks | None = stack.enter_context(world(PEER, strategy))
             note = ""
         except RuntimeError as error:
-            peer, note = None, f"does not run there: {str(error).strip().splitlines()[-1]}"
+            peer, note = None, f"Accelerate failed: {str(error).strip().splitlines()[-1]}"
         sides = [plain, here] + ([peer] if peer is not None else [])
         rounds = _rounds(sides)
         memory = [min(max(side.ask("memory 3")) for _ in range(3)) for side in sides]
-    for kind, name in (("clock", "a step"), ("processor", "a step's processor time")):
+    for kind, name in (("clock", "a step"), ("processor", "a step's CPU time")):
         times = [[found[kind] for found in side] for side in rounds]
-        yield _against(f"{words}: {name}, over plain", times[1], times[0], ratio=1.03 if kind == "clock" else None)
+        yield _against(
+            f"{words}: {name}, relative to plain", times[1], times[0], ratio=1.03 if kind == "clock" else None
+        )
         if peer is not None:
-            yield _against(f"{words}: {name}, Accelerate over plain", times[2], times[0])
-    yield compared(f"{words}: peak memory of a rank, over plain", [memory[1]], [memory[0]], unit="MB", scale=1e-6,
-                   ratio=1.03, note=note if peer is None else f"Accelerate: {memory[2] * 1e-6:.0f} MB")  # fmt: skip
+            yield _against(f"{words}: {name}, Accelerate relative to plain", times[2], times[0])
+    yield compared(f"{words}: peak memory of a rank, relative to plain", [memory[1]], [memory[0]], unit="MB",
+                   scale=1e-6, ratio=1.03, note=note or f"Accelerate: {memory[2] * 1e-6:.0f} MB")  # fmt: skip
 
 
 def _rounds(sides: Sequence[WorkerRanks]) -> list[list[dict[str, float]]]:
@@ -89,7 +91,7 @@ def _rounds(sides: Sequence[WorkerRanks]) -> list[list[dict[str, float]]]:
 
 
 def _against(what: str, ours: Sequence[float], plain: Sequence[float], ratio: float | None = None) -> Figure:
-    """Compare with plain, by the median of the rounds' ratios: neighbours in time had the same machine."""
+    """Compare with plain by the median of the ratios of rounds, because a round sees the same load of the machine."""
     quotient = statistics.median(a / b for a, b in zip(ours, plain, strict=True))
     return Figure(
         what=what,
@@ -98,7 +100,7 @@ def _against(what: str, ours: Sequence[float], plain: Sequence[float], ratio: fl
         peer=1e3 * statistics.median(plain),
         goal="" if ratio is None else f"≤ {ratio:g} × plain",
         met=None if ratio is None else quotient <= ratio,
-        note=f"median ratio {quotient:.3f}, of the fastest {min(ours) / min(plain):.3f}",
+        note=f"median ratio {quotient:.3f}, ratio of the fastest rounds {min(ours) / min(plain):.3f}",
     )
 
 
@@ -119,7 +121,12 @@ def zero() -> Iterator[Figure]:
     """Measure DeepSpeed's ZeRO 2 and 3."""
     for stage in (2, 3):
         if find_spec("deepspeed") is None:
-            yield Figure(what=f"ZeRO-{stage}", unit="ms", ours=None, note="no DeepSpeed: make bench ROWS=strategies")
+            yield Figure(
+                what=f"ZeRO-{stage}",
+                unit="ms",
+                ours=None,
+                note="run make bench ROWS=strategies, which installs DeepSpeed",
+            )
         else:
             remove_dead_locks(EXTENSIONS)
             yield from steps(f"zero{stage}", f"ZeRO-{stage}")
@@ -127,7 +134,7 @@ def zero() -> Iterator[Figure]:
 
 @row("strategies", "sharded checkpoints")
 def checkpoints() -> Iterator[Figure]:
-    """Measure saving and loading 230 MB that two ranks have parts of."""
+    """Measure saving and loading 230 MB sharded over two ranks."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, ExitStack() as stack:
         here, peer = (stack.enter_context(world(side, "fsdp2", DEEP)) for side in (HERE, PEER))
         background, blocking, theirs = alternate(
@@ -139,11 +146,15 @@ def checkpoints() -> Iterator[Figure]:
         loads = alternate(
             REPEATS, lambda: max(here.ask(f"load {folder}/here")), lambda: max(peer.ask(f"load {folder}/peer"))
         )
-    yield compared("FSDP2, save_state(blocking=False): the loop stands still", background, theirs, unit="ms",
-                   scale=1e3, ratio=0.2, note="the call, and what the next two steps take longer")  # fmt: skip
-    yield compared("FSDP2, save_state(blocking=False), over blocking", background, blocking, unit="ms", scale=1e3)
-    yield compared("FSDP2, save_state(), on the disk and checked", blocking, theirs, unit="ms", scale=1e3, ratio=1.0)
-    yield compared("FSDP2, load_state(), checked", *loads, unit="ms", scale=1e3, ratio=0.6)
+    yield compared("FSDP2, save_state(blocking=False): pause of the training loop", background, theirs, unit="ms",
+                   scale=1e3, ratio=0.2, note="the call, plus the slowdown of the next two steps")  # fmt: skip
+    yield compared(
+        "FSDP2, save_state(blocking=False), relative to blocking", background, blocking, unit="ms", scale=1e3
+    )
+    yield compared(
+        "FSDP2, save_state(), synced to disk, with checksums", blocking, theirs, unit="ms", scale=1e3, ratio=1.0
+    )
+    yield compared("FSDP2, load_state(), checksums verified", *loads, unit="ms", scale=1e3, ratio=0.6)
 
 
 def _slowest(answers: Sequence[dict[str, float]], name: str) -> float:

@@ -1,7 +1,7 @@
-"""One rank of a training that is measured on command: ``python -m benchmarks.strategies_worker SIDE STRATEGY``.
+"""A rank that trains on command: ``python -m benchmarks.strategies_worker SIDE STRATEGY BLOCKS``.
 
-SIDE is ``plain`` (torch or DeepSpeed alone), ``notebook_accelerate`` or ``accelerate``. Commands come one per line, the
-same to every rank; answers go back as lines of JSON, in seconds and bytes.
+SIDE is ``plain`` (torch or DeepSpeed alone), ``notebook_accelerate`` or ``accelerate``. Every rank reads the same
+commands from standard input, one per line, and answers each with a line of JSON, in seconds and bytes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tests.parity.checkpoints.sharded import insist_on_sharding
 
 WORDS, LENGTH, WIDTH, BLOCKS, BATCH, HEADS = 512, 64, 256, 4, 2, 4
-"""A step of some 30 ms on an idle core: 3.4 million parameters, 128 words."""
+"""With 3.4 million parameters and 128 words, a step takes about 30 ms on an idle core."""
 CLIP = 1.0
 KINDS = {"ddp": "DistributedDataParallel", "fsdp": "FSDP", "zero": "DeepSpeedEngine"}
-"""What the model of a strategy is: a package that leaves a plugin out would compare something else."""
+"""The class of the prepared model, by strategy. A package that ignored its plugin would measure another strategy."""
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each around a residual."""
+    """Attention and a perceptron, each with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,10 +48,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Blocks between an embedding and a head.
+    """An embedding, transformer blocks and an output layer.
 
     Args:
-        blocks: How many.
+        blocks: The number of blocks.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -61,7 +61,7 @@ class Transformer(nn.Module):
         self.head = nn.Linear(WIDTH, WORDS)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Return a score for each word at each place."""
+        """Return a score for each word at each position."""
         hidden = self.embedding(words)
         for block in self.blocks:
             hidden = block(hidden)
@@ -70,7 +70,7 @@ class Transformer(nn.Module):
 
 
 def parts(blocks: int) -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
-    """Return a model, its optimizer and schedule, and a loader of as many samples as all ranks take."""
+    """Return a model, its optimizer and schedule, and a loader of the samples for all ranks."""
     torch.manual_seed(0)
     model = Transformer(blocks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -86,13 +86,13 @@ def loss_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def cycle(loader: Any) -> Iterator[Any]:
-    """Give batches for ever."""
+    """Yield batches forever."""
     while True:
         yield from loader
 
 
 def zero_config(stage: int) -> dict[str, Any]:
-    """Return DeepSpeed's configuration."""
+    """Return DeepSpeed's configuration for a ZeRO stage."""
     return {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": 1,
@@ -107,21 +107,21 @@ def zero_config(stage: int) -> dict[str, Any]:
 
 
 class Plain:
-    """The training as it is written in torch, or with DeepSpeed's engine.
+    """A training written in plain torch or with DeepSpeed's engine.
 
     Args:
-        strategy: ddp, fsdp2, zero2 or zero3.
-        blocks: How deep the model is.
+        strategy: `ddp`, `fsdp2`, `zero2` or `zero3`.
+        blocks: The number of blocks of the model.
     """
 
     def __init__(self, strategy: str, blocks: int) -> None:
         self.engine: Any = None
         if strategy.startswith("zero"):
-            self._begin_deepspeed(int(strategy[-1]), blocks)
+            self._set_up_deepspeed(int(strategy[-1]), blocks)
         else:
-            self._begin_torch(strategy, blocks)
+            self._set_up_torch(strategy, blocks)
 
-    def _begin_torch(self, strategy: str, blocks: int) -> None:
+    def _set_up_torch(self, strategy: str, blocks: int) -> None:
         dist.init_process_group("gloo")
         self.before = resident()
         model, optimizer, _, loader = parts(blocks)
@@ -132,7 +132,7 @@ class Plain:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         self.batches = cycle(DataLoader(loader.dataset, batch_size=BATCH, sampler=DistributedSampler(loader.dataset)))
 
-    def _begin_deepspeed(self, stage: int, blocks: int) -> None:
+    def _set_up_deepspeed(self, stage: int, blocks: int) -> None:
         import deepspeed  # type: ignore[import-not-found,unused-ignore]
 
         deepspeed.init_distributed("gloo")
@@ -161,7 +161,7 @@ class Plain:
 
 
 def sharded(model: nn.Module) -> nn.Module:
-    """Shard a model by torch's FSDP 2, block by block."""
+    """Shard each block of a model, and then the rest, with torch's FSDP 2."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -177,12 +177,12 @@ def sharded(model: nn.Module) -> nn.Module:
 
 
 class Prepared:
-    """The training as the documentation of the package writes it.
+    """A training written with a package as its documentation recommends.
 
     Args:
-        package: notebook_accelerate or accelerate.
-        strategy: ddp, fsdp2, zero2 or zero3.
-        blocks: How deep the model is.
+        package: The package to use: notebook_accelerate or accelerate.
+        strategy: `ddp`, `fsdp2`, `zero2` or `zero3`.
+        blocks: The number of blocks of the model.
     """
 
     def __init__(self, package: str, strategy: str, blocks: int) -> None:
@@ -225,21 +225,21 @@ def _plugins(utils: Any, strategy: str) -> dict[str, Any]:
 
 
 class Worker:
-    """What the commands measure.
+    """The measurements, one method per command.
 
     Args:
-        side: plain, or a package.
-        strategy: ddp, fsdp2, zero2 or zero3.
-        blocks: How deep the model is.
+        side: `plain` or the name of a package.
+        strategy: `ddp`, `fsdp2`, `zero2` or `zero3`.
+        blocks: The number of blocks of the model.
     """
 
     def __init__(self, side: str, strategy: str, blocks: int) -> None:
         self.training: Any = Plain(strategy, blocks) if side == "plain" else Prepared(side, strategy, blocks)
         kind = type(self.training.model).__name__
-        assert kind.startswith(KINDS[strategy.rstrip("23")]), f"{side} has made a {kind} of the model for {strategy}"
+        assert kind.startswith(KINDS[strategy.rstrip("23")]), f"{side} prepared a {kind} for {strategy}"
 
     def steps(self, count: str) -> dict[str, float]:
-        """Return the seconds of a step, on the clock and on the processor, over `count` of them."""
+        """Run `count` steps. Return the wall and CPU seconds of one step."""
         dist.barrier()
         clock, processor = time.perf_counter(), time.process_time()
         for _ in range(int(count)):
@@ -248,14 +248,14 @@ class Worker:
         return {"clock": taken[0] / int(count), "processor": taken[1] / int(count)}
 
     def memory(self, count: str) -> int:
-        """Return the largest memory of this rank over `count` steps, above that before there was a model."""
-        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak until now
+        """Run `count` steps. Return the peak memory of this rank, less its memory before the model was created."""
+        Path("/proc/self/clear_refs").write_text("5")  # Reset the peak.
         for _ in range(int(count)):
             self.training.step()
         return resident("VmHWM") - int(self.training.before)
 
     def save(self, folder: str, blocking: str) -> dict[str, float]:
-        """Return the seconds of a save, and how much longer the two steps after it took than those before."""
+        """Save. Return the seconds of the call, and the same plus the slowdown of the next two steps."""
         options = {} if blocking == "yes" else {"blocking": False}
         if dist.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -269,7 +269,7 @@ class Worker:
         return {"call": call, "stall": call + (longer if options else 0.0)}
 
     def load(self, folder: str) -> float:
-        """Return the seconds of a load."""
+        """Load the state. Return the seconds of the call."""
         dist.barrier()
         return self._timed(lambda: self.training.accelerator.load_state(folder))
 
@@ -281,20 +281,20 @@ class Worker:
 
 
 def resident(field: str = "VmRSS") -> int:
-    """Return a line of this process's status, in bytes."""
+    """Return a field of /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(field)).split()[1])
 
 
 def main(side: str, strategy: str, blocks: str) -> None:
-    """Answer commands until the end of input; the answer is the last line that begins with a mark."""
+    """Answer commands until the end of input. Lines that begin with "= " are answers; libraries may print others."""
     torch.set_num_threads(1)
     worker = Worker(side, strategy, int(blocks))
     print("= ready", flush=True)
     for line in sys.stdin:
         name, *arguments = line.split()
         print(f"= {json.dumps(getattr(worker, name)(*arguments))}", flush=True)
-    os._exit(0)  # the other ranks end too: nobody waits for a group
+    os._exit(0)  # The other ranks exit too, so no process waits for the group.
 
 
 if __name__ == "__main__":

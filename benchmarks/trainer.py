@@ -1,6 +1,6 @@
-"""A step of transformers' Trainer on this package, served to it as `accelerate`, beside one on Accelerate itself.
+"""A step of transformers' Trainer with this package imported as `accelerate`, compared with Accelerate itself.
 
-It needs transformers installed: ``make bench`` has an environment for it.
+The row runs only if transformers is installed. ``make bench`` has an environment for it.
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ from notebook_accelerate.integrations import accelerate_alias
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUNDS, STEPS = 30, 25
-"""Measured in turns, some 0.05 seconds each on an idle core."""
+"""The sides alternate. A turn takes about 0.05 seconds on an idle core."""
 
 
 @row("trainer", "trainer")
 def trainer() -> Iterator[Figure]:
-    """Measure the step of a tiny model, two batches and clipping: what is around the model is most of it."""
+    """Measure a step of two batches with clipping. The model is tiny, so most of the time is overhead."""
     if find_spec("transformers") is None:
-        yield Figure(what="Trainer", unit="ms", ours=None, note="no transformers: make bench ROWS=trainer")
+        yield Figure(
+            what="Trainer", unit="ms", ours=None, note="run make bench ROWS=trainer, which installs transformers"
+        )
         return
     for ranks in (1, 2):
         what = f"Trainer, {ranks} rank{'s, DDP' if ranks > 1 else ''}"
         here, peer = time_trainer(ranks)
-        for kind, name in (("clock", "a step of a tiny model"), ("processor", "its processor time")):
+        for kind, name in (("clock", "a step of a tiny model"), ("processor", "CPU time of a step")):
             times = [[step[kind] for step in side] for side in (here, peer)]
             yield compared(f"{what}: {name}", *times, unit="ms", scale=1e3, ratio=1.0)
 
 
 def time_trainer(ranks: int) -> list[list[dict[str, float]]]:
-    """Return the seconds of a step by the slowest rank, by side (here, peer) and round."""
+    """Return the seconds of a step on the slowest rank, by side (here, peer) and round."""
     found: list[list[dict[str, float]]] = [[], []]
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, ExitStack() as stack:
         paths = {HERE: f"{accelerate_alias.STARTUP_FOLDER}{os.pathsep}{ROOT}", PEER: str(ROOT)}

@@ -1,7 +1,7 @@
-"""One rank of transformers' Trainer that is measured on command: ``python -m benchmarks.trainer_worker FOLDER``.
+"""A rank that runs transformers' Trainer on command: ``python -m benchmarks.trainer_worker PACKAGE FOLDER``.
 
-The environment decides which package it finds as `accelerate`. The training stops after a step and reads a command
-("steps COUNT"), then goes on for so many steps and answers with what they took.
+PYTHONPATH decides which package is imported as `accelerate`. The training waits for a command ("steps COUNT") on
+standard input, runs that many steps, answers with the time of one, and waits again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import time
 from typing import Any
 
-import accelerate  # noqa: TID251 - this package or the peer
+import accelerate  # noqa: TID251 - resolves to this package or the peer
 import torch
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments  # type: ignore[import-not-found,unused-ignore]
@@ -21,7 +21,7 @@ from tests.clients.trainer import TinyConfig, TinyModel
 
 
 class Samples(Dataset[dict[str, Any]]):
-    """The same sample again and again: reading it costs next to nothing."""
+    """A dataset that returns the same sample each time, so that reading costs almost nothing."""
 
     def __init__(self) -> None:
         self.sample = {"x": torch.ones(4), "labels": 1}
@@ -34,7 +34,7 @@ class Samples(Dataset[dict[str, Any]]):
 
 
 class Commands(TrainerCallback):
-    """Stops the training between commands."""
+    """Pauses the training between commands."""
 
     def __init__(self) -> None:
         self._count = self._left = 0
@@ -58,7 +58,7 @@ class Commands(TrainerCallback):
     def _wait(self) -> None:
         line = sys.stdin.readline()
         if not line:
-            os._exit(0)  # the other ranks end too: nobody waits for a group
+            os._exit(0)  # The other ranks exit too, so no process waits for the group.
         self._count = self._left = int(line.split()[1])
         self._begin = time.perf_counter(), time.process_time()
 

@@ -1,4 +1,4 @@
-"""Training: what the package adds to plain torch, and what Accelerate adds."""
+"""Training: the overhead of this package and of Accelerate over plain torch."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Step = Callable[[], object]
 
 @row("training", "step")
 def step_overhead() -> Iterator[Figure]:
-    """Forward, backward, step, schedule and zero of a tiny model, above the same in plain torch."""
+    """Measure the overhead of a training step of a tiny model over the same step in plain torch."""
     for ranks, count in ((1, 300), (2, 150)):
         for accumulation in (1, 4):
             plain, here, peer = run_ranks(time_steps, accumulation, count, world_size=ranks, process_group=ranks > 1)[0]
             what = f"{ranks} rank{'s, DDP' if ranks > 1 else ''}, accumulation {accumulation}"
             step = sorted(plain)[len(plain) // 2] * 1e6
             yield compared(
-                f"a step of a tiny model, {what}: added",
+                f"a step of a tiny model, {what}: overhead",
                 [a - b for a, b in zip(here, plain, strict=True)],
                 [a - b for a, b in zip(peer, plain, strict=True)],
                 unit="µs",
@@ -42,13 +42,13 @@ def step_overhead() -> Iterator[Figure]:
 
 
 def time_steps(accumulation: int, count: int) -> list[list[float]]:
-    """In a rank: seconds per step, by side (plain, here, peer) and round."""
+    """Return the seconds per step in a rank, by side (plain, here, peer) and round."""
     sides = plain_step(accumulation), prepared_step(HERE, accumulation), prepared_step(PEER, accumulation)
     return alternate(2 * REPEATS, *(timer(step, count) for step in sides))
 
 
 def timer(step: Step, count: int) -> Callable[[], float]:
-    """Return what times a block of steps, in seconds per step."""
+    """Return a function that runs `count` steps and returns the seconds per step."""
     import torch.distributed as dist
 
     def measure() -> float:
@@ -74,7 +74,7 @@ def parts() -> tuple[Any, Any, Any, Any, Any]:
 
 
 def plain_step(accumulation: int) -> Step:
-    """Return one step as it is written without any library, under DDP where there is a process group."""
+    """Return a training step in plain torch, which uses DDP if there is a process group."""
     import torch
     import torch.distributed as dist
 
@@ -98,7 +98,7 @@ def plain_step(accumulation: int) -> Step:
 
 
 def prepared_step(package: str, accumulation: int) -> Step:
-    """Return one step as the documentation of the package writes it."""
+    """Return a training step written as the documentation of the package recommends."""
     import torch
 
     accelerator = import_module(package).Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
@@ -123,11 +123,11 @@ def prepared_step(package: str, accumulation: int) -> Step:
 
 @row("training", "loader")
 def loader_overhead() -> Iterator[Figure]:
-    """Iterating a prepared loader, above the plain one."""
+    """Measure the overhead of iterating a prepared loader over the plain one."""
     for ranks in (1, 2):
         plain, here, peer = run_ranks(time_loaders, world_size=ranks, process_group=ranks > 1)[0]
         yield compared(
-            f"a batch of a plain loader, {ranks} rank{'s' * (ranks > 1)}: added",
+            f"a batch of a plain loader, {ranks} rank{'s' * (ranks > 1)}: overhead",
             [a - b for a, b in zip(here, plain, strict=True)],
             [a - b for a, b in zip(peer, plain, strict=True)],
             unit="µs",
@@ -138,7 +138,7 @@ def loader_overhead() -> Iterator[Figure]:
 
 
 class Samples:
-    """A data set whose samples cost next to nothing."""
+    """A dataset whose samples cost almost nothing to read."""
 
     def __init__(self, length: int) -> None:
         import torch
@@ -160,7 +160,7 @@ def loader(length: int) -> Any:
 
 
 def time_loaders() -> list[list[float]]:
-    """In a rank: seconds per batch, by side and round; every side gives as many batches."""
+    """Return the seconds per batch in a rank, by side and round. All sides yield the same number of batches."""
     from torch import distributed as dist
 
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -181,23 +181,23 @@ def time_loaders() -> list[list[float]]:
 
 @row("training", "skipping")
 def skipping() -> Iterator[Figure]:
-    """The time to the first batch after skipping 100,000, as a multiple of that after skipping 10."""
+    """Measure the time to the first batch after skipping 100,000 batches, relative to skipping 10."""
     here, peer = run_ranks(time_skips, world_size=1)[0]
     many, few = sorted(here[1])[len(here[1]) // 2], sorted(here[0])[len(here[0]) // 2]
     peer_many, peer_few = sorted(peer[1])[len(peer[1]) // 2], sorted(peer[0])[len(peer[0]) // 2]
     yield Figure(
-        what="skip_first_batches: 100,000 batches over 10",
+        what="skip_first_batches: 100,000 batches relative to 10",
         unit="×",
         ours=many / few,
         peer=peer_many / peer_few,
         goal="≤ 2",
         met=many <= 2 * few,
-        note=f"here {few * 1e3:.2f} and {many * 1e3:.2f} ms, there {peer_few * 1e3:.2f} and {peer_many * 1e3:.2f} ms",
+        note=f"here {few * 1e3:.2f} and {many * 1e3:.2f} ms, peer {peer_few * 1e3:.2f} and {peer_many * 1e3:.2f} ms",
     )
 
 
 def time_skips() -> list[list[list[float]]]:
-    """In a rank: seconds to the first batch, by package and by how many are skipped."""
+    """Return the seconds to the first batch in a rank, by package and number of skipped batches (10, 100,000)."""
     found = []
     for name in (HERE, PEER):
         package = import_module(name)
@@ -217,11 +217,11 @@ def time_skips() -> list[list[list[float]]]:
 
 @row("training", "collectives")
 def collectives() -> Iterator[Figure]:
-    """A dict of 50 tensors of 64 × 4 between two ranks, over one collective of the same size."""
+    """Measure collectives of a dict of 50 tensors of shape 64 × 4, relative to one collective of the same size."""
     for name, (fused, here, peer) in run_ranks(time_collectives, world_size=2, process_group=True)[0].items():
         base = sorted(fused)[len(fused) // 2]
         yield compared(
-            f"{name} of 50 tensors, over one fused collective",
+            f"{name} of 50 tensors, relative to one fused collective",
             [value / base for value in here],
             [value / base for value in peer],
             unit="×",
@@ -231,7 +231,7 @@ def collectives() -> Iterator[Figure]:
 
 
 def time_collectives() -> dict[str, list[list[float]]]:
-    """In a rank: seconds per operation, by side (one plain collective, here, peer)."""
+    """Return the seconds per operation in a rank, by side (one plain collective, here, peer)."""
     import torch
     import torch.distributed as dist
 
@@ -263,14 +263,14 @@ def time_collectives() -> dict[str, list[list[float]]]:
 
 @row("training", "saving")
 def saving() -> Iterator[Figure]:
-    """How long a training loop stands still for a checkpoint of 1 GB."""
+    """Measure how long a checkpoint of 1 GB blocks a training loop."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         here, peer = run_ranks(time_saves, folder, world_size=1, timeout=1200.0)[0]
     yield compared("save_state of 1 GB: here with blocking=False", here, peer, unit="s", ratio=0.2)
 
 
 def time_saves(folder: str) -> list[list[float]]:
-    """In a rank: seconds until `save_state` returns, here without blocking; the disk is idle when each begins."""
+    """Return the seconds until `save_state` returns, which does not block here. The disk is idle before each save."""
     import os
 
     import torch
@@ -299,13 +299,13 @@ def time_saves(folder: str) -> list[list[float]]:
 
 @row("training", "import")
 def imports() -> Iterator[Figure]:
-    """The import of the worker side, above torch."""
+    """Measure importing Accelerator in an interpreter that has already imported torch."""
     here, peer = alternate(REPEATS, lambda: import_seconds(HERE), lambda: import_seconds(PEER))
-    yield compared("from … import Accelerator, above torch", here, peer, unit="s", ratio=1.0)
+    yield compared("from … import Accelerator, with torch already imported", here, peer, unit="s", ratio=1.0)
 
 
 def import_seconds(package: str) -> float:
-    """Return what the import takes in a fresh interpreter that has torch."""
+    """Return the seconds of the import in a new interpreter that has already imported torch."""
     code = (
         "import time, torch; begin = time.perf_counter()\n"
         f"from {package} import Accelerator\nprint(time.perf_counter() - begin)"

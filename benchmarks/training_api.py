@@ -1,4 +1,4 @@
-"""Calls of the training API beside a step: preparing, clipping, objects, metrics, dispatching, many small tensors."""
+"""Other calls of the training API: preparing, clipping, printing, objects, metrics, dispatching, small tensors."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from tests.support.ranks import run_ranks
 
 
 def accelerators(**options: Any) -> list[Any]:
-    """Return an Accelerator of this package and one of the peer."""
+    """Return an Accelerator of this package and one of Accelerate."""
     return [import_module(name).Accelerator(cpu=True, **options) for name in (HERE, PEER)]
 
 
 @row("training", "preparing")
 def preparing() -> Iterator[Figure]:
-    """`prepare` of a model of 1,000 modules and its optimizer."""
+    """Measure `prepare` of a model of 1,000 modules and its optimizer."""
     here, peer = run_ranks(time_preparing, world_size=1)[0]
     yield compared("prepare of a model of 1,000 modules", here, peer, unit="ms", scale=1e3, ratio=1.0)
 
 
 def time_preparing() -> list[list[float]]:
-    """In a rank: seconds of one call, by side."""
+    """Return the seconds of a call in a rank, by side."""
     import torch
 
     def side(accelerator: Any) -> Callable[[], float]:
@@ -49,14 +49,14 @@ def time_preparing() -> list[list[float]]:
 
 @row("training", "clipping")
 def clipping() -> Iterator[Figure]:
-    """`clip_grad_norm_` of 200 gradients, above torch's own function."""
+    """Measure `clip_grad_norm_` of 200 gradients."""
     plain, here, peer = run_ranks(time_clipping, world_size=1)[0]
     note = f"torch's own function takes {sorted(plain)[len(plain) // 2] * 1e6:.0f} µs"
     yield compared("clip_grad_norm_ of 200 gradients", here, peer, unit="µs", scale=1e6, ratio=1.0, note=note)
 
 
 def time_clipping() -> list[list[float]]:
-    """In a rank: seconds of one call, by side (torch, here, peer)."""
+    """Return the seconds of a call in a rank, by side (torch, here, peer)."""
     import torch
 
     parameters = [torch.nn.Parameter(torch.ones(64, 64)) for _ in range(200)]
@@ -68,14 +68,14 @@ def time_clipping() -> list[list[float]]:
 
 @row("training", "printing on the main process")
 def printing_once() -> Iterator[Figure]:
-    """`accelerator.print`, and `tqdm` over a loop, with output that is thrown away."""
+    """Measure `accelerator.print` and a `tqdm` loop. Their output is discarded."""
     printed, bars = run_ranks(time_printing, world_size=1)[0]
     yield compared("accelerator.print of a line", *printed, unit="µs", scale=1e6, ratio=1.0)
-    yield compared("tqdm: a step of a bar", *bars, unit="µs", scale=1e6, ratio=1.0)
+    yield compared("tqdm: one step of a progress bar", *bars, unit="µs", scale=1e6, ratio=1.0)
 
 
 def time_printing() -> list[list[list[float]]]:
-    """In a rank: seconds of a line, and of a step of a bar, by side."""
+    """Return the seconds per line and per step of a progress bar, each by side."""
     sides = accelerators()
     utils = [import_module(f"{name}.utils") for name in (HERE, PEER)]
 
@@ -92,13 +92,13 @@ def time_printing() -> list[list[list[float]]]:
 
 @row("training", "objects")
 def objects() -> Iterator[Figure]:
-    """`gather_object` of 10,000 small objects from each of two ranks."""
+    """Measure `gather_object` of 10,000 small objects from each of two ranks."""
     here, peer = run_ranks(time_objects, world_size=2, process_group=True)[0]
     yield compared("gather_object of 10,000 dicts per rank", here, peer, unit="ms", scale=1e3, ratio=1.0)
 
 
 def time_objects() -> list[list[float]]:
-    """In a rank: seconds of one call, by side."""
+    """Return the seconds of a call in a rank, by side."""
     accelerators()
     values = [{"id": index, "text": f"sample {index}"} for index in range(10_000)]
     utils = [import_module(f"{name}.utils") for name in (HERE, PEER)]
@@ -107,13 +107,13 @@ def time_objects() -> list[list[float]]:
 
 @row("training", "metrics")
 def metrics() -> Iterator[Figure]:
-    """`gather_for_metrics` of predictions and labels after every batch, on two ranks."""
+    """Measure `gather_for_metrics` of predictions and labels after every batch, on two ranks."""
     here, peer = run_ranks(time_metrics, world_size=2, process_group=True)[0]
     yield compared("an evaluation step with gather_for_metrics", here, peer, unit="µs", scale=1e6, ratio=0.5)
 
 
 def time_metrics() -> list[list[float]]:
-    """In a rank: seconds per batch of an evaluation, by side."""
+    """Return the seconds per batch of an evaluation in a rank, by side."""
     import torch
 
     def side(accelerator: Any) -> Callable[[], float]:
@@ -134,14 +134,14 @@ def time_metrics() -> list[list[float]]:
 
 @row("training", "dispatching")
 def dispatching() -> Iterator[Figure]:
-    """A batch from a loader that the main process reads for two ranks, against the peer's and against sharding."""
+    """Measure a batch that the main process reads and sends to two ranks, compared with the peer and with sharding."""
     dispatched, sharded, peer = run_ranks(time_dispatching, world_size=2, process_group=True)[0]
     yield compared("a dispatched batch", dispatched, peer, unit="µs", scale=1e6, ratio=1.0)
-    yield compared("a dispatched batch, over a sharded one", dispatched, sharded, unit="µs", scale=1e6)
+    yield compared("a dispatched batch, relative to a sharded one", dispatched, sharded, unit="µs", scale=1e6)
 
 
 def time_dispatching() -> list[list[float]]:
-    """In a rank: seconds per batch, by side (dispatched here, sharded here, dispatched by the peer)."""
+    """Return the seconds per batch in a rank, by side (dispatched here, sharded here, dispatched by the peer)."""
 
     def side(package: str, dispatch: bool) -> Callable[[], float]:
         module = import_module(package)
@@ -161,15 +161,15 @@ def time_dispatching() -> list[list[float]]:
 
 @row("training", "small tensors")
 def small_tensors() -> Iterator[Figure]:
-    """`save_state` and `load_state` of 10,000 small tensors."""
+    """Measure `save_state` and `load_state` of 10,000 small tensors."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         saves, loads = run_ranks(time_small_tensors, folder, world_size=1, timeout=1200.0)[0]
     yield compared("save_state of 10,000 tensors of 64 numbers", *saves, unit="ms", scale=1e3, ratio=1.0)
-    yield compared("load_state of the same", *loads, unit="ms", scale=1e3, ratio=1.0)
+    yield compared("load_state of 10,000 tensors of 64 numbers", *loads, unit="ms", scale=1e3, ratio=1.0)
 
 
 def time_small_tensors(folder: str) -> list[list[list[float]]]:
-    """In a rank: seconds of saving and of loading, by side; the disk is idle when each begins."""
+    """Return the seconds of saving and of loading, each by side. The disk is idle before each save."""
     import torch
 
     saves, loads = [], []
@@ -179,7 +179,7 @@ def time_small_tensors(folder: str) -> list[list[list[float]]]:
 
         def save(accelerator: Any = accelerator, target: str = target) -> float:
             shutil.rmtree(target, ignore_errors=True)
-            os.sync()  # what the other side wrote
+            os.sync()  # Flush the files of the other side, so that this save does not wait for them.
             return timer(lambda: accelerator.save_state(target), 1)()
 
         saves.append(save)

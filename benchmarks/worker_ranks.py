@@ -1,4 +1,4 @@
-"""Ranks in processes of their own that measure on command: a line of text each, answered by a line of JSON."""
+"""Ranks in separate processes that measure on command: a command is a line of text, its answer a line of JSON."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.support.ranks import reserved_port
 
 
 class WorkerRanks:
-    """A process group of ranks that answer commands; between commands they take no processor time.
+    """A group of ranks that answer commands and use no CPU time between them.
 
     Args:
         arguments: The module of the worker and its arguments, as after `python -m`. The worker writes "= ready" once,
             then "= " and JSON for each command.
-        ranks: The number of processes; a single one is no group, and has none of torchrun's variables.
-        environment: More environment variables, over torchrun's.
+        ranks: The number of processes. A single rank gets none of torchrun's variables and forms no process group.
+        environment: Additional environment variables, which override those of torchrun.
     """
 
     def __init__(self, arguments: Sequence[str], ranks: int, environment: Mapping[str, object]) -> None:
@@ -56,7 +56,7 @@ class WorkerRanks:
         self._stack.close()
 
     def ask(self, command: str) -> list[Any]:
-        """Give all ranks a command and return their answers."""
+        """Send a command to all ranks and return their answers."""
         for process in self._ranks:
             assert process.stdin is not None
             process.stdin.write(f"{command}\n")
@@ -64,7 +64,7 @@ class WorkerRanks:
         return [json.loads(answer) for answer in self._answers()]
 
     def steps(self, count: int) -> dict[str, float]:
-        """Return the seconds of a step over `count` of them, by the slowest rank: on the clock, on the processor."""
+        """Run `count` steps. Return the wall and CPU seconds of one step on the slowest rank."""
         found = self.ask(f"steps {count}")
         return {name: max(answer[name] for answer in found) for name in found[0]}
 

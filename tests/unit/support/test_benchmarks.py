@@ -64,7 +64,7 @@ def test_a_larger_ratio_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     row("fork", ratio(0.7), ratio(1.1, "first line"), ratio(0.04, "close to nothing"), ratio(9.0, "new"))
     assert bench.main([]) == 0
     worse = [line for line in capsys.readouterr().out.splitlines() if "WORSE" in line]
-    assert worse == ["  WORSE: launch, fork, to the return: 0.7, and 0.5 in benchmarks.md"]
+    assert worse == ["  WORSE: launch, fork, to the return: 0.7, was 0.5 in benchmarks.md"]
 
 
 def test_shares_are_compared_without_a_peer(capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,4 +93,4 @@ def test_recording_replaces_the_measured_rows_only(table: Path) -> None:
 def test_an_unknown_name_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     row("fork", ratio(0.5))
     assert bench.main(["spoon"]) == 2
-    assert "no row is called spoon; there are: fork, launch" in capsys.readouterr().out
+    assert "Unknown area or row: spoon. Known ones: fork, launch." in capsys.readouterr().out
