@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 _IN_FILE = {entry.launch for entry in settings_of(ClusterConfig).values() if entry.launch}
-"""Fields of a LaunchConfig that a configuration file contains, too."""
+"""Fields of a LaunchConfig that a configuration file also contains."""
 
 _ONE_PER_DEVICE = ClusterConfig.num_processes
-"""A file's number of processes that was not chosen: a launch from a notebook starts one per accelerator."""
+"""The number of processes in a file that does not choose one, so that a launch starts one per accelerator."""
 
 
 def read_settings(
@@ -44,7 +44,7 @@ def read_settings(
     Args:
         path: YAML or JSON.
         base: The settings that such files do not contain.
-        before: The file that was loaded before; its variables are removed.
+        before: The file that was loaded before. Its variables are removed.
 
     Returns:
         The file's contents, including settings that the forms do not contain, and the launch it describes.
@@ -72,7 +72,7 @@ def _without(env: Mapping[str, str], before: ClusterConfig | None) -> dict[str, 
 
 
 def compile_settings(cluster: ClusterConfig) -> TorchDynamoPlugin | None:
-    """Return the settings for ``torch.compile`` in a configuration file; None without any."""
+    """Return the settings for ``torch.compile`` in a configuration file, or None if it has no such section."""
     if not cluster.dynamo_config:
         return None
     config = {"dynamo_backend": "NO", **cluster.dynamo_config}
@@ -89,7 +89,7 @@ def file_contents(
         launch: The launch.
         training: Options of the training.
         hardware: This machine.
-        before: The file that was loaded; its settings that the forms do not contain are kept.
+        before: The file that was loaded. Its settings that the forms do not contain are kept.
     """
     local = launch.num_processes or max(hardware.count, 1)
     world = local * launch.num_nodes
@@ -127,7 +127,7 @@ def write_settings(path: str | os.PathLike[str], config: ClusterConfig) -> Path:
 
 
 def settings_not_in_file(launch: LaunchConfig, training: TrainingOptions, cluster: ClusterConfig) -> list[str]:
-    """Return the names of changed settings that such a file cannot contain."""
+    """Return the names of changed settings that a configuration file cannot contain."""
     names = [name for name in launch.non_default() if name not in _IN_FILE]
     kept = _variables(cluster)
     if "env" in names and not set(launch.env or {}) - set(kept):
@@ -140,7 +140,7 @@ def settings_not_in_file(launch: LaunchConfig, training: TrainingOptions, cluste
 
 _WIDTH = 88
 RUN_VARIABLE = "run"
-"""The variable that the cell assigns the run to."""
+"""The name of the variable that holds the run."""
 ONLY_IN_CONFIG = tuple(entry.name for entry in settings_of(LaunchConfig).values() if not entry.parameter)
 """Fields of a LaunchConfig that are not parameters of notebook_launcher."""
 
@@ -169,7 +169,7 @@ def launch_cell(function: str, arguments: str, config: LaunchConfig, *, hidden: 
 
 
 def arguments_code(arguments: Sequence[Any], namespace: Mapping[str, Any]) -> str:
-    """Return the code of a function's arguments, such as ``(model, 3)``; "" for none, and where one has no code.
+    """Return the code of a function's arguments, such as ``(model, 3)``, or "" without arguments or if one has no code.
 
     Args:
         arguments: Plain values, or values of variables.
@@ -182,15 +182,15 @@ def arguments_code(arguments: Sequence[Any], namespace: Mapping[str, Any]) -> st
 
 
 def as_tuple(text: str) -> str:
-    """Return the code of a function's arguments as a tuple: "(model,)" for "model"; "" for none.
+    """Return the code of a function's arguments as a tuple, such as "(model,)" for "model", or "" without arguments.
 
     Args:
-        text: As entered: one argument, several separated by commas, or a tuple.
+        text: The text that was entered: one argument, several separated by commas, or a tuple.
     """
     code = text.strip().rstrip(",")
     try:
         given = ast.parse(f"_({code})", mode="eval").body
-    except SyntaxError:  # raised again where the code is evaluated
+    except SyntaxError:  # Evaluating the code raises the error again.
         return code
     arguments = given.args if isinstance(given, ast.Call) else []
     if len(arguments) != 1:
@@ -248,7 +248,7 @@ def _classes(value: Any) -> set[type[Any]]:
 
 
 def name_of(function: Any) -> str:
-    """Return the name of a function in code; "train" if its name is not an identifier."""
+    """Return the name of a function in code, or "train" if its name is not an identifier."""
     name = getattr(function, "__name__", "")
     return name if name.isidentifier() else "train"
 

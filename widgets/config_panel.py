@@ -46,7 +46,7 @@ from notebook_accelerate.widgets.panel_elements import alert, notice
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
 FACTS_SECONDS = 10.0
-"""How long the result of the fork probe is valid: a probe per keystroke would be too slow."""
+"""How long the result of the fork probe is reused, because a probe per keystroke would be too slow."""
 
 
 @dataclass(kw_only=True)
@@ -68,18 +68,18 @@ class SettingsFile:
 
 
 class ConfigPanel(Panel):
-    """A form for a launch: it checks as you type, shows the plan, and starts it.
+    """A form for a launch, which checks values as you type, shows the plan, and starts the launch.
 
     Args:
-        function: The training function; None: it is chosen in the panel.
+        function: The training function; None: the user chooses it in the panel.
         args: Its arguments, for the Launch button.
         config: The initial launch; None: the defaults, with ``block=False``, so that the notebook stays usable.
         training: The initial options of the training.
         machine: The hardware; None: this machine.
-        facts: Returns the facts about the kernel; None: detected.
+        facts: Returns the facts about the kernel; None: detect them.
         model: The model to train, for a warning if it does not fit: a model, a function that returns one, or a
             configuration of transformers.
-        memory: More arguments of `estimate_memory`, such as optimizer, sequence_length, inputs.
+        memory: Further arguments of `estimate_memory`, such as optimizer, sequence_length, inputs.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class ConfigPanel(Panel):
 
     @property
     def config(self) -> LaunchConfig:
-        """The launch; the options of the training are its arguments of every ``Accelerator()``.
+        """The launch. It passes the options of the training to every ``Accelerator()``.
 
         Raises:
             ValueError: Entries are not allowed; the message has a line for each.
@@ -172,13 +172,13 @@ class ConfigPanel(Panel):
         self.training_form.value = training
 
     def change(self, **values: Any) -> None:
-        """Set single fields from code, as typing in the panel does.
+        """Set single fields from code, like typing in the panel.
 
         Args:
             **values: Fields of LaunchConfig or of TrainingOptions, with values of their types.
 
         Raises:
-            ValueError: An unknown field, or a value that is not allowed. Nothing is changed then.
+            ValueError: A field is unknown, or a value is not allowed. Nothing is changed in this case.
         """
         launching = {name: value for name, value in values.items() if name in LaunchConfig.__dataclass_fields__}
         training = {name: value for name, value in values.items() if name in TrainingOptions.__dataclass_fields__}
@@ -191,7 +191,7 @@ class ConfigPanel(Panel):
 
     @property
     def errors(self) -> dict[str, str]:
-        """Errors by field; "" for a launch that does not fit this machine."""
+        """Errors by field, or under "" if the launch does not fit this machine."""
         wrong = {**self.launch_form.errors, **self.training_form.errors}
         if not wrong:
             try:
@@ -218,20 +218,20 @@ class ConfigPanel(Panel):
 
     @property
     def warning(self) -> str:
-        """A sentence if the training does not fit the memory; "" if it fits, or without a model."""
+        """A sentence if the training does not fit in memory; "" if it fits, or without a model."""
         if self._memory_check is None or self.errors:
             return ""
         return self._memory_check.warning(self.plan, self.training, self.hardware, self.config.env)
 
     @property
     def code(self) -> str:
-        """The cell that does the same as the Launch button; if there are errors, a comment with them."""
+        """The cell that does the same as the Launch button, or a comment with the errors."""
         if errors := self.errors:
             return "\n".join(f"# {line}" for error in errors.values() for line in error.splitlines())
         return self._cell(hidden=False)
 
     def _shown_cell(self, errors: Mapping[str, str]) -> str:
-        """Return the cell without secrets; the errors are shown beside their fields, not here."""
+        """Return the cell without secrets. Errors are shown next to their fields, not in the cell."""
         return f"# {_to_correct(errors)}" if errors else self._cell(hidden=True)
 
     def _cell(self, *, hidden: bool) -> str:
@@ -258,7 +258,7 @@ class ConfigPanel(Panel):
         return self._keep(launch.start(self.config, function, arguments))
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Read the settings of a configuration file of Accelerate; settings that such files do not contain stay.
+        """Read a configuration file of Accelerate, and keep the settings that such files do not contain.
 
         Args:
             path: YAML or JSON.
@@ -296,7 +296,7 @@ class ConfigPanel(Panel):
         return file_contents(self.launch_form.value, self.training, self.hardware, self._cluster)
 
     def close(self) -> None:
-        """Replace the live form by the static one in every cell; the panel can be displayed again."""
+        """Replace the live form with the static one in every cell. The panel can be displayed again."""
         self._shown.end()
 
     # ---- planning
@@ -365,7 +365,7 @@ class ConfigPanel(Panel):
             return element("div", text, class_="na-plan na-wrong")
         plan, training = self.plan, self.training
         small = details(plan, training)
-        small += ["Launch starts it in the background; the cell below blocks"] if self.config.block else []
+        small += ["Launch starts it in the background; the cell below waits until it ends"] if self.config.block else []
         lines = [element("strong", plan_sentence(plan, self.config, training))]
         lines.append(element("span", " · ".join(small), class_="na-help"))
         lines += [alert(warning)] if (warning := self.warning) else []
@@ -385,14 +385,14 @@ class ConfigPanel(Panel):
         """
         try:
             action()
-        except Exception as error:  # noqa: BLE001 - shown beside the button
+        except Exception as error:  # noqa: BLE001 - shown next to the button
             self.widget.show(**{note: alert(f"{type(error).__name__}: {error}")})
             self._wrong_notes.add(note)
 
     # ---- clicks
 
     def click(self, button: str) -> None:
-        """Do what a click does: on "launch", "load" or "save"."""
+        """Handle a click on "launch", "load" or "save"."""
         action, note = {
             "launch": (self._launch_clicked, "run"),
             "load": (self._load_clicked, "file"),
@@ -484,18 +484,18 @@ def configure(
     """Return a panel that configures and starts a launch; the last expression of a cell displays it.
 
     Args:
-        function: The training function; None: it is chosen in the panel.
+        function: The training function; None: the user chooses it in the panel.
         args: Its arguments.
         config: The initial launch.
         model: The model to train: a model, a function that returns one, or a configuration of transformers. The panel
             warns if it does not fit the memory.
-        memory: More arguments of `estimate_memory`, such as optimizer, sequence_length, inputs.
+        memory: Further arguments of `estimate_memory`, such as optimizer, sequence_length, inputs.
     """
     return ConfigPanel(function, args, config=config, model=model, memory=memory)
 
 
 def _to_correct(errors: Mapping[str, str]) -> str:
-    """Return which fields the user has to correct, without the errors, which are shown beside them."""
+    """Return a sentence with the fields to correct. Their errors are shown next to them."""
     names = ", ".join(filter(None, errors)) or "the launch"
     return f"Correct {names} to see the plan and its cell."
 

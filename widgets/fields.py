@@ -25,21 +25,21 @@ class Field:
     label: str
     """The text before its input, usually its name."""
     kind: str
-    """A row of ``TEXT_FORMATS``, or flag, choice, nested or code."""
+    """A key of ``TEXT_FORMATS``, or flag, choice, nested or code."""
     optional: bool
     """Whether None is allowed."""
     default: Any
-    """The default, or a new value of its factory; ``dataclasses.MISSING``: a value is required."""
+    """The default, a new value of its factory, or ``dataclasses.MISSING`` if a value is required."""
     help: str
-    """The first paragraph of its text, and the variable that it is read from."""
+    """The first paragraph of its help text, and the variable that sets it."""
     choices: tuple[Any, ...] = ()
     """The allowed values, if they are known."""
     nested: type[Any] | None = None
     """The dataclass of a nested field."""
     scalars: tuple[type[Any], ...] = ()
-    """For scalar: the types that a text can be parsed as."""
+    """The possible types of the value, if the kind is scalar."""
     placeholder: str = ""
-    """An example of a text; "": the default."""
+    """An example of a text, or "" to show the default."""
 
     @property
     def is_choice(self) -> bool:
@@ -56,7 +56,7 @@ class Field:
         return next((choice for choice in self.choices if choice == given), given)
 
     def label_of(self, value: Any) -> str:
-        """Return the text of a choice; "" for None."""
+        """Return the text of a choice, or "" for None."""
         if value is None or value is MISSING:
             return ""
         if self.kind == "flag":
@@ -65,7 +65,7 @@ class Field:
 
 
 class FieldError(ValueError):
-    """A text that is not a value of its field."""
+    """Raised when a text is not a valid value of its field."""
 
 
 # ---- from a dataclass to its fields
@@ -80,7 +80,7 @@ def fields_of(
         cls: The dataclass.
         choices: Allowed values by field name, for types that do not list them; None: as in the class's settings.
             ``metadata`` of other fields may have "choices", a "label" and a "placeholder".
-        names: Only these; None: all.
+        names: The fields to return; None: all.
 
     Raises:
         ValueError: ``cls`` is not a dataclass, or has no such field.
@@ -95,11 +95,11 @@ def fields_of(
 
 
 def groups_of(cls: type[Any]) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Return the groups of a class's settings: titles, and names of fields; empty if there is only one.
+    """Return the titles and the fields of the groups of a class's settings, or nothing if there is only one group.
 
     Args:
-        cls: The dataclass; its class attribute ``form_groups`` has the titles in their order, otherwise it is the order
-            of the fields.
+        cls: The dataclass. Its class attribute ``form_groups`` can set the order of the titles. By default, it is the
+            order of the fields.
     """
     found: dict[str, tuple[str, ...]] = dict.fromkeys(getattr(cls, "form_groups", ()), ())
     for entry in settings_of(cls).values():
@@ -208,7 +208,7 @@ def _flat(annotation: Any) -> list[Any]:
 
 
 def summary(cls: type[Any]) -> str:
-    """Return the first paragraph of a class's docstring; "" for one that ``dataclasses`` generated."""
+    """Return the first paragraph of a class's docstring, or "" if ``dataclasses`` generated it."""
     text = (vars(cls).get("__doc__") or "").strip()
     return "" if text.startswith(f"{cls.__name__}(") else " ".join(text.split("\n\n")[0].split())
 
@@ -221,9 +221,9 @@ class TextFormat:
     """How values of one kind are written in a text box."""
 
     parse: Callable[[str, Field], Any] = lambda text, _: text
-    """Returns the value of a text that is not empty; raises FieldError if the text is not allowed."""
+    """Converts a non-empty text to a value; raises FieldError if the text is not allowed."""
     format: Callable[[Any], str] = str
-    """Returns the text of a value that is not None."""
+    """Converts a value other than None to a text."""
     hint: str = ""
     """A description of the allowed texts."""
     many_lines: bool = False
@@ -231,7 +231,7 @@ class TextFormat:
 
 
 def _converter(convert: Callable[[str], Any], what: str, example: str) -> Callable[[str, Field], Any]:
-    """Return a ``parse`` that calls ``convert``; its error message names ``what`` and an ``example``."""
+    """Return a ``parse`` function that calls ``convert``. Its error message names ``what`` and an ``example``."""
 
     def parse(text: str, field: Field) -> Any:
         try:
@@ -253,7 +253,7 @@ def _assignments(value_of: Callable[[str], Any], text_of_value: Callable[[Any], 
         values: dict[str, Any] = {}
         for number, line in enumerate(_lines(text), 1):
             name, equals, value = line.partition("=")
-            if not equals or not name.strip():  # the line may be a part of a secret
+            if not equals or not name.strip():  # Do not show the line, which may contain a secret.
                 raise FieldError(f"{field.name}: line {number} is not NAME=value; write one such line per entry")
             values[name.strip()] = value_of(value.strip())
         return values
@@ -275,7 +275,7 @@ def _parse_scalar(text: str, field: Field) -> Any:
 
 
 def literal(text: str) -> Any:
-    """Return the value of a text that is a Python literal; any other text is returned unchanged."""
+    """Return the value of a Python literal. Return any other text unchanged."""
     try:
         return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -283,7 +283,7 @@ def literal(text: str) -> Any:
 
 
 def _as_literal(value: Any) -> str:
-    """Return the text that ``literal`` reads as ``value``, without quotes where possible."""
+    """Return the text that ``literal`` reads as ``value``, without quotes if possible."""
     return value if isinstance(value, str) and literal(value) == value else repr(value)
 
 
@@ -317,7 +317,7 @@ _EMPTY: dict[str, Callable[[], Any]] = {"text": str, "lines": list, "variables":
 
 
 def parse(field: Field, text: str) -> Any:
-    """Return the value of ``text``; an empty text means None, or an empty value if None is not allowed.
+    """Return the value of ``text``. An empty text means None, or an empty value if None is not allowed.
 
     Raises:
         FieldError: The text is not allowed.
@@ -339,7 +339,7 @@ def parse(field: Field, text: str) -> Any:
 
 
 def text_of(field: Field, value: Any) -> str:
-    """Return the text that ``parse`` reads as ``value``; "" for None and for a missing value."""
+    """Return the text that ``parse`` reads as ``value``, or "" for None and for a missing value."""
     return "" if value is None or value is MISSING else TEXT_FORMATS[field.kind].format(value)
 
 
@@ -353,7 +353,7 @@ def content_of(field: Field, entry: Any) -> str | bool:
 
     Args:
         field: The field.
-        entry: A text, a choice, or whether the box is ticked; of a field of the kind code, its value.
+        entry: A text, a choice, whether the box is checked, or the value of a field of the kind code.
     """
     if field.kind == "code":
         return "set in code only" if entry is None else f"set in code: {entry!r}"

@@ -1,4 +1,4 @@
-"""Forms over any dataclass: entries that the dataclass checks on each change, and the widget that shows them."""
+"""Forms for any dataclass: entries that the dataclass checks on each change, and the widget that shows them."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ Groups = Sequence[tuple[str, Sequence[str]]]
 
 
 class Form:
-    """A form for a dataclass: its entries, which the dataclass checks on each change.
+    """A form for a dataclass, which checks the entries on each change.
 
     Args:
         cls: The dataclass.
         value: The initial instance; None: the defaults.
         title: The caption of the static form; "": the name of the class.
         choices: Allowed values by field, for types that do not list them.
-        groups: Titles and fields; None: as in the class's settings. The first group is open, the others are folded.
+        groups: Titles and fields; None: as in the class's settings. The first group is open, and the others are folded.
             Fields without a group come last.
-        names: Only these fields; None: all.
+        names: The fields to show; None: all.
         on_change: Called after each change, on the thread of the change.
-        lock: Held during a change; None: a lock of the form's own.
+        lock: Held during a change; None: a new lock.
 
     Attributes:
         fields: The fields.
-        entries: Texts, choices, and whether boxes are ticked, by field.
+        entries: Texts, choices, and whether boxes are checked, by field.
         view: The widget that shows the form; None: not created yet.
     """
 
@@ -99,7 +99,7 @@ class Form:
             self._changed()
 
     def load(self, value: Any) -> None:
-        """Set all entries from an instance, before the form is shown; None sets the defaults.
+        """Set all entries from an instance, before the form is shown. None sets the defaults.
 
         Raises:
             ValueError: It is an instance of another class.
@@ -111,11 +111,11 @@ class Form:
         for entry in self.fields.values():
             given = entry.default if value is None else getattr(value, entry.name)
             if plain is not None and given == getattr(plain, entry.name):
-                given = entry.default  # set by the class itself, not by the user
+                given = entry.default  # The class set it, not the user.
             self._put(entry, given)
 
     def _plain_instance(self) -> Any:
-        """Return an instance created without arguments or environment variables; None if that is not possible."""
+        """Return an instance created without arguments or environment variables, or None if that is not possible."""
         with environ.ignored():
             try:
                 return self._cls()
@@ -130,7 +130,7 @@ class Form:
                 self.nested(entry.name).load(given if present else None)
         elif entry.kind in {"flag", "choice", "code"}:
             self.entries[entry.name] = member = entry.member(given)
-            if entry.is_choice:  # an object that was set in code can be chosen again
+            if entry.is_choice:  # An object that was set in code can be chosen again.
                 self._choices[entry.name].setdefault(entry.label_of(member), member)
         else:
             self.entries[entry.name] = text_of(entry, given)
@@ -147,8 +147,8 @@ class Form:
         """Set an entry as typing in the form does.
 
         Args:
-            path: The field; dotted for a field of a nested dataclass.
-            shown: The text, the label of the choice, or whether the box is ticked.
+            path: The field, dotted if it belongs to a nested dataclass.
+            shown: The text, the label of the choice, or whether the box is checked.
         """
         name, _, inner = path.partition(".")
         entry = self.fields[name]
@@ -174,7 +174,7 @@ class Form:
 
     @property
     def checked(self) -> Checked:
-        """The instance, with the checks of the dataclass itself, or the errors; never raises."""
+        """The instance, or the errors that the dataclass raises."""
         given, errors = self._parsed()
         if any(entry.default is MISSING and name not in given for name, entry in self.fields.items()):
             return Checked(errors=errors)
@@ -189,7 +189,7 @@ class Form:
                 errors.setdefault(name, message)
                 if name not in given:
                     break
-                del given[name]  # the next attempt shows further errors
+                del given[name]  # The next attempt finds further errors.
         return Checked(errors=errors) if errors else Checked(value=value)
 
     @property
@@ -305,9 +305,9 @@ class Checked:
     """The result of checking the entries of a form."""
 
     value: Any = None
-    """The dataclass's instance; None: there are errors."""
+    """The instance of the dataclass, or None if there are errors."""
     errors: Mapping[str, str] = field(default_factory=dict)
-    """Errors by field, dotted for nested fields; "" for errors of no single field."""
+    """Errors by field, dotted for nested fields, or under "" if they concern no single field."""
 
 
 # ---- the widget
@@ -399,18 +399,18 @@ class FormView(anywidget.AnyWidget):
 
     @contextmanager
     def one_message(self) -> Iterator[None]:
-        """Send all changes at the end of the block in one message; other threads wait with theirs."""
+        """Send all changes in one message at the end of the block. Other threads wait until then."""
         with self._lock, self.hold_sync():
             yield
 
     def enter(self, path: str, shown: str | bool) -> None:
-        """Do what a change of an input does."""
+        """Handle the change of an input."""
         form, _, name = path.partition(".")
         self.entries[path] = shown
         self._forms[form].enter(name, shown)
 
     def click(self, button: str) -> None:
-        """Do what a click does."""
+        """Handle a click."""
         if self._on_click is not None:
             self._on_click(button)
 
@@ -425,7 +425,7 @@ class FormView(anywidget.AnyWidget):
 
 
 def _field_in(message: str, given: Mapping[str, Any]) -> str:
-    """Return the changed field that a message names first, preferably as ``name=``; "" if it names none."""
+    """Return the changed field that a message names first, preferably as ``name=``, or "" if it names none."""
     for pattern in (r"\b{}=", r"\b{}\b"):
         positions = {name: found.start() for name in given if (found := re.search(pattern.format(name), message))}
         if positions:
@@ -437,16 +437,16 @@ def _field_in(message: str, given: Mapping[str, Any]) -> str:
 
 
 def shown_code(name: str, value: object) -> str:
-    """Return the expression of a field's value without secrets, to be shown."""
+    """Return the code of a field's value, without secrets."""
     return code_of(shown_value(name, value), field=shown_code)
 
 
 def code_of(value: object, field: Callable[[str, Any], str] = lambda _, value: code_of(value)) -> str:
-    """Return the expression of ``value``: dataclasses with the fields that were changed, enums by value.
+    """Return the code of ``value``: dataclasses with their changed fields, and enums by value.
 
     Args:
         value: Any value of a form.
-        field: Returns the expression of a field of a dataclass.
+        field: Returns the code of a field of a dataclass.
     """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         changed = Form(type(value), value).changed()

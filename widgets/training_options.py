@@ -1,4 +1,4 @@
-"""The options of the training: the arguments of an Accelerator that a form can contain."""
+"""The options of the training: the arguments of an Accelerator that a form can show."""
 
 from __future__ import annotations
 
@@ -38,49 +38,49 @@ class TrainingOptions:
     """Options of the training in a form: arguments of `Accelerator`, or handlers that are passed to it.
 
     Raises:
-        ValueError: A value is not allowed, or two options exclude each other.
+        ValueError: A value is not allowed, or two options are mutually exclusive.
     """
 
     batch_size: int | None = setting()
-    """Batch size of your loader in the training function; only used to show the effective batch size."""
+    """Batch size of the data loader in the training function; only used to show the effective batch size."""
     gradient_accumulation_steps: int = setting(1)
-    """Batches per optimizer step."""
+    """Number of batches per optimizer step."""
     gradient_accumulation_plugin: GradientAccumulationPlugin | None = setting(group=_DATA)
     """How gradients are accumulated, in detail."""
     dataloader_config: DataLoaderConfiguration | None = setting(group=_DATA)
     """How data loaders divide their data among ranks; None: the defaults."""
     project_config: ProjectConfiguration | None = setting(group=_DATA)
-    """Folders of checkpoints and logs; None: none are set."""
+    """Folders for checkpoints and logs; None: not set."""
     dynamo_plugin: TorchDynamoPlugin | None = setting(group=_DATA)
-    """How ``torch.compile`` compiles models; None: they are not compiled."""
+    """How ``torch.compile`` compiles models; None: models are not compiled."""
     log_with: list[str] | None = setting(group=_DATA)
     """Experiment trackers: all, aim, tensorboard, wandb, comet_ml, mlflow, trackio, clearml, dvclive, swanlab."""
     step_scheduler_with_optimizer: bool = setting(True, group=_DATA)
     """Whether a scheduler advances with the optimizer's steps (True) or when you call it (False)."""
     ddp_kwargs: DistributedDataParallelKwargs | None = setting(group=_ARGUMENTS)
-    """Arguments of DistributedDataParallel; None: torch's defaults."""
+    """Arguments of ``DistributedDataParallel``; None: torch's defaults."""
     autocast_kwargs: AutocastKwargs | None = setting(group=_ARGUMENTS)
     """Arguments of ``torch.autocast``; None: torch's defaults."""
     scaler_kwargs: GradScalerKwargs | None = setting(group=_ARGUMENTS)
     """Arguments of the gradient scaler of fp16; None: torch's defaults."""
     process_group_kwargs: InitProcessGroupKwargs | None = setting(group=_ARGUMENTS)
-    """Backend and time limit of collectives; None: those of the device."""
+    """Backend and time limit of collectives; None: the defaults for the device."""
     profile_kwargs: ProfileKwargs | None = setting(group=_ARGUMENTS)
     """What ``Accelerator.profile`` records; None: every step."""
     torchao_recipe: AORecipeKwargs | None = setting(group=_ARGUMENTS)
-    """Recipe of fp8 by torchao."""
+    """fp8 recipe of torchao."""
     transformer_engine_recipe: TERecipeKwargs | None = setting(group=_ARGUMENTS)
-    """Recipe of fp8 by Transformer Engine."""
+    """fp8 recipe of Transformer Engine."""
     msamp_recipe: MSAMPRecipeKwargs | None = setting(group=_ARGUMENTS)
-    """Recipe of fp8 by MS-AMP."""
+    """fp8 recipe of MS-AMP."""
     fsdp_plugin: FullyShardedDataParallelPlugin | None = setting(group=_SHARDED)
-    """Settings of FSDP; None: it is not used."""
+    """Settings of FSDP; None: FSDP is not used."""
     deepspeed_plugin: DeepSpeedPlugin | None = setting(group=_SHARDED)
-    """Settings of DeepSpeed; None: it is not used."""
+    """Settings of DeepSpeed; None: DeepSpeed is not used."""
     megatron_lm_plugin: MegatronLMPlugin | None = setting(group=_SHARDED)
-    """Settings of Megatron-LM; None: it is not used."""
+    """Settings of Megatron-LM; None: Megatron-LM is not used."""
     torch_tp_plugin: TorchTensorParallelPlugin | None = setting(group=_SHARDED)
-    """Tensor parallelism of models that split themselves; None: it is not used."""
+    """Tensor parallelism for models that split themselves; None: not used."""
     parallelism_config: ParallelismConfig | None = setting(group=_SHARDED)
     """The degree of each kind of parallelism; None: data parallelism only."""
 
@@ -97,7 +97,7 @@ class TrainingOptions:
 
     @property
     def steps(self) -> int:
-        """Batches per optimizer step, from either option."""
+        """Number of batches per optimizer step, from either option."""
         plugin = self.gradient_accumulation_plugin
         return (plugin.num_steps if plugin is not None else None) or self.gradient_accumulation_steps
 
@@ -107,7 +107,7 @@ class TrainingOptions:
 
     @property
     def strategy(self) -> str:
-        """How the model is distributed over ranks, in a few words; "" if each rank holds all of it."""
+        """How the model is distributed over ranks, in a few words; "" if each rank holds the whole model."""
         parts = []
         if self.fsdp_plugin is not None:
             parts.append(f"FSDP {self.fsdp_plugin.fsdp_version}")
@@ -123,7 +123,7 @@ class TrainingOptions:
         return " ".join(filter(None, parts))
 
     def dynamo_config(self) -> dict[str, Any]:
-        """Return the settings of ``torch.compile`` as in a configuration file; empty without any."""
+        """Return the settings of ``torch.compile`` as in a configuration file; the dict may be empty."""
         if self.dynamo_plugin is None:
             return {}
         given = vars(self.dynamo_plugin)
@@ -146,10 +146,10 @@ class TrainingOptions:
         return arguments | ({"kwargs_handlers": handlers} if handlers else {})
 
     def with_arguments(self, given: Mapping[str, Any]) -> tuple[TrainingOptions, dict[str, Any]]:
-        """Return a copy with the values of arguments of `Accelerator`, and the arguments without a field.
+        """Return a copy with the values from arguments of `Accelerator`, and the arguments that have no field.
 
         Args:
-            given: As from `accelerator`.
+            given: Arguments of `Accelerator` by name.
         """
         known = {entry.name for entry in fields(self)} - {"batch_size", *HANDLERS}
         values = {name: value for name, value in given.items() if name in known}
@@ -173,7 +173,7 @@ class TrainingOptions:
         return f"effective batch: {factor} × your loader's" if factor > 1 else "effective batch: your loader's"
 
     def batch_sum(self, world_size: int) -> str:
-        """Return the factors of the effective batch; "" if it is the loader's own.
+        """Return the factors of the effective batch size, or "" if it is the loader's batch size.
 
         Args:
             world_size: Ranks on all machines.

@@ -20,11 +20,11 @@ _COMMANDS = {
     "merge-weights": "merge:merge_command_parser",
     "to-fsdp2": "to_fsdp2:to_fsdp2_command_parser",
 }
-"""The modules and functions that create the parsers: only what a command line names is imported."""
+"""The functions that create the parsers. Only the module of the given command is imported."""
 
 
 def parser_for(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """Create the parser of a command line: of its command only, or of all.
+    """Create the parser of a command line, with its command only if it names one, and otherwise with all commands.
 
     Args:
         arguments: The command line.
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The command line without the program's name; None: this process's.
 
     Returns:
-        The exit code: 0; 1 where a command failed; 2 where its options are wrong.
+        The exit code: 0, 1 if the command failed, 2 if its options are wrong, or 130 if it was interrupted.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = parser_for(given)
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _complete(parser: argparse.ArgumentParser) -> None:
-    """Complete a command line for the shell, where argcomplete is installed."""
+    """Complete a command line for the shell, if argcomplete is installed."""
     try:
         argcomplete = importlib.import_module("argcomplete")
     except ImportError:

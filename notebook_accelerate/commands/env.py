@@ -1,4 +1,4 @@
-"""``env``: versions, devices and the configuration file, as a block for an issue."""
+"""``env``: prints versions, devices and the configuration file, for a bug report."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _VARIABLES = ("ACCELERATE_", "NOTEBOOK_ACCELERATE_", "CUDA_VISIBLE_DEVICES", "NC
 
 
 def env_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
-    """Create the parser of ``env``; see ``launch_command_parser``."""
+    """Create the parser of ``env``, standalone or as one of ``subparsers``."""
     parser = command_parser(subparsers, "env", "Print versions and devices, to paste into an issue.")
-    add_config_file(parser, "A configuration file to show in place of the default one.")
+    add_config_file(parser, "The configuration file to show instead of the default one.")
     parser.set_defaults(func=env_command)
     return parser
 
 
 def env_command(args: argparse.Namespace) -> dict[str, Any]:
-    """Print the block and return its values."""
+    """Print the versions and devices, and return them."""
     facts = _facts()
     lines = [f"- {name}: {value}" for name, value in facts.items()]
     path = Path(args.config_file or config_file.default_config_file)
@@ -52,7 +52,7 @@ def _facts() -> dict[str, str]:
     devices = f"{machine.count} x {machine.accelerator}" if machine.count else "none"
     versions = {name: version for name in _PACKAGES if (version := installed_version(name))}
     if build := torch_build().version:
-        versions["torch"] = build  # with the platform it was built for, which the distribution's version may lack
+        versions["torch"] = build  # The distribution's version may lack the platform that torch was built for.
     variables = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_VARIABLES)}
     variables.pop("NOTEBOOK_ACCELERATE_SECRET", None)
     return {

@@ -1,4 +1,4 @@
-"""``estimate-memory``: the memory that a model's weights and a training with Adam need."""
+"""``estimate-memory``: estimates the memory for a model's weights and for training with Adam."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from notebook_accelerate.commands.parsers import Subparsers, command_parser
 from notebook_accelerate.config.plain_values import convert_bytes
 
 _SHARES = {"float32": 1.0, "float16": 0.5, "bfloat16": 0.5, "int8": 0.25, "int4": 0.125}
-"""Size of weights by dtype, as a part of float32's."""
+"""The size of weights by dtype, relative to float32."""
 _LIBRARIES = ("transformers", "timm")
 
 
 def estimate_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
-    """Create the parser of ``estimate-memory``; see ``launch_command_parser``."""
+    """Create the parser of ``estimate-memory``, standalone or as one of ``subparsers``."""
     parser = command_parser(
         subparsers,
         "estimate-memory",
         "Print the memory that a model needs, without loading its weights.",
-        "Print the sizes of a model's largest layer and of all its weights, and of a training with Adam. "
-        "`notebook_accelerate.big_modeling.estimate_memory` estimates activations and strategies, too.",
+        "Print the sizes of a model's largest layer and of all its weights, and the memory for training with Adam. "
+        "`notebook_accelerate.big_modeling.estimate_memory` also estimates activations and strategies.",
     )
-    parser.add_argument("model_name", help="Name on the Hugging Face Hub, or a folder with config.json.")
+    parser.add_argument("model_name", help="Name on the Hugging Face Hub, or folder with a config.json.")
     parser.add_argument("--library_name", "--library-name", choices=_LIBRARIES, help="The model's library.")
     parser.add_argument(
         "--dtypes", nargs="+", choices=tuple(_SHARES), default=["float32", "float16", "int8", "int4"],
-        metavar="DTYPE", help="float32, float16, bfloat16, int8 and int4; without it, all but bfloat16.",
+        metavar="DTYPE", help="float32, float16, bfloat16, int8 and int4 (default: all except bfloat16).",
     )  # fmt: skip
     parser.add_argument(
         "--trust_remote_code", "--trust-remote-code", action="store_true",
-        help="Run code from the model's repository. Read it first.",
+        help="Run code from the model's repository. Read that code first.",
     )  # fmt: skip
     parser.set_defaults(func=estimate_command)
     return parser
@@ -53,9 +53,9 @@ def estimate_command(args: argparse.Namespace) -> None:
 
 
 def gather_data(args: argparse.Namespace) -> list[list[Any]]:
-    """Return a row for each dtype: its name, then bytes of the largest layer, all weights, and the peak of a training.
+    """Return a row for each dtype: its name, and the bytes of the largest layer, all weights and the peak of training.
 
-    Training is None for integers.
+    The peak is None for integers.
     """
     from notebook_accelerate.big_modeling.module_tree import calculate_maximum_sizes
 
@@ -73,14 +73,14 @@ def estimate_training_usage(
     mixed_precision: str,
     msamp_config: str | None = None,  # noqa: ARG001 - Accelerate's parameter
 ) -> dict[str, int]:
-    """Return the bytes of a training with Adam, by part; the largest is the peak.
+    """Return the bytes that training with Adam needs at each stage. The largest value is the peak.
 
     Args:
         bytes: Size of the weights in float32.
         mixed_precision: float32, float16, bfloat16 or fp8.
         msamp_config: Not used.
     """
-    # Mixed precision keeps float32 weights, and has gradients in both dtypes for a moment.
+    # Mixed precision keeps the weights in float32, and briefly has gradients in both dtypes.
     half = mixed_precision != "float32"
     gradients = bytes + bytes // 2 if half else bytes
     return {"model": bytes, "optimizer": 2 * bytes, "gradients": gradients, "step": bytes * (2 if half else 4)}
@@ -93,7 +93,7 @@ def create_empty_model(
 
     Args:
         model_name: Name on the Hub, or a folder.
-        library_name: transformers or timm; None: timm where the name begins with "timm/", otherwise transformers.
+        library_name: transformers or timm; None: timm if the name starts with "timm/", otherwise transformers.
         trust_remote_code: Whether to run code from the model's repository.
         access_token: Token for the Hub.
 
@@ -113,7 +113,7 @@ def create_empty_model(
     options = {"trust_remote_code": trust_remote_code, "token": access_token}
     config = library.AutoConfig.from_pretrained(model_name, **options)
     kind = library.AutoModel
-    for entry in getattr(config, "auto_map", {}):  # models of remote code need not have an AutoModel
+    for entry in getattr(config, "auto_map", {}):  # Remote code may define a model without an AutoModel.
         if entry.startswith("AutoModelFor"):
             kind = getattr(library, entry)
     with init_empty_weights(include_buffers=False):
@@ -121,12 +121,12 @@ def create_empty_model(
 
 
 def create_ascii_table(headers: Sequence[str], rows: Iterable[Sequence[object]], title: str) -> str:
-    """Return a table with lines around its cells.
+    """Return a table with borders.
 
     Args:
         headers: The first row.
-        rows: The others.
-        title: A line above them.
+        rows: The other rows.
+        title: The line above the rows.
     """
     cells = [[str(each) for each in row] for row in (headers, *rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]

@@ -1,4 +1,4 @@
-"""``join``: runs ranks on this machine for a run of a notebook elsewhere."""
+"""``join``: runs ranks on this machine for a run that a notebook elsewhere has started."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from notebook_accelerate.launch.hosts.host_facts import SECRET_VARIABLE, secret_
 
 
 def join_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
-    """Create the parser of ``join``; see ``launch_command_parser``."""
+    """Create the parser of ``join``, standalone or as one of ``subparsers``."""
     parser = command_parser(
         subparsers,
         "join",
         "Run ranks on this machine for a run that a notebook has started with num_nodes.",
-        "Run ranks on this machine for a run that a notebook has started with num_nodes. The exit code is 0 when the "
-        f"run has succeeded. The run's secret is read from {SECRET_VARIABLE}, or from --secret_file: other users of a "
+        "Run ranks on this machine for a run that a notebook has started with num_nodes. The exit code is 0 if the "
+        f"run succeeded. The run's secret is read from {SECRET_VARIABLE}, or from --secret_file: other users of a "
         "machine can read the command lines of its processes.",
     )
-    parser.add_argument("address", metavar="ADDRESS:PORT", help="Where the first notebook of the run listens.")
+    parser.add_argument("address", metavar="ADDRESS:PORT", help="Address of the run's first notebook.")
     parser.add_argument("--num_processes", "--num-processes", type=int, default=0, metavar="N",
-                        help="Ranks to start here; default: as many as the first notebook starts.")  # fmt: skip
-    parser.add_argument("--secret_file", "--secret-file", metavar="FILE", help="A file with the run's secret.")
-    wait = f"How long to wait until the first notebook listens; default: {JOIN_SECONDS:g}."
+                        help="Ranks to start here (default: as many as the first notebook starts).")  # fmt: skip
+    parser.add_argument("--secret_file", "--secret-file", metavar="FILE", help="File with the run's secret.")
+    wait = f"Seconds to wait for the first notebook (default: {JOIN_SECONDS:g})."
     parser.add_argument("--join_timeout", "--join-timeout", type=float, default=JOIN_SECONDS, metavar="S", help=wait)
     parser.set_defaults(func=join_command)
     return parser
 
 
 def join_command(args: argparse.Namespace) -> None:
-    """Run ranks until the run is over."""
+    """Run ranks until the run ends."""
     from notebook_accelerate.launch.hosts.joining import join
 
     address, _, port = str(args.address).rpartition(":")
@@ -41,7 +41,7 @@ def join_command(args: argparse.Namespace) -> None:
     if args.num_processes < 0:
         raise ValueError(f"--num_processes {args.num_processes} is not allowed; pass a number of at least 1")
     secret = secret_for_command(args.secret_file)
-    before = signal.signal(signal.SIGTERM, _on_termination)  # how schedulers end a command
+    before = signal.signal(signal.SIGTERM, _on_termination)  # Schedulers end a command with SIGTERM.
     try:
         join((address.strip("[]"), int(port)), secret, args.num_processes, seconds=args.join_timeout, show=_print_line)
     finally:

@@ -35,21 +35,22 @@ from notebook_accelerate.telemetry import LogEvent
 from notebook_accelerate.telemetry.store import Record
 
 INTERRUPTED = 130
-"""The exit code of a program that SIGINT has ended, as shells report it."""
+"""The exit code that shells report for a program ended by SIGINT."""
 
 
 def launch_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
     """Create the parser of ``launch``.
 
     Args:
-        subparsers: Those of the program; None: the parser stands alone.
+        subparsers: The subparsers of the program; None: create a standalone parser.
     """
     parser = command_parser(
         subparsers,
         "launch",
         "Run a script in several processes.",
-        "Run a script in several processes, on this machine or as one of several machines. Their output has labels; "
-        "the first failure is shown at its line. Options can be written with underscores or hyphens.",
+        "Run a script in several processes, on this machine or as one of several machines. Each line of "
+        "output is labelled with its rank, and the first failure is shown with its source line. Options can be written "
+        "with underscores or hyphens.",
     )
     for each in GENERAL:
         each.add_to(parser)
@@ -58,7 +59,9 @@ def launch_command_parser(subparsers: Subparsers | None = None) -> argparse.Argu
         for each in options:
             each.add_to(group)
     parser.add_argument("training_script", help="Path of the script; with -m, the name of a module.")
-    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="Its arguments.", metavar="...")
+    parser.add_argument(
+        "training_script_args", nargs=argparse.REMAINDER, help="Arguments of the script.", metavar="..."
+    )
     parser.set_defaults(func=launch_command)
     return parser
 
@@ -67,10 +70,10 @@ def launch_command(args: argparse.Namespace) -> None:
     """Run the script of a command line.
 
     Args:
-        args: What ``launch_command_parser`` has parsed.
+        args: The arguments that ``launch_command_parser`` parsed.
 
     Raises:
-        SystemExit: The script failed in some process: with the exit code of the first one that failed.
+        SystemExit: The script failed in a process. The exit code is the exit code of the first failed process.
         FileNotFoundError: The configuration file does not exist.
         ValueError: An option is not supported, or a value is not allowed.
     """
@@ -103,27 +106,28 @@ def run_in_ranks(
     quiet: bool = False,
     logs: RankLogs | None = None,
 ) -> None:
-    """Run a function as a command's only work; show a failure, and end with its exit code.
+    """Run a function as a command's only task. Print a failure and exit with its exit code.
 
     Args:
         config: The launch.
-        function: What every rank runs.
+        function: The function that every rank runs.
         arguments: Its arguments.
-        quiet: Whether to show the first failed rank only.
-        logs: Receives what the ranks write.
+        quiet: Whether to show only the error of the first failed rank.
+        logs: Receives the output of the ranks.
 
     Raises:
         SystemExit: The function failed.
     """
     if config.num_nodes == 1 and config.env:
-        # The ranks inherit this process's environment, and a single rank is this process, which has no other work.
+        # The ranks inherit this process's environment. A single rank is this process itself, which has no other task.
         os.environ.update(config.env)
-        if logs is None:  # with ``env``, a single rank has a separate process, whose child processes are logged, too
+        # With ``env``, a single rank runs in a separate process, so that the output of its children is logged, too.
+        if logs is None:
             config = config.changed(env=None)
     if logs is not None:
         run_registry.watch_launches(logs.follow)
     if config.num_processes != 1 and function is not run_program:
-        importlib.import_module("torch")  # once, not once in each forked rank
+        importlib.import_module("torch")  # Import it once here, not once in each forked rank.
     try:
         launch.start(config, function, arguments)
     except WorkerError as error:
@@ -136,11 +140,11 @@ def run_in_ranks(
 
 
 class RankLogs:
-    """Writes what the ranks of this machine print to the files that torchrun would write.
+    """Writes the output of this machine's ranks to the files that torchrun would write.
 
     Args:
-        folder: Parent of a new folder for each launch, with files such as ``none_*/attempt_0/0/stdout.log``.
-        streams: Streams to write: 1 stdout, 2 stderr, 3 both, 0 none; or one of these by local rank.
+        folder: Parent folder. Each launch creates a subfolder with files such as ``none_*/attempt_0/0/stdout.log``.
+        streams: The streams to write, for all ranks or by local rank: 1 (stdout), 2 (stderr), 3 (both) or 0 (none).
 
     Raises:
         ValueError: The folder cannot be used.
@@ -149,13 +153,13 @@ class RankLogs:
     def __init__(self, folder: str, streams: dict[int, int] | int) -> None:
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            self._folder = Path(tempfile.mkdtemp(prefix="none_", dir=folder))  # torchrun's name of a run without a name
+            self._folder = Path(tempfile.mkdtemp(prefix="none_", dir=folder))  # torchrun's name for an unnamed run.
         except OSError as error:
             raise ValueError(f"--log_dir {folder} cannot be used: {error}; pass a folder that you can write") from None
         self._streams, self._attempt = streams, 0
 
     def follow(self, run: launch.Run) -> None:
-        """Write the output of a run from now on."""
+        """Write the output of a run until it ends."""
         run.journal.subscribe(partial(self._write, run))
 
     def _write(self, run: launch.Run, records: Sequence[Record]) -> None:
@@ -196,7 +200,7 @@ def main() -> None:
     launch_command(launch_command_parser().parse_args())
 
 
-# ---- in a rank: a script as ``__main__``, with its own ``sys.argv`` and ``sys.path``
+# ---- in a rank: run a script as ``__main__``, with its own ``sys.argv`` and ``sys.path``
 
 
 def run_script(script: str, arguments: list[str]) -> None:
@@ -235,7 +239,7 @@ def run_program(program: str, arguments: list[str]) -> None:
         arguments: Its command line arguments.
 
     Raises:
-        SystemExit: It ended with another exit code than 0.
+        SystemExit: The program failed. The exit code is the program's.
     """
     code = subprocess.run([program, *arguments], check=False).returncode
     if code:
@@ -244,14 +248,14 @@ def run_program(program: str, arguments: list[str]) -> None:
 
 @contextmanager
 def _as_program(name: str, arguments: list[str], folder: str) -> Iterator[None]:
-    """Set ``sys.argv`` and the first entry of ``sys.path``; restore both and ``__main__``, which one process needs."""
+    """Set ``sys.argv`` and ``sys.path``, then restore them and ``__main__``: a single rank runs in this process."""
     argv, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
     sys.argv = [name, *arguments]
     sys.path.insert(0, folder)
     try:
         yield
     finally:
-        if not sys.exc_info()[0]:  # after an error, frames and debuggers still need the script's module
+        if not sys.exc_info()[0]:  # After an error, frames and debuggers still need the script's module.
             sys.modules["__main__"] = main
         sys.argv, sys.path[:] = argv, path
 

@@ -1,4 +1,4 @@
-"""Turns the options of ``launch`` and a configuration file into one configuration."""
+"""Combines the options of ``launch`` and a configuration file into one configuration."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _OTHER_LAUNCHER = (
 
 
 def option(args: argparse.Namespace, name: str, default: Any = None) -> Any:
-    """Return the value of an option; ``default`` where it is missing or not given."""
+    """Return the value of an option, or ``default`` if it is missing or not given."""
     value = getattr(args, name, None)
     return default if value is None else value
 
@@ -61,10 +61,10 @@ def interpreter_options(args: argparse.Namespace) -> tuple[bool, bool]:
 
 
 def cluster_config(args: argparse.Namespace) -> ClusterConfig:
-    """Return the configuration file of a launch with the options over it.
+    """Return the configuration of a launch: its file, overridden by its options.
 
     Args:
-        args: Options of ``launch``; missing ones count as not given.
+        args: Options of ``launch``. Missing options count as not given.
 
     Raises:
         FileNotFoundError: The configuration file does not exist.
@@ -92,7 +92,7 @@ def _file_in_use(args: argparse.Namespace) -> bool:
 
 
 def _sections_in_use(args: argparse.Namespace, found: ClusterConfig) -> set[str]:
-    """Return the sections that the options select; if they select none, those of the file."""
+    """Return the sections that the options select or, if there are no such options, the sections that the file uses."""
     if asked := {key for key, section in STRATEGIES.items() if option(args, f"use_{section.strategy}", False)}:
         return asked
     kind = str(getattr(found.distributed_type, "value", found.distributed_type))
@@ -117,7 +117,7 @@ def dynamo_section(args: argparse.Namespace, contents: dict[str, Any]) -> dict[s
 
 
 def _fp8(args: argparse.Namespace, contents: dict[str, Any]) -> dict[str, Any]:
-    """Return the section, whose keys have no prefix."""
+    """Return the section fp8_config, whose keys have no prefix."""
     named = {f"fp8_{name.removeprefix('fp8_')}": value for name, value in contents.items()}
     return {name.removeprefix("fp8_"): value for name, value in _section(args, "fp8_config", named).items()}
 
@@ -144,12 +144,12 @@ def launch_config(args: argparse.Namespace) -> LaunchConfig:
         if each.option and (value := option(args, each.option)) is not None:
             arguments[each.name] = value
     if arguments.get("num_processes") == 1 and arguments["num_nodes"] == 1:
-        arguments["log_line_prefix_template"] = ""  # one process needs no label
+        arguments["log_line_prefix_template"] = ""  # A single process needs no label.
     return LaunchConfig(**arguments, as_accelerate=_as_accelerate(args), panel=False)
 
 
 def _launcher_variables(args: argparse.Namespace, found: ClusterConfig) -> dict[str, str]:
-    """Return the variables that Accelerate's launcher sets whatever the options are."""
+    """Return the variables that Accelerate's launcher sets with any options."""
     variables = {"OMP_NUM_THREADS": _threads(args, found)}
     by_torchrun = option(args, "multi_gpu", False) or any(getattr(found, key) for key in STRATEGIES)
     if by_torchrun or found.num_processes > 1 or found.num_machines > 1:
@@ -163,7 +163,7 @@ def _launcher_variables(args: argparse.Namespace, found: ClusterConfig) -> dict[
 def _threads(args: argparse.Namespace, found: ClusterConfig) -> str:
     """Return the number of CPU threads of each rank.
 
-    The option wins over OMP_NUM_THREADS. By default, ranks on the CPU share its cores, and other ranks have one thread
+    The option overrides OMP_NUM_THREADS. By default, ranks on the CPU share its cores, and other ranks have one thread
     each, as under torchrun.
     """
     if (given := option(args, "num_cpu_threads_per_process")) is not None:
@@ -220,7 +220,7 @@ def _check_machines(args: argparse.Namespace, found: ClusterConfig) -> None:
 
 
 def _check_devices(args: argparse.Namespace, found: ClusterConfig) -> None:
-    """Check what the options and the file say of GPUs and TPUs."""
+    """Check the options and the file for GPUs and TPUs."""
     kind = str(getattr(found.distributed_type, "value", found.distributed_type))
     if any(option(args, name, False) for name in _EXCLUSIVE[0]) or option(args, "use_megatron_lm", False):
         kind = "XLA" if option(args, "tpu", False) else "MULTI_GPU" if option(args, "multi_gpu", False) else "NO"
@@ -263,13 +263,13 @@ class Option:
     """One option.
 
     Attributes:
-        name: Its name on the command line, with underscores; hyphens are accepted, too.
-        help: One sentence, or a function that returns it.
-        type: Converts its text; None: a switch.
+        name: Its name on the command line, with underscores. Hyphens are accepted, too.
+        help: A sentence, or a function that returns it.
+        type: Converts its text. None: the option is a flag.
         choices: Allowed values.
-        default: The value where neither the command line nor the configuration file gives one.
+        default: The value if neither the command line nor the configuration file sets one.
         short: A second name, as "-m".
-        supported: Whether this package acts on it; the others are refused.
+        supported: Whether this package supports it. Other options are rejected.
     """
 
     name: str
@@ -281,11 +281,11 @@ class Option:
     supported: bool = True
 
     def add_to(self, parser: argparse._ActionsContainer) -> None:
-        """Add the option to a parser; its value is None where it is not given."""
+        """Add the option to a parser. Its value is None if it is not given."""
         flags = list(dict.fromkeys([f"--{self.name}", f"--{self.name.replace('_', '-')}"]))
         flags = [self.short, *flags] if self.short else flags
         own = self.help if isinstance(self.help, str) else self.help()
-        text = own if self.supported else "Not supported: refused with a message."
+        text = own if self.supported else "Not supported; rejected with an error."
         text += f" (default: {self.default})" if self.default not in (None, "") else ""
         if self.type is None:
             parser.add_argument(*flags, dest=self.name, action="store_true", default=None, help=text)
@@ -308,7 +308,7 @@ def _option_of(owner: type[Any], known: Setting) -> Option:
 
 
 _PROCESSES = "Processes"
-"""The group of settings without a group."""
+"""The group of settings that name no group."""
 _CONVERTERS: dict[type[Any], Callable[[str], Any]] = {bool: parse_flag, int: int, float: float, str: str}
 _FLAGS = (parse_flag, environ.flag_text, str_to_bool)
 _METAVARS: dict[Any, str] = {
@@ -317,15 +317,15 @@ _METAVARS: dict[Any, str] = {
 }  # fmt: skip
 
 GENERAL = (
-    Option("config_file", "YAML or JSON file with the settings; without it, the default file where there is one."),
-    Option("module", "The script is the name of a module, as after python -m.", None, short="-m"),
-    Option("no_python", "The script is a program, not a Python file.", None),
-    Option("quiet", "Print the error of the first failed rank only.", None, short="-q"),
+    Option("config_file", "YAML or JSON file with settings (default: the default configuration file, if it exists)."),
+    Option("module", "Interpret the script as the name of a module, as python -m does.", None, short="-m"),
+    Option("no_python", "Interpret the script as a program instead of a Python file.", None),
+    Option("quiet", "Print only the error of the first failed rank.", None, short="-q"),
 )
 OPTIONS = {key: tuple(_option_of(*entry) for entry in section_settings(key)) for key in config_file.SECTIONS if key}
 """Options by section of the configuration file."""
 OPTIONS["deepspeed_config"] += (
-    Option("deepspeed_multinode_launcher", "DeepSpeed's launcher; standard only.", default="standard"),
+    Option("deepspeed_multinode_launcher", "DeepSpeed's launcher. Only standard is supported.", default="standard"),
     Option("deepspeed_hostfile", supported=False),
     Option("deepspeed_exclusion_filter", supported=False),
     Option("deepspeed_inclusion_filter", supported=False),
@@ -336,23 +336,23 @@ STRATEGIES = {key: config_file.section_of(key) for key in OPTIONS if config_file
 """The sections that configure strategies."""
 _NOT_IN_FILE = {
     HARDWARE: (
-        Option("multi_gpu", "Train on several GPUs, as is done where there are several.", None),
-        Option("tpu", "Train on a TPU, as is done where there is one.", None),
+        Option("multi_gpu", "Train on several GPUs, which is the default if there are several.", None),
+        Option("tpu", "Train on a TPU, which is the default if there is one.", None),
     ),
     _PROCESSES: (
         Option(
             "num_cpu_threads_per_process",
-            "CPU threads of each process; without it OMP_NUM_THREADS, with --cpu a share of the cores, else 1.", int,
+            "CPU threads of each process (default: OMP_NUM_THREADS, or with --cpu a share of the cores, or 1).", int,
         ),
     ),
     OUTPUT: (
         Option(
             "as_accelerate",
-            "Serve this package to the script as accelerate (default: where Accelerate is not installed).", parse_flag,
+            "Let the script import this package as accelerate (default: if Accelerate is not installed).", parse_flag,
         ),
-        Option("log_dir", "Folder of files with the output of each process, which is still printed."),
-        Option("tee", "Streams in the files: 1 (stdout), 2 (stderr), 3 (both), or by process, as 0:1,1:3.", short="-t"),
-        Option("role", "Name of the processes' role, which they find in ROLE_NAME.", default="default"),
+        Option("log_dir", "Folder for files with the output of each process, in addition to printing it."),
+        Option("tee", "Streams in the files: 1 (stdout), 2 (stderr), 3 (both), or by process: 0:1,1:3.", short="-t"),
+        Option("role", "Role of the processes, which they find in the variable ROLE_NAME.", default="default"),
     ),
     OTHER: (
         *(
@@ -361,7 +361,7 @@ _NOT_IN_FILE = {
         ),
         Option("tpu_use_sudo", type=None, supported=False),
         Option("tpu_cluster", type=None, supported=False),
-        Option("no_tpu_cluster", "One machine with a TPU, as is usual.", None),
+        Option("no_tpu_cluster", "Train on one machine with a TPU, which is the default.", None),
     ),
 }  # fmt: skip
 """Options that are not settings of the configuration file, by group."""

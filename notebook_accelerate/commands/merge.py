@@ -8,7 +8,7 @@ from notebook_accelerate.commands.parsers import Subparsers, command_parser
 
 
 def merge_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
-    """Create the parser of ``merge-weights``; see ``launch_command_parser``."""
+    """Create the parser of ``merge-weights``, standalone or as one of ``subparsers``."""
     parser = command_parser(
         subparsers,
         "merge-weights",
@@ -16,22 +16,24 @@ def merge_command_parser(subparsers: Subparsers | None = None) -> argparse.Argum
         "Merge the sharded weights of an FSDP checkpoint (SHARDED_STATE_DICT) into whole files. The whole model must "
         "fit into memory.",
     )
-    parser.add_argument("checkpoint_directory", help="Folder of pytorch_model_fsdp_0, or the checkpoint with it.")
-    parser.add_argument("output_path", help="Folder for the files.")
+    parser.add_argument(
+        "checkpoint_directory", help="The folder pytorch_model_fsdp_0, or the checkpoint that contains it."
+    )
+    parser.add_argument("output_path", help="Folder for the merged files.")
     parser.add_argument(
         "--unsafe_serialization", "--unsafe-serialization", action="store_true",
-        help="Write pytorch_model.bin in place of model.safetensors.",
+        help="Write pytorch_model.bin instead of model.safetensors.",
     )  # fmt: skip
     parser.add_argument(
         "--remove_checkpoint_dir", "--remove-checkpoint-dir", action="store_true",
-        help="Remove the sharded weights afterwards.",
+        help="Remove the sharded weights after merging.",
     )  # fmt: skip
     parser.set_defaults(func=merge_command)
     return parser
 
 
 def merge_command(args: argparse.Namespace) -> None:
-    """Merge weights; see ``merge_fsdp_weights``."""
+    """Merge sharded weights."""
     from notebook_accelerate.checkpointing.model_weights import merge_fsdp_weights
 
     merge_fsdp_weights(

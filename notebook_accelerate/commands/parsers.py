@@ -1,4 +1,4 @@
-"""Creates the parser of a command, on its own or as one of several."""
+"""Creates the parsers of commands, standalone or as subparsers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PROGRAM = "notebook-accelerate"
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Shows an option once, with underscores, where hyphens are accepted, too."""
+    """Shows each option once, with underscores, although hyphens are accepted, too."""
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, **{"max_help_position": 36, "width": 110, **options})
@@ -32,7 +32,7 @@ class HelpFormatter(argparse.HelpFormatter):
         groups: Iterable[argparse._MutuallyExclusiveGroup],
         prefix: str | None = None,
     ) -> None:
-        """Add the usage, without the options where there are many."""
+        """Add the usage, without the options if there are many."""
         if usage is None and len(list(actions)) > 20:
             positional = [action.metavar or action.dest for action in actions if not action.option_strings]
             usage = " ".join(["%(prog)s [options]", *(str(name) for name in positional)])
@@ -49,10 +49,10 @@ def command_parser(
     """Create the parser of a command.
 
     Args:
-        subparsers: Those of the program; None: the parser stands alone.
+        subparsers: The subparsers of the program; None: create a standalone parser.
         name: The command.
-        help: One sentence.
-        description: More, for ``--help``; "": the same.
+        help: A sentence.
+        description: A longer text for ``--help``; "": the same sentence.
     """
     options: dict[str, Any] = {
         "description": description or help,

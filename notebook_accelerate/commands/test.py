@@ -1,4 +1,4 @@
-"""``test``: a short training that checks a configuration, with one line for each result."""
+"""``test``: checks a configuration with a short training, and prints a line for each result."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ if TYPE_CHECKING:
 
 
 def test_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
-    """Create the parser of ``test``; see ``launch_command_parser``."""
+    """Create the parser of ``test``, standalone or as one of ``subparsers``."""
     parser = command_parser(
         subparsers, "test", "Check that training works with a configuration.",
-        "Train a tiny model in the processes that a configuration asks for, and check collectives, data, gradients and "
-        "weights.",
+        "Train a tiny model in the processes of a configuration, and check collectives, data, gradients and weights.",
     )  # fmt: skip
-    add_config_file(parser, "The configuration file; without it, the default one, or all devices.")
+    add_config_file(parser, "The configuration file (default: the default one, or all devices if it does not exist).")
     add_options(parser, "num_processes", "cpu")
     parser.set_defaults(func=test_command)
     return parser
@@ -30,14 +29,14 @@ def test_command(args: argparse.Namespace) -> None:
     """Run the checks.
 
     Raises:
-        SystemExit: One failed.
+        SystemExit: A check failed.
     """
     run_in_ranks(launch_config(args), check_training)
     print("training works with this configuration")
 
 
 def check_training() -> None:
-    """Check collectives, the data loader, and a training; every rank must call this.
+    """Check collectives, the data loader and training; every rank must call this.
 
     Raises:
         RuntimeError: A check failed.

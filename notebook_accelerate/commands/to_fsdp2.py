@@ -1,4 +1,4 @@
-"""``to-fsdp2``: a configuration file for FSDP 1 becomes one for FSDP 2."""
+"""``to-fsdp2``: converts a configuration file from FSDP 1 to FSDP 2."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ _REMOVED = {
 
 
 def to_fsdp2_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
-    """Create the parser of ``to-fsdp2``; see ``launch_command_parser``."""
+    """Create the parser of ``to-fsdp2``, standalone or as one of ``subparsers``."""
     parser = command_parser(subparsers, "to-fsdp2", "Convert a configuration file from FSDP 1 to FSDP 2.")
     add_config_file(parser, "The file to convert.", required=True)
-    parser.add_argument("--overwrite", action="store_true", help="Replace a file that exists.")
+    parser.add_argument("--overwrite", action="store_true", help="Replace an existing file.")
     parser.add_argument(
-        "--output_file", "--output-file", metavar="FILE", help="The new file; without it, --config_file is replaced."
+        "--output_file",
+        "--output-file",
+        metavar="FILE",
+        help="The new file; with --overwrite, --config_file is replaced by default.",
     )
     parser.set_defaults(func=to_fsdp2_command)
     return parser
@@ -36,7 +39,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     """Convert a configuration file.
 
     Raises:
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: The file does not exist.
         FileExistsError: The new file exists, and ``--overwrite`` is not given.
         ValueError: The new file is not named, or the file is not for FSDP.
     """
@@ -44,7 +47,9 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     if not source.is_file():
         raise FileNotFoundError(f"the configuration file {source} does not exist")
     if not args.overwrite and args.output_file is None:
-        raise ValueError("the converted file has no name; pass --output_file FILE, or --overwrite to replace the file")
+        raise ValueError(
+            "no output file is given; pass --output_file FILE, or --overwrite to replace the configuration file"
+        )
     target = Path(args.output_file) if args.output_file else source
     if not args.overwrite and target.exists():
         raise FileExistsError(f"{target} exists; pass --overwrite to replace it")
@@ -59,13 +64,13 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
 
 
 def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the contents of a file for FSDP 2; prints what has no equivalent.
+    """Return the contents of a file for FSDP 2, and print a line for each setting without an equivalent.
 
     Args:
         config: The contents of a file for FSDP 1.
 
     Raises:
-        ValueError: There are no settings of FSDP, or the sharding strategy is unknown.
+        ValueError: The file has no settings of FSDP, or the sharding strategy is unknown.
     """
     section = dict(config.get("fsdp_config") or {})
     if not section:

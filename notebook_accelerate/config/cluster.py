@@ -18,7 +18,7 @@ from notebook_accelerate.config.plain_values import (
 )
 
 PLACEMENT_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-"""Ray's placement strategies: few nodes or many nodes; preferred, or required (STRICT)."""
+"""Ray's placement strategies. PACK and SPREAD prefer few or many nodes, and the STRICT ones require it."""
 WHEN_FULL = ("wait", "refuse")
 RAY_CLIENT = "ray://"
 
@@ -28,28 +28,28 @@ class RayCluster:
     """A Ray cluster, and the resources that each rank uses.
 
     Raises:
-        ValueError: A field has a value that is not allowed; the message says which are.
+        ValueError: A value is not allowed. The message lists the allowed values.
     """
 
     address: str = "auto"
     """host:port of the cluster's head, ray://host:port for a kernel outside the cluster, or auto: the notebook's own
     ``ray.init()``, the variable RAY_ADDRESS, or the cluster of this machine."""
     cpus: float = 1
-    """CPUs for each rank; also the number of threads of its operators."""
+    """CPUs for each rank, and the number of threads that its operators use."""
     gpus: int | None = None
-    """GPUs for each rank; None: one, where the cluster has GPUs and the launch is not for the CPU."""
+    """GPUs for each rank; None: one, if the cluster has GPUs and the launch may use them."""
     resources: Mapping[str, float] | None = None
     """Custom resources for each rank, by name."""
     strategy: str = "PACK"
-    """PACK (few nodes), SPREAD (many), STRICT_PACK (one node only) or STRICT_SPREAD (a node for each rank)."""
+    """Placement: PACK (few nodes), SPREAD (many), STRICT_PACK (one node) or STRICT_SPREAD (a node per rank)."""
     runtime_env: Mapping[str, Any] | None = None
     """Ray's runtime environment for the ranks: working_dir, py_modules, pip, env_vars, ..."""
     when_full: str = "wait"
-    """When the cluster has too few free resources: wait (for ``wait`` seconds at most) or refuse."""
+    """What to do if too few resources are free: wait (at most ``wait`` seconds) or refuse."""
     wait: float = 300.0
     """Seconds to wait for free resources."""
     start_timeout: float = 120.0
-    """Seconds for each step of the start: reaching the cluster, starting the actors, starting the ranks."""
+    """Time limit in seconds for each step: reaching the cluster, starting the actors, starting the ranks."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.address, str) or not self.address or self.address == RAY_CLIENT:
@@ -66,7 +66,7 @@ class RayCluster:
 
     @property
     def seconds_to_wait(self) -> float:
-        """Seconds to wait for free resources; 0 where the launch is refused then."""
+        """Seconds to wait for free resources; 0 if ``when_full`` is refuse."""
         return self.wait if self.when_full == "wait" else 0.0
 
     @property
@@ -79,7 +79,7 @@ class RayCluster:
 
 
 def resolve_cluster(on: object) -> RayCluster | None:
-    """Return the cluster that ``on`` selects; None: this machine.
+    """Return the cluster that ``on`` selects, or None for this machine.
 
     Raises:
         ValueError: ``on`` is not allowed.

@@ -73,12 +73,12 @@ class BaseConfig:
             launch="mixed_precision",
             choices=MIXED_PRECISIONS,
             closed=True,
-            ask="Which precision?",
+            ask="Which mixed precision?",
             answer="no",
             place=4,
         )
     )
-    """Precision of the computation."""
+    """Mixed precision."""
     use_cpu: bool = field(
         metadata=metadata(
             variable="ACCELERATE_USE_CPU",
@@ -91,9 +91,9 @@ class BaseConfig:
             place=2,
         )
     )
-    """Train on the CPU, without the default configuration file."""
+    """Train on the CPU, and ignore the default configuration file."""
     debug: bool = field(metadata=metadata(variable="ACCELERATE_DEBUG_MODE", switch=True, group=OUTPUT))
-    """Ranks compare the tensors that they pass to collectives."""
+    """Compare the tensors that ranks pass to collectives."""
 
     settings = SettingsSection(title="Machines and processes")
     distributed_types: ClassVar[type[Enum]] = DistributedType
@@ -109,7 +109,7 @@ class BaseConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the contents of a file: enums by value, without fields that are None or empty.
 
-        A number of processes that was not chosen, -1, is left out too: Accelerate's launcher refuses it in a file.
+        num_processes=-1, which means that no number was chosen, is left out, too: Accelerate's launcher rejects it.
         """
         values = {name: getattr(value, "value", value) for name, value in dataclasses.asdict(self).items()}
         if values.get("num_processes") == -1:
@@ -118,7 +118,7 @@ class BaseConfig:
 
     @staticmethod
     def process_config(config_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Fill the fields that older files do not have.
+        """Add the fields that older files lack.
 
         Args:
             config_dict: Contents of a file.
@@ -128,7 +128,7 @@ class BaseConfig:
         """
         defaults = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "mixed_precision": "no"}
         config = {**defaults, "use_cpu": False, "debug": False, **config_dict}
-        if "fp16" in config:  # before mixed_precision existed
+        if "fp16" in config:  # Files written before mixed_precision existed.
             config["mixed_precision"] = "fp16" if config.pop("fp16") else "no"
         backend = config.pop("dynamo_backend", None)
         if backend not in {None, "NO"}:
@@ -225,17 +225,17 @@ class ClusterConfig(BaseConfig):
     """Configuration of a training on one or several machines."""
 
     num_processes: int = setting(
-        -1, launch="num_processes", ask="How many processes on all machines?", answer=_all_devices, place=3
+        -1, launch="num_processes", ask="How many processes on all machines together?", answer=_all_devices, place=3
     )
-    """Number of processes on all machines; without it, one per device."""
+    """Number of processes on all machines together; default: one per device."""
     machine_rank: int = setting(
-        0, launch="node_rank", group=MACHINES, ask="Which is this one, counted from 0?", when=_several, place=1
+        0, launch="node_rank", group=MACHINES, ask="Which index does this machine have, from 0?", when=_several, place=1
     )
     """Index of this machine, from 0."""
     num_machines: int = setting(1, launch="num_nodes", ask="How many machines train together?")
     """Number of machines."""
     gpu_ids: str | None = setting(group=HARDWARE)
-    """Numbers of the GPUs to use, separated by commas, or all."""
+    """Indices of the GPUs to use, separated by commas, or all."""
     main_process_ip: str | None = setting(
         launch="master_addr",
         group=MACHINES,
@@ -246,23 +246,23 @@ class ClusterConfig(BaseConfig):
     )
     """Address of the machine with index 0."""
     main_process_port: int | None = setting(
-        launch="use_port", group=MACHINES, ask="Which of its ports is free?", answer=29500, when=_several, place=1
+        launch="use_port", group=MACHINES, ask="Which port of machine 0 is free?", answer=29500, when=_several, place=1
     )
-    """Port of the process group on that machine."""
+    """Port for the process group on the machine with index 0."""
     rdzv_backend: str | None = setting(
         "static",
         launch="rdzv_backend",
         choices=RDZV_BACKENDS,
         group=MACHINES,
-        ask="How do they find each other?",
+        ask="How do the machines find each other?",
         when=_several,
         place=1,
     )
-    """How machines find each other: static, by their index, or c10d, in the order they join."""
+    """How machines find each other: static (by index) or c10d (in the order they join)."""
     same_network: bool | None = setting(False, switch=True, group=MACHINES)
-    """Machines share a network. No effect: they connect to main_process_ip."""
+    """Accepted for compatibility; has no effect: machines always connect to main_process_ip."""
     main_training_function: str = setting("main", group=OTHER)
-    """No effect: the whole script runs."""
+    """Accepted for compatibility; has no effect: the whole script runs."""
     enable_cpu_affinity: bool = setting(False, variable="ACCELERATE_CPU_AFFINITY", switch=True)
     """Bind each process to the CPU cores near its GPU."""
     fp8_config: dict[str, Any] | None = None
@@ -272,7 +272,7 @@ class ClusterConfig(BaseConfig):
     megatron_lm_config: dict[str, Any] | None = None
     mpirun_config: dict[str, Any] | None = None
     downcast_bf16: bool = setting(False, variable="ACCELERATE_DOWNCAST_BF16", switch=True, group=OTHER)
-    """On a TPU, bfloat16 for float and double."""
+    """On a TPU, use bfloat16 for both float and double."""
     tpu_name: str | None = None
     tpu_zone: str | None = None
     tpu_use_cluster: bool = False
@@ -290,11 +290,11 @@ class ClusterConfig(BaseConfig):
                 setattr(self, name, {})
         if (self.deepspeed_config or {}).get("deepspeed_config_file") not in {None, "none"}:
             check_launched_fields(self.deepspeed_config or {})
-        # YAML reads a bare `no` as False here too.
+        # YAML reads a bare `no` as False here, too.
         self.downcast_bf16 = self.downcast_bf16 not in {False, None, "no", "false"}
 
     def to_launch_arguments(self) -> dict[str, Any]:
-        """Return these settings as arguments of ``LaunchConfig``, without those that keep its default.
+        """Return these settings as arguments of ``LaunchConfig``, without those that are not set.
 
         Raises:
             ValueError: The number of processes is not a multiple of the number of machines.
@@ -311,7 +311,7 @@ class ClusterConfig(BaseConfig):
         return {name: value for name, value in given.items() if value is not None}
 
     def rank_variables(self) -> dict[str, str]:
-        """Return the environment variables of the settings that ``LaunchConfig`` has no field for."""
+        """Return the environment variables of the settings that are not fields of ``LaunchConfig``."""
         in_launch = {each.variable for each in settings_of(ClusterConfig).values() if each.launch}
         variables = {name: value for name, value in self.to_environment().items() if name not in in_launch}
         if self.gpu_ids not in {None, "all"}:
@@ -382,7 +382,7 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> Cluster
 def load_cluster_config(config_file: str | os.PathLike[str] | None) -> ClusterConfig:
     """Read a configuration file of machines.
 
-    ``distributed_type: NO`` means one process, whatever the file's number of processes is, as it does for Accelerate.
+    As in Accelerate, ``distributed_type: NO`` means one process, even if the file has another number of processes.
 
     Args:
         config_file: Path of a YAML or JSON file; None: the default file.
@@ -421,7 +421,7 @@ SECTIONS: dict[str, tuple[type[Any], ...]] = {
 }
 """The classes whose settings are in each section of a configuration file."""
 _LOWER_CASE = ("fsdp_config", "deepspeed_config")
-"""The sections whose truth values Accelerate writes in lower case."""
+"""Accelerate writes the truth values of these sections in lower case."""
 _TRUE_TEXTS = {"use_cpu": "True", "enable_cpu_affinity": "1"}
 """The texts that Accelerate writes for True at the top level, unless it writes "true"."""
 
@@ -437,7 +437,7 @@ def section_settings(key: str) -> list[tuple[type[Any], Setting]]:
 
 
 def section_of(key: str) -> SettingsSection:
-    """Return where the settings of a section are found."""
+    """Return the description of a section of the configuration file."""
     section: SettingsSection = SECTIONS[key][0].settings
     return section
 
@@ -462,13 +462,13 @@ def _joined(value: Any, *, capitalized: bool) -> Any:
 
 
 def _dynamo_contents(contents: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section with the name of a back end as torch writes it."""
+    """Return the section with the name of the backend in upper case."""
     backend = str(contents.get("dynamo_backend", "NO")).upper()
     return {**contents, "dynamo_backend": DynamoBackend(backend).value} if contents else {}
 
 
 def _split_dimensions(contents: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section without settings of dimensions that are not split."""
+    """Return the section without the settings of dimensions that are not split."""
     unused = [names for size, names in _OF_A_DIMENSION.items() if int(contents.get(size) or 1) <= 1]
     return {name: value for name, value in contents.items() if name not in {name for names in unused for name in names}}
 
@@ -484,7 +484,7 @@ _OF_A_DIMENSION = {
 
 
 def _fp8_contents(contents: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section with the names of options, which its keys lack, and one flag for each product."""
+    """Return the section with keys named like the options, and with one flag for each of the three products."""
     values = {f"fp8_{name}": value for name, value in contents.items()}
     formats = values.get("fp8_override_linear_precision")
     if isinstance(formats, (list, tuple)):
@@ -498,4 +498,4 @@ _PREPARATIONS: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
     "parallelism_config": _split_dimensions,
     "fp8_config": _fp8_contents,
 }
-"""Functions that change the contents of a section before they become variables."""
+"""Functions that convert the contents of a section before they become variables."""

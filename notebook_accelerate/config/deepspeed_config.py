@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration: reading it, and access to its values by dotted keys."""
+"""Read a DeepSpeed configuration, and access its values by dotted keys."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class HfDeepSpeedConfig:
         config: The configuration as a dict.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: It is something else.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
@@ -35,10 +35,10 @@ class HfDeepSpeedConfig:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HfDeepSpeedConfig) and self.config == other.config
 
-    __hash__ = object.__hash__  # transformers keeps weak references to it
+    __hash__ = object.__hash__  # transformers keeps weak references to it, which need a hash.
 
     def __repr__(self) -> str:
-        # An expression that a plugin accepts as hf_ds_config, so that code can be generated from a plugin.
+        # Code that a plugin accepts as hf_ds_config, so that forms can generate code from a plugin.
         return repr(self.config if self._source is None else os.fspath(self._source))
 
     def set_stage_and_offload(self) -> None:
@@ -54,7 +54,7 @@ class HfDeepSpeedConfig:
             ds_key_long: The dotted key.
 
         Returns:
-            The dict, None where it is missing, and the last part of the key.
+            The dict, or None if it is missing, and the last part of the key.
         """
         *path, key = ds_key_long.split(".")
         node: Any = self.config
@@ -69,7 +69,7 @@ class HfDeepSpeedConfig:
 
         Args:
             ds_key_long: The dotted key.
-            default: The value where the key is missing.
+            default: The value if the key is missing.
         """
         node, key = self.find_config_node(ds_key_long)
         return default if node is None else node.get(key, default)
@@ -108,11 +108,11 @@ class HfDeepSpeedConfig:
         return value is not None and not value
 
     def is_zero2(self) -> bool:
-        """Return whether gradients and optimizer states are sharded, and parameters are not."""
+        """Return whether gradients and optimizer states are sharded, but not parameters."""
         return bool(self._stage == 2)
 
     def is_zero3(self) -> bool:
-        """Return whether parameters are sharded too."""
+        """Return whether parameters are sharded, too."""
         return bool(self._stage == 3)
 
     def is_offload(self) -> bool:
@@ -121,7 +121,7 @@ class HfDeepSpeedConfig:
 
 
 class DerivedConfig(HfDeepSpeedConfig):
-    """A configuration derived from a plugin's other fields; any two are equal, since the fields are compared anyway."""
+    """A configuration derived from a plugin's other fields. Any two are equal, because plugins compare these fields."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DerivedConfig) or super().__eq__(other)
@@ -136,7 +136,7 @@ def _read(given: Any) -> dict[str, Any]:
         path = Path(given)
         try:
             is_file = path.is_file()
-        except OSError:  # base64 that is longer than a path can be
+        except OSError:  # The text is longer than a path can be, so it must be base64.
             is_file = False
         if is_file:
             return _parsed(path.read_text(encoding="utf-8"), path)

@@ -1,4 +1,4 @@
-"""DeepSpeed: its plugin, and placeholders for an optimizer and a scheduler that its configuration defines."""
+"""Settings of DeepSpeed, and placeholders for the optimizer and the scheduler that its configuration defines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _HALVES = {"fp16": {"enabled": True, "auto_cast": True}, "bf16": {"enabled": Tru
 
 
 def _number_or_auto(kind: Callable[[str], Any]) -> Callable[[str, Any], Any]:
-    """Return a function that reads a variable with a number, or "auto"."""
+    """Return a function that reads a variable with a number or "auto"."""
 
     def read(variable: str, unset: Any) -> Any:
         text = environ.text(variable, AUTO)
@@ -56,7 +56,7 @@ def _without_file(answers: Answers) -> bool:
 
 
 def _device(part: str, question: str) -> Any:
-    """Return the field of the device to which a part of the training is offloaded."""
+    """Create the setting for the device of the optimizer or of the parameters."""
     key = f"{_ZERO}.offload_{part}.device"
     return setting(unset="none", choices=("none", "cpu", "nvme"), ask=question, when=_without_file, argument=key)
 
@@ -66,7 +66,7 @@ class DeepSpeedPlugin:
     """Settings of DeepSpeed.
 
     Attributes:
-        deepspeed_config: The configuration for DeepSpeed, a dict; "auto" values are filled when a model is prepared.
+        deepspeed_config: The configuration for DeepSpeed, a dict. `prepare` fills in its "auto" values.
 
     Raises:
         ValueError: A value is not allowed, or fields and configuration contradict each other.
@@ -77,62 +77,62 @@ class DeepSpeedPlugin:
     hf_ds_config: Any = setting(
         variable="ACCELERATE_DEEPSPEED_CONFIG_FILE",
         option="deepspeed_config_file",
-        ask="JSON file of DeepSpeed (empty: none)?",
+        ask="DeepSpeed's JSON file (empty: none)?",
     )
     """A DeepSpeed configuration: a path, a dict or an ``HfDeepSpeedConfig``; default: derived from the other fields."""
     gradient_accumulation_steps: int | None = setting(
         variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         argument="gradient_accumulation_steps",
         read=_number_or_auto(int),
-        ask="Batches per step?",
+        ask="How many batches per optimizer step?",
         answer=1,
         when=_without_file,
         place=1,
     )
-    """Batches per optimizer step; default: the ``Accelerator``'s."""
+    """Number of batches per optimizer step; default: the ``Accelerator``'s value."""
     gradient_clipping: float | None = setting(
         variable="ACCELERATE_GRADIENT_CLIPPING",
         argument="gradient_clipping",
         read=_number_or_auto(float),
-        ask="Norm of gradients?",
+        ask="Which maximum norm of gradients?",
         answer=1.0,
         when=_without_file,
         place=1,
     )
-    """Largest norm of gradients; default: the argument of ``clip_grad_norm_``."""
+    """Maximum norm of gradients; default: the argument of ``clip_grad_norm_``."""
     zero_stage: int | None = setting(
         unset=2,
         choices=(0, 1, 2, 3),
-        ask="Which stage of ZeRO?",
+        ask="Which ZeRO stage?",
         when=_without_file,
         argument=f"{_ZERO}.stage",
     )
-    """Stage of ZeRO: 0, 1, 2 or 3."""
+    """ZeRO stage: 0, 1, 2 or 3."""
     is_train_batch_min: bool = True
-    """Whether the smallest of several loaders' batch sizes is used (False: the largest)."""
-    offload_optimizer_device: str | None = _device("optimizer", "Optimizer offloaded to?")
-    """Where the optimizer's state is kept: none, cpu or nvme."""
-    offload_param_device: str | None = _device("param", "Parameters offloaded to?")
-    """Where parameters are kept, with stage 3: none, cpu or nvme."""
+    """Whether the smallest batch size of several loaders is used (False: the largest)."""
+    offload_optimizer_device: str | None = _device("optimizer", "Where to offload the optimizer?")
+    """Where the optimizer's state is offloaded: none, cpu or nvme."""
+    offload_param_device: str | None = _device("param", "Where to offload parameters?")
+    """Where stage 3 offloads parameters: none, cpu or nvme."""
     offload_optimizer_nvme_path: str | None = setting(argument=f"{_ZERO}.offload_optimizer.nvme_path")
-    """Folder on a disk for the optimizer's state."""
+    """Folder on an NVMe disk for the optimizer's state."""
     offload_param_nvme_path: str | None = setting(argument=f"{_ZERO}.offload_param.nvme_path")
-    """Folder on a disk for parameters."""
+    """Folder on an NVMe disk for parameters."""
     zero3_init_flag: bool | None = setting(variable="ACCELERATE_DEEPSPEED_ZERO3_INIT", unset=True, preset=None)
-    """Whether transformers shards models while it builds them, with stage 3."""
+    """Whether transformers shards models during construction, with stage 3."""
     zero3_save_16bit_model: bool | None = setting(
         unset=True, argument=f"{_ZERO}.stage3_gather_16bit_weights_on_model_save"
     )
-    """Whether stage 3 gathers whole weights to save them.
+    """Whether stage 3 gathers the whole weights when it saves a model.
 
-    With ``hf_ds_config``: the configuration's value; DeepSpeed's default is False.
+    With ``hf_ds_config``, the value comes from that configuration, and DeepSpeed's default is False.
     """
     transformer_moe_cls_names: str | None = setting(
         variable="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", option="deepspeed_moe_layer_cls_names"
     )
-    """Classes of expert layers, separated by commas, that stage 3 gathers as a whole."""
+    """Classes of expert layers that stage 3 gathers as a whole, separated by commas."""
     enable_msamp: bool | None = setting(variable="ACCELERATE_FP8_BACKEND", read=_is_msamp, option=None)
-    """Whether MS-AMP keeps optimizer states in 8 bits; default: with the back end MSAMP."""
+    """Whether MS-AMP keeps optimizer states in 8 bits; default: only if the fp8 backend is MSAMP."""
     msamp_opt_level: Literal["O1", "O2"] | None = setting(variable="ACCELERATE_FP8_OPT_LEVEL", unset="O1", option=None)
     """Optimization level of MS-AMP: O1 or O2."""
 
@@ -157,7 +157,7 @@ class DeepSpeedPlugin:
         if self.hf_ds_config is None:
             path = from_environment(DeepSpeedPlugin, "hf_ds_config")
             self.hf_ds_config = None if path == "none" else path
-        if self.hf_ds_config is None:  # a configuration has values for these
+        if self.hf_ds_config is None:  # A given configuration already has values for these.
             fill_unset(self, *_keys())
         else:
             check_launched_fields(environ.text("ACCELERATE_CONFIG_DS_FIELDS", "").split(","))  # type: ignore[union-attr]
@@ -191,7 +191,7 @@ class DeepSpeedPlugin:
         return config
 
     def _merge_config(self, given: dict[str, Any]) -> None:
-        """Fill a configuration's "auto" values from the fields, and the fields from its other values."""
+        """Fill in a configuration's "auto" values from the fields, and the fields from its other values."""
         if _ZERO not in self.hf_ds_config.config:
             raise ValueError(
                 'the DeepSpeed configuration has no "zero_optimization"; add one, as in '
@@ -226,7 +226,7 @@ class DeepSpeedPlugin:
             self.zero3_init_flag = zero3 and from_environment(DeepSpeedPlugin, "zero3_init_flag")
         if self.zero3_init_flag and not zero3:
             warnings.warn(
-                f"zero3_init_flag=True has an effect with ZeRO stage 3 only, and the stage is {self.zero_stage}: "
+                f"zero3_init_flag=True has an effect only with ZeRO stage 3, but the stage is {self.zero_stage}; "
                 "it is set to False",
                 stacklevel=4,
             )
@@ -242,7 +242,7 @@ class DeepSpeedPlugin:
 
         Args:
             ds_key_long: The dotted key, such as ``zero_optimization.stage``.
-            default: The value where the key is missing.
+            default: The value if the key is missing.
         """
         return self.hf_ds_config.get_value(ds_key_long, default)
 
@@ -257,16 +257,16 @@ class DeepSpeedPlugin:
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Fill one "auto" value, or compare another value with the known one.
+        """Fill in one "auto" value, or compare a value with the known one.
 
         Args:
             ds_key_long: The dotted key.
-            mismatches: List to which a line is added for each value that differs or is unknown; None: raise at once.
+            mismatches: List that receives a line for each value that differs or is unknown; None: raise an error.
             must_match: Whether values are compared.
             kwargs: The known values, by dotted key.
 
         Raises:
-            ValueError: The value differs, or is "auto" and not known.
+            ValueError: The value differs, or is "auto" and no value is known.
         """
         found: list[str] = []
         node, key = self.hf_ds_config.find_config_node(ds_key_long)
@@ -291,17 +291,17 @@ class DeepSpeedPlugin:
         must_match: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Fill all "auto" values of the configuration, and compare the others with the known values.
+        """Fill in all "auto" values of the configuration, and compare the others with the known values.
 
         Args:
-            prefix: Dotted key of `config`, with a dot at its end.
-            mismatches: List to which a line is added for each value that differs; None: raise one error for all.
+            prefix: Dotted key of `config`, ending with a dot.
+            mismatches: List that receives a line for each value that differs; None: raise one error for all.
             config: A section of the configuration; None: all of it.
             must_match: Whether values that are not "auto" are compared.
             kwargs: The known values, by dotted key.
 
         Raises:
-            ValueError: Values differ, or are "auto" and not known; the message lists all of them.
+            ValueError: Values differ, or are "auto" and no value is known. The message lists all of them.
         """
         found: list[str] = [] if mismatches is None else mismatches
         for key, value in list((self.deepspeed_config if config is None else config).items()):
@@ -340,7 +340,7 @@ class DeepSpeedPlugin:
 
     @property
     def precision(self) -> str | None:
-        """The precision that the configuration enables: fp16 or bf16; None: neither."""
+        """The precision that the configuration enables: fp16, bf16, or None for neither."""
         return next((name for name in _HALVES if self.get_value(f"{name}.enabled") in {True, "true"}), None)
 
     # -- transformers -------------------------------------------------------------------------------------------------
@@ -351,10 +351,10 @@ class DeepSpeedPlugin:
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Switch the sharding of new models on or off inside a with block.
+        """Turn the sharding of new models on or off inside a with block.
 
         Args:
-            enable: Whether it is on.
+            enable: Whether to shard new models.
 
         Yields:
             Nothing.
@@ -372,9 +372,9 @@ class DeepSpeedPlugin:
             self.set_deepspeed_weakref()
 
     def set_deepspeed_weakref(self) -> None:
-        """Pass transformers, if installed, the configuration with which it shards models during construction.
+        """Pass the configuration to transformers, if it is installed, so that it shards models during construction.
 
-        transformers keeps a weak reference, so the configuration ends with this plugin.
+        transformers keeps only a weak reference to it, so the configuration is dropped together with this plugin.
         """
         self.dschf = None
         if not (self.zero3_init_flag and self.hf_ds_config.is_zero3()):
@@ -389,14 +389,14 @@ class DeepSpeedPlugin:
         config = copy.deepcopy(self.deepspeed_config)
         for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
             if config.get(key, AUTO) == AUTO:
-                config[key] = 1  # sharding does not depend on it, and DeepSpeed needs a number
+                config[key] = 1  # Sharding does not depend on this value, but DeepSpeed needs a number.
         if config.get("train_batch_size") == AUTO:
             del config["train_batch_size"]
         self.dschf = HfDeepSpeedConfig(_without_autos(config))
         integration.set_hf_deepspeed_config(self.dschf)
 
     def set_moe_leaf_modules(self, model: torch.nn.Module) -> None:
-        """Make ZeRO stage 3 gather each layer of experts as a whole; otherwise ranks wait for different experts.
+        """Make ZeRO stage 3 gather each layer of experts as a whole, because ranks would wait for different experts.
 
         Args:
             model: The model.
@@ -429,10 +429,10 @@ class DeepSpeedPlugin:
         """Make this the active plugin; `AcceleratorState().select_deepspeed_plugin(name)` calls it.
 
         Args:
-            _from_accelerator_state: Whether `AcceleratorState` is the caller; only it can unselect the others.
+            _from_accelerator_state: Whether `AcceleratorState` is the caller. Only it can deselect the other plugins.
 
         Raises:
-            ValueError: There is another caller.
+            ValueError: The caller is another one.
         """
         if not _from_accelerator_state:
             raise ValueError(
@@ -447,23 +447,23 @@ class DeepSpeedPlugin:
 
 
 def _keys() -> dict[str, str]:
-    """Return the dotted key in a DeepSpeed configuration of each field that has one."""
+    """Return the keys of fields in a DeepSpeed configuration, dotted if they are nested."""
     return {each.name: each.argument for each in settings_of(DeepSpeedPlugin).values() if each.argument}
 
 
 def check_launched_fields(names: Iterable[str]) -> None:
-    """Check that a launch's configuration file has no fields beside ``deepspeed_config_file``.
+    """Check that a section with ``deepspeed_config_file`` has no settings that belong in DeepSpeed's file.
 
     Args:
         names: The keys of its section ``deepspeed_config``.
 
     Raises:
-        ValueError: There are some; the file of DeepSpeed has values for them.
+        ValueError: There are such settings, which would be ignored.
     """
     if fields := sorted(_keys().keys() & set(names)):
         raise ValueError(
-            f"deepspeed_config has deepspeed_config_file, and {', '.join(fields)}, which would be ignored; write them "
-            "in DeepSpeed's file only"
+            f"deepspeed_config sets deepspeed_config_file and {', '.join(fields)}, which would be ignored; set "
+            "them in DeepSpeed's file"
         )
 
 
@@ -494,7 +494,7 @@ class DummyOptim:
         params: Parameters, or dicts that define groups of them.
         lr: Learning rate.
         weight_decay: Weight decay.
-        **kwargs: Further values, kept as they are.
+        **kwargs: Further values, stored unchanged.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
@@ -512,7 +512,7 @@ class DummyScheduler:
         total_num_steps: Number of steps.
         warmup_num_steps: Number of warm-up steps.
         lr_scheduler_callable: Called with an optimizer; returns its scheduler.
-        **kwargs: Further values, kept as they are.
+        **kwargs: Further values, stored unchanged.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagra
 
 
 def _switch(name: str, **known: Any) -> Any:
-    """Return the field of a setting that Accelerate's launcher calls ``use_`` and a name."""
+    """Create the setting of a switch whose name in Accelerate's launcher begins with ``use_``."""
     variable = f"ACCELERATE_DYNAMO_USE_{name.upper()}"
     return setting(option=f"dynamo_use_{name}", variable=variable, switch=True, preset=False, **known)
 
@@ -24,7 +24,7 @@ class TorchDynamoPlugin(KwargsHandler):
     """Arguments of ``torch.compile``.
 
     Raises:
-        ValueError: The backend or the mode is not known.
+        ValueError: The backend or the mode is unknown.
     """
 
     settings = SettingsSection("dynamo_config", "dynamo_", "ACCELERATE_DYNAMO_", title="torch.compile")
@@ -34,23 +34,23 @@ class TorchDynamoPlugin(KwargsHandler):
         choices=tuple(DynamoBackend),
         closed=True,
         preset="no",
-        ask="Which back end?",
+        ask="Which backend?",
         answer="inductor",
         answers=(),
     )
-    """The compiler; NO: no compilation."""
+    """The compiler; NO: models are not compiled."""
     mode: str | None = setting(unset="default", choices=_MODES, closed=True)
     """default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs."""
     fullgraph: bool | None = _switch("fullgraph", unset=False)
     """Whether a graph break is an error."""
     dynamic: bool | None = _switch("dynamic")
-    """Whether shapes are dynamic; default: torch decides."""
+    """Whether to compile for dynamic shapes; default: torch decides."""
     options: Any = None
     """Options of the backend."""
     disable: bool = False
     """Whether ``torch.compile`` does nothing."""
     use_regional_compilation: bool | None = _switch("regional_compilation", unset=False)
-    """Whether repeated blocks are compiled once instead of the whole model."""
+    """Whether repeated blocks are compiled once, instead of the whole model."""
 
     def __post_init__(self) -> None:
         self.backend = _backend(self.backend or from_environment(type(self), "backend"))
@@ -58,7 +58,7 @@ class TorchDynamoPlugin(KwargsHandler):
         check_choices(self, "mode")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return a copy of all fields by name, with the backend in torch's spelling."""
+        """Return a copy of all fields by name, with the backend in lower case, as torch spells it."""
         return {**super().to_dict(), "backend": str(self.backend).lower()}
 
     def to_kwargs(self) -> dict[str, Any]:

@@ -100,7 +100,7 @@ class SageMakerDistributedType(_NamedEnum):
 
 
 class ComputeEnvironment(_NamedEnum):
-    """Environments of a training."""
+    """Environments that run a training."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
@@ -142,7 +142,7 @@ class LoggerType(_StringEnum):
     """Experiment trackers by name."""
 
     ALL = "all"
-    """All trackers that are installed."""
+    """All installed trackers."""
     AIM = "aim"
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"
@@ -155,7 +155,7 @@ class LoggerType(_StringEnum):
 
 
 class PrecisionType(_StringEnum):
-    """Floating point formats of mixed precision."""
+    """Floating-point formats of mixed precision."""
 
     NO = "no"
     """fp32."""

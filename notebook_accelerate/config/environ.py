@@ -12,16 +12,16 @@ PREFIX = "ACCELERATE_"
 _TRUE = frozenset(("1", "true", "yes", "on", "y", "t"))
 _FALSE = frozenset(("0", "false", "no", "off", "n", "f"))
 KERNEL_ONLY = ("NOTEBOOK_ACCELERATE_SECRET", "JPY_PARENT_PID", "JPY_SESSION_NAME")
-"""Variables of the kernel alone: the processes that it starts do not have them, nor do their children."""
+"""Variables that the kernel does not pass on to the processes that it starts."""
 
 STORE = "NOTEBOOK_ACCELERATE_STORE"
-"""Variable of ranks that one launch started on one machine: the private folder of their process groups' stores."""
+"""Set in ranks that one launch started on one machine: the private folder for the stores of their process groups."""
 
 RESUMED = "NOTEBOOK_ACCELERATE_RESUMED"
-"""Variable of ranks that go on with the training of an earlier run: the checkpoint that they load."""
+"""Set in ranks that continue the training of an earlier run: the checkpoint to load."""
 
 SERVED_STORE = "NOTEBOOK_ACCELERATE_SERVED_STORE"
-"""Variable of rank 0 of a run on several machines: address and port at which it serves the process groups' store."""
+"""Set in rank 0 of a run on several machines: the address and port at which it serves the process groups' store."""
 
 _Value = TypeVar("_Value")
 _ignored: ContextVar[bool] = ContextVar("ignored", default=False)
@@ -51,7 +51,7 @@ def parse_flag(value: str) -> bool:
         The truth value.
 
     Raises:
-        ValueError: ``value`` is none of these.
+        ValueError: ``value`` is not one of these.
     """
     word = value.strip().lower()
     if word in _TRUE:
@@ -62,7 +62,7 @@ def parse_flag(value: str) -> bool:
 
 
 def flag(name: str, default: bool = False) -> bool:
-    """Return the variable ``name`` as a truth value, ``default`` where it is unset or empty.
+    """Return the variable ``name`` as a truth value, or ``default`` if it is unset or empty.
 
     Raises:
         ValueError: The variable is not a truth value.
@@ -77,12 +77,12 @@ def flag(name: str, default: bool = False) -> bool:
 
 
 def text(name: str, default: str | None = None) -> str | None:
-    """Return the variable ``name``, ``default`` where it is unset or empty."""
+    """Return the variable ``name``, or ``default`` if it is unset or empty."""
     return _get(name) or default
 
 
 def integer(name: str, default: int | None = None) -> int | None:
-    """Return the variable ``name`` as a whole number, ``default`` where it is unset or empty.
+    """Return the variable ``name`` as a whole number, or ``default`` if it is unset or empty.
 
     Raises:
         ValueError: The variable is not a whole number.
@@ -110,7 +110,7 @@ def _converted(name: str, convert: Callable[[str], _Value], kind: str, default: 
 
 
 def choice(name: str, allowed: Sequence[str], default: str | None = None) -> str | None:
-    """Return the variable ``name`` in lower case, ``default`` where it is unset or empty.
+    """Return the variable ``name`` in lower case, or ``default`` if it is unset or empty.
 
     Raises:
         ValueError: The variable is not one of ``allowed``.
@@ -177,11 +177,11 @@ def assignments(text: str) -> dict[str, str]:
 
 
 def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
-    """Return the first of several variables that holds a number of at least 0.
+    """Return the number in the first of several variables that holds a number of at least 0.
 
     Args:
         env_keys: Names, the preferred one first.
-        default: The value where no variable does.
+        default: The value if no variable does.
 
     Returns:
         The number.
@@ -196,7 +196,7 @@ def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Set environment variables inside a with block, and restore the earlier values afterwards, also on errors.
+    """Set environment variables inside a with block, and restore the earlier values afterwards, even after an error.
 
     Args:
         **kwargs: Values by name; names are upper-cased, values become text.
@@ -220,7 +220,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 
 def inheritable() -> dict[str, str]:
-    """Return this process's environment without the variables of the kernel alone."""
+    """Return this process's environment without the variables in `KERNEL_ONLY`."""
     return {name: value for name, value in os.environ.items() if name not in KERNEL_ONLY}
 
 

@@ -41,7 +41,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """Settings of FSDP 1 and 2; the constructor replaces names by torch's objects.
+    """Settings of FSDP 1 and 2. The constructor replaces names with torch's objects.
 
     Raises:
         ValueError: A value is not allowed, or belongs to the other version of FSDP.
@@ -50,11 +50,11 @@ class FullyShardedDataParallelPlugin:
     settings = SettingsSection("fsdp_config", "fsdp_", "FSDP_", strategy="fsdp", title="FSDP")
 
     fsdp_version: int | None = setting(unset=1, choices=(1, 2), closed=True, ask="Which version of FSDP?", answer=2)
-    """1 or 2."""
+    """Version of FSDP: 1 or 2."""
     sharding_strategy: str | ShardingStrategy | None = setting(
         unset="FULL_SHARD",
         choices=constants.FSDP_SHARDING_STRATEGY,
-        ask="What is sharded?",
+        ask="Which sharding strategy?",
         when=lambda answers: answers["fsdp_version"] == 1,
     )
     """FSDP 1: which tensors are sharded."""
@@ -62,10 +62,10 @@ class FullyShardedDataParallelPlugin:
         unset=True,
         read=environ.flag,
         preset="true",
-        ask="Shard parameters again after forward, which saves memory?",
+        ask="Reshard parameters after the forward pass, to save memory?",
         when=lambda answers: answers["fsdp_version"] == 2,
     )
-    """FSDP 2: whether parameters are freed after the forward. FSDP 1: another name of ``sharding_strategy``."""
+    """FSDP 2: whether parameters are freed after the forward pass. FSDP 1: another name for ``sharding_strategy``."""
     backward_prefetch: str | BackwardPrefetch | None = setting(
         former="fsdp_backward_prefetch_policy", choices=constants.FSDP_BACKWARD_PREFETCH
     )
@@ -79,25 +79,25 @@ class FullyShardedDataParallelPlugin:
         setting(
             unset="NO_WRAP",
             preset=None,
-            ask="What are its units?",
+            ask="How is the model divided into units?",
             answer="TRANSFORMER_BASED_WRAP",
             answers=tuple(constants.FSDP_AUTO_WRAP_POLICY),
         )
     )
-    """Selects the units: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP or NO_WRAP, or a callable for torch's FSDP."""
+    """How units are found: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, NO_WRAP, or a callable for torch's FSDP."""
     cpu_offload: bool | CPUOffload | CPUOffloadPolicy | None = setting(
         variable="FSDP_OFFLOAD_PARAMS",
         unset=False,
         option="fsdp_offload_params",
-        ask="Keep parameters and gradients on the CPU?",
+        ask="Offload parameters and gradients to the CPU?",
         place=1,
     )
-    """Whether parameters are kept in main memory."""
+    """Whether parameters are offloaded to main memory."""
     ignored_modules: Iterable[torch.nn.Module] | str | None = setting(option=None)
-    """Modules that are not sharded, or a regular expression of their full names."""
+    """Modules that are not sharded, or a regular expression for their full names."""
     state_dict_type: str | StateDictType | None = setting(
         choices=constants.FSDP_STATE_DICT_TYPE,
-        ask="How are checkpoints saved?",
+        ask="Which type of state dict for checkpoints?",
         answer="SHARDED_STATE_DICT",
         answers=tuple(constants.FSDP2_STATE_DICT_TYPE),
         place=2,
@@ -107,40 +107,42 @@ class FullyShardedDataParallelPlugin:
     Default: FULL_STATE_DICT in FSDP 1, SHARDED_STATE_DICT in FSDP 2.
     """
     state_dict_config: FullStateDictConfig | ShardedStateDictConfig | None = None
-    """torch's settings of full and sharded state dicts; set by ``state_dict_type``."""
+    """torch's settings for the model's state dict; set by ``state_dict_type``."""
     optim_state_dict_config: FullOptimStateDictConfig | ShardedOptimStateDictConfig | None = None
-    """The same for states of optimizers."""
+    """torch's settings for the optimizer's state dict; set by ``state_dict_type``."""
     limit_all_gathers: bool = True
-    """FSDP 1: whether the CPU waits before it gathers more than the next unit, which limits memory."""
+    """FSDP 1: whether the CPU waits before it gathers more than the next unit, to limit the memory in use."""
     use_orig_params: bool | None = setting(unset=False, preset=True)
-    """FSDP 1: whether the optimizer sees the original parameters, not one flat one for each unit."""
+    """FSDP 1: whether the optimizer sees the original parameters instead of one flat parameter for each unit."""
     param_init_fn: Callable[[torch.nn.Module], None] | None = None
     """Called with each module on the meta device, to allocate and initialize its parameters."""
     sync_module_states: bool | None = setting(unset=False, preset=True)
     """Whether all ranks start with the weights of rank 0.
 
-    Always in FSDP 1 with ``cpu_ram_efficient_loading``, and in FSDP 2 unless it is False.
+    In FSDP 1, it is always True with ``cpu_ram_efficient_loading``. In FSDP 2, it is True unless set to False.
     """
     forward_prefetch: bool | None = setting(unset=False)
-    """FSDP 1: whether the next unit is gathered before the forward of the present one."""
-    activation_checkpointing: bool | None = setting(unset=False, ask="Recompute activations in backward?", place=1)
-    """Whether the activations of units are computed again in the backward."""
+    """FSDP 1: whether the next unit is gathered before the forward pass of the current one."""
+    activation_checkpointing: bool | None = setting(
+        unset=False, ask="Recompute activations in the backward pass?", place=1
+    )
+    """Whether the activations of units are recomputed in the backward pass."""
     activation_checkpointing_offload: bool | None = setting(unset=False)
-    """Whether the inputs of such units wait for the backward in main memory."""
+    """Whether the inputs of such units are kept in main memory until the backward pass."""
     cpu_ram_efficient_loading: bool | None = setting(unset=False, preset=True)
-    """Whether rank 0 alone loads the weights."""
+    """Whether only rank 0 loads the weights."""
     transformer_cls_names_to_wrap: list[str] | None = setting(
         variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
         option="fsdp_transformer_layer_cls_to_wrap",
-        ask="Classes of the layers, separated by commas (empty: as the model says)?",
+        ask="Classes of the units, separated by commas (empty: the model's own)?",
         when=lambda answers: answers["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP",
     )
-    """Classes that become units, each on its own; separated by commas in variables and options.
+    """Classes of the modules that become units; separated by commas in variables and options.
 
     Default: the model's ``_no_split_modules``.
     """
     min_num_params: int | None = setting(preset=100_000_000)
-    """Modules with at least so many parameters become units under SIZE_BASED_WRAP; default: 100 million."""
+    """With SIZE_BASED_WRAP, modules with at least this many parameters become units; default: 100 million."""
 
     def __post_init__(self) -> None:
         fill_unset(self, "fsdp_version")
@@ -153,7 +155,7 @@ class FullyShardedDataParallelPlugin:
             self.transformer_cls_names_to_wrap = [name.strip() for name in names.split(",")]
         self._check_choices()
         if self.cpu_ram_efficient_loading and self.fsdp_version == 1:
-            self.sync_module_states = True  # the other ranks receive the weights that rank 0 loads
+            self.sync_module_states = True  # The other ranks receive the weights that only rank 0 loads.
         self._replace_names()
 
     def _strategy_by_either_name(self) -> Any:
@@ -186,12 +188,12 @@ class FullyShardedDataParallelPlugin:
             _logger.warning("backward_prefetch has no effect: FSDP 2 always gathers units before they are needed")
             self.backward_prefetch = None
         if self.sync_module_states:
-            self.sync_module_states = None  # FSDP 2 starts with rank 0's weights unless it is False
+            self.sync_module_states = None  # FSDP 2 starts with the weights of rank 0 unless this is False.
         if isinstance(self.reshard_after_forward, str):
             self.reshard_after_forward = environ.parse_flag(self.reshard_after_forward)
-        self.use_orig_params = None  # FSDP 2 always keeps the original parameters
+        self.use_orig_params = None  # FSDP 2 always keeps the original parameters.
 
-    # -- names replaced by torch's objects ----------------------------------------------------------------------------
+    # -- names replaced with torch's objects --------------------------------------------------------------------------
 
     def _replace_names(self) -> None:
         from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
@@ -211,13 +213,13 @@ class FullyShardedDataParallelPlugin:
         self.set_state_dict_type()
 
     def policy_for(self, model: torch.nn.Module) -> Callable[..., bool] | None:
-        """Return the wrap policy for a model.
+        """Return the policy that divides a model into units.
 
         Args:
             model: The model, not wrapped.
 
         Returns:
-            A callable for torch's FSDP; None: the model is one unit.
+            A callable for torch's FSDP, or None if the model is one unit.
 
         Raises:
             ValueError: The model has no class of `transformer_cls_names_to_wrap`.
@@ -233,7 +235,7 @@ class FullyShardedDataParallelPlugin:
         return given  # type: ignore[no-any-return]
 
     def set_auto_wrap_policy(self, model: torch.nn.Module) -> None:
-        """Replace a policy's name by torch's callable for a model.
+        """Replace the name of a policy with torch's callable for a model.
 
         Args:
             model: The model.
@@ -269,7 +271,7 @@ class FullyShardedDataParallelPlugin:
         self.validate_mixed_precision_policy()
 
     def validate_mixed_precision_policy(self) -> None:
-        """Replace a mixed precision policy that is a name or a dict by torch's object.
+        """Replace a mixed precision policy that is a name or a dict with torch's object.
 
         Raises:
             ValueError: The policy does not belong to this FSDP version.
@@ -294,7 +296,7 @@ class FullyShardedDataParallelPlugin:
             )
 
     def set_cpu_offload(self) -> None:
-        """Replace `cpu_offload=True` or `False` by torch's object."""
+        """Replace `cpu_offload=True` or `False` with torch's object."""
         from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
 
         if not isinstance(self.cpu_offload, bool):
@@ -321,7 +323,7 @@ class FullyShardedDataParallelPlugin:
 
     @property
     def offloads(self) -> bool:
-        """Whether parameters are kept in main memory."""
+        """Whether parameters are offloaded to main memory."""
         from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 
         given: Any = self.cpu_offload
@@ -370,11 +372,11 @@ class FullyShardedDataParallelPlugin:
 
 _OF_FSDP_1 = ("sharding_strategy", "backward_prefetch", "use_orig_params", "sync_module_states", "forward_prefetch")
 _OF_FSDP_2 = ("reshard_after_forward",)
-"""Fields that are read from variables in one version only."""
+"""Fields that only one version reads from variables."""
 
 
 def choice(name: str, value: Any, allowed: Sequence[str]) -> Any:
-    """Check a name and return it in upper case; return torch's own objects and None as they are.
+    """Check a name and return it in upper case. Return torch's objects and None unchanged.
 
     Args:
         name: The field.
@@ -386,7 +388,7 @@ def choice(name: str, value: Any, allowed: Sequence[str]) -> Any:
     """
     if not isinstance(value, str):
         return value
-    if value.isdigit() and 1 <= int(value) <= len(allowed):  # older files number the choices from 1
+    if value.isdigit() and 1 <= int(value) <= len(allowed):  # Older files number the choices from 1.
         return allowed[int(value) - 1]
     if value.upper() not in allowed:
         check_one_of(name, value, allowed)
@@ -394,7 +396,7 @@ def choice(name: str, value: Any, allowed: Sequence[str]) -> Any:
 
 
 def _policy_function(name: str) -> Any:
-    """Return torch's function of a named wrap policy; None: the model is one unit."""
+    """Return torch's function for the name of a policy, or None if the model is one unit."""
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
     functions = {"TRANSFORMER_BASED_WRAP": transformer_auto_wrap_policy, "SIZE_BASED_WRAP": size_based_auto_wrap_policy}
@@ -405,7 +407,7 @@ _PRECISIONS = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "no": "
 
 
 def _dtype_of(name: Any) -> Any:
-    """Return a dtype for a dtype, its name in torch, or the name of a precision; None for None."""
+    """Return the dtype for a dtype, its name in torch, the name of a precision, or None."""
     import torch
 
     if name is None or isinstance(name, torch.dtype):
@@ -438,7 +440,7 @@ def _unit_classes(model: torch.nn.Module, names: Iterable[str] | None) -> set[ty
 
 
 def get_module_class_from_name(module: torch.nn.Module, name: str) -> type[torch.nn.Module] | None:
-    """Return the class with a name among the modules of a model; None: there is none.
+    """Return the class with a name among the modules of a model, or None if there is no such class.
 
     Args:
         module: The model.

@@ -1,4 +1,4 @@
-"""Settings of an Accelerator that are no plugins.
+"""Settings of an Accelerator that are not plugins.
 
 First the keyword arguments for torch's autocast, gradient scaler, process group, DDP and profiler; then the settings of
 gradient accumulation, data loaders and project folders.
@@ -62,11 +62,11 @@ class GradScalerKwargs(KwargsHandler):
     init_scale: float = 65536.0
     """Initial scale."""
     growth_factor: float = 2.0
-    """Factor of the scale after ``growth_interval`` steps without an overflow."""
+    """The scale is multiplied by this after ``growth_interval`` steps without an overflow."""
     backoff_factor: float = 0.5
-    """Factor of the scale after an overflow."""
+    """The scale is multiplied by this after an overflow."""
     growth_interval: int = 2000
-    """Steps without an overflow before the scale grows."""
+    """Number of steps without an overflow before the scale grows."""
     enabled: bool = True
     """Whether the scaler is on."""
 
@@ -88,11 +88,11 @@ class InitProcessGroupKwargs(KwargsHandler):
     """
 
     backend: str | None = "nccl"
-    """Its backend; the default means the one for the device, which is nccl on NVIDIA GPUs."""
+    """The backend. The default means the device's backend, which is nccl on NVIDIA GPUs."""
     init_method: str | None = None
     """URL of the rendezvous; None: the environment's MASTER_ADDR and MASTER_PORT."""
     timeout: timedelta | None = None
-    """How long a collective may take; None: 10 minutes for nccl, 30 minutes for others (torch's defaults)."""
+    """Time limit of a collective; None: 10 minutes for nccl, 30 minutes for other backends (torch's defaults)."""
 
     def __post_init__(self) -> None:
         if self.timeout is None:
@@ -104,7 +104,7 @@ class InitProcessGroupKwargs(KwargsHandler):
 # Arguments of DistributedDataParallel, and its gradient compression.
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
-# Module and function of each hook; those of _WITH_STATE get a state made from ``comm_state_option``.
+# Module and function of each hook. The hooks in _WITH_STATE get a state that is created from ``comm_state_option``.
 _HOOK_OF_TYPE = {
     DDPCommunicationHookType.FP16: ("default_hooks", "fp16_compress_hook"),
     DDPCommunicationHookType.BF16: ("default_hooks", "bf16_compress_hook"),
@@ -123,17 +123,17 @@ class DistributedDataParallelKwargs(KwargsHandler):
     """Arguments of ``torch.nn.parallel.DistributedDataParallel``, and a communication hook for its gradients.
 
     Raises:
-        ValueError: The hook or the wrapper is not known.
+        ValueError: The hook or the wrapper is unknown.
     """
 
     dim: int = 0
-    """Dimension along which inputs are divided; without effect where a rank has one device."""
+    """Dimension along which inputs are divided; has no effect if each rank has one device."""
     broadcast_buffers: bool = True
-    """Whether buffers are copied from rank 0 before each forward."""
+    """Whether buffers are copied from rank 0 before each forward pass."""
     bucket_cap_mb: int = 25
     """Size of a bucket of gradients that are reduced together, in MiB."""
     find_unused_parameters: bool = False
-    """Whether some parameters may get no gradient in a step."""
+    """Whether some parameters may receive no gradient in a step."""
     check_reduction: bool = False
     """Accepted for compatibility; torch ignores it."""
     gradient_as_bucket_view: bool = False
@@ -145,7 +145,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_wrapper: Literal[DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16] = (
         DDPCommunicationHookType.NO
     )
-    """Dtype to which the hook's own messages are cast."""
+    """Dtype of the hook's messages."""
     comm_state_option: dict[str, Any] = field(default_factory=dict)
     """Arguments of ``PowerSGDState`` for the power_sgd hooks, such as ``matrix_approximation_rank``."""
 
@@ -160,7 +160,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         """Return the fields by name.
 
         Args:
-            ignore_keys: Fields left out; by default those that are not arguments of DistributedDataParallel.
+            ignore_keys: Fields to leave out; default: those that are not arguments of DistributedDataParallel.
 
         Returns:
             Values by field.
@@ -232,26 +232,26 @@ class ProfileKwargs(KwargsHandler):
     """Arguments of ``torch.profiler.profile``, and the folder of its traces."""
 
     activities: list[ProfilerActivity] | None = None
-    """Recorded activities: cpu, xpu, mtia, cuda, hpu; None: all that torch supports here."""
+    """Activities to record: cpu, xpu, mtia, cuda, hpu; None: all that torch supports here."""
     schedule_option: dict[str, int] | None = None
     """Arguments of ``torch.profiler.schedule``: wait, warmup, active, repeat, skip_first; None: record every step."""
     on_trace_ready: Callable[..., Any] | None = None
     """Called with the profiler at the end of each cycle of the schedule."""
     record_shapes: bool = False
-    """Whether the shapes of inputs are kept."""
+    """Whether the shapes of inputs are recorded."""
     profile_memory: bool = False
     """Whether allocations are tracked."""
     with_stack: bool = False
-    """Whether file and line of each operation are kept."""
+    """Whether the file and line of each operation are recorded."""
     with_flops: bool = False
     """Whether the floating point operations of matrix products and convolutions are estimated."""
     with_modules: bool = False
-    """Whether the hierarchy of modules is kept (TorchScript only)."""
+    """Whether the hierarchy of modules is recorded (TorchScript only)."""
     output_trace_dir: str | None = None
     """Folder in which each rank writes a Chrome trace when profiling ends; None: no trace."""
 
     def build(self) -> Any:
-        """Return the ``torch.profiler.profile`` with these arguments, not started.
+        """Return a ``torch.profiler.profile`` with these arguments, without starting it.
 
         Raises:
             ValueError: torch does not support an activity here.
@@ -294,13 +294,13 @@ class GradientAccumulationPlugin(KwargsHandler):
     """
 
     num_steps: int | None = None
-    """Batches per optimizer step; None: the Accelerator's ``gradient_accumulation_steps``."""
+    """Number of batches per optimizer step; None: the Accelerator's ``gradient_accumulation_steps``."""
     adjust_scheduler: bool = True
-    """Has no effect, as in Accelerate 1.15: a schedule steps once per window, not once per batch."""
+    """Has no effect, as in Accelerate 1.15: schedulers step once per accumulation window, not once per batch."""
     sync_with_dataloader: bool = True
-    """Whether the last batch of an epoch ends a window that is not full."""
+    """Whether the last batch of an epoch ends the accumulation window, even if it is not full."""
     sync_each_batch: bool = False
-    """Whether gradients are reduced at every batch: more communication, less memory under FSDP."""
+    """Whether gradients are reduced at every batch, with more communication but less memory under FSDP."""
 
     def __post_init__(self) -> None:
         if self.num_steps is not None:
@@ -321,9 +321,9 @@ class DataLoaderConfiguration:
     dispatch_batches: bool | None = None
     """Whether rank 0 reads every batch and sends each rank its share; None: only for iterable datasets."""
     even_batches: bool = True
-    """Whether the last batches are filled with samples from the start, so that all ranks have equally many."""
+    """Whether the last batches are padded with samples from the start, so that all ranks get equally many."""
     use_seedable_sampler: bool = False
-    """Whether a random sampler is replaced by one that shuffles by epoch and seed, equally on every rank."""
+    """Whether a random sampler is replaced with one that shuffles by epoch and seed, equally on every rank."""
     data_seed: int | None = None
     """Seed of that sampler; None: torch's current seed."""
     non_blocking: bool = False
@@ -347,17 +347,17 @@ class ProjectConfiguration:
     """
 
     project_dir: str | None = None
-    """Folder of checkpoints."""
+    """Folder for checkpoints."""
     logging_dir: str | None = None
-    """Folder of the trackers' files; None: ``project_dir``."""
+    """Folder for the trackers' files; None: ``project_dir``."""
     automatic_checkpoint_naming: bool = False
     """Whether ``save_state`` numbers its folders: checkpoints/checkpoint_0, checkpoint_1, ..."""
     total_limit: int | None = None
-    """How many numbered checkpoints are kept (the oldest are deleted first); None: all."""
+    """Number of numbered checkpoints to keep (the oldest are deleted first); None: all."""
     iteration: int = 0
     """Number of the next checkpoint."""
     save_on_each_node: bool = False
-    """Whether the first rank of every machine saves (True), or rank 0 alone (False)."""
+    """Whether the first rank of every machine saves (True), or only rank 0 (False)."""
 
     def __post_init__(self) -> None:
         if self.total_limit is not None:

@@ -45,99 +45,99 @@ REPORT_SOURCES = (
 
 @dataclass(kw_only=True, frozen=True, repr=False)
 class LaunchConfig:
-    """The settings of ``notebook_launcher``, besides the function and its arguments.
+    """The settings of ``notebook_launcher``, except the function and its arguments.
 
     Raises:
-        ValueError: A field has a value that is not allowed; the message says which are.
+        ValueError: A value is not allowed. The message lists the allowed values.
     """
 
-    form_groups = ("", LIMITS, OUTPUT, MACHINES)  # the order of their folds
+    form_groups = ("", LIMITS, OUTPUT, MACHINES)  # The order of the groups in the form.
 
     num_processes: int | None = setting()
-    """Ranks that this notebook starts; None: one per accelerator, or one rank without accelerators."""
+    """Number of ranks that this notebook starts; None: one per accelerator, or one without accelerators."""
     mixed_precision: str = setting("no", choices=MIXED_PRECISIONS)
-    """Precision of every ``Accelerator()`` in the ranks that does not set one: no, fp16, bf16 or fp8."""
+    """Default precision of every ``Accelerator()`` in the ranks: no, fp16, bf16 or fp8."""
     use_port: str | int = setting("29500", group=MACHINES)
-    """Port of the process group's rendezvous. If it is taken on a single machine, another one is used; 0: any."""
+    """Port of the rendezvous; 0: any free port. On a single machine, another port is used if this one is taken."""
     master_addr: str = setting("127.0.0.1", group=MACHINES)
     """Address of the machine with rank 0."""
     node_rank: int = setting(0, group=MACHINES)
-    """Index of this notebook among ``num_nodes``; with c10d, 0: numbered in the order of joining."""
+    """Index of this notebook among ``num_nodes``. With c10d, 0 means numbered in the order of joining."""
     num_nodes: int = setting(1, group=MACHINES)
-    """Notebooks that run this cell together, on one machine or several; each starts its own ranks."""
+    """Number of notebooks that run this cell together, on one machine or several. Each starts its own ranks."""
     rdzv_backend: str = setting("static", choices=RDZV_BACKENDS, group=MACHINES)
-    """How several notebooks find each other: static (each has its node_rank) or c10d (in the order they join)."""
+    """How several notebooks find each other: static (by node_rank) or c10d (in the order they join)."""
     rdzv_endpoint: str = setting("", group=MACHINES)
     """host:port of the rendezvous; empty means master_addr:use_port."""
     rdzv_conf: Mapping[str, Any] | None = setting(group=MACHINES, option="rdzv_conf", parse=environ.assignments)
     """Settings of the rendezvous: join_timeout, last_call_timeout, keep_alive_interval (seconds), ..., and secret.
 
-    By torch's names: join_timeout (600), last_call_timeout (30), keep_alive_interval (5; a notebook is lost after
-    keep_alive_max_attempt (3) of them). secret is a text that all notebooks share (or the variable
-    NOTEBOOK_ACCELERATE_SECRET), which lets the first notebook show the ranks of all.
+    The names and defaults are torch's: join_timeout (600), last_call_timeout (30), keep_alive_interval (5; a notebook
+    counts as lost after keep_alive_max_attempt (3) of these). secret is a text that all notebooks share; with it, the
+    first notebook shows the ranks of all notebooks. The variable NOTEBOOK_ACCELERATE_SECRET has the same effect.
     """
     rdzv_id: str = setting("none", group=MACHINES)
     """Name of the run in the rendezvous."""
     max_restarts: int = setting(0, group=LIMITS, option="max_restarts")
-    """How often the whole group is restarted after a failure."""
+    """How many times all ranks are restarted after a failure."""
     monitor_interval: float = setting(0.1, group=LIMITS, option="monitor_interval")
-    """Seconds between two checks of the ranks on systems that do not report the end of a process (Linux does)."""
+    """Seconds between checks of the ranks, on systems that do not report the end of a process (Linux does)."""
     log_line_prefix_template: str | None = setting(group=OUTPUT)
-    """Label of every line, with ${role_name}, ${rank} and ${local_rank}; None: "[rank N] "."""
+    """Label of every output line, with ${role_name}, ${rank} and ${local_rank}; None: "[rank N] "."""
     block: bool = setting(True)
-    """Whether the call waits for the end of the run (True) or returns after its start (False)."""
+    """Whether the call waits until the run ends (True) or returns as soon as it starts (False)."""
     start_method: str = setting("auto", choices=START_METHODS)
     """auto, inline (this process), fork (from the kernel), zygote (from a clean server process) or spawn."""
     panel: bool | str = setting("auto", choices=("auto", True, False), group=OUTPUT)
-    """Whether the launch shows a panel in the cell: auto (in a notebook), True or False."""
+    """Whether to show a panel below the cell: auto (in a notebook), True or False."""
     timeout: float | None = setting(group=LIMITS)
-    """Seconds for the whole run; None: no limit."""
+    """Time limit for the whole run, in seconds; None: no limit."""
     hang_timeout: float | None = setting(group=LIMITS)
-    """Seconds without output, metric or progress from any rank before the run is ended; None: no limit."""
+    """Seconds without output, metrics or progress from any rank after which the run is ended; None: no limit."""
     env: Mapping[str, str] | None = setting(group=OUTPUT)
-    """Environment variables for the ranks, over the kernel's."""
+    """Environment variables of the ranks, which override the kernel's."""
     hold_on_error: bool = setting(False, group=OUTPUT)
     """Whether the ranks of a failed run are kept, so that ``debug()`` opens at the failing line."""
     cpu: bool = setting(False, parameter=False)
-    """Whether the ranks use the CPU only."""
+    """Whether the ranks use only the CPU."""
     min_nodes: int | None = setting(group=MACHINES)
-    """Smallest number of notebooks that continue when others are lost; None: ``num_nodes``.
+    """Smallest number of notebooks that continue if others are lost; None: ``num_nodes``.
 
-    The group restarts with the remaining ones (needs c10d and ``max_restarts``), and again when one joins late.
+    The run restarts with the remaining notebooks, and again if one joins late. This needs c10d and ``max_restarts``.
     """
     on: str | RayCluster | None = setting(choices=("ray",))
     """Where the ranks run: None (this machine), ray, ray://host:port, or a RayCluster.
 
-    With ray it is the cluster that this machine belongs to, or the notebook's own ``ray.init()``, and ``num_processes``
-    counts the ranks on the whole cluster. The variable NOTEBOOK_ACCELERATE_ON replaces None.
+    ray means the notebook's own ``ray.init()``, or else the cluster that this machine belongs to. On a cluster,
+    ``num_processes`` is the number of ranks on all its machines. The variable NOTEBOOK_ACCELERATE_ON replaces None.
     """
     accelerator: Mapping[str, Any] | None = setting(group=None, parameter=False)
-    """Default arguments for every ``Accelerator()`` in the ranks: plugins, handlers, ..."""
+    """Default arguments of every ``Accelerator()`` in the ranks: plugins, handlers, ..."""
     as_accelerate: bool = setting(False, group=OUTPUT, parameter=False)
-    """Whether the ranks serve this package to other libraries as ``accelerate``; see ``as_accelerate``."""
+    """Whether libraries that import ``accelerate`` in the ranks get this package; see ``as_accelerate``."""
     report_from: Sequence[str] = setting(REPORT_SOURCES, group=OUTPUT, parameter=False)
     """Libraries whose losses, steps, progress and scalars the ranks report, in addition to the Accelerator's."""
     name: str | None = setting(group=OUTPUT)
     """Name of the run: letters, digits and . _ -; None: the function's name and the run's number."""
     save: str | os.PathLike[str] | None = setting(group=OUTPUT)
-    """Folder that keeps the run, for `open_run` and `runs`; None: the variable NOTEBOOK_ACCELERATE_RUNS, if it is set.
+    """Folder that keeps the run, for `open_run` and `runs`; None: the variable NOTEBOOK_ACCELERATE_RUNS.
 
-    Each run gets a subfolder, which is written while it runs.
+    Each run has a subfolder, which is written while it runs.
     """
     detach: bool = setting(False)
-    """Whether a separate process supervises the run, which then survives this kernel; ``block`` is then False.
+    """Whether a separate process supervises the run, so that it survives this kernel. ``block`` is then False.
 
-    The run is kept in ``save`` or, without it, in a folder of the user; `attach` opens it in any later kernel.
+    The run is saved in ``save`` or, if that is None, in a folder of the user. `attach` opens it in a later kernel.
     """
     automatic_metrics: bool = setting(True, group=OUTPUT, parameter=False)
     """Whether panels show automatic curves: the loss given to ``backward``, learning rate, memory, ..."""
     output: str = setting("cell", choices=("cell", "panel"), group=OUTPUT)
-    """Where the text that ranks write is shown: cell (under the launch, and in the panel) or panel (there only).
+    """Where the text output of the ranks is shown: cell (below the launch and in the panel) or panel (only there).
 
-    Figures and other displays stay under the launch.
+    Figures and other rich output always appear below the launch.
     """
     tags: Sequence[str] = setting((), group=OUTPUT)
-    """Words to find this run in the table of runs."""
+    """Words for finding this run in the table of runs."""
 
     def __post_init__(self) -> None:
         check_choices(self, "start_method", "mixed_precision", "rdzv_backend")
@@ -173,7 +173,7 @@ class LaunchConfig:
 
     @property
     def cluster(self) -> RayCluster | None:
-        """The cluster that ``on`` selects; None: this machine."""
+        """The cluster that ``on`` selects, or None for this machine."""
         return resolve_cluster(self.on)
 
     @property
@@ -187,10 +187,10 @@ class LaunchConfig:
 
         Args:
             path: A YAML or JSON file, as ``notebook-accelerate config`` writes it; None: the default file.
-            values: Fields that the file does not contain, or that replace the file's; variables of ``env`` are added.
+            values: Fields that override the file's. The variables in ``env`` are merged with the file's.
 
         Returns:
-            The settings; those of plugins are environment variables of the ranks.
+            The settings. The settings of plugins become environment variables of the ranks.
 
         Raises:
             FileNotFoundError: The file does not exist.
@@ -207,7 +207,7 @@ class LaunchConfig:
         return shown_repr(self)
 
     def changed(self, **values: Any) -> Self:
-        """Return a copy with other ``values``, which are checked too."""
+        """Return a copy with some ``values`` replaced, and check it."""
         return replace(self, **values)
 
     def non_default(self) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def _endpoint(value: str) -> tuple[str, int]:
 
 RDZV_SECONDS = ("join_timeout", "last_call_timeout", "close_timeout", "heartbeat_timeout", "keep_alive_interval")
 RDZV_SETTINGS = (*RDZV_SECONDS, "timeout", "read_timeout", "keep_alive_max_attempt", "is_host", "local_addr", "secret")
-"""The keys of ``rdzv_conf``, by torch's names; ``secret`` is this package's own."""
+"""The keys of ``rdzv_conf``. All but ``secret`` are torch's."""
 
 
 def _check_rendezvous(config: LaunchConfig) -> None:
@@ -306,7 +306,7 @@ def _check_name(name: object) -> None:
 
 
 def _check_detached(config: LaunchConfig) -> None:
-    """Check that a detached run is one of this machine, in processes of its own."""
+    """Check that a detached run uses this machine only, and separate processes."""
     if not config.detach:
         return
     if config.num_nodes > 1 or config.on is not None:
@@ -349,7 +349,7 @@ def _check_environment(env: object) -> None:
         raise ValueError(f"env={wrong} is not allowed; pass a dict of strings, as env={{'NAME': 'value'}}")
 
 
-# Arguments that a launch gives to every `Accelerator()` of its ranks; arguments passed in the function win.
+# Arguments that a launch passes to every `Accelerator()` of its ranks. The function's own arguments override them.
 
 ACCELERATOR_ARGUMENTS = (
     "device_placement",
@@ -372,9 +372,9 @@ ACCELERATOR_ARGUMENTS = (
     "deepspeed_plugins",
     "parallelism_config",
 )
-"""Arguments of `Accelerator` that a launch can give; `mixed_precision` and `cpu` are settings of the launch itself."""
+"""Arguments of `Accelerator` that a launch can pass; `mixed_precision` and `cpu` are settings of the launch itself."""
 _STRATEGIES = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
-# Arguments that set the same thing: passing one of a group keeps out the group's others from the launch.
+# Arguments that set the same thing. If the function passes one of a group, the launch passes none of that group.
 _ALTERNATIVES = (
     {"gradient_accumulation_steps", "gradient_accumulation_plugin"},
     {"dynamo_backend", "dynamo_plugin"},
@@ -387,7 +387,7 @@ _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
 def check_accelerator_arguments(given: Any) -> None:
-    """Check the arguments that a launch gives to every `Accelerator()`.
+    """Check the arguments that a launch passes to every `Accelerator()`.
 
     Args:
         given: Arguments by name; None: no arguments.
@@ -414,7 +414,7 @@ def check_accelerator_arguments(given: Any) -> None:
 
 
 def set_launch_arguments(given: Mapping[str, Any] | None) -> None:
-    """Set the arguments that every `Accelerator()` of this process takes where the function passes none.
+    """Set the default arguments of every `Accelerator()` in this process.
 
     Args:
         given: Arguments by name; None: no arguments.
@@ -442,7 +442,7 @@ def launch_arguments_set(given: Mapping[str, Any] | None) -> Iterator[None]:
 
 
 def takes_launch_arguments(init: _Init) -> _Init:
-    """Make a constructor take the launch's arguments where the caller passes none.
+    """Make a constructor use the launch's arguments for those that the caller does not pass.
 
     Args:
         init: The constructor of `Accelerator`.

@@ -1,4 +1,4 @@
-"""Recipes of the libraries that compute in fp8, and the settings of quantization with bitsandbytes."""
+"""Recipes of the libraries that compute in fp8, and settings of quantization with bitsandbytes."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ class AORecipeKwargs(KwargsHandler):
     settings = _SECTION
 
     config: Float8LinearConfig | None = None
-    """torchao's own configuration; None: its default, with the two flags below."""
+    """torchao's configuration; None: its default with the two flags below."""
     module_filter_func: Callable[..., Any] | None = None
-    """Called with a module and its name; returns whether to convert it. None: all linear layers but first and last."""
+    """Called with a module and its name; returns whether to convert it. None: all but the first and last linear one."""
     pad_inner_dim: bool | None = setting(unset=True, preset=1, parse=environ.str_to_bool)
-    """Whether inner dimensions are padded to multiples of 16 (ao)."""
+    """Whether inner dimensions are padded to multiples of 16 (torchao)."""
     enable_fsdp_float8_all_gather: bool | None = setting(unset=True, preset=1, parse=environ.str_to_bool)
-    """Whether FSDP gathers weights in fp8 (ao)."""
+    """Whether FSDP gathers weights in fp8 (torchao)."""
 
     def __post_init__(self) -> None:
         _require("torchao", "pip install torchao", "AORecipeKwargs")
@@ -89,26 +89,26 @@ class TERecipeKwargs(KwargsHandler):
     settings = _SECTION
 
     use_autocast_during_eval: bool | None = setting(unset=False, switch=True)
-    """Whether evaluation computes in fp8 too (te)."""
+    """Whether evaluation also computes in fp8 (Transformer Engine)."""
     margin: int | None = setting(unset=0)
-    """The scaling factor is divided by 2 to this power (te)."""
+    """The scaling factor is divided by 2 to this power (Transformer Engine)."""
     interval: int | None = setting(unset=1)
-    """Steps between computations of the scaling factor (te)."""
+    """Number of steps between computations of the scaling factor (Transformer Engine)."""
     fp8_format: Literal["HYBRID", "E4M3", "E5M2"] | None = setting(unset="HYBRID", closed=True)
-    """HYBRID, E4M3 or E5M2 (te)."""
+    """Format: HYBRID, E4M3 or E5M2 (Transformer Engine)."""
     amax_history_len: int | None = setting(unset=1024, former="fp8_amax_history_length")
-    """Steps whose largest absolute values are kept (te)."""
+    """Number of steps in the history of largest absolute values (Transformer Engine)."""
     amax_compute_algo: Literal["max", "most_recent"] | None = setting(unset="most_recent", closed=True)
-    """How the scale follows from the history (te)."""
+    """How the scale is computed from the history: max or most_recent (Transformer Engine)."""
     override_linear_precision: tuple[bool, bool, bool] | None = setting(
         read=_overridden, preset=(False, False, False), parse=environ.flags_text
     )
-    """Whether forward, input gradients and weight gradients run in higher precision, as true,false,false (te).
+    """Whether forward, input and weight gradients use higher precision, as true,false,false (Transformer Engine).
 
     Also read from ACCELERATE_FP8_OVERRIDE_FPROP, _DGRAD and _WGRAD; default: all False.
     """
     use_mxfp8_block_scaling: bool | None = setting(unset=False, option=None)
-    """Whether blocks of 32 values share a scale (te)."""
+    """Whether blocks of 32 values share a scale (Transformer Engine)."""
 
     def __post_init__(self) -> None:
         _require("transformer_engine", "pip install 'transformer_engine[pytorch]'", type(self).__name__)
@@ -130,7 +130,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
     settings = _SECTION
 
     opt_level: Literal["O1", "O2"] | None = setting(unset="O2", closed=True)
-    """Level of MS-AMP: O1: gradients and their reduction in fp8; O2: optimizer states too."""
+    """Level of MS-AMP: O1 (gradients and their reduction in fp8) or O2 (optimizer states, too)."""
 
     def __post_init__(self) -> None:
         fill_unset(self, "opt_level")
@@ -168,10 +168,10 @@ _COMPUTE_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 @dataclass
 class BnbQuantizationConfig:
-    """Quantization of weights to 8 or 4 bits; one of ``load_in_8bit`` and ``load_in_4bit`` must be True.
+    """Quantization of weights to 8 or 4 bits. Either ``load_in_8bit`` or ``load_in_4bit`` must be True.
 
     Raises:
-        ValueError: A value is not allowed, or both or none of the two are True.
+        ValueError: A value is not allowed, or both of the two are True or both are False.
     """
 
     load_in_8bit: bool = False
@@ -183,7 +183,7 @@ class BnbQuantizationConfig:
     bnb_4bit_quant_type: str = "fp4"
     """fp4 or nf4."""
     bnb_4bit_use_double_quant: bool = False
-    """Whether the scales are quantized too."""
+    """Whether the scales are quantized, too."""
     bnb_4bit_compute_dtype: str = "fp16"
     """fp32, fp16 or bf16, or a torch dtype; converted to a torch dtype."""
     torch_dtype: torch.dtype | None = None

@@ -1,4 +1,4 @@
-"""Settings of Megatron-LM, by its own names."""
+"""Settings of Megatron-LM, under their names in Megatron-LM."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _PREFIX = "MEGATRON_LM_"
 
 @dataclass
 class MegatronLMPlugin:
-    """Tensor, pipeline, sequence and data parallelism by Megatron-LM.
+    """Tensor, pipeline, sequence and data parallelism with Megatron-LM.
 
-    Most fields are Megatron's own arguments, which megatron-core 0.16 documents in its ``TransformerConfig``,
-    ``OptimizerConfig`` and ``ModelParallelConfig``; None leaves Megatron's default.
+    Most fields are arguments of Megatron, which megatron-core 0.16 documents in its ``TransformerConfig``,
+    ``OptimizerConfig`` and ``ModelParallelConfig``. None means Megatron's default.
 
     Attributes:
-        megatron_lm_default_args: Megatron's arguments by its own names, which `prepare` completes from the model, the
+        megatron_lm_default_args: Megatron's arguments by name. `prepare` adds those that follow from the model, the
             optimizer and the loader.
 
     Raises:
@@ -32,134 +32,136 @@ class MegatronLMPlugin:
         "megatron_lm_config", "megatron_lm_", _PREFIX, "megatron_lm", "Megatron-LM", arguments=True
     )
 
-    tp_degree: int | None = setting(unset=1, ask="Ranks that split each layer?", argument="tensor_model_parallel_size")
+    tp_degree: int | None = setting(
+        unset=1, ask="How many ranks split each layer?", argument="tensor_model_parallel_size"
+    )
     """Number of ranks over which each layer's tensors are split."""
-    pp_degree: int | None = setting(unset=1, ask="Stages of the pipeline?", argument="pipeline_model_parallel_size")
+    pp_degree: int | None = setting(unset=1, ask="How many pipeline stages?", argument="pipeline_model_parallel_size")
     """Number of ranks over which the layers are distributed."""
     use_custom_fsdp: bool | None = setting(variable=None, preset=False, argument=None)
     """Accepted for compatibility; has no effect."""
     overlap_cpu_optimizer_d2h_h2d: bool | None = setting(variable=None, preset=False)
-    """Whether copies between GPU and an offloaded optimizer overlap with its step."""
+    """Whether copies between the GPU and an offloaded optimizer overlap with the optimizer's step."""
     no_load_optim: bool | None = setting(variable=None, preset=False)
-    """Whether ``load_state`` leaves out the optimizer."""
+    """Whether ``load_state`` skips the optimizer."""
     eod_mask_loss: bool | None = setting(variable=None, preset=False)
-    """Whether tokens at the end of documents do not count in the loss of Megatron's datasets."""
+    """Whether end-of-document tokens are excluded from the loss, with Megatron's datasets."""
     no_save_optim: bool | None = setting(variable=None, preset=False)
-    """Whether ``save_state`` leaves out the optimizer."""
+    """Whether ``save_state`` skips the optimizer."""
     optimizer_cpu_offload: bool | None = setting(variable=None, preset=False)
-    """Whether optimizer states are kept in main memory."""
+    """Whether optimizer states are offloaded to main memory."""
     use_precision_aware_optimizer: bool | None = setting(variable=None, preset=False)
-    """Whether optimizer states may have another dtype than float32."""
+    """Whether optimizer states may have a dtype other than float32."""
     decoder_last_pipeline_num_layers: int | None = setting(variable=None, argument=None)
     """Accepted for compatibility; has no effect."""
     recompute_granularity: str | None = setting(variable=None)
-    """What is computed again in the backward: full (layers) or selective (attention); None: nothing."""
+    """Recompute full (whole layers) or selective (attention) in the backward pass; None: nothing."""
     recompute_method: str | None = setting(variable=None)
-    """Which layers are computed again with full: uniform or block."""
+    """Which layers are recomputed with full: uniform or block."""
     recompute_num_layers: int | None = setting(variable=None)
-    """Layers of a part that is computed again (uniform), or layers for each stage (block)."""
+    """Number of layers in each recomputed group (uniform), or in each pipeline stage (block)."""
     attention_backend: bool | None = setting(variable=None, parse=str)
     """Megatron's implementation of attention."""
     expert_model_parallel_size: int | None = setting(variable=None)
-    """Number of ranks over which experts are split; it divides the data-parallel ranks."""
+    """Number of ranks over which experts are split. It must divide the number of data-parallel ranks."""
     context_parallel_size: int | None = setting(variable=None)
-    """Only 1 is available."""
+    """Must be 1: context parallelism is not available."""
     attention_dropout: float | None = setting(variable=None)
-    """Dropout of attention; None: the model's."""
+    """Dropout in attention; None: the model's."""
     hidden_dropout: float | None = setting(variable=None)
-    """Dropout of layers; None: the model's."""
+    """Dropout in other layers; None: the model's."""
     attention_softmax_in_fp32: bool | None = setting(variable=None, parse=environ.flag_text)
     """Whether the softmax of attention is computed in float32."""
     expert_tensor_parallel_size: int | None = setting(variable=None)
     """Number of ranks over which the tensors of each expert are split."""
     calculate_per_token_loss: bool | None = setting(variable=None, parse=environ.flag_text)
-    """Whether the loss is the mean over the tokens of the window, not of its micro-batches."""
+    """Whether the loss is averaged over the tokens of the accumulation window instead of over its micro-batches."""
     use_rotary_position_embeddings: bool | None = setting(variable=None, parse=environ.flag_text, argument=None)
-    """Whether positions are rotary embeddings; None: as the model has them."""
-    num_micro_batches: int | None = setting(unset=1, preset=None, ask="Micro-batches per step?")
-    """Batches of a window, which are in the pipeline one after the other."""
-    gradient_clipping: float | None = setting(unset=1.0, ask="Norm of gradients?", argument="clip_grad")
-    """Largest norm of gradients."""
+    """Whether position embeddings are rotary; None: as in the model."""
+    num_micro_batches: int | None = setting(unset=1, preset=None, ask="How many micro-batches per optimizer step?")
+    """Number of micro-batches per optimizer step, which pass through the pipeline one after the other."""
+    gradient_clipping: float | None = setting(unset=1.0, ask="Which maximum norm of gradients?", argument="clip_grad")
+    """Maximum norm of gradients."""
     sequence_parallelism: bool | None = setting(
         unset=False, preset=None, parse=environ.flag_text, argument="sequence_parallel"
     )
     """Whether norms and dropouts are split over the tensor-parallel ranks."""
     recompute_activations: bool | None = setting(unset=False, preset=None, parse=environ.flag_text, argument=None)
-    """Whether attention is computed again in the backward."""
+    """Whether attention is recomputed in the backward pass."""
     use_distributed_optimizer: bool | None = setting(unset=False, preset=None, parse=environ.flag_text)
     """Whether optimizer states are sharded over the data-parallel ranks."""
     pipeline_model_parallel_split_rank: int | None = None
     """Accepted for compatibility; has no effect."""
     num_layers_per_virtual_pipeline_stage: int | None = setting(variable=None, option=None)
-    """Layers of each part where a rank has several parts of the pipeline (interleaved)."""
+    """Number of layers in each virtual stage of an interleaved pipeline; None: it is not interleaved."""
     is_train_batch_min: bool = True
     """Accepted for compatibility; has no effect."""
     train_iters: int | None = None
-    """Steps of the whole training."""
+    """Number of steps of the whole training."""
     train_samples: int | None = None
-    """Samples of the whole training, in place of steps."""
+    """Number of samples of the whole training, instead of ``train_iters``."""
     weight_decay_incr_style: str = "constant"
-    """How weight decay changes from its start to its end: constant, linear or cosine."""
+    """How weight decay changes from start to end: constant, linear or cosine."""
     start_weight_decay: float | None = None
     """Weight decay at the start; None: the optimizer's."""
     end_weight_decay: float | None = None
     """Weight decay at the end; None: the optimizer's."""
     lr_decay_style: str = "linear"
-    """How the learning rate falls: constant, linear, cosine, inverse-square-root or WSD."""
+    """How the learning rate decays: constant, linear, cosine, inverse-square-root or WSD."""
     lr_decay_iters: int | None = None
-    """Steps until the learning rate has reached ``min_lr``; None: those of the scheduler."""
+    """Number of steps until the learning rate reaches ``min_lr``; None: the scheduler's number."""
     lr_decay_samples: int | None = None
-    """The same, in samples."""
+    """Number of samples until the learning rate reaches ``min_lr``, instead of ``lr_decay_iters``."""
     lr_warmup_iters: int | None = None
-    """Steps in which the learning rate rises from 0; None: those of the scheduler."""
+    """Number of warm-up steps, while the learning rate rises from 0; None: the scheduler's number."""
     lr_warmup_samples: int | None = None
-    """The same, in samples."""
+    """Number of warm-up samples, instead of ``lr_warmup_iters``."""
     lr_warmup_fraction: float | None = None
-    """The same, as a part of the decay, from 0 to 1."""
+    """Length of the warm-up as a fraction of the decay, from 0 to 1, instead of ``lr_warmup_iters``."""
     min_lr: float = 0
     """Smallest learning rate of the schedule."""
     consumed_samples: list[int] | None = None
-    """Samples of Megatron's datasets that an earlier run has used: training, validation and test."""
+    """Numbers of samples that earlier runs used from Megatron's datasets, for training, validation and test."""
     no_wd_decay_cond: Callable[..., Any] | None = None
-    """Called with the name of a parameter and the parameter; returns whether it has no weight decay."""
+    """Called with the name of a parameter and the parameter; returns whether to exclude it from weight decay."""
     scale_lr_cond: Callable[..., Any] | None = None
-    """Called in the same way; returns whether the learning rate is multiplied by ``lr_mult``."""
+    """Called with the same arguments; returns whether to multiply the learning rate by ``lr_mult``."""
     lr_mult: float = 1.0
-    """Factor of the learning rate where ``scale_lr_cond`` returns True."""
+    """Factor for the learning rate if ``scale_lr_cond`` returns True."""
     megatron_dataset_flag: bool = False
-    """Whether batches are from Megatron's datasets."""
+    """Whether batches come from Megatron's datasets."""
     seq_length: int | None = setting(variable=None, option=None)
-    """Tokens of a sequence; None: those of the first batch, else the model's positions."""
+    """Number of tokens per sequence; None: as in the first batch, or else the model's number of positions."""
     encoder_seq_length: int | None = setting(variable=None, option=None)
-    """Tokens of the encoder's sequences (T5)."""
+    """Number of tokens per sequence of the encoder (T5)."""
     decoder_seq_length: int | None = setting(variable=None, option=None)
-    """Tokens of the decoder's sequences (T5), where ``seq_length`` is None."""
+    """Number of tokens per sequence of the decoder (T5), if ``seq_length`` is None."""
     tensorboard_dir: str | None = None
-    """Folder of TensorBoard's files, as an argument for Megatron."""
+    """Folder for TensorBoard's files, which is passed on to Megatron."""
     set_all_logging_options: bool = False
     """With ``tensorboard_dir``: whether norms, zeros in gradients, memory and world size are logged."""
     eval_iters: int = 100
-    """Batches of one evaluation with Megatron's datasets."""
+    """Number of batches per evaluation, with Megatron's datasets."""
     eval_interval: int = 1000
-    """Steps between two evaluations with Megatron's datasets."""
+    """Number of steps between evaluations, with Megatron's datasets."""
     return_logits: bool = False
-    """Whether the model returns its logits with the loss."""
+    """Whether the model returns its logits together with the loss."""
     custom_train_step_class: Any = None
     """A subclass of `AbstractTrainStep`; None: the one for the type of model."""
     custom_train_step_kwargs: dict[str, Any] | None = None
     """Arguments of its constructor, after Megatron's arguments."""
     custom_model_provider_function: Callable[..., Any] | None = None
-    """Creates a rank's part of the model, in place of the model's configuration."""
+    """Creates a rank's part of the model, instead of building it from the model's configuration."""
     custom_prepare_model_function: Callable[..., Any] | None = None
     """Called with the Accelerator; returns the model."""
     custom_megatron_datasets_provider_function: Callable[..., Any] | None = None
     """Called with three numbers of samples; returns the datasets of the splits."""
     custom_get_batch_function: Callable[..., Any] | None = None
-    """Called with an iterator; returns what the train step needs of a batch."""
+    """Called with an iterator; returns the values of a batch that the train step needs."""
     custom_loss_function: Callable[..., Any] | None = None
-    """Replaces the train step's function of the loss."""
+    """Replaces the train step's loss function."""
     other_megatron_args: dict[str, Any] | None = None
-    """More of Megatron's arguments, by its names; they win over the others."""
+    """Further arguments of Megatron by name, which override the other fields."""
 
     def __post_init__(self) -> None:
         self._clipping_given = self.gradient_clipping is not None or bool(environ.text(f"{_PREFIX}GRADIENT_CLIPPING"))
@@ -168,7 +170,7 @@ class MegatronLMPlugin:
         )
         if self.other_megatron_args is not None:
             self.other_megatron_args = _named_as_in_core(self.other_megatron_args)
-        self.scheduled = False  # whether the learning rate follows a schedule
+        self.scheduled = False  # Whether the learning rate follows a schedule.
         fill_unset(self)
         self._check()
         self.megatron_lm_default_args: dict[str, Any] = {
@@ -205,10 +207,10 @@ class MegatronLMPlugin:
 
         Args:
             model: A model with a `config` like that of transformers' models.
-            batch_data: A batch, whose sequence length is used where no other is given.
+            batch_data: A batch, whose sequence length is used if no other length is given.
 
         Raises:
-            ValueError: The type of model is not known.
+            ValueError: The type of model is unknown.
         """
         kind = getattr(getattr(model, "config", None), "model_type", None)
         parser = MODEL_CONFIGS_TO_MEGATRON_PARSERS.get(str(kind))
@@ -229,7 +231,7 @@ class MegatronLMPlugin:
             mixed_precision: no, bf16 or fp16.
 
         Raises:
-            ValueError: The precision is another one.
+            ValueError: The precision is not one of these.
         """
         if mixed_precision not in {"no", "bf16", "fp16"}:
             raise ValueError(
@@ -243,7 +245,7 @@ class MegatronLMPlugin:
 
         Args:
             micro_batch_size: Samples per rank in one micro-batch.
-            dp_degree: Number of groups of ranks with data of their own.
+            dp_degree: Number of groups of ranks that read different data.
         """
         self.dp_degree, self.micro_batch_size = dp_degree, micro_batch_size
         self.global_batch_size = dp_degree * micro_batch_size * (self.num_micro_batches or 1)
@@ -279,7 +281,7 @@ class MegatronLMPlugin:
         self.megatron_lm_default_args |= {**arguments, "min_lr": self.min_lr, **(self.other_megatron_args or {})}
 
     def set_scheduler_args(self, scheduler: Any) -> None:
-        """Copy the lengths of a schedule, where this plugin sets none.
+        """Copy the lengths of a schedule, unless this plugin sets them.
 
         Args:
             scheduler: A `MegatronLMDummyScheduler`; its steps count the batches of all ranks.
@@ -296,7 +298,7 @@ class MegatronLMPlugin:
         }
 
     def set_tensorboard_logging_options(self) -> None:
-        """Set the folder of TensorBoard's files, and with `set_all_logging_options` the values that are logged."""
+        """Set the folder for TensorBoard's files and, with `set_all_logging_options`, the values to log."""
         self.megatron_lm_default_args["tensorboard_dir"] = self.tensorboard_dir
         if self.set_all_logging_options:
             self.megatron_lm_default_args |= dict.fromkeys(_LOGGED, True)
@@ -316,7 +318,7 @@ MODEL_CONFIGS_TO_MEGATRON_PARSERS: dict[str, Callable[..., Any]] = {}
 
 
 def _named_as_in_core(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of Megatron-LM, of which megatron-core ignores earlier names and values, with its own ones."""
+    """Convert former names and values of Megatron-LM's arguments, which megatron-core would ignore, to its own."""
     found = dict(arguments)
     if "position_embedding_type" in found:
         kind = _POSITIONS.get(found["position_embedding_type"], found["position_embedding_type"])
@@ -353,7 +355,7 @@ def _first_set(config: Any, *names: str, default: Any = None) -> Any:
 
 
 def _set_shape(plugin: MegatronLMPlugin, config: Any, batch_data: Any, **more: Any) -> None:
-    """Set the arguments that all types of models have in their configurations."""
+    """Set the arguments that follow from the configuration of any type of model."""
     width = _first_set(config, "hidden_size", "n_embd", "d_model")
     positions = _first_set(config, "max_position_embeddings", "n_positions")
     length = plugin.seq_length or plugin.decoder_seq_length

@@ -31,7 +31,7 @@ class TorchTensorParallelPlugin:
     tp_size: int = 1
     """Number of ranks over which each tensor is split."""
     torch_device_mesh: DeviceMesh | None = None
-    """The mesh over which the model was split; None: created when it is needed."""
+    """The mesh over which the model was split; None: it is created when it is needed."""
 
     def __post_init__(self) -> None:
         check_whole_number("tp_size", self.tp_size)
@@ -56,7 +56,7 @@ class TorchContextParallelConfig:
     """Settings of context parallelism in a ``ParallelismConfig``.
 
     Raises:
-        ValueError: The strategy is not known.
+        ValueError: The strategy is unknown.
     """
 
     settings = _SECTION
@@ -74,17 +74,17 @@ class DeepSpeedSequenceParallelConfig:
     """Settings of DeepSpeed's sequence parallelism (Ulysses) in a ``ParallelismConfig``.
 
     Raises:
-        ValueError: The attention is not known, or the length is missing although it is not variable.
+        ValueError: The attention is unknown, or a fixed length is not given.
     """
 
     settings = _SECTION
 
     sp_seq_length: int | None = setting()
-    """Tokens of the whole sequence; default: as in each batch."""
+    """Number of tokens of the whole sequence; default: as in each batch."""
     sp_seq_length_is_variable: bool | None = setting(unset=True)
-    """Whether it differs between batches."""
+    """Whether the length of sequences differs between batches."""
     sp_attn_implementation: str | None = setting(preset="sdpa")
-    """flash_attention_2, flash_attention_3, sdpa or a kernel on the hub."""
+    """Implementation of attention: flash_attention_2, flash_attention_3, sdpa or a kernel on the Hub."""
 
     def __post_init__(self) -> None:
         fill_unset(self)
@@ -117,7 +117,7 @@ class ParallelismConfig:
     Ranks are numbered with tp innermost, then ep, sp, cp, dp_shard, dp_replicate, and pp outermost.
 
     Raises:
-        ValueError: A size is not a whole number above 0, or sizes exclude each other.
+        ValueError: A size is not a whole number above 0, or sizes are mutually exclusive.
     """
 
     settings = _SECTION
@@ -293,7 +293,7 @@ class ParallelismConfig:
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """The dimensions of FSDP's mesh: replicas, where there are any, and shards."""
+        """The dimensions of FSDP's mesh: replicas, if there are any, and shards."""
         return [*self._active("dp_replicate"), "dp_shard_cp"]
 
     @property
@@ -310,7 +310,7 @@ class ParallelismConfig:
             world_size: Number of ranks.
 
         Raises:
-            ValueError: They differ; the message contains the equation.
+            ValueError: They differ. The message contains the equation.
         """
         if self.total_size == world_size:
             return
@@ -324,14 +324,14 @@ class ParallelismConfig:
         )
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Build a mesh of the ranks, and keep it; every rank must call this.
+        """Build a mesh of the ranks and store it; every rank must call this.
 
         Args:
             device_type: Type of the ranks' devices: cpu, cuda, ...
 
         Returns:
             A mesh with the dimensions above degree 1, outermost first, and the flattened submeshes dp, dp_shard_cp and
-            dp_cp; None: every degree is 1.
+            dp_cp. None if every degree is 1.
         """
         names = self._active(*_DIMENSIONS)
         if not names:
@@ -348,13 +348,13 @@ class ParallelismConfig:
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """Return the mesh, and build it where it does not exist yet; in that case every rank must call this.
+        """Return the mesh, and build it if it does not exist yet; every rank must call this in that case.
 
         Args:
-            device_type: Type of the ranks' devices; None: that of the existing mesh.
+            device_type: Type of the ranks' devices; None: the existing mesh's type.
 
         Returns:
-            The mesh; None: every degree is 1.
+            The mesh, or None if every degree is 1.
 
         Raises:
             ValueError: The mesh was built for another type of device, or does not exist and no type is given.

@@ -35,11 +35,11 @@ def convert_bytes(size: float) -> str:
 
 
 def merge_dicts(source: MutableMapping[str, Any], destination: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """Merge one nested dict into another, which is changed.
+    """Merge one nested dict into another, in place.
 
     Args:
-        source: The dict whose values win.
-        destination: The dict that is changed.
+        source: The dict whose values take precedence.
+        destination: The dict to update.
 
     Returns:
         The destination.
@@ -54,10 +54,10 @@ def merge_dicts(source: MutableMapping[str, Any], destination: MutableMapping[st
 
 
 def format_setting(value: Any) -> str:
-    """Return a setting as readable text; of dataclasses only the fields that differ from their defaults.
+    """Return a setting as readable text, with only those fields of dataclasses that differ from their defaults.
 
     Args:
-        value: A plain value, a dataclass, or a dict of them by name.
+        value: A plain value, a dataclass, or a dict of these by name.
     """
     if isinstance(value, Mapping):
         return ", ".join(f"{name}={format_setting(shown_value(str(name), entry))}" for name, entry in value.items())
@@ -71,16 +71,16 @@ def format_setting(value: Any) -> str:
     return f"{type(value).__name__}({format_setting(changed)})"
 
 
-# Texts without secrets: values of environment variables and of names such as api_key, and credentials in URLs.
+# Hide secrets in texts: the values of environment variables and of names such as api_key, and credentials in URLs.
 
 HIDDEN = "***"
 VARIABLES = ("env", "env_vars", "runtime_env", "rdzv_conf")
-"""Fields whose values may be secrets: only their names are shown."""
+"""Fields with values that may be secrets, so that only the names of these values are shown."""
 _USER = re.compile(r"(?<=://)(?:[^\s'\"/@:]*:[^\s'\"]*|[^\s'\"/@]*)@")
 """user:password@ or token@; a password may contain / and @."""
 _PARAMETER = re.compile(r"([?&]([^=&\s'\"]*)=)[^&#\s'\"]*")
 _SHORT = 4
-"""Shorter values are not looked for in a text: they would hide parts of ordinary words."""
+"""Shorter values are not hidden in texts, because they also occur in ordinary words."""
 
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
@@ -91,12 +91,12 @@ _ORDINARY = re.compile(
     r"|_(?:token|key)(?=_(?:budget|count|dim|dropout|embedding|frame|head|id|len|length|limit|loss|mask|norm|padding|point|"
     r"position|size|type|value|weight)s?_)"
 )
-"""The tokens of texts, and the keys of attention, of videos and of tables."""
+"""Names of tokens in texts, and of keys in attention, videos and tables, which are not secrets."""
 _SECRET = re.compile(r"_(?:key|signature|[a-z]*token)_|(?:credential|passphrase|passwd|password|pwd|secret)s?_")
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether the values of this name are hidden, as of ``api_key``, ``accessToken`` and ``db-password``.
+    """Return whether values with this name are hidden, such as ``api_key``, ``accessToken`` and ``db-password``.
 
     Plural keys and tokens, as in ``max_tokens``, are numbers or names, unless another word makes them secrets.
 
@@ -108,7 +108,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def hide_credentials(text: str) -> str:
-    """Return a text with the user, password and secret parameters of its URLs replaced."""
+    """Hide the user, the password and the secret parameters of URLs in a text."""
     if "://" not in text:
         return text
     return _PARAMETER.sub(_without_secret, _USER.sub(f"{HIDDEN}@", text))
@@ -119,11 +119,11 @@ def _without_secret(parameter: re.Match[str]) -> str:
 
 
 def shown_value(name: str, value: object) -> Any:
-    """Return the value of a field as it may be shown.
+    """Return the value of a field without its secrets.
 
     Args:
         name: The field.
-        value: A plain value, or containers of them.
+        value: A plain value, or a container of plain values.
     """
     if value is not None and (name in VARIABLES or is_secret_name(name)):
         return names_only(value)
@@ -137,7 +137,7 @@ def shown_value(name: str, value: object) -> Any:
 
 
 def names_only(value: object) -> Any:
-    """Return nested dicts with the names that they have, and `HIDDEN` for each value."""
+    """Return a copy of nested dicts with `HIDDEN` in place of each value."""
     if isinstance(value, Mapping):
         return {name: names_only(entry) for name, entry in value.items()}
     return _Hidden()
@@ -161,11 +161,11 @@ def shown_repr(settings: DataclassInstance) -> str:
 
 
 def redact(text: str, settings: DataclassInstance) -> str:
-    """Return a text from another program, such as an error of Ray, without the secrets of a dataclass.
+    """Hide the secrets of a dataclass in the text of another program, such as an error of Ray.
 
     Args:
         text: Any text.
-        settings: The dataclass whose values must not be in it.
+        settings: The dataclass with the secrets.
     """
     text = hide_credentials(text)
     for entry in dataclasses.fields(settings):
@@ -196,7 +196,7 @@ def check_one_of(name: str, value: object, allowed: Iterable[object]) -> None:
         allowed: The allowed values.
 
     Raises:
-        ValueError: It is not; the message lists the allowed values.
+        ValueError: It is not. The message lists the allowed values.
     """
     choices = list(allowed)
     if value not in choices:
@@ -213,7 +213,7 @@ def check_whole_number(name: str, value: object, least: int = 1, most: int | Non
         most: The largest number allowed; None: no limit.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The value is something else.
     """
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or value < least or (most is not None and value > most):  # type: ignore[operator]
@@ -238,7 +238,7 @@ def check_type(name: str, value: object, allowed: type | tuple[type, ...], what:
 
 
 MAX_SECONDS = 10**9
-"""Most seconds of a limit, 31 years: the waits of the operating system and of Python have limits, too."""
+"""The largest time limit, 31 years, because the operating system and Python limit the length of a wait."""
 
 
 def check_number(
@@ -251,12 +251,12 @@ def check_number(
         value: Its value.
         what: What to pass, for the message.
         most: The largest number allowed.
-        zero: Whether 0 is allowed, too.
+        zero: Whether 0 is allowed.
 
     Raises:
-        ValueError: It is something else, such as a bool, NaN, an infinity or a text.
+        ValueError: The value is something else, such as a bool, NaN, an infinity or a text.
     """
-    real = isinstance(value, numbers.Real) and not isinstance(value, bool)  # numpy's are, too
+    real = isinstance(value, numbers.Real) and not isinstance(value, bool)  # numpy's numbers are Real, too.
     if not (real and 0 <= value <= most and (zero or value > 0)):  # type: ignore[operator]
         limit = f", at most {most:,}" if most < sys.float_info.max else ""
         least = "of at least" if zero else "above"
@@ -270,11 +270,11 @@ def check_seconds(name: str, value: object, *, most: float = MAX_SECONDS, zero: 
         name: Name of the field or argument.
         value: Its value.
         most: The largest number allowed.
-        zero: Whether 0 is allowed, too.
+        zero: Whether 0 is allowed.
         none: The meaning of None, for the message; "": None is not allowed.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The value is something else.
     """
     if value is None and none:
         return
@@ -294,16 +294,16 @@ def short_repr(value: object) -> str:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is an int or a float; bool is neither.
+    """Return whether a value is an int or a float, but not a bool.
 
     Args:
-        value: Anything.
+        value: Any value.
     """
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 _SHOWN_CHARS = 200
-"""Characters of a path in an error."""
+"""The number of characters of a path that an error message shows."""
 
 
 def given_folder(path: str | os.PathLike[str]) -> Path:
@@ -313,7 +313,7 @@ def given_folder(path: str | os.PathLike[str]) -> Path:
         path: The folder; "~" is the user's home.
 
     Raises:
-        ValueError: The path is impossible, or there is no user of the name after "~".
+        ValueError: The path is not valid, or the user after "~" does not exist.
     """
     given = os.fspath(path)
     shown = repr(given if len(given) <= _SHOWN_CHARS else f"{given[:_SHOWN_CHARS]}…")

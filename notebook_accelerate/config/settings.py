@@ -1,4 +1,4 @@
-"""Settings: fields of dataclasses that are also variables, options, keys of files, questions, and rows of forms.
+"""Settings: dataclass fields that are also variables, options, keys of files, questions and rows of forms.
 
     @dataclass
     class Plugin:
@@ -8,7 +8,7 @@
         \"\"\"Number of layers.\"\"\"
 
 If `depth` is None, it is read from the variable PLUGIN_DEPTH. It is the option ``--plugin_depth`` of ``launch`` and the
-key plugin_depth of a configuration file, and ``config`` asks for it. Its text is the literal below the field.
+key plugin_depth of a configuration file, and ``config`` asks for it. Its help text is the string literal below it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from notebook_accelerate.config.plain_values import check_one_of
 Answers = Mapping[str, Any]
 MIXED_PRECISIONS = ("no", "fp16", "bf16", "fp8")
 RDZV_BACKENDS = ("static", "c10d")
-"""Choices that a launch and a configuration file have in common."""
+"""Choices shared by launches and configuration files."""
 HARDWARE, MACHINES, LIMITS = "Hardware", "Several machines, ports", "Limits and restarts"
 OUTPUT, OTHER = "Environment and output", "Other options of Accelerate"
 """Titles of groups in the form and in the help of ``launch``."""
@@ -39,18 +39,18 @@ OUTPUT, OTHER = "Environment and output", "Other options of Accelerate"
 
 @dataclass(frozen=True)
 class SettingsSection:
-    """Where the settings of a class are found; the class attribute ``settings``.
+    """The names under which the settings of a class appear; the class attribute ``settings``.
 
-    The attribute has no annotation, because ``__dataclass_fields__``, which clients read, also lists annotated ones.
+    The attribute has no annotation. An annotated one would be listed in ``__dataclass_fields__``, which clients read.
 
     Attributes:
-        key: Section of a configuration file; "": its top level.
-        option: Prefix of the options' names.
-        variable: Prefix of the variables' names.
-        strategy: The strategy that the section configures, as in the option ``--use_fsdp``; "": none.
-        title: Heading of the section in help texts and documentation.
-        presets: Whether ``launch`` passes on ``unset`` for options that are not given, unless a field says otherwise.
-        arguments: Whether fields are arguments of the library by their own names, unless they say otherwise.
+        key: The section of a configuration file, or "" for its top level.
+        option: The prefix of the options' names.
+        variable: The prefix of the variables' names.
+        strategy: The strategy that the section configures, as in the option ``--use_fsdp``, or "".
+        title: The heading of the section in help texts and documentation.
+        presets: Whether ``launch`` passes on ``unset`` for options that are not given. ``preset`` overrides this.
+        arguments: Whether fields are arguments of the library under their own names. ``argument`` overrides this.
     """
 
     key: str = ""
@@ -73,7 +73,7 @@ class SettingsSection:
 
 
 _DERIVED: Any = object()
-"""Attributes with this value follow from other attributes."""
+"""The value of attributes that are derived from other attributes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,31 +81,31 @@ class Setting:
     """The names, choices and conversions of one field.
 
     Attributes:
-        name: The field.
-        default: Its default.
-        kind: The type of its texts in variables and options: bool, int, float or str.
-        group: Title of its group in a form and in the help of ``launch``; None: the form leaves it out.
-        launch: The field of ``LaunchConfig`` with the same meaning (fields of a configuration file).
-        choices: The values that a form offers.
-        variable: The variable that is read where the field is None; None: no variable is.
-        unset: The value where this variable is not set either.
-        read: Reads the variable, given its name and ``unset``; None: a function of `environ` for ``kind``.
-        option: Its name on the command line and in a configuration file; None: in neither.
-        former: A name of the option in older configuration files.
-        preset: The value that ``launch`` passes on if neither the command line nor the file gives one. Left out:
-            ``unset`` if the section has ``presets``, otherwise None.
-        parse: Converts the option's text; None: as ``kind``.
-        switch: Whether the option has no text.
-        closed: Whether the command line refuses values that are not among ``choices``.
-        ask: The question of ``config``; "": it does not ask.
-        answer: The answer of an empty line; a function of the answers so far, or a value. Left out: ``unset``, or
-            ``default`` if that is None.
-        answers: The allowed answers; None: ``choices``.
-        when: Whether to ask, from the answers so far by option.
-        argument: Its name in the configuration of the library, dotted if it is nested; None: it is not passed on. Left
-            out: the field's name if the section's fields are ``arguments``, otherwise None.
-        place: Questions of a section are asked by place, and in the order of the fields.
-        parameter: Whether ``notebook_launcher`` has a parameter of this name (fields of ``LaunchConfig``).
+        name: The field's name.
+        default: The field's default.
+        kind: The type of the values of its variable and option: bool, int, float or str.
+        group: The title of its group in a form and in the help of ``launch``. Forms leave out fields with None.
+        launch: The field of ``LaunchConfig`` with the same meaning, for fields of a configuration file.
+        choices: The values that a form offers. If left out, they are taken from a ``Literal`` in the annotation.
+        variable: The environment variable that sets the field if it is None, or None.
+        unset: The value if this variable is not set.
+        read: Called with the variable's name and ``unset``; returns the value. None: the function for ``kind``.
+        option: The name on the command line and in a configuration file, or None.
+        former: The option's name in older configuration files.
+        preset: The value that ``launch`` passes on if the command line and the file set none. If left out, it is
+            ``unset`` in a section with ``presets``, and otherwise None.
+        parse: Converts the option's text. None: the function for ``kind``.
+        switch: Whether the option is a flag, without a value.
+        closed: Whether the command line rejects values that are not in ``choices``.
+        ask: The question that ``config`` asks. It does not ask if this is "".
+        answer: The default answer: a value, or a function of the answers so far. If left out, it is ``unset``, or
+            ``default`` if ``unset`` is None.
+        answers: The allowed answers. None: ``choices``.
+        when: Called with the answers so far, by option; returns whether to ask.
+        argument: The name in the configuration of the library, dotted if it is nested, or None if the library does not
+            have the setting. If left out, it is the field's name in a section with ``arguments``, and otherwise None.
+        place: ``config`` sorts the questions of a section by place, and then by the order of the fields.
+        parameter: Whether ``notebook_launcher`` has a parameter of this name, for fields of ``LaunchConfig``.
     """
 
     name: str = ""
@@ -133,24 +133,24 @@ class Setting:
 
     @property
     def source(self) -> str:
-        """A sentence on the variable and the value without it; "" without a variable."""
+        """A sentence with the variable and its default, or "" if there is no variable."""
         if self.variable is None:
             return ""
         return f" Read from {self.variable}{'' if self.unset is None else f'; default: {self.unset}'}."
 
 
 def setting(default: Any = None, **known: Any) -> Any:
-    """Return the field of a setting.
+    """Create a dataclass field that is a setting.
 
     Args:
         default: The field's default.
-        known: Attributes of its `Setting`. Names of variable and option follow from the class's `SettingsSection`.
+        known: Attributes of its `Setting`. The variable and the option are derived from the class's `SettingsSection`.
     """
     return dataclasses.field(default=default, metadata=metadata(**known))
 
 
 def metadata(**known: Any) -> dict[str, Setting]:
-    """Return the metadata of a setting's field; for fields without a default, which mypy finds by ``field()``.
+    """Return the metadata for a setting without a default, which mypy recognizes only in a call of ``field()``.
 
     Args:
         known: Attributes of its `Setting`.
@@ -159,7 +159,7 @@ def metadata(**known: Any) -> dict[str, Setting]:
 
 
 def settings_of(cls: type[Any]) -> dict[str, Setting]:
-    """Return the settings of a dataclass by field, in the fields' order; other fields are left out.
+    """Return the settings of a dataclass by name, in the order of the fields.
 
     Args:
         cls: The dataclass, with a class attribute ``settings`` if it has options or variables.
@@ -236,7 +236,7 @@ def from_environment(owner: type[Any], name: str) -> Any:
         name: The field.
 
     Raises:
-        ValueError: The variable is not of the field's type.
+        ValueError: The variable's text does not fit the field's type.
     """
     found = settings_of(owner)[name]
     return found.unset if found.variable is None else (found.read or _READERS[found.kind])(found.variable, found.unset)
@@ -247,11 +247,11 @@ def fill_unset(instance: Any, *names: str, without: Sequence[str] = ()) -> None:
 
     Args:
         instance: An instance of a dataclass.
-        names: The fields; empty: all that have a variable.
-        without: Fields that are not set.
+        names: The fields. If empty, all fields with a variable.
+        without: Fields to leave alone.
 
     Raises:
-        ValueError: A variable is not of the field's type.
+        ValueError: A variable's text does not fit the field's type.
     """
     known = settings_of(type(instance))
     for name in names or [each.name for each in known.values() if each.variable is not None]:
@@ -263,13 +263,13 @@ def fill_unset(instance: Any, *names: str, without: Sequence[str] = ()) -> None:
 
 
 def help_texts(cls: type[Any]) -> dict[str, str]:
-    """Return the texts of a class's fields: string literals after them, else its docstring's Args.
+    """Return the help texts of a class's fields: the string literals below them, or the Args of its docstring.
 
     Args:
         cls: The dataclass.
 
     Returns:
-        One line by field; the line of a setting ends with its variable.
+        One line per field. The line of a setting ends with its variable.
     """
     known = settings_of(cls) if dataclasses.is_dataclass(cls) else {}
     lines = {name: " ".join(text.split()) for name, text in _texts(cls).items()}
@@ -277,7 +277,7 @@ def help_texts(cls: type[Any]) -> dict[str, str]:
 
 
 def short_help(cls: type[Any], name: str) -> str:
-    """Return the first paragraph of a field's text.
+    """Return the first paragraph of a field's help text.
 
     Args:
         cls: The dataclass.
@@ -318,7 +318,7 @@ def _docstring_entries(docstring: str) -> dict[str, str]:
 def _literals_after_fields(cls: type[Any]) -> dict[str, str]:
     try:
         tree = ast.parse(_source_of_fields(cls))
-    except (OSError, TypeError, SyntaxError):  # a class without source
+    except (OSError, TypeError, SyntaxError):  # The class was defined interactively, without a source file.
         return {}
     body = tree.body[0].body if tree.body and isinstance(tree.body[0], ast.ClassDef) else []
     texts = {}
@@ -331,9 +331,10 @@ def _literals_after_fields(cls: type[Any]) -> dict[str, str]:
 
 
 def _source_of_fields(cls: type[Any]) -> str:
-    """Return the source of a class; of one with settings, which is this package's, up to its first method.
+    """Return the source of a class. If the class has settings, stop at its first method.
 
-    `inspect.getsource` parses the whole file, which takes ten times longer.
+    Only classes of this package have settings, so their layout is known. `inspect.getsource` would parse the whole
+    file, which takes ten times longer.
     """
     if not settings_of(cls):
         return textwrap.dedent(inspect.getsource(cls))

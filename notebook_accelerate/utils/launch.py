@@ -1,6 +1,6 @@
 """Accelerate's functions that convert the options of ``accelerate launch`` to command lines and environments.
 
-They are for tools that build on Accelerate's launch options; ``launch`` itself does not run these command lines. The
+They are for tools that build on Accelerate's launch options. ``launch`` itself does not run these command lines. The
 functions read options from a parsed ``argparse.Namespace``, in which a missing option counts as not given.
 """
 
@@ -27,7 +27,7 @@ from notebook_accelerate.config.plain_values import merge_dicts
 
 
 def _training_variables(args: argparse.Namespace, *flags: str) -> dict[str, str]:
-    """Return the variables of mixed precision and compilation, and of flags.
+    """Return the variables of mixed precision, compilation and some flags.
 
     Raises:
         ValueError: The mixed precision is unknown.
@@ -43,7 +43,7 @@ def _training_variables(args: argparse.Namespace, *flags: str) -> dict[str, str]
 
 
 def _environment(args: argparse.Namespace) -> dict[str, str]:
-    """Return this process's environment with the variables of a launch."""
+    """Return this process's environment with the variables of a launch added."""
     env = {**os.environ, **_training_variables(args, "debug", "enable_cpu_affinity")}
     if (gpu_ids := option(args, "gpu_ids", "all")) != "all":
         env[_visible_devices()] = str(gpu_ids)

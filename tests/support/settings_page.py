@@ -16,9 +16,10 @@ _HEAD = """# Settings
 The fields of `LaunchConfig` and of the plugins that are environment variables, options of `notebook-accelerate launch`
 or keys of a configuration file. `python -m tests.support.settings_page` writes this page.
 
-A field that is None is read from its variable. The default is the value if the variable is not set either. `launch`
-sets the variables of the sections that it uses, and some of its defaults differ. An option is its key in the file with
-`--` in front of it, with two exceptions: the keys of `fp8_config` lack `fp8_`, and the key of `--cpu` is `use_cpu`.
+The variable of a field is read if the field is None, and the default applies if the variable is not set. `launch` sets
+the variables of the sections that it uses; if its default differs, the table shows both. An option is the key in the
+file with `--` in front of it, with two exceptions: the keys of `fp8_config` lack `fp8_`, and the key of `--cpu` is
+`use_cpu`.
 """
 
 

@@ -18,12 +18,12 @@ from notebook_accelerate.config.environ import parse_flag
 from notebook_accelerate.config.settings import MIXED_PRECISIONS, Answers, Setting
 from notebook_accelerate.hardware import device_table
 
-_FILE = "Path of the file, YAML or .json; without it, the default one."
+_FILE = "Path of the file, .json for JSON, otherwise YAML (default: the default configuration file)."
 _STRATEGIES = ("fsdp", "deepspeed", "megatron_lm")
 
 
 def config_command_parser(subparsers: Subparsers | None = None) -> argparse.ArgumentParser:
-    """Create the parser of ``config``; see ``launch_command_parser``."""
+    """Create the parser of ``config``, standalone or as one of ``subparsers``."""
     parser = command_parser(
         subparsers,
         "config",
@@ -36,17 +36,17 @@ def config_command_parser(subparsers: Subparsers | None = None) -> argparse.Argu
     modes = parser.add_subparsers(title="without questions", metavar="MODE")
     default = modes.add_parser(
         "default", help="Write a file for this machine's devices.", formatter_class=HelpFormatter, allow_abbrev=False,
-        description="Write a configuration file for all devices of this machine. A file that exists is kept.",
+        description="Write a configuration file for all devices of this machine. An existing file is not changed.",
     )  # fmt: skip
     add_config_file(default, _FILE, default=argparse.SUPPRESS)
     default.add_argument(
         "--mixed_precision", "--mixed-precision", choices=MIXED_PRECISIONS, default="no",
-        help="Precision of the computation (default: no).",
+        help="Mixed precision (default: no).",
     )  # fmt: skip
     default.set_defaults(func=default_config_command)
     update = modes.add_parser(
-        "update", help="Write a file again with the keys of this version.", formatter_class=HelpFormatter,
-        description="Read a configuration file, and write it with the keys of this version.", allow_abbrev=False,
+        "update", help="Rewrite a file with the keys of this version.", formatter_class=HelpFormatter,
+        description="Read a configuration file and write it again, with the keys of this version.", allow_abbrev=False,
     )  # fmt: skip
     add_config_file(update, _FILE, default=argparse.SUPPRESS)
     update.set_defaults(func=update_config_command)
@@ -62,9 +62,9 @@ def config_command(args: argparse.Namespace) -> None:
     Raises:
         ValueError: The answers contradict each other.
     """
-    print("An empty line takes the answer in brackets.\n")
+    print("Press Enter to accept the answer in brackets.\n")
     config = get_cluster_input(input)
-    config.to_launch_arguments()  # checks what the launch would refuse
+    config.to_launch_arguments()  # Raises the errors that a launch would raise.
     print(f"\nthe configuration is in {_write(config, args.config_file)}")
 
 
@@ -88,7 +88,7 @@ def get_cluster_input(read: Callable[[str], str]) -> ClusterConfig:
                     where[str(known.option) if section else known.name] = answer
 
     ask("")
-    how = Setting(ask="How is the model split?", answer="none", choices=("none", *_STRATEGIES))
+    how = Setting(ask="Which strategy distributes the model?", answer="none", choices=("none", *_STRATEGIES))
     strategy = _ask(how, answers, read)
     if strategy in _STRATEGIES:
         ask(f"{strategy}_config")
@@ -108,17 +108,17 @@ def _plain_type(answers: dict[str, Any], machine: hardware.HardwareInfo) -> Dist
 
 
 def default_config_command(args: argparse.Namespace) -> None:
-    """Write a file for this machine; see ``write_basic_config``."""
+    """Write a file for this machine."""
     path = write_basic_config(args.mixed_precision, args.config_file or config_file.default_config_file)
     if path:
         print(f"the configuration is in {path}")
 
 
 def update_config_command(args: argparse.Namespace) -> None:
-    """Read a file and write it again.
+    """Read a file and write it again, with the keys of this version.
 
     Raises:
-        FileNotFoundError: There is no such file.
+        FileNotFoundError: The file does not exist.
         ValueError: It has unknown keys or values.
     """
     path = args.config_file or config_file.default_config_file
@@ -137,7 +137,7 @@ def _write(config: ClusterConfig | SageMakerConfig, path: str | None) -> Path:
 
 
 def _asked(section: str) -> list[Setting]:
-    """Return the settings of a section that the command asks for, in the order of the questions."""
+    """Return the settings of a section with questions, in the order of the questions."""
     return sorted((known for _, known in section_settings(section) if known.ask), key=attrgetter("place"))
 
 

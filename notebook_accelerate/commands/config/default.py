@@ -1,4 +1,4 @@
-"""Writes a first configuration file for this machine's devices."""
+"""Writes a configuration file for this machine's devices."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def write_basic_config(
 
     Args:
         mixed_precision: no, fp16, bf16 or fp8.
-        save_location: Its path; JSON if it ends in .json, otherwise YAML.
+        save_location: The path of the file, which is JSON if it ends in .json, and otherwise YAML.
         use_xpu: Deprecated and without effect: Intel GPUs are used if there are any.
 
     Returns:
-        The path; False if the file exists already, which is not changed.
+        The path, or False if the file already exists, which is then not changed.
 
     Raises:
         ValueError: The precision is not allowed.

@@ -139,7 +139,7 @@ class TestThePlugin:
 
     def test_zero3_init_needs_stage_3(self) -> None:
         assert DeepSpeedPlugin(zero_stage=3).zero3_init_flag
-        with pytest.warns(UserWarning, match="ZeRO stage 3 only, and the stage is 2"):
+        with pytest.warns(UserWarning, match="only with ZeRO stage 3, but the stage is 2"):
             assert not DeepSpeedPlugin(zero_stage=2, zero3_init_flag=True).zero3_init_flag
 
     def test_it_reads_its_variables(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
