@@ -167,7 +167,7 @@ def test_help_texts_are_literals_after_fields_and_docstrings() -> None:
     assert texts["name"] == "What it is ``called``."
     launch = {field.name: field.help for field in fields_of(LaunchConfig)}
     assert all(launch.values())
-    assert summary(Inner) == "What is inside."
+    assert summary(Inner) == "An inner dataclass."
 
 
 def test_types_that_only_type_checkers_import_are_ignored() -> None:
@@ -268,7 +268,7 @@ def test_fields_are_drawn_with_their_label_help_default_and_choices() -> None:
     assert drawn["name"]["help"] == "What it is ``called``."
     assert drawn["count"]["placeholder"] == "3 (default)"
     assert drawn["limit"]["placeholder"] == "default (a whole number)"
-    assert drawn["inner"]["help"] == "What is inside."
+    assert drawn["inner"]["help"] == "An inner dataclass."
     assert drawn["maybe"]["choices"] == ["yes", "no"]
     assert drawn["colour"]["choices"] == ["red", "blue"]
     kinds = [drawn[name]["kind"] for name in ("flag", "maybe", "count", "colour", "env", "inner", "made")]
