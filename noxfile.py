@@ -73,8 +73,8 @@ class Environment:
     files: tuple[str, ...] = ()
 
 
-# The clients must not find the real Accelerate, and only HolisticTraceAnalysis's extension needs JupyterLab.
-CLIENTS = ("accelerate", "jupyterlab")
+# The libraries in these environments must find this package instead of Accelerate.
+CLIENTS = ("accelerate",)
 ENVIRONMENTS = {
     "": Environment(("dev", "browser") if CHROMIUM else ("dev",)),
     "bench": Environment(("dev", "peer")),
