@@ -461,7 +461,7 @@ class Planted:
 PLANTED = [
     Planted(loader_processes_too_few, 2, ("slow_loader",), r"rank 0's data loading .* worker processes", (0,)),
     Planted(slow_everywhere, 2, ("slow_loader",), r"data loading .*num_workers", (0, 1)),
-    Planted(slow_reader, 2, ("slow_loader", "slowest_rank"), r"rank 0 waits .* for rank 1 .*the slow disk", (1,)),
+    Planted(slow_reader, 2, ("slow_loader", "slowest_rank"), r"rank 0 waits .* for rank 1 .*time.sleep", (1,)),
     Planted(long_sequences, 2, ("unbalanced_batches",), r"rank 1 computes .* 3072 .* 768", (1,)),
     Planted(confusion_by_element, 2, ("reads_of_values",), r"ranks 0, 1 .*item\(\).*int\(", (0, 1)),
     Planted(recurrent_by_hand, 1, ("small_operations",), r"rank 0 .*small operations", (0,)),
