@@ -69,7 +69,7 @@ def journal_of_a_day() -> Iterator[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal()
         writer = RunWriter(Path(folder), run_folder.new_header("day", 1, work, (), LaunchConfig(), START), journal)
-        journal.replay(make_run().journal.records)
+        journal.replay(make_run()._internals.journal.records)
         largest = 0
         for second in range(_DAY):
             records = [
@@ -98,7 +98,7 @@ def opening() -> Iterator[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal()
         writer = RunWriter(Path(folder), run_folder.new_header("many", 1, work, (), LaunchConfig(), START), journal)
-        journal.replay(make_run().journal.records)
+        journal.replay(make_run()._internals.journal.records)
         for step in range(100_000):
             journal.add([Record(rank, START + step, MetricEvent({"loss": 0.5}, step)) for rank in (0, 1)])
             if step % 1000 == 999:

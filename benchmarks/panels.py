@@ -135,7 +135,9 @@ def panel() -> Iterator[Figure]:
     """Measure rendering the whole panel five times per second of a fake clock."""
     run, clock = make_run(ranks=8), Clock()
     for rank in range(8):
-        run.store.add([Record(rank, START, MetricEvent({"loss": 1.0, "lr": 0.1}, step)) for step in range(20_000)])
+        run._internals.store.add(
+            [Record(rank, START, MetricEvent({"loss": 1.0, "lr": 0.1}, step)) for step in range(20_000)]
+        )
     begin = time.perf_counter()
     shown = RunPanel(run, clock)
     yield Figure(what="opening it with 320,000 points", unit="ms", ours=1e3 * (time.perf_counter() - begin),
@@ -145,7 +147,7 @@ def panel() -> Iterator[Figure]:
     def update() -> float:
         clock.turn(0.2)
         for rank in range(8):
-            run.store.add([Record(rank, clock.now, MetricEvent({"loss": 1.0, "lr": 0.1}, 20_000))])
+            run._internals.store.add([Record(rank, clock.now, MetricEvent({"loss": 1.0, "lr": 0.1}, 20_000))])
         start = time.perf_counter()
         shown.schedule.tick()
         return time.perf_counter() - start

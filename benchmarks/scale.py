@@ -100,13 +100,13 @@ class WatchedGroup:
         self.publisher = _Counting()
         self._supervisor = supervisor_of(self.run, self.publisher)
         assert self.run.plan is not None
-        self.run.journal.append(AttemptStarted(0))
+        self.run._internals.journal.append(AttemptStarted(0))
         self.group = RankGroup(self._supervisor, self.run.plan)
         self.group.start(backend, 0, capture_inherited_state())
         self.thread = threading.Thread(target=self.group.supervise, name="supervisor")
         self.thread.start()
         self.events = 0
-        self.run.journal.subscribe(self._count_events)
+        self.run._internals.journal.subscribe(self._count_events)
         self.panel = RunPanel(self.run)
         self.traffic = Traffic(self.panel.widget)
         ticker.add(self.panel.schedule)

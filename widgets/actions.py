@@ -17,6 +17,7 @@ from notebook_accelerate.launch.report.document import Action
 from notebook_accelerate.launch.report.markup import duration
 from notebook_accelerate.launch.resumption import newest_complete_checkpoint
 from notebook_accelerate.launch.state import failures
+from notebook_accelerate.launch.state.run_view import internals
 from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.widgets.panel_elements import asset, script
 
@@ -137,7 +138,7 @@ def stopping(run: Run, kernel: KernelState | None) -> Stopping:
         note = "Stopping: ranks may finish saving. Click Kill to end them at once"
         without = "Stopping: ranks may finish saving. Press ■ again to end them at once"
         return Stopping(action, note, without if interrupts else "")
-    if run.ended is None and (refusal := run.commands.refusal):
+    if run.ended is None and (refusal := internals(run).commands.refusal):
         return Stopping(Action(id="stop", label="Stop", hint=refusal, tone="stop", enabled=False), refusal)
     action = Action(id="stop", label="Stop", hint="Ask every rank to stop", tone="stop", interrupts=interrupts)
     if run.ended is not None or kernel is None:
@@ -205,7 +206,7 @@ def _stuck(run: Run, now: float, stop: Action) -> Iterator[ActionRow]:
 
 
 def _prompts(run: Run) -> Iterator[ActionRow]:
-    stopped = run.commands.prompts.debugged()
+    stopped = internals(run).commands.prompts.debugged()
     waiting = [rank for rank in run.prompts if rank not in stopped]
     if waiting:
         verb = "waits" if len(waiting) == 1 else "wait"
@@ -218,7 +219,8 @@ def _prompts(run: Run) -> Iterator[ActionRow]:
 def _paused(run: Run) -> Iterator[ActionRow]:
     if not (paused := run.paused):
         return
-    steps = sorted({step for rank in paused if (step := run.store.last_step.get(rank)) is not None and step >= 0})
+    last = internals(run).store.last_step
+    steps = sorted({step for rank in paused if (step := last.get(rank)) is not None and step >= 0})
     at = ""
     if steps:
         at = f" at step {steps[0]:,}" if len(steps) == 1 else f" at steps {steps[0]:,} to {steps[-1]:,}"
@@ -266,7 +268,7 @@ class ResumeOffer:
             return [ActionRow(key="continue", text=f"run {self.launched.id} goes on with this training")]
         if run.ended is None or run.held or run.status == "succeeded" or not (checkpoint := self._newest(run)):
             return []
-        if run.call is not None:
+        if internals(run).call is not None:
             return [ActionRow(key="continue", text=f"Can go on from {checkpoint}", actions=(CONTINUE,))]
         text = (
             f"Can go on from {checkpoint}: execute the cells that define {run.function_name}, then "
@@ -286,8 +288,8 @@ class ResumeOffer:
         Raises:
             LaunchError: The function or an argument exists no more, or the run could not be started.
         """
-        if self.launched is not None or run.call is None:
+        if self.launched is not None or (call := internals(run).call) is None:
             return
-        function, arguments = run.call.restore(run.function_name)
+        function, arguments = call.restore(run.function_name)
         with published_under(self.parent):
             self.launched = launch.start(run.config.changed(block=False), function, arguments, run)

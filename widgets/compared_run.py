@@ -13,14 +13,13 @@ from notebook_accelerate.launch.kept import kept_runs
 from notebook_accelerate.launch.report.curves import Source
 from notebook_accelerate.launch.report.run_comparison import RunEntry, Value, better
 from notebook_accelerate.launch.report.run_snapshot import status
+from notebook_accelerate.launch.run import Run, given_name
+from notebook_accelerate.launch.state.run_view import RunInternals, internals
 
 if TYPE_CHECKING:
     from notebook_accelerate.config.launch_config import LaunchConfig
     from notebook_accelerate.launch.kept.kept_runs import KeptRun
     from notebook_accelerate.launch.plan.planner import LaunchPlan
-    from notebook_accelerate.launch.run import Run
-    from notebook_accelerate.launch.state.run_commands import RunCommands
-    from notebook_accelerate.telemetry import Store
 
 
 class ComparedRun(Protocol):
@@ -29,7 +28,7 @@ class ComparedRun(Protocol):
     id: int
     function_name: str
     config: LaunchConfig
-    commands: RunCommands
+    _internals: RunInternals
 
     @property
     def status(self) -> str: ...
@@ -49,10 +48,7 @@ class ComparedRun(Protocol):
     @property
     def plan(self) -> LaunchPlan | None: ...
 
-    @property
-    def store(self) -> Store: ...
-
-    def request_stop(self) -> None: ...
+    def stop(self, grace: float = ..., wait: bool = ...) -> None: ...
 
 
 class KeptRow:
@@ -102,7 +98,7 @@ def state_of(run: ComparedRun | KeptRow) -> str:
 
 def source_of(run: ComparedRun, label: str) -> Source:
     """Return the curves of a run for a comparison with others: of each metric, the curve of the lowest rank."""
-    return Source(run.store, run.started, label, ranks=False, automatic=run.config.automatic_metrics)
+    return Source(internals(run).store, run.started, label, ranks=False, automatic=run.config.automatic_metrics)
 
 
 class BestValues:
@@ -158,8 +154,8 @@ def entry_of(run: ComparedRun | KeptRow, names: Sequence[str], values: BestValue
         arguments=known.arguments,
         last={name: value for name, value in last.items() if value is not None},
         best={name: value for name, value in best.items() if value is not None},
-        name=str(getattr(known, "given_name", "")),
-        step=max((step for step in list(known.store.last_step.values()) if step >= 0), default=None),
+        name=given_name(known) if isinstance(known, Run) else "",
+        step=max((step for step in list(internals(known).store.last_step.values()) if step >= 0), default=None),
         origin=str(getattr(known, "origin", "")),
         **more,
     )

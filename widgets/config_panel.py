@@ -21,6 +21,7 @@ from notebook_accelerate.launch.output.running_cell import published_under
 from notebook_accelerate.launch.processes.fork_probe import fork_hazard, kernel_facts
 from notebook_accelerate.launch.report.document import Drawing, Section, Text
 from notebook_accelerate.launch.report.markup import Markup, element, join
+from notebook_accelerate.launch.run import add_ending_callback, without_results
 from notebook_accelerate.widgets.config_file_form import (
     RUN_VARIABLE,
     arguments_code,
@@ -407,7 +408,7 @@ class ConfigPanel(Panel):
             run = launch.start(self.config.changed(block=False), function, arguments)
         _namespace()[RUN_VARIABLE] = run  # as the cell does that the panel shows
         self._show_run(run)
-        self._keep(run).add_ending_callback(self._show_run)
+        add_ending_callback(self._keep(run), self._show_run)
 
     def _show_run(self, run: Run) -> None:
         text = f"run {run.id} {run.status}" + (f" in {run.elapsed:.1f} s" if run.ended else f", as {RUN_VARIABLE!r}")
@@ -419,7 +420,7 @@ class ConfigPanel(Panel):
     def _keep(self, run: Run) -> Run:
         self.runs.append(run)
         old = self.runs[: -run_registry.KEPT_RESULTS]
-        self.runs[: len(old)] = [each if each.ended is None else each.without_results() for each in old]
+        self.runs[: len(old)] = [each if each.ended is None else without_results(each) for each in old]
         return run
 
     def _load_clicked(self) -> None:

@@ -20,6 +20,7 @@ from notebook_accelerate.launch.report.document import Cell, Column, Drawing, Gr
 from notebook_accelerate.launch.report.markup import Markup, duration, element, join
 from notebook_accelerate.launch.report.rank_rows import MANY, short_names
 from notebook_accelerate.launch.report.run_snapshot import status
+from notebook_accelerate.launch.state.run_view import internals
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.widgets.actions import CopyButton
@@ -91,7 +92,7 @@ class DebugPanel(LivePanel):
         if len(run.diagnoses) > self._known:
             self._known = len(run.diagnoses)
             self.found = run.diagnoses[-1]
-        stopped = run.commands.prompts.debugged()
+        stopped = internals(run).commands.prompts.debugged()
         self.live.update(now, self._document(now), complete=run.ended is not None)
         unreachable = not self._reachable()
         for control in (self.why_button, self.line, self.send_button):
@@ -137,7 +138,7 @@ class DebugPanel(LivePanel):
     def _ask_or_command(self, line: str) -> None:
         """Send a line to the debuggers of the chosen ranks. If no debugger has stopped any of them, ask all of them."""
         chosen = self._chosen()
-        stopped = [rank for rank in self.run.commands.prompts.debugged() if chosen is None or rank in chosen]
+        stopped = [rank for rank in internals(self.run).commands.prompts.debugged() if chosen is None or rank in chosen]
         if stopped:
             self._record("command", line, dict(self.run.debug_command(line, ranks=stopped)))
         else:
@@ -280,7 +281,7 @@ class DebugSection:
 
     def _how_to_open(self, topic: str) -> tuple[str, str]:
         """Return a text, and the line to type; "" where there is none to type now."""
-        waiting = [rank for rank in self.run.prompts if rank not in self.run.commands.prompts.debugged()]
+        waiting = [rank for rank in self.run.prompts if rank not in internals(self.run).commands.prompts.debugged()]
         if topic == "answer" and self.run.config.block:
             return _paragraph("Type the line into the box below the cell that launched the run."), ""
         if topic == "answer":
@@ -378,7 +379,7 @@ def places_table(run: Run, found: Diagnosis | None) -> Table:
     Of many ranks, those with the same state and location share a row, the smallest groups first.
     """
     inspected = {place.rank for place in found.places} if found is not None else set()
-    stopped, many = run.commands.prompts.debugged(), len(run.ranks) > MANY
+    stopped, many = internals(run).commands.prompts.debugged(), len(run.ranks) > MANY
     groups: dict[tuple[str, bool, str, int | None], list[RankInfo]] = {}
     for info in run.ranks:
         state = "paused" if info.rank in run.paused else info.state

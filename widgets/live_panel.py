@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.launch.output.replaceable_outputs import Output, current_output
 from notebook_accelerate.launch.report.rendering import DocumentView
+from notebook_accelerate.launch.run import add_ending_callback, without_results
+from notebook_accelerate.launch.state.run_view import internals
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets.panel_elements import problem, widget_bundle
 from notebook_accelerate.widgets.panel_output import PanelOutput
@@ -201,9 +203,9 @@ class LivePanel(Panel):
         self._lives = run.ended is None
         self._rests = False
         self._request: threading.Thread | None = None
-        super().__init__([run.store], clock, reason)
+        super().__init__([internals(run).store], clock, reason)
         self.schedule.tick()
-        run.add_ending_callback(self._ended)
+        add_ending_callback(run, self._ended)
 
     def document(self) -> Section:
         """Return the report of the run."""
@@ -283,13 +285,13 @@ class LivePanel(Panel):
         if self._rests:
             return
         self._rests = True
-        self._refer_to(self.run.without_results())
+        self._refer_to(without_results(self.run))
         super()._rest()
         _resting.add(self)
 
     def _release(self) -> None:
         if self.run.ended is not None and not self.run.held:
-            self._refer_to(self.run.without_results())
+            self._refer_to(without_results(self.run))
 
 
 class HtmlPanel(LivePanel):

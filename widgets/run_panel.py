@@ -15,6 +15,8 @@ from notebook_accelerate.launch.report.curves import Source
 from notebook_accelerate.launch.report.document import Action, Drawing, Section
 from notebook_accelerate.launch.report.rank_rows import MANY
 from notebook_accelerate.launch.report.run_snapshot import RunWatcher, loss_name
+from notebook_accelerate.launch.run import output_of
+from notebook_accelerate.launch.state.run_view import internals
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets import run_sections
 from notebook_accelerate.widgets.actions import (
@@ -80,7 +82,7 @@ class RunPanel(LivePanel):
         self._problem = ipywidgets.HTML()
         self.sections = LiveDocument(*SECTIONS)
         head, progress, resources, verdict, devices, times, sharding, errors, setup = self.sections.widgets.values()
-        metrics = Source(self.run.store, self.run.started, automatic=self.run.config.automatic_metrics)
+        metrics = Source(internals(self.run).store, self.run.started, automatic=self.run.config.automatic_metrics)
         self.plot = Plot([metrics], "No metrics yet: accelerator.log({...}) draws curves here.")
         self.logs = LogView(self.run)
         self.buttons = with_classes(ActionRows(self._act), "na-toolbar")
@@ -199,9 +201,9 @@ class RunPanel(LivePanel):
         name, _, number = action.partition(" ")
         if number:
             for other in [other for other in self._earlier if str(other.id) == number]:
-                other.request_stop()
+                other.stop(wait=False)
         elif name == "stop":
-            self.run.request_stop()
+            self.run.stop(wait=False)
         elif name in ("pause", "unpause"):
             self._start_request(getattr(self.run, name))
         elif name == "continue":
@@ -229,8 +231,9 @@ class RunPanel(LivePanel):
 
 def _earlier_of_cell(run: Run) -> list[Run]:
     """Return the runs that last and whose panels are gone: the cell that launched them was executed again."""
-    cell = run.launching_cell
-    return [each for each in run_registry.runs() if cell and each.launching_cell == cell and _precedes(each, run)]
+    cell = output_of(run).cell
+    others = run_registry.runs() if cell else []
+    return [each for each in others if output_of(each).cell == cell and _precedes(each, run)]
 
 
 def _precedes(earlier: Run, run: Run) -> bool:
@@ -275,7 +278,7 @@ class LogView(Feed):
 
     def update(self, now: float) -> None:
         """Send the new lines, or the latest lines of all ranks if a view asked for them or may have missed some."""
-        total = self.run.store.log_total
+        total = internals(self.run).store.log_total
         # The first lines are sent as everything: a view could not ask a busy kernel for the message they continue.
         first = not self.full and total > 0
         if self._full_due(now) or first:
@@ -284,16 +287,16 @@ class LogView(Feed):
             self._send_lines("delta", min(NEW_LINES, self._per_rank(ALL_NEW_LINES)))
 
     def _per_rank(self, lines: int) -> int:
-        return max(1, lines // max(1, len(self.run.journal.state.ranks)))
+        return max(1, lines // max(1, len(internals(self.run).journal.state.ranks)))
 
     def _send_lines(self, kind: str, limit: int) -> None:
         lines: list[tuple[int, float, str, str]] = []
         skipped: dict[str, int] = {}
-        everything, ranks = kind == "full", self.run.journal.state.ranks
-        self._sent = self.run.store.log_total
+        everything, ranks = kind == "full", internals(self.run).journal.state.ranks
+        self._sent = internals(self.run).store.log_total
         for info in ranks:
             since = 0 if everything else self._cursors.get(info.rank, 0)
-            found, self._cursors[info.rank], left_out = self.run.store.log_tail(info.rank, since, limit)
+            found, self._cursors[info.rank], left_out = internals(self.run).store.log_tail(info.rank, since, limit)
             lines += [(info.rank, line.time, line.stream, _cut(line)) for line in found]
             if left_out:
                 skipped[str(info.rank)] = left_out

@@ -10,6 +10,8 @@ from notebook_accelerate.launch.report.markup import Markup, duration, element
 from notebook_accelerate.launch.report.rendering import state
 from notebook_accelerate.launch.report.run_report import errors_html, trace_table
 from notebook_accelerate.launch.report.run_snapshot import HELD
+from notebook_accelerate.launch.run import given_name
+from notebook_accelerate.launch.state.run_view import internals
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
@@ -20,7 +22,8 @@ if TYPE_CHECKING:
 def head(run: Run, now: RunSnapshot) -> Drawing:
     """Return the header in one line: state, name, time, and how far the run is."""
     attempt = f" · attempt {len(run.attempts)}" if len(run.attempts) > 1 else ""
-    name = f" · {run.given_name}" if run.given_name else ""
+    given = given_name(run)
+    name = f" · {given}" if given else ""
     parts = [
         state(now.status),
         element("strong", run.function_name),
@@ -83,7 +86,7 @@ def verdict(now: RunSnapshot) -> Text:
 def step_times(now: RunSnapshot, run: Run) -> Section:
     """Return a stacked bar per rank with the parts of its latest steps, and the profiler traces that ranks wrote."""
     bars = rank_tables.step_time_bars(rank_tables.step_times(now.ranks))
-    return Section(key="times", nodes=(bars, trace_table(run.store)))
+    return Section(key="times", nodes=(bars, trace_table(internals(run).store)))
 
 
 def sharding(reports: ShardReports) -> Section:

@@ -16,6 +16,8 @@ from notebook_accelerate.launch.output.replaceable_outputs import Output
 from notebook_accelerate.launch.report import run_comparison, svg_curves
 from notebook_accelerate.launch.report.curves import Source, shown_names
 from notebook_accelerate.launch.report.document import Action, Drawing, Section
+from notebook_accelerate.launch.run import add_ending_callback, without_results
+from notebook_accelerate.launch.state.run_view import internals
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets import compared_run
 from notebook_accelerate.widgets.compared_run import BestValues, KeptRow, label_of, opened
@@ -68,7 +70,7 @@ class RunsTable(Panel):
         self._open: tuple[int | str, RunPanel] | None = None  # with the id of its row
         self._states: list[Any] = []
         self._table_due = float("-inf")
-        super().__init__([run.store for run in map(opened, self.runs) if run is not None], clock)
+        super().__init__([internals(run).store for run in map(opened, self.runs) if run is not None], clock)
         self.schedule.tick()
         for run in self.runs:
             self._follow(run)
@@ -104,7 +106,7 @@ class RunsTable(Panel):
     def _follow(self, run: ComparedRun | KeptRow) -> None:
         """Render at the end of a run of this kernel; others end unnoticed until the next tick."""
         if isinstance(known := opened(run), Run):
-            known.add_ending_callback(self.schedule.touch)
+            add_ending_callback(known, self.schedule.touch)
 
     def _unopened(self) -> list[KeptRow]:
         """Return the kept runs whose curves are to be drawn."""
@@ -124,7 +126,7 @@ class RunsTable(Panel):
 
     def _open_row(self, run: KeptRow) -> None:
         if run.run is None and (known := run.open()) is not None:
-            self.schedule.watch(known.store)
+            self.schedule.watch(internals(known).store)
             self._follow(run)
 
     def _render(self, now: float) -> None:
@@ -148,7 +150,7 @@ class RunsTable(Panel):
         super()._rest()
         for index, run in enumerate(self.runs):  # in place: another thread may be adding a run
             if isinstance(run, Run) and run.ended is not None and not run.held:
-                self.runs[index] = run.without_results()
+                self.runs[index] = without_results(run)
         if self.shown and self._changes():  # a run was launched during the last render
             ticker.add(self.schedule)
 
@@ -186,7 +188,7 @@ class RunsTable(Panel):
         shown = Action(id="open", label="Open", hint=f"Open the panel of {which}")
         if self._is_open(run):
             shown = Action(id="open", label="Close", hint=f"Close the panel of {which}")
-        stops = known is not None and known.ended is None and not known.commands.refusal
+        stops = known is not None and known.ended is None and not internals(known).commands.refusal
         return (shown, Action(id="stop", label="Stop", hint=f"Stop {which}", tone="stop")) if stops else (shown,)
 
     # ---- clicks
@@ -206,7 +208,7 @@ class RunsTable(Panel):
                 self._open_row(run)
             known = opened(run)
             if action == "stop" and known is not None:
-                known.request_stop()
+                known.stop(wait=False)
                 continue
             self._close_panel()
             if not was_open and known is not None:
@@ -229,7 +231,7 @@ class RunsTable(Panel):
         """Add a new run; called on the thread of its launch."""
         self.runs = [*self.runs, run]
         self._draw_curves()
-        self.schedule.watch(run.store)
+        self.schedule.watch(internals(run).store)
         self._follow(run)
         self.schedule.touch()
         if self.shown and not self.closed:

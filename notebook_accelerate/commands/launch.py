@@ -31,6 +31,7 @@ from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.errors import WorkerError
 from notebook_accelerate.launch import run_registry
 from notebook_accelerate.launch.state.run_events import AttemptStarted, RankStarted
+from notebook_accelerate.launch.state.run_view import internals
 from notebook_accelerate.telemetry import LogEvent
 from notebook_accelerate.telemetry.store import Record
 
@@ -160,7 +161,7 @@ class RankLogs:
 
     def follow(self, run: launch.Run) -> None:
         """Write the output of a run until it ends."""
-        run.journal.subscribe(partial(self._write, run))
+        internals(run).journal.subscribe(partial(self._write, run))
 
     def _write(self, run: launch.Run, records: Sequence[Record]) -> None:
         for rank, _, event in records:

@@ -20,6 +20,7 @@ from notebook_accelerate.launch.kept.opened_run import open_run
 from notebook_accelerate.launch.kept.run_folder import read_summary
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.interrupts import SLICE
+from notebook_accelerate.launch.state.run_view import internals
 
 OPEN_SECONDS = 20.0
 """How long the journal of a run that has just started may take to receive its first events."""
@@ -123,8 +124,8 @@ def stop_detached(grace: float) -> None:
 
     If a supervisor does not answer, a warning names it, and it is killed a few seconds after ``grace``.
     """
-    found = [run for run in detached_runs() if not run.commands.refusal]
-    running = [run for run in found if run.ended is None or run.held or run.commands.connected]
+    found = [run for run in detached_runs() if not internals(run).commands.refusal]
+    running = [run for run in found if run.ended is None or run.held or internals(run).commands.connected]
     known = {str(run.folder) for run in running}
     tasks = [partial(_stop_read, run, grace) for run in running]
     tasks += [partial(_stop_unread, entry, grace) for entry in running_entries() if entry.folder not in known]
@@ -138,8 +139,8 @@ def stop_detached(grace: float) -> None:
 
 
 def _stop_read(run: Run, grace: float) -> None:
-    run.request_stop(grace)  # Blocks for seconds if the supervisor does not read.
-    while not run.done or run.held or run.commands.connected:
+    run.stop(grace, wait=False)  # Blocks for seconds if the supervisor does not read.
+    while not run.done or run.held or internals(run).commands.connected:
         time.sleep(0.05)
 
 

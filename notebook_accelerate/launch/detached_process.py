@@ -89,7 +89,7 @@ class DetachedRun:
             self._answer({"error": type(error).__name__, "message": str(error)})
             self._end()
             return
-        signal.signal(signal.SIGTERM, lambda *_: run.request_stop())
+        signal.signal(signal.SIGTERM, lambda *_: run.stop(wait=False))
         self._wait(run)
         self._end()
 
@@ -126,7 +126,7 @@ class DetachedRun:
         """Stop the run if its launch is interrupted. The launching kernel may also exit, or close the connection."""
         with suppress(OSError):
             if self._kernel.recv(16) == b"cancel":
-                run.request_stop(grace=1.0)
+                run.stop(grace=1.0, wait=False)
 
     def _answer(self, answer: dict[str, Any]) -> None:
         with suppress(OSError):

@@ -13,6 +13,7 @@ from notebook_accelerate.launch.kept.journal_reader import JournalContents
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.run_events import NoteAdded, RunContinued
+from notebook_accelerate.launch.state.run_view import internals
 from notebook_accelerate.telemetry import CheckpointEvent
 from notebook_accelerate.telemetry.store import Record
 
@@ -74,15 +75,15 @@ def resumption_of(run: Run) -> Resumption:
     if checkpoint is None:
         return Resumption(run, None, ())
     # Keep all lines, because it is not known exactly when a rank wrote a line.
-    lines = last_lines(run.journal, journal_file.KEPT_LOG_BYTES)
-    frames = [*points_frames(run.journal, checkpoint.time), *journal_format.encode_records(lines)]
+    lines = last_lines(internals(run).journal, journal_file.KEPT_LOG_BYTES)
+    frames = [*points_frames(internals(run).journal, checkpoint.time), *journal_format.encode_records(lines)]
     frames += journal_format.encode_records(checkpoint_records(run, checkpoint.time))
     return Resumption(run, checkpoint, tuple(frames))
 
 
 def checkpoint_records(run: Run, until: float) -> list[Record]:
     """Return the records of a run's checkpoints up to a time, in seconds since the epoch."""
-    found = [event for event in list(run.store.checkpoints) if event.time <= until]
+    found = [event for event in list(internals(run).store.checkpoints) if event.time <= until]
     return [Record(0, event.time, event) for event in found]
 
 
@@ -91,7 +92,7 @@ def newest_complete_checkpoint(run: Run) -> CheckpointEvent | None:
 
     A URL is accepted without a check, because only the ranks have the packages to access it.
     """
-    for event in reversed(list(run.store.checkpoints)):
+    for event in reversed(list(internals(run).store.checkpoints)):
         with suppress(OSError, ValueError):  # The system may not allow the path, or the disk may not answer.
             if "://" in event.path or (Path(event.path) / MANIFEST_NAME).is_file():
                 return event

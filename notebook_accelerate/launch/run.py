@@ -19,7 +19,6 @@ from notebook_accelerate.config.plain_values import check_seconds, check_whole_n
 from notebook_accelerate.debugging.session import Session
 from notebook_accelerate.errors import RunNotFinishedError, WorkerError
 from notebook_accelerate.launch import run_debugging, run_display
-from notebook_accelerate.launch.output.replaceable_outputs import Output, current_output
 from notebook_accelerate.launch.output.running_cell import running_kernel
 from notebook_accelerate.launch.report.profile import Profile
 from notebook_accelerate.launch.report.tensorboard import write_event_files
@@ -28,6 +27,7 @@ from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE, NoCommands, RunCommands
 from notebook_accelerate.launch.state.run_events import RUN, RanksReleased, RunCreated, RunEnded, RunLost
 from notebook_accelerate.launch.state.run_state import Attempt, RankInfo, ResumePoint, RunState, Stall
+from notebook_accelerate.launch.state.run_view import RunInternals, internals
 from notebook_accelerate.telemetry import Metrics, RankFailure, Store, steady_time
 from notebook_accelerate.telemetry.curves import plot_with
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.report.run_report import Report
     from notebook_accelerate.launch.report.samples import RunMemory, Samples
     from notebook_accelerate.launch.run_debugging import DebuggerReplies
-    from notebook_accelerate.launch.state.call_arguments import Plain, RunCall
+    from notebook_accelerate.launch.state.call_arguments import Plain
     from notebook_accelerate.telemetry.store import Record
 
 _numbers = itertools.count(1)
@@ -80,13 +80,7 @@ class Run:
         function_name: Name of the launched function.
         name: The run's name.
         folder: The folder of a kept run, or None.
-        journal_file: The file of its journal in that folder, or None if the run is not kept.
-        delete_files: Deletes that file and the results. None if the run is not kept.
-        environment: Versions and machine of an opened run, shown in its report. If empty, this process's are shown.
         origin: The notebook or folder that launched a detached run, or "" for other runs.
-        call: The launched function and its arguments, for resuming the training. None if another kernel has them.
-        journal: The run's events, in order.
-        commands: Commands to the supervisor.
     """
 
     def __init__(
@@ -103,27 +97,21 @@ class Run:
         self.config, self.function_name = config, function_name
         self.name = name or config.name or default_name(function_name, self.id)
         self.folder: Path | None = None
-        self.journal_file: Path | None = None
-        self.delete_files: Callable[..., None] | None = None
-        self.environment: Mapping[str, str] = {}
         self.origin = ""
-        self.call: RunCall | None = None
-        self.journal = Journal() if journal is None else journal
-        self.commands: RunCommands = NoCommands() if commands is None else commands
+        self._internals = RunInternals(
+            journal=Journal() if journal is None else journal, commands=NoCommands() if commands is None else commands
+        )
+        self._output = run_display.LaunchOutput()
         self._lock = threading.RLock()
         self._error: weakref.ref[WorkerError] | None = None  # Weak, because the error refers to the run.
         self._done, self._released = threading.Event(), threading.Event()
         self._released.set()
         self._callbacks: list[Callable[[Run], None]] = []
         self._ending_callbacks: list[Callable[[Run], None]] = []
-        if not self.journal.state.started:
-            self.journal.append(RunCreated(function_name, dict(arguments or {})))
+        if not self._internals.journal.state.started:
+            self._internals.journal.append(RunCreated(function_name, dict(arguments or {})))
         self._unsubscribe: Callable[[], None] | None = None
-        self._view: Any = None
-        self._debug_view: Any = None
-        self._place: Output | None = None
-        self._launched_under = ""
-        state = self.journal.state
+        state = self._internals.journal.state
         if state.ended is not None:
             self._done.set()
         if state.held:
@@ -132,19 +120,7 @@ class Run:
             # Use a weak reference, so that appenders, such as the thread that follows a file, do not keep the run
             # alive.
             known = weakref.ref(self)
-            self._unsubscribe = self.journal.subscribe(lambda records: _pass_on(known, records))
-
-    @classmethod
-    def rebuilt(cls, config: LaunchConfig, function_name: str, records: Iterable[Record]) -> Run:
-        """Return a run rebuilt from its journal's ``records``, with panels and report, without any process.
-
-        If the journal has no end, the run counts as lost.
-        """
-        journal = Journal()
-        journal.replay(records)
-        if journal.state.ended is None:
-            journal.append(RunLost("the journal ends before the run"), journal.last_time)
-        return cls(config, function_name, journal)
+            self._unsubscribe = self._internals.journal.subscribe(lambda records: _pass_on(known, records))
 
     # ---- results and state
 
@@ -155,7 +131,7 @@ class Run:
 
     @property
     def _state(self) -> RunState:
-        return self.journal.state
+        return self._internals.journal.state
 
     @property
     def arguments(self) -> Mapping[str, Plain]:
@@ -169,11 +145,6 @@ class Run:
     def plan(self) -> LaunchPlan | None:
         """The launch plan, or None before it is made."""
         return self._state.plan
-
-    @property
-    def store(self) -> Store:
-        """Records of the ranks: metrics, progress, step times, lines of output."""
-        return self.journal.store
 
     @property
     def started(self) -> float:
@@ -243,7 +214,7 @@ class Run:
     @property
     def ranks(self) -> tuple[RankInfo, ...]:
         """The ranks shown in this notebook, in order. On several machines, only the first notebook shows all ranks."""
-        last_step = self.store.last_step
+        last_step = self._internals.store.last_step
         return tuple(
             replace(info, last_step=last_step[info.rank]) if info.rank in last_step else info
             for info in self._state.ranks
@@ -254,7 +225,7 @@ class Run:
         """The return values of the function, one per rank, each unpickled when it is first read.
 
         They are kept while a variable (or IPython's ``Out``) refers to the run. Those of the last three runs that ended
-        are also kept, if they hold at most 1 GiB. `close` frees them.
+        are also kept, if they hold at most 1 GiB. `free_results` frees them.
 
         Raises:
             RunNotFinishedError: The run has not ended.
@@ -287,7 +258,7 @@ class Run:
     @property
     def metrics(self) -> Metrics:
         """The metrics that the ranks logged, by name: a live mapping, with ``plot()`` and ``to_pandas()``."""
-        return _metrics_of(self.store)
+        return _metrics_of(self._internals.store)
 
     @property
     def automatic_metrics(self) -> Metrics:
@@ -295,7 +266,7 @@ class Run:
 
         Empty with ``LaunchConfig(automatic_metrics=False)``.
         """
-        return _metrics_of(self.store.automatic if self.config.automatic_metrics else Store())
+        return _metrics_of(self._internals.store.automatic if self.config.automatic_metrics else Store())
 
     @property
     def elapsed(self) -> float:
@@ -318,9 +289,11 @@ class Run:
         if rank is not None and rank not in known:
             raise ValueError(f"rank={rank!r} is not a rank that is shown here; pass one of {known}")
         if rank is not None:
-            lines = [line.text for line in self.store.log_lines(rank)]
+            lines = [line.text for line in self._internals.store.log_lines(rank)]
         else:
-            stamped = [(line.time, f"[rank {r}] {line.text}") for r in known for line in self.store.log_lines(r)]
+            stamped = [
+                (line.time, f"[rank {r}] {line.text}") for r in known for line in self._internals.store.log_lines(r)
+            ]
             lines = [text for _, text in sorted(stamped, key=lambda pair: pair[0])]
         return lines if tail is None else lines[max(0, len(lines) - tail) :]
 
@@ -338,7 +311,7 @@ class Run:
         Raises:
             ImportError: tensorboard is not installed.
         """
-        return write_event_files(self.store, folder)
+        return write_event_files(self._internals.store, folder)
 
     def report(self) -> Report:
         """Return a report of the run as static HTML and as text, which also works in the saved notebook."""
@@ -361,7 +334,7 @@ class Run:
         Raises:
             ValueError: There is no such rank.
         """
-        return run_debugging.unpause(self._session(), self.commands, ranks, timeout)
+        return run_debugging.unpause(self._session(), self._internals.commands, ranks, timeout)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end, and show prompts of ranks that ask for input.
@@ -381,15 +354,15 @@ class Run:
         deadline = None if timeout is None else time.monotonic() + timeout
         while not self._done.is_set():
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            prompt = self.commands.prompts.claim_next(left, until=self._done.is_set)
+            prompt = self._internals.commands.prompts.claim_next(left, until=self._done.is_set)
             if prompt is not None:
                 # An interrupt stops a blocking launch, so only the prompts of other runs are returned to the queue.
-                run_debugging.show_prompt(prompt, self.commands.prompts, keep=not self.config.block)
+                run_debugging.show_prompt(prompt, self._internals.commands.prompts, keep=not self.config.block)
             elif left == 0.0:
                 break
         return self._done.is_set()
 
-    def stop(self, grace: float = DEFAULT_GRACE) -> None:
+    def stop(self, grace: float = DEFAULT_GRACE, wait: bool = True) -> None:
         """End the run and return once every rank is reaped. Do nothing if the run is over.
 
         If the process of a finished detached run is waiting for space on a full disk, it exits without writing the
@@ -400,29 +373,21 @@ class Run:
 
         Args:
             grace: Seconds that the ranks have to end by themselves.
+            wait: Whether to wait for the end. With False, the call may be made from any thread.
 
         Raises:
             ValueError: ``grace`` is not a number of at least 0.
             NotebookAccelerateError: The run was opened by `open_run`, and another process runs it. Stop it there.
         """
-        self.request_stop(grace)
-        wait_for_release(self)
-
-    def request_stop(self, grace: float = DEFAULT_GRACE) -> None:
-        """Request the end of the run and return immediately. Safe from any thread. A second call kills the ranks.
-
-        Args:
-            grace: Seconds that the ranks have to end by themselves.
-
-        Raises:
-            ValueError: ``grace`` is not a number of at least 0.
-        """
         check_seconds("grace", grace)
-        if not (self._done.is_set() and self._released.is_set()) or self.commands.connected:
-            self.commands.stop(grace)
+        commands = self._internals.commands
+        if not (self._done.is_set() and self._released.is_set()) or commands.connected:
+            commands.stop(grace)
+        if wait:
+            wait_for_release(self)
 
-    def close(self) -> None:
-        """Free the results of an ended run. Its report, metrics and logs remain. Closing twice has no effect.
+    def free_results(self) -> None:
+        """Free the results of an ended run. Its report, metrics and logs remain.
 
         Raises:
             RunNotFinishedError: The run has not ended, or its ranks are held.
@@ -430,7 +395,7 @@ class Run:
         self._check_ended()
         for info in self._state.ranks:
             if info.returned is not None:
-                info.returned.free(f"the results of run {self.id} were freed by run.close()")
+                info.returned.free(f"the results of run {self.id} were freed by run.free_results()")
 
     def delete(self) -> None:
         """Delete the journal and the results of an ended kept run, and its folder if it is then empty.
@@ -445,9 +410,10 @@ class Run:
             OSError: A file cannot be deleted.
         """
         self._check_ended()
-        if self.journal_file is None or self.delete_files is None:
+        file, delete_files = self._internals.journal_file, self._internals.delete_files
+        if file is None or delete_files is None:
             raise ValueError(f"run {self.name} is not kept in a folder: it was launched without save='runs'")
-        self.delete_files(self.journal_file, self.name, self.started, lost=self.status == "lost")
+        delete_files(file, self.name, self.started, lost=self.status == "lost")
 
     def _check_ended(self) -> None:
         if self.ended is None or self.held:
@@ -463,21 +429,6 @@ class Run:
         with self._lock:
             if not self._done.is_set():
                 self._callbacks.append(callback)
-                return
-        callback(self)
-
-    def add_ending_callback(self, callback: Callable[[Run], None]) -> None:
-        """Call ``callback(run)`` at the end of the run, before ``stop()`` and ``wait()`` return.
-
-        If the run is already over, call it immediately. Views show their static output here: the waiting cell may be
-        the last one, and the notebook may be saved right after it.
-
-        Args:
-            callback: Called once. Its exceptions become warnings.
-        """
-        with self._lock:
-            if self.ended is None:
-                self._ending_callbacks.append(callback)
                 return
         callback(self)
 
@@ -508,7 +459,7 @@ class Run:
     # ---- debugging
 
     def _session(self) -> Session:
-        return Session(self.commands.requests, lambda: self._state.rank_states)
+        return Session(self._internals.commands.requests, lambda: self._state.rank_states)
 
     def diagnose(self) -> Diagnosis:
         """Find out, within about two seconds, where every rank is and why the run is stuck.
@@ -516,7 +467,7 @@ class Run:
         Returns:
             A verdict in one sentence, and the ranks grouped by location, including ranks that cannot answer.
         """
-        return run_debugging.diagnose(self._session(), self.journal)
+        return run_debugging.diagnose(self._session(), self._internals.journal)
 
     def stacks(self, ranks: Iterable[int] | None = None) -> Stacks:
         """Return the main thread's frames by rank, outermost first.
@@ -585,7 +536,7 @@ class Run:
 
         The files are read on each access. ``missing`` lists files that were deleted, or are on another machine.
         """
-        return Profile.written((rank, path) for rank, path, _ in self.journal.store.traces())
+        return Profile.written((rank, path) for rank, path, _ in self._internals.journal.store.traces())
 
     def memory(self, ranks: Iterable[int] | None = None, estimate: Any = None, seconds: float = 30.0) -> RunMemory:
         """Find out what the memory of live ranks holds, and what would fit.
@@ -665,7 +616,7 @@ class Run:
             ValueError: There is no such rank.
         """
         wanted = [info.rank for info in self.ranks] if ranks is None else list(ranks)
-        return run_debugging.pause(self._session(), self.commands, wanted, timeout)
+        return run_debugging.pause(self._session(), self._internals.commands, wanted, timeout)
 
     def debugpy(self, rank: int = 0, timeout: float = 30.0) -> str:
         """Start debugpy in a rank, so that an editor can attach to it, and print its address.
@@ -702,7 +653,7 @@ class Run:
         Raises:
             ValueError: There is no such rank, or it has already ended.
         """
-        run_debugging.debug(self._session(), self, self.commands, self.journal, rank)
+        run_debugging.debug(self._session(), self, self._internals.commands, self._internals.journal, rank)
 
     def debug_command(self, command: str, ranks: Iterable[int] | None = None, timeout: float = 10.0) -> DebuggerReplies:
         """Send one debugger command to several stopped ranks and return the replies side by side.
@@ -718,20 +669,16 @@ class Run:
         Raises:
             ValueError: One of the ranks is not stopped, or no rank is stopped.
         """
-        return run_debugging.debug_command(self.commands.prompts, command, ranks, timeout)
+        return run_debugging.debug_command(self._internals.commands.prompts, command, ranks, timeout)
 
     # ---- display
 
     def __repr__(self) -> str:
         count = len(self._state.ranks) or self.config.num_processes or 1
         ranks = "1 rank" if count == 1 else f"{count} ranks"
-        name = f" {self.given_name!r}" if self.given_name else ""
+        given = given_name(self)
+        name = f" {given!r}" if given else ""
         return f"<Run {self.id}{name}: {self.function_name}, {self.status}, {ranks}, {self.elapsed:.1f} s>"
-
-    @property
-    def given_name(self) -> str:
-        """The run's name if it differs from the default, or ""."""
-        return "" if self.name == default_name(self.function_name, self.id) else self.name
 
     def panel(self) -> Any:
         """Return the run's live panel. It is displayed as the last line of a cell, in any number of cells.
@@ -740,11 +687,7 @@ class Run:
         notebook, and a reader without the kernel, show the static report. In other front ends, the report replaces the
         panel. If live widgets are not available, the panel is the report, updated while the run lasts.
         """
-        if self._view is None or self._view.closed:
-            self._view = run_display.new_panel(
-                self._shown(), self._place if self._place is not None else current_output()
-            )
-        return self._view
+        return self._output.panel(self._shown())
 
     def debug_panel(self) -> Any:
         """Return a panel for debugging the ranks, with locations, stacks and expressions, for the last line of a cell.
@@ -752,59 +695,20 @@ class Run:
         Raises:
             ImportError: ipywidgets is not installed.
         """
-        if self._debug_view is None or self._debug_view.closed:
-            self._debug_view = run_display.load("debug")(self._shown())
-        return self._debug_view
-
-    @property
-    def launching_cell(self) -> str:
-        """The id of the notebook's cell that launched the run, or "" if the front end does not send it."""
-        return self._place.notebook_cell if self._place is not None else ""
+        return self._output.debug_panel(self._shown())
 
     def _shown(self) -> Run:
         """Return the run for a view.
 
         A view may outlive the user's references to the run, and must not keep its results.
         """
-        return self if self.ended is None or self.held else self.without_results()
-
-    # ---- called by the launch
-
-    @property
-    def displayed(self) -> bool:
-        """Whether the launch shows a header: if ``panel`` is True, or "auto" and the launch is in a notebook."""
-        return self._place is not None if self.config.panel == "auto" else bool(self.config.panel)
-
-    def reserve_output(self) -> None:
-        """Reserve an output for the panel under the launching cell, without showing it yet."""
-        if self.config.panel is not False:
-            self._place = current_output()
-
-    def take_output(self) -> None:
-        """Create the reserved output, so that the ranks' output appears below the panel.
-
-        Safe to call from any thread.
-        """
-        if self._place is not None:
-            self._place.show({"text/plain": ""})
-
-    def show_live(self) -> None:
-        """Show the panel in its output. A panel that fails never interrupts the run."""
-        place = self._place
-        if place is None:
-            return
-        if self.ended is None and not run_display.try_to_show(lambda: self.panel().show(place)):
-            return
-        # The run may have ended before its panel was shown.
-        if self.ended is not None and (self._view is None or not self._view.settle()):
-            place.end(self._static())
-        self._launched_under = place.cell
+        return self if self.ended is None or self.held else without_results(self)
 
     # ---- called by IPython
 
     def _repr_html_(self) -> str | None:
         # The run's panel is shown above.
-        if self._launched_under and self._launched_under == run_display.current_cell():
+        if (cell := self._output.launched_under) and cell == run_display.current_cell():
             return None
         return str(self.report().html)
 
@@ -816,30 +720,9 @@ class Run:
 
     def _ipython_display_(self) -> None:
         """Show the live panel while the run is live. Otherwise, IPython shows the static form."""
-        live = self.ended is None and run_display.current_cell() != self._launched_under
+        live = self.ended is None and run_display.current_cell() != self._output.launched_under
         if not live or running_kernel() is None or not run_display.try_to_show(lambda: self.panel().show()):
             raise NotImplementedError  # IPython then requests the MIME bundle.
-
-    # ---- called by the registry and by views
-
-    @property
-    def result_bytes(self) -> int:
-        """Approximate bytes of the results. The registry uses it to decide which runs keep their results."""
-        return sum(info.returned.nbytes for info in self._state.ranks if info.returned is not None)
-
-    def without_results(self) -> Run:
-        """Return an ended run without its results and exception objects.
-
-        Views and the registry use it, because they must not keep these objects.
-        """
-        why = (
-            f"the results of run {self.id} were freed: only the last runs keep theirs, and runs that a variable "
-            "refers to: run = notebook_launcher(...)"
-        )
-        copied = Run(self.config, self.function_name, self.journal.without_results(why), number=self.id, name=self.name)
-        copied.folder, copied.journal_file, copied.environment = self.folder, self.journal_file, self.environment
-        copied.origin, copied.call, copied.delete_files = self.origin, self.call, self.delete_files
-        return copied
 
     # ---- from the journal
 
@@ -857,7 +740,7 @@ class Run:
 
     def _finish(self) -> None:
         with self._lock:
-            if self.journal.state.held:
+            if self._internals.journal.state.held:
                 self._released.clear()
             ending, self._ending_callbacks = self._ending_callbacks, []
         try:
@@ -866,10 +749,70 @@ class Run:
             with self._lock:
                 callbacks, self._callbacks = self._callbacks, []
                 self._done.set()
-            self.commands.prompts.close()
-            if self.journal.state.held:
-                self.commands.prompts.reopen()
+            self._internals.commands.prompts.close()
+            if self._internals.journal.state.held:
+                self._internals.commands.prompts.reopen()
         _call(self, callbacks)
+
+
+def rebuild(config: LaunchConfig, function_name: str, records: Iterable[Record]) -> Run:
+    """Return a run rebuilt from its journal's ``records``, with panels and report, without any process.
+
+    If the journal has no end, the run counts as lost.
+    """
+    journal = Journal()
+    journal.replay(records)
+    if journal.state.ended is None:
+        journal.append(RunLost("the journal ends before the run"), journal.last_time)
+    return Run(config, function_name, journal)
+
+
+def without_results(run: Run) -> Run:
+    """Return an ended run without its results and exception objects, which views and the registry must not keep."""
+    why = (
+        f"the results of run {run.id} were freed: only the last runs keep theirs, and runs that a variable "
+        "refers to: run = notebook_launcher(...)"
+    )
+    parts = internals(run)
+    copied = Run(run.config, run.function_name, parts.journal.without_results(why), number=run.id, name=run.name)
+    copied.folder, copied.origin = run.folder, run.origin
+    kept = internals(copied)
+    kept.journal_file, kept.environment = parts.journal_file, parts.environment
+    kept.call, kept.delete_files = parts.call, parts.delete_files
+    return copied
+
+
+def result_bytes(run: Run) -> int:
+    """Return the approximate bytes of a run's results. The registry uses it to decide which runs keep their results."""
+    ranks = internals(run).journal.state.ranks
+    return sum(info.returned.nbytes for info in ranks if info.returned is not None)
+
+
+def add_ending_callback(run: Run, callback: Callable[[Run], None]) -> None:
+    """Call ``callback(run)`` at the end of the run, before ``stop()`` and ``wait()`` return.
+
+    If the run is already over, call it immediately. Views show their static output here: the waiting cell may be the
+    last one, and the notebook may be saved right after it.
+
+    Args:
+        run: The run.
+        callback: Called once. Its exceptions become warnings.
+    """
+    with run._lock:
+        if run.ended is None:
+            run._ending_callbacks.append(callback)
+            return
+    callback(run)
+
+
+def output_of(run: Run) -> run_display.LaunchOutput:
+    """Return the panels of a run, and the output that its launch has reserved for one."""
+    return run._output
+
+
+def given_name(run: Run) -> str:
+    """Return the run's name if it differs from the default, or ""."""
+    return "" if run.name == default_name(run.function_name, run.id) else run.name
 
 
 def _metrics_of(store: Store) -> Metrics:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.state.journal import Journal
     from notebook_accelerate.launch.state.prompts import Prompt, PromptQueue
     from notebook_accelerate.launch.state.run_commands import RunCommands
-    from notebook_accelerate.launch.state.run_state import RunView
+    from notebook_accelerate.launch.state.run_view import RunView
 
 _SWITCH = re.compile(r"\s*rank\s+(\d+)\s*")
 MAX_SAMPLE_SECONDS, MAX_SAMPLE_RATE = 600, 1000

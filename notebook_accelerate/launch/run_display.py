@@ -6,12 +6,13 @@ import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from notebook_accelerate.launch.output.replaceable_outputs import Output, current_output
 from notebook_accelerate.launch.output.running_cell import parent_message, running_kernel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from notebook_accelerate.launch.output.replaceable_outputs import Output
+    from notebook_accelerate.config.launch_config import LaunchConfig
 
 VIEWS = {
     "panel": "notebook_accelerate.widgets.run_panel:RunPanel",
@@ -29,6 +30,66 @@ NO_WIDGETS = "notebook_accelerate.widgets.front_end:no_widgets"
 
 LIVE_AFTER_SECONDS = 0.3
 """Seconds before a blocking run shows its live panel, which takes 40 ms to create. A shorter run shows its report."""
+
+
+class LaunchOutput:
+    """The panels of a run, and the output that is reserved for one under the launching cell.
+
+    Attributes:
+        launched_under: The id of the request under which the panel is shown, or "".
+    """
+
+    def __init__(self) -> None:
+        self._view: Any = None
+        self._debug_view: Any = None
+        self._place: Output | None = None
+        self.launched_under = ""
+
+    @property
+    def cell(self) -> str:
+        """The id of the notebook's cell that launched the run, or "" if the front end does not send it."""
+        return self._place.notebook_cell if self._place is not None else ""
+
+    def is_announced(self, config: LaunchConfig) -> bool:
+        """Return whether the launch shows a header: if ``panel`` is True, or "auto" and it is in a notebook."""
+        return self._place is not None if config.panel == "auto" else bool(config.panel)
+
+    def reserve(self, config: LaunchConfig) -> None:
+        """Reserve an output for the panel under the launching cell, without showing it yet."""
+        if config.panel is not False:
+            self._place = current_output()
+
+    def create(self) -> None:
+        """Create the reserved output, so that the ranks' output appears below the panel.
+
+        Safe to call from any thread.
+        """
+        if self._place is not None:
+            self._place.show({"text/plain": ""})
+
+    def show_panel(self, run: Any) -> None:
+        """Show the run's panel in the reserved output. A panel that fails never interrupts the run."""
+        place = self._place
+        if place is None:
+            return
+        if run.ended is None and not try_to_show(lambda: run.panel().show(place)):
+            return
+        # The run may have ended before its panel was shown.
+        if run.ended is not None and (self._view is None or not self._view.settle()):
+            place.end(run.report().bundle)
+        self.launched_under = place.cell
+
+    def panel(self, run: object) -> Any:
+        """Return the live panel of the run, the same object until it is closed."""
+        if self._view is None or self._view.closed:
+            self._view = new_panel(run, self._place if self._place is not None else current_output())
+        return self._view
+
+    def debug_panel(self, run: object) -> Any:
+        """Return the run's panel for debugging, the same object until it is closed."""
+        if self._debug_view is None or self._debug_view.closed:
+            self._debug_view = load("debug")(run)
+        return self._debug_view
 
 
 def new_panel(run: object, output: Output | None) -> Any:

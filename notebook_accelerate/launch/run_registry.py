@@ -18,8 +18,9 @@ from notebook_accelerate.hardware import device_table
 from notebook_accelerate.launch import attaching
 from notebook_accelerate.launch.output.running_cell import running_kernel
 from notebook_accelerate.launch.processes.zygote import close_zygote
-from notebook_accelerate.launch.run import wait_for_release
+from notebook_accelerate.launch.run import result_bytes, wait_for_release, without_results
 from notebook_accelerate.launch.run_display import load
+from notebook_accelerate.launch.state.run_view import internals
 from notebook_accelerate.telemetry.tracebacks import built_in_attribute
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class _Entry:
     def drop_results(self) -> None:
         """Keep everything but the results. A caller that refers to the run keeps its results alive."""
         if self.run is not None:
-            self._summary, self.run = self.run.without_results(), None
+            self._summary, self.run = without_results(self.run), None
 
     def clear_frames(self) -> bool:
         """Clear the local variables in the tracebacks of a failed run. Return whether there were any tracebacks.
@@ -156,7 +157,7 @@ def _drop_old_results(_ended: Run) -> None:
     total = 0
     kept = [run for run in ended if run.id not in old]
     for position, run in enumerate(sorted(kept, key=lambda run: run.ended or 0.0, reverse=True)):
-        total += run.result_bytes
+        total += result_bytes(run)
         if position and (position >= KEPT_RESULTS or total > KEPT_RESULT_BYTES):
             old.add(run.id)
     with _lock:
@@ -241,7 +242,8 @@ def debug(rank: int | None = None) -> None:
     """
     detached = [run for run in attaching.attached_runs() if run.ended is None or run.held]
     living = sorted([*_living(), *detached], key=lambda run: run.started)
-    chosen = [run for run in living if run.commands.prompts.debugged()] or [run for run in living if run.held] or living
+    stopped = [run for run in living if internals(run).commands.prompts.debugged()]
+    chosen = stopped or [run for run in living if run.held] or living
     if not chosen:
         raise ValueError(
             "no run can be debugged: none is running, and no ranks are kept after a failure; "
@@ -263,7 +265,7 @@ def shutdown(all: bool = False) -> None:
     """
     own = _living()
     for run in own:
-        run.request_stop(grace=1.0)
+        run.stop(grace=1.0, wait=False)
     if all:
         attaching.stop_detached(grace=1.0)
     for run in own:
@@ -275,7 +277,7 @@ def release_held() -> None:
     """Release the ranks and frame variables that failed runs keep for inspection, because a launch needs the memory."""
     held = [run for run in _living() if run.held]
     for run in held:
-        run.request_stop(grace=1.0)
+        run.stop(grace=1.0, wait=False)
     for run in held:
         wait_for_release(run)
     with _lock:

@@ -25,7 +25,7 @@ from notebook_accelerate.launch.plan.planner import LaunchPlan, make_plan
 from notebook_accelerate.launch.processes import inline
 from notebook_accelerate.launch.processes.fork_probe import kernel_facts
 from notebook_accelerate.launch.resumption import resumption_of
-from notebook_accelerate.launch.run import Run, default_name, next_number
+from notebook_accelerate.launch.run import Run, default_name, next_number, output_of
 from notebook_accelerate.launch.run_debugging import ask_user
 from notebook_accelerate.launch.run_display import LIVE_AFTER_SECONDS
 from notebook_accelerate.launch.state import failures
@@ -34,6 +34,7 @@ from notebook_accelerate.launch.state.interrupts import deferred_interrupts, han
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
 from notebook_accelerate.launch.state.run_events import RunPlanned
+from notebook_accelerate.launch.state.run_view import internals
 from notebook_accelerate.launch.supervisor.command_queue import CommandQueue
 from notebook_accelerate.launch.supervisor.rank_supervisor import RankSupervisor
 from notebook_accelerate.telemetry import steady_time
@@ -71,11 +72,11 @@ def start(
     if not config.detach:
         return start_here(config, function, arguments, resume)
     run = launch_detached(config, function, arguments, resume)
-    run.call = RunCall(function, arguments)
-    run.reserve_output()
+    internals(run).call = RunCall(function, arguments)
+    output_of(run).reserve(run.config)
     run_registry.announce_run(run)
     _announce(run, _publisher(run), f"detached: notebook_accelerate.attach({run.name!r}) opens it in any kernel")
-    run.show_live()
+    output_of(run).show_panel(run)
     return run
 
 
@@ -105,7 +106,7 @@ def start_here(
         plan = _plan(config)
         commands = CommandQueue() if plan.start_method != "inline" else None
     run, plan = _new_run(config, plan, commands, function, arguments, resume)
-    run.reserve_output()
+    output_of(run).reserve(run.config)
     if commands is None:
         _run_inline(run, plan, function, arguments)
     else:
@@ -201,9 +202,10 @@ def _new_run(
         journal = Journal()
         writer = _writer(config, name, number, function, arguments, journal)
         run = Run(config, function_name, journal, commands, number, name, call_arguments(function, arguments))
-        run.call = RunCall(function, arguments)
+        internals(run).call = RunCall(function, arguments)
         if writer is not None:
-            run.folder, run.journal_file, run.delete_files = writer.folder, writer.file, run_folder.delete_run
+            run.folder = writer.folder
+            internals(run).journal_file, internals(run).delete_files = writer.file, run_folder.delete_run
         if resumption is not None:
             resumption.add_history(journal)
             if resumption.checkpoint is not None:
@@ -260,7 +262,7 @@ def _prepare(
     """Reserve the plan's resources and register the run. Return the plan with the reserved port and folder."""
     run_registry.check_devices(run, plan)
     plan = supervisor.reserve(plan)
-    run.journal.append(RunPlanned(plan, plan.first_rank, plan.num_processes))
+    internals(run).journal.append(RunPlanned(plan, plan.first_rank, plan.num_processes))
     run_registry.register_run(run)
     if on_registered is not None:
         on_registered(run)
@@ -274,26 +276,26 @@ def _publisher(run: Run) -> Publisher:
 
 def _announce(run: Run, publisher: Publisher, *more: str) -> None:
     """Show the run's header and further lines, if the launch is displayed."""
-    if not run.displayed or run.plan is None:
+    if not output_of(run).is_announced(run.config) or run.plan is None:
         return
     publisher.line("stdout", f"▶ run {run.id}: {run.plan.sentence()}")
     for note in [*run.notes, *more]:
         publisher.line("stdout", f"  {note}")
     publisher.flush(force=True)
-    run.take_output()
+    output_of(run).create()
 
 
 # ---- in the kernel
 
 
 def _run_inline(run: Run, plan: LaunchPlan, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    context = inline.InlineContext(run.id, run.config, plan, run.journal)
+    context = inline.InlineContext(run.id, run.config, plan, internals(run).journal)
     try:
-        run.reserve_output()
-        run.journal.append(RunPlanned(plan, 0, 1))
+        output_of(run).reserve(run.config)
+        internals(run).journal.append(RunPlanned(plan, 0, 1))
         run_registry.register_run(run)
         _announce(run, _publisher(run))
-        run.show_live()
+        output_of(run).show_panel(run)
         inline.run_in_kernel(context, function, arguments)
     except KeyboardInterrupt as stop:
         inline.end_before_start(context)
@@ -324,7 +326,7 @@ class BlockingCell:
             self._wait_for_run(supervisor)
         # A handler of the user, such as SIGALRM's, raised an error, which ends the cell and its run.
         except BaseException:
-            self._run.commands.stop(DEFAULT_GRACE)
+            internals(self._run).commands.stop(DEFAULT_GRACE)
             wait_for(supervisor.over)
             raise
 
@@ -349,7 +351,7 @@ class BlockingCell:
             wait_for(supervisor.over)
         elif not self._run.config.block:
             # Show the panel after the ranks have started, because creating widgets takes as much time as starting them.
-            self._run.show_live()
+            output_of(self._run).show_panel(self._run)
         else:
             self._wait_for_end(supervisor)
         if self._interrupted and not self._run.held:  # The interrupt may have arrived after the ranks had started.
@@ -361,13 +363,13 @@ class BlockingCell:
         run = self._run
         while not run.done:
             left = None if show_at is None else max(0.0, show_at - time.monotonic())
-            if (prompt := run.commands.prompts.claim_next(left, until=lambda: run.done)) is not None:
+            if (prompt := internals(run).commands.prompts.claim_next(left, until=lambda: run.done)) is not None:
                 self._ask(prompt)
             elif show_at is not None and time.monotonic() >= show_at:
                 show_at = None
-                run.show_live()
+                output_of(run).show_panel(run)
         if show_at is not None:
-            self._run.show_live()
+            output_of(self._run).show_panel(self._run)
         if not self._run.held:
             wait_for(supervisor.over)
 
@@ -377,7 +379,7 @@ class BlockingCell:
             if self._interrupted:
                 prompt.answer(None)  # The run is being stopped, so do not prompt the user.
             else:
-                ask_user(prompt, self._run.commands.prompts)
+                ask_user(prompt, internals(self._run).commands.prompts)
         except KeyboardInterrupt:
             self._interrupt()
         finally:
@@ -385,7 +387,7 @@ class BlockingCell:
 
     def _interrupt(self) -> None:
         self._interrupted = True
-        self._run.commands.stop(DEFAULT_GRACE)
+        internals(self._run).commands.stop(DEFAULT_GRACE)
 
     def on_signal(self) -> None:
         """Stop the run because of a SIGINT."""

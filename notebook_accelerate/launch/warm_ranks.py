@@ -19,6 +19,7 @@ from notebook_accelerate.launch.state import failures
 from notebook_accelerate.launch.state.failures import ordered
 from notebook_accelerate.launch.state.interrupts import wait_for
 from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
+from notebook_accelerate.launch.state.run_view import internals
 from notebook_accelerate.telemetry import ExceptionInfo, RankFailure, tracebacks
 from notebook_accelerate.telemetry.debug_protocol import CellReply, CellRequest
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
@@ -63,7 +64,7 @@ class WarmRanks:
 
     def _start(self) -> Run:
         run = start(self._config, warm_rank)
-        run.commands.prompts.shown_in_cell = True
+        internals(run).commands.prompts.shown_in_cell = True
         deadline = None
         try:
             while run.status == "starting" and (deadline is None or time.monotonic() < deadline):
@@ -125,7 +126,7 @@ class WarmRanks:
         payload = dump_bytes(dict(send), f"one of {', '.join(send)}") if send else b""
         kernel = running_kernel()
         if kernel is not None:
-            self.run.commands.show_under(kernel.get_parent())
+            internals(self.run).commands.show_under(kernel.get_parent())
         hand_out = self._send_apart if payload else self._send
         waiting, pressed = hand_out(wanted, lambda number: CellRequest(number, source, filename, names, payload))
         replies, interrupted = self._collect(waiting, pressed)
@@ -136,7 +137,7 @@ class WarmRanks:
 
     def _send(self, wanted: list[int], make: Callable[[int], CellRequest]) -> tuple[dict[int, int], bool]:
         """Send the cell. Return the numbers of its requests, and whether an interrupt arrived during the call."""
-        return self.run.commands.requests.send(wanted, make), False
+        return internals(self.run).commands.requests.send(wanted, make), False
 
     def _send_apart(self, wanted: list[int], make: Callable[[int], CellRequest]) -> tuple[dict[int, int], bool]:
         """Send the cell from another thread, because sending variables takes time.
@@ -178,7 +179,7 @@ class WarmRanks:
                 if interrupted is not None:
                     self._kill(busy)
                 interrupted = time.monotonic()
-                self.run.commands.interrupt(busy)
+                internals(self.run).commands.interrupt(busy)
             if interrupted is not None and time.monotonic() - interrupted > DEFAULT_GRACE:
                 self._kill([rank for rank in waiting if rank not in replies])
         return replies, interrupted is not None
@@ -189,10 +190,12 @@ class WarmRanks:
         raise GroupInterrupt(self.run, busy) from None
 
     def _poll(self, waiting: dict[int, int], replies: dict[int, CellReply]) -> None:
-        prompt = self.run.commands.prompts.claim_next(PROMPT_SECONDS / 10, among=waiting.keys() - replies.keys())
+        prompt = internals(self.run).commands.prompts.claim_next(
+            PROMPT_SECONDS / 10, among=waiting.keys() - replies.keys()
+        )
         if prompt is not None:
-            ask_user(prompt, self.run.commands.prompts)
-        for rank, reply in self.run.commands.requests.collect(waiting, PROMPT_SECONDS).items():
+            ask_user(prompt, internals(self.run).commands.prompts)
+        for rank, reply in internals(self.run).commands.requests.collect(waiting, PROMPT_SECONDS).items():
             assert isinstance(reply, CellReply), "a cell's request is answered by a cell's reply"
             replies[rank] = reply
 

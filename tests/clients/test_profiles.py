@@ -59,7 +59,7 @@ def test_a_slow_loader_of_one_rank_is_named(program: str) -> None:
     with ready_kernel() as kernel:
         kernel.check(CODE)
         kernel.check(f"run = launch({program}, block=False)", 300)
-        kernel.check("while run.ended is None and run.store.last_step.get(0, 0) < 3: time.sleep(0.1)", 300)
+        kernel.check("while run.ended is None and run._internals.store.last_step.get(0, 0) < 3: time.sleep(0.1)", 300)
         kernel.check("profile = run.profile(steps=4)", 300)
         assert kernel.value("run.error and str(run.error)") is None
         missing, steps, findings, shown = kernel.value(FOUND)

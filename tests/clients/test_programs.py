@@ -77,7 +77,7 @@ def check_run(kernel: Kernel, cell: Cell, name: str, result: dict[str, Any]) -> 
     if steps := result.get("steps"):
         assert kernel.value("[row.last_step for row in run.ranks]") == [steps] * 2
     if PROGRAMS[name].bar:
-        assert 0 in kernel.value("list(run.store.loops)")
+        assert 0 in kernel.value("list(run._internals.store.loops)")
     if curve := PROGRAMS[name].curve:
         points = kernel.value(f"points(run, {curve!r})")
         assert {rank for rank, _ in points} == {0, 1}, kernel.value("list(run.metrics)")
@@ -141,7 +141,7 @@ def one_launch(kernel: Kernel, request: pytest.FixtureRequest) -> list[dict[str,
     check_cell(cell)
     curves = {program.curve for program in PROGRAMS.values() if program.curve}
     assert curves <= set(kernel.value("list(run.metrics)"))
-    assert kernel.value("sorted(run.store.loops)") == [0, 1]
+    assert kernel.value("sorted(run._internals.store.loops)") == [0, 1]
     results: list[dict[str, Any]] = kernel.value("run.results")
     return results
 

@@ -80,7 +80,9 @@ def kernel() -> Iterator[Kernel]:
 
 def progress(kernel: Kernel) -> list[list[int]]:
     """Return the last step and the total that each rank reported."""
-    found: list[list[int]] = kernel.value("[[bar.step, bar.total] for _, bar in sorted(run.store.loops.items())]")
+    found: list[list[int]] = kernel.value(
+        "[[bar.step, bar.total] for _, bar in sorted(run._internals.store.loops.items())]"
+    )
     return found
 
 

@@ -134,7 +134,7 @@ def test_a_run_whose_folder_is_deleted_can_be_stopped(state: Path) -> None:
     until(lambda: run.status == "running")
     assert run.folder is not None
     shutil.rmtree(run.folder)
-    until(lambda: any("Cannot save the run to" in text for text in run.journal.state.warnings), seconds=60)
+    until(lambda: any("Cannot save the run to" in text for text in run._internals.journal.state.warnings), seconds=60)
     assert run.status == "running", "its process still sends its events"
     with pytest.raises(ValueError, match="has not ended"):
         _launch(int, name="homeless")
@@ -168,13 +168,13 @@ def _logs_until(path: str) -> str:
 @pytest.mark.parametrize("damage", ["deleted", "emptied"])
 def test_a_deleted_journal_is_rewritten(state: Path, tmp_path: Path, damage: str) -> None:
     run = _launch(_logs_until, str(tmp_path / "go"), name="robbed")
-    until(lambda: run.store.last_step.get(0, -1) >= 20, seconds=60)
+    until(lambda: run._internals.store.last_step.get(0, -1) >= 20, seconds=60)
     assert run.folder is not None
     journal = run.folder / "journal.nbac"
-    before = run.store.last_step[0]
+    before = run._internals.store.last_step[0]
     journal.unlink() if damage == "deleted" else os.truncate(journal, 0)
-    until(lambda: run.store.last_step[0] > before + 20, seconds=60)
-    assert open_run(run.folder).store.last_step[0] >= before
+    until(lambda: run._internals.store.last_step[0] > before + 20, seconds=60)
+    assert open_run(run.folder)._internals.store.last_step[0] >= before
     (tmp_path / "go").touch()
     assert run.wait(60)
     assert (run.status, run.results) == ("succeeded", ("the result",))

@@ -165,7 +165,7 @@ def test_a_suspended_supervisor_does_not_delay_the_table_of_runs(state: Path) ->
         listed = runs()  # A connection without a timeout would wait until the supervisor is resumed.
         (found,) = (each for each in listed if each.config.detach)
         assert found.name == "asleep"
-        assert f"process {supervisor.pid}" in found.commands.refusal
+        assert f"process {supervisor.pid}" in found._internals.commands.refusal
         with pytest.warns(UserWarning, match=rf"process {supervisor.pid} .*kill -CONT {supervisor.pid}"):
             shutdown(all=True)
     assert not supervisor.is_running()
@@ -217,7 +217,7 @@ def test_a_suspended_supervisor_is_reported_and_killed(
     with pytest.warns(UserWarning, match=rf"process {supervisor.pid} .*is suspended; .*kill -CONT {supervisor.pid}"):
         run.stop(grace=0.5) if how == "stop" else shutdown(all=True)
     assert run.status == "lost"
-    assert any("is suspended" in text for text in run.journal.state.warnings)
+    assert any("is suspended" in text for text in run._internals.journal.state.warnings)
     until(lambda: not processes_of(state), seconds=20)
 
 
@@ -226,7 +226,7 @@ def test_a_supervisor_resumed_in_time_stops_the_run(state: Path, monkeypatch: py
     run = _launch("awake")
     supervisor = supervisor_of(run)
     supervisor.suspend()
-    run.request_stop(grace=30.0)
+    run.stop(grace=30.0, wait=False)
     time.sleep(4.0)
     supervisor.resume()
     assert run.wait(60)
@@ -241,7 +241,7 @@ def test_attaching_works_while_the_supervisor_is_suspended(state: Path, monkeypa
     supervisor.suspend()
     again = attach("waits")
     supervisor.resume()
-    until(lambda: again.commands.requests.open_ranks() == [0])
+    until(lambda: again._internals.commands.requests.open_ranks() == [0])
     assert again.ask("'back'", timeout=20.0) == {0: "back"}
     again.stop(grace=1.0)
     assert again.status == "stopped"

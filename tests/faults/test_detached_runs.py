@@ -69,7 +69,7 @@ def test_a_detached_run_outlives_its_kernel(state: Path, tmp_path: Path) -> None
         folder = _launch(kernel, "train-3", f"({project!r}, 0.1, 300)")
         launched_in = kernel.cwd
         followed = attach("train-3")
-        until(lambda: followed.store.last_step.get(0, -1) >= 5, seconds=120)
+        until(lambda: followed._internals.store.last_step.get(0, -1) >= 5, seconds=120)
         kernel.kill()
     with Kernel() as kernel:
         kernel.check("import notebook_accelerate\nrun = notebook_accelerate.attach('train-3')")
@@ -162,7 +162,7 @@ def test_the_ranks_end_with_their_supervisor_and_the_training_can_continue(state
     project = str(tmp_path / "project")
     options = {"num_processes": 2, "use_port": 0, "detach": True, "panel": False}
     run = notebook_launcher(train, (project, 0.05, 400), name="lost", **options)  # type: ignore[arg-type]
-    until(lambda: run.store.last_step.get(0, -1) >= 25, seconds=120)
+    until(lambda: run._internals.store.last_step.get(0, -1) >= 25, seconds=120)
     ranks = [psutil.Process(info.pid or 0) for info in run.ranks]
     supervisor_of(run).kill()
     psutil.wait_procs(ranks, timeout=30)
@@ -303,11 +303,11 @@ def test_two_kernels_can_share_a_breakpoint_after_much_output(state: Path) -> No
     assert run.folder is not None
     until(lambda: run.prompts == (0, 1), seconds=300)
     others = [open_run(run.folder), open_run(run.folder)]
-    assert [each.commands.prompts.debugged() for each in others] == [[0, 1], [0, 1]]
+    assert [each._internals.commands.prompts.debugged() for each in others] == [[0, 1], [0, 1]]
 
     def go_on(each: Run) -> None:
         for rank in (0, 1):
-            if (prompt := each.commands.prompts.claim_next(5.0, rank=rank)) is not None:
+            if (prompt := each._internals.commands.prompts.claim_next(5.0, rank=rank)) is not None:
                 prompt.answer("c")
 
     threads = [Thread(target=go_on, args=(each,)) for each in others]
@@ -361,7 +361,7 @@ def test_a_full_disk_loses_neither_results_nor_the_end(
         until(lambda: not any(map(psutil.pid_exists, pids)), seconds=120)
         assert run.wait(60), "its end is known, although the file could not be written"
         assert run.status == "succeeded"
-        assert any(f"Cannot save the run to {run.folder}" in text for text in run.journal.state.warnings)
+        assert any(f"Cannot save the run to {run.folder}" in text for text in run._internals.journal.state.warnings)
         with pytest.raises(SerializationError, match=r"not saved: .*No space left on device"):
             run.results  # noqa: B018 - the test is about reading
         filler.unlink()
@@ -430,7 +430,7 @@ def test_a_run_whose_disk_is_full_from_the_start_can_be_launched_and_stopped(
         assert run.status == "succeeded"
         (small_disk / "filler").unlink()
         until(lambda: not processes_of(tmp_path / "state"), seconds=60)
-        until(lambda: run.journal.state.unsaved == "" or run.results == (b"result" * 1000,), seconds=20)
+        until(lambda: run._internals.journal.state.unsaved == "" or run.results == (b"result" * 1000,), seconds=20)
         assert open_run(run.folder or "").status == "succeeded"
 
 

@@ -77,13 +77,13 @@ def _kill_at(scene: str, seed: int, tmp_path: Path) -> None:
         until(run_directory.entries)
         if _SCENES[scene] >= 0:
             run = attach("killed")
-            until(lambda: run.store.last_step.get(0, -1) >= _SCENES[scene])
+            until(lambda: run._internals.store.last_step.get(0, -1) >= _SCENES[scene])
         time.sleep(random.Random(seed).random() * _SECONDS.get(scene, 0.4))
         kernel.kill()
     with Kernel() as kernel:
         kernel.check(f"{_FUNCTION}\nrun = notebook_accelerate.attach('killed')")
         if scene == "breakpoint":
-            kernel.until("run.commands.prompts.debugged() == [1]", 120)
+            kernel.until("run._internals.commands.prompts.debugged() == [1]", 120)
             kernel.types("c")
             kernel.check("notebook_accelerate.debug()")
         assert kernel.value("run.wait(120)")

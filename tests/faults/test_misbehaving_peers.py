@@ -71,12 +71,12 @@ def test_a_rank_that_sends_garbage_does_not_harm_the_others(tmp_path: Path, send
 def test_requests_to_a_suspended_rank_do_not_block() -> None:
     """Its socket is full after some hundreds of requests, or a single large one."""
     run = _launch(time.sleep, 600)
-    until(lambda: run.commands.requests.open_ranks() == [0, 1] and run.status == "running")
+    until(lambda: run._internals.commands.requests.open_ranks() == [0, 1] and run.status == "running")
     suspended = psutil.Process(run.ranks[1].pid)
     suspended.suspend()
     try:
         for _ in range(1000):
-            run.commands.requests.forget(run.commands.requests.send([1], StacksRequest))
+            run._internals.commands.requests.forget(run._internals.commands.requests.send([1], StacksRequest))
         assert run.ask("1 + 1", [0], timeout=60.0) == {0: 2}
         for code in ("1 + 1", f"{'x' * 3_000_000!r} and 1"):
             (error,) = run.ask(code, [1], timeout=1.0).values()
@@ -101,7 +101,7 @@ def test_shutdown_stops_all_runs_at_the_same_time() -> None:
     until(lambda: all(run.status == "running" for run in both))
     shutdown()
     for run, other in (both, both[::-1]):
-        asked = next(record.time for record in run.journal.records if isinstance(record.event, StopAdvanced))
+        asked = next(record.time for record in run._internals.journal.records if isinstance(record.event, StopAdvanced))
         assert asked < (other.ended or 0.0)
 
 

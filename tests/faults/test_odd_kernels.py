@@ -156,7 +156,7 @@ def test_a_step_of_the_system_clock_during_a_run_changes_nothing(kernel: Kernel,
         assert kernel.value("run.wait(60)", SOON)
         assert kernel.value("run.results") == [19, 19]
         assert 0 < elapsed < kernel.value("run.elapsed") < 300
-        times = kernel.value("[line.time for line in run.store.log_lines(0)]")
+        times = kernel.value("[line.time for line in run._internals.store.log_lines(0)]")
         assert times == sorted(times)
         assert times[-1] - times[0] < 300
     finally:

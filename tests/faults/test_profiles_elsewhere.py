@@ -35,7 +35,7 @@ def train():
         optimizer.zero_grad()
 
 def wait_for_steps(run, ranks=2):
-    while run.ended is None and min(run.store.last_step.get(rank, 0) for rank in range(ranks)) < 3:
+    while run.ended is None and min(run._internals.store.last_step.get(rank, 0) for rank in range(ranks)) < 3:
         time.sleep(0.1)
 """
 FACTS = "[profile.ranks, profile.steps, profile.missing, len(profile.timeline.steps), profile.findings[0].sentence]"
@@ -70,7 +70,7 @@ def test_a_detached_run_can_be_profiled_from_another_kernel(tmp_path: Path, monk
             kernel.check(TRAIN)
             kernel.check("run = notebook_launcher(train, num_processes=2, use_port=0, detach=True, name='far')", 120)
             followed = attach("far")
-            until(lambda: followed.store.last_step.get(0, -1) >= 2)
+            until(lambda: followed._internals.store.last_step.get(0, -1) >= 2)
             kernel.kill()
         with Kernel() as kernel:
             kernel.check(TRAIN + "\nimport notebook_accelerate\nrun = notebook_accelerate.attach('far')")

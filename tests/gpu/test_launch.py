@@ -125,7 +125,7 @@ run = notebook_launcher(busy, num_processes=1, timeout=120)
 """,
         timeout=150,
     ).expect_ok()
-    kernel.run("(device,) = run.store.devices.of_rank(0)").expect_ok()
+    kernel.run("(device,) = run._internals.store.devices.of_rank(0)").expect_ok()
     assert kernel.run("device.device, device.peak >= 1 << 28, device.total > device.used > 1 << 28").result_text == (
         "('cuda:0', True, True)"
     )

@@ -49,7 +49,7 @@ def _no_answers_left(answers: Answers) -> None:
 def test_the_prompt_stays_with_a_rank_until_it_continues_or_the_user_switches(kernel: Kernel, answers: Answers) -> None:
     answers.waiting[:] = ["p loss", "rank 1", "p loss", "rank 7", "p loss", "c", "p loss", "c"]
     kernel.check("run = launch(both_stop, block=False)")
-    kernel.until("run.commands.prompts.debugged() == [0, 1]", 100)
+    kernel.until("run._internals.commands.prompts.debugged() == [0, 1]", 100)
     cell = kernel.check("run.debug(rank=0); run.wait(100)")
     assert answers.asked == [f"[rank {rank}] ipdb> " for rank in (0, 0, 1, 1, 1, 1, 0, 0)]
     assert kernel.value("run.results") == [0.5, 1.5]

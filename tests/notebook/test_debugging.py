@@ -420,7 +420,7 @@ def test_a_running_rank_can_be_interrupted_for_the_debugger(kernel: Kernel, answ
 
 
 def test_debug_command_gives_a_command_to_several_ranks(kernel: Kernel) -> None:
-    kernel.check("run = go(both_stop); until(lambda: run.commands.prompts.debugged() == [0, 1])")
+    kernel.check("run = go(both_stop); until(lambda: run._internals.commands.prompts.debugged() == [0, 1])")
     cell = kernel.check("run.debug_command('p loss', timeout=60)")
     assert without_colours(cell.result_text or "") == "rank 0 │ 0.5\nrank 1 │ 1.5"
     assert kernel.value("dict(run.debug_command('p loss', ranks=[1], timeout=60))") == {"1": "1.5\n"}
@@ -431,7 +431,7 @@ def test_debug_command_gives_a_command_to_several_ranks(kernel: Kernel) -> None:
 
 
 def test_asking_keeps_the_input_typed_at_a_breakpoint(kernel: Kernel) -> None:
-    kernel.check("run = go(both_stop); until(lambda: run.commands.prompts.debugged() == [0, 1])")
+    kernel.check("run = go(both_stop); until(lambda: run._internals.commands.prompts.debugged() == [0, 1])")
     kernel.check("run.debug_command('loss = 9.5', timeout=60)")
     assert kernel.value("run.ask('loss + 1', timeout=60)") == {"0": 10.5, "1": 10.5}
     assert kernel.value("run.complete('los', timeout=60)") == ["loss"]
@@ -474,7 +474,7 @@ def test_the_next_launch_releases_failed_ranks(kernel: Kernel) -> None:
 def test_debug_chooses_the_run_that_waits_for_its_user(kernel: Kernel, answers: Answers) -> None:
     assert "no run can be debugged: none is running" in said(kernel.run("notebook_accelerate.debug()"))
     kernel.check("first = go(both_stop, num_processes=1, start_method='fork')")
-    kernel.check("until(lambda: first.commands.prompts.debugged() == [0])")
+    kernel.check("until(lambda: first._internals.commands.prompts.debugged() == [0])")
     kernel.check("def naps():\n    while True:\n        time.sleep(0.01)")
     kernel.check("second = go(naps, num_processes=1, start_method='fork')")
     answers.waiting[:] = ["c"]
@@ -540,7 +540,7 @@ def test_pausing_holds_all_ranks_and_the_time_limits(kernel: Kernel) -> None:
 
 
 def test_equal_stacks_are_folded(kernel: Kernel) -> None:
-    kernel.check("run = go(both_stop); until(lambda: run.commands.prompts.debugged() == [0, 1])")
+    kernel.check("run = go(both_stop); until(lambda: run._internals.commands.prompts.debugged() == [0, 1])")
     kernel.check("until(lambda: repr(run.stacks()).startswith('ranks 0, 1:\\n  Cell In['))")
     cell = kernel.check("run.stacks()")
     assert cell.result_text is not None

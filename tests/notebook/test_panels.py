@@ -106,7 +106,7 @@ def test_the_report_has_the_sharding_table(kernel: Kernel) -> None:
     assert "fsdp2 FULL_SHARD · dp_shard 2 · 1 unit" in text
     assert "parameters       16.0 KiB  8.0 KiB   50 %" in text
     assert "optimizer state  32.0 KiB  16.0 KiB  50 %" in text
-    assert kernel.value("{rank: one.place for rank, one in runs()[-1].store.shard_reports.items()}") == {
+    assert kernel.value("{rank: one.place for rank, one in runs()[-1]._internals.store.shard_reports.items()}") == {
         "0": {"dp_shard": 0},
         "1": {"dp_shard": 1},
     }

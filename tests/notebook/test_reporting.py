@@ -105,7 +105,7 @@ def test_ranks_that_train_apart_cause_a_warning(kernel: Kernel) -> None:
 
 def test_progress_bars_are_the_progress_of_the_run(kernel: Kernel) -> None:
     kernel.check("run = launch(with_bars)")
-    found = kernel.value("[[bar.label, bar.step, bar.total] for _, bar in sorted(run.store.loops.items())]")
+    found = kernel.value("[[bar.label, bar.step, bar.total] for _, bar in sorted(run._internals.store.loops.items())]")
     assert found == [["batches", 12, 12], ["files", 7, 7]]
 
 
@@ -115,7 +115,7 @@ def test_bars_of_a_kernel_that_draws_widgets_are_the_progress_of_its_ranks(kerne
     cell = kernel.check("run = launch(with_bars, start_method='fork', panel=False)")
     assert cell.comms == []
     assert cell.plain.count("batches: 100%") == 2
-    found = kernel.value("[[bar.label, bar.step, bar.total] for _, bar in sorted(run.store.loops.items())]")
+    found = kernel.value("[[bar.label, bar.step, bar.total] for _, bar in sorted(run._internals.store.loops.items())]")
     assert found == [["batches", 12, 12], ["files", 7, 7]]
 
 

@@ -113,9 +113,9 @@ def test_the_memory_of_a_kernel_stays_constant_over_26_runs(kernel: Kernel, meth
         used.append(kernel.value("settled_pss()"))
     # Medians: a rank that is still exiting shares memory with the kernel, which then counts less.
     assert median(used[-5:]) - median(used[4:9]) < 40, used
-    kernel.check("run.close()")
+    kernel.check("run.free_results()")
     assert median(used[-5:]) - kernel.value("settled_pss()") > 30
-    kernel.check("run.report().html, run.logs(), run.journal.records")
+    kernel.check("run.report().html, run.logs(), run._internals.journal.records")
 
 
 def test_deleting_the_variable_frees_the_results(kernel: Kernel) -> None:

@@ -114,7 +114,7 @@ def test_the_first_notebook_answers_a_breakpoint_of_another_notebooks_rank(pair:
     assert re.search(r"Cell In\[\d+\] of node 1", shown), shown
     for kernel in (first, second):
         assert kernel.value("run.wait(100)", LIMIT)
-        assert kernel.value("len(run.commands.prompts.open_prompts())") == 0
+        assert kernel.value("len(run._internals.commands.prompts.open_prompts())") == 0
     assert pair.values("run.results") == [[40, 42], [42]]
 
 

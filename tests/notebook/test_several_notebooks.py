@@ -149,9 +149,9 @@ def test_ranks_of_other_notebooks_can_be_asked_and_inspected(pair: Notebooks) ->
     assert "in meet" in stacks
     assert "rank 0" in stacks or "ranks 0" in stacks
     assert first.value("[run.pause(timeout=100)[rank] for rank in range(3)]", LIMIT) == ["paused"] * 3
-    assert first.value("run.commands.clock.suspended") is True
+    assert first.value("run._internals.commands.clock.suspended") is True
     assert first.value("[run.unpause(timeout=100)[rank] for rank in range(3)]", LIMIT) == ["unpaused"] * 3
-    assert first.value("run.commands.clock.suspended") is False
+    assert first.value("run._internals.commands.clock.suspended") is False
     first.check("run.stop()", LIMIT)
     assert pair.kernels[1].value("run.wait(100)", LIMIT)
     assert pair.values("run.status") == ["stopped", "stopped"]
@@ -306,7 +306,7 @@ def test_times_in_a_joined_notebook_follow_its_local_clock(pair: Notebooks) -> N
         times = second.value(
             "[run.started, run.attempts[0].started, run.failures[0].time, run.attempts[0].ended, run.ended]", LIMIT
         )
-        events = second.value("[record.time for record in run.journal.records]", LIMIT)
+        events = second.value("[record.time for record in run._internals.journal.records]", LIMIT)
     finally:
         second.check("steady_time.set_to_system_time = follow\nsteady_time.set_to_system_time()")
     rounding = 0.1

@@ -58,7 +58,7 @@ def train(big: torch.Tensor, gate: Path) -> dict[str, Any]:
 def test_a_run_spans_two_nodes(cluster: LocalCluster, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     big, gate = torch.ones(1 << 20), tmp_path / "gate"
     run = notebook_launcher(train, (big, gate), 3, on=SPREAD, config=LaunchConfig(panel=True), block=False)
-    until(lambda: run.ended or len(run.store.resources) == 3, 300)
+    until(lambda: run.ended or len(run._internals.store.resources) == 3, 300)
     gate.touch()
     assert run.wait(300)
 
@@ -88,7 +88,9 @@ def test_a_run_spans_two_nodes(cluster: LocalCluster, capfd: pytest.CaptureFixtu
     assert [info.exit for info in run.ranks] == ["exit 0"] * 3
     assert len(run.metrics["loss"].rank(2).values) == 5
     assert run.logs(rank=1) == ["hello from 1"]
-    assert all(run.store.resources[rank].memory_bytes > 0 for rank in range(3)), "memory was sampled on each node"
+    assert all(run._internals.store.resources[rank].memory_bytes > 0 for rank in range(3)), (
+        "memory was sampled on each node"
+    )
     out = capfd.readouterr().out
     assert "3 processes on a Ray cluster · ray (as asked: on=RayCluster(...))" in out
     for rank in range(3):
@@ -366,7 +368,7 @@ def test_a_dead_node_is_named_and_training_resumes_on_the_others(cluster: LocalC
     run = notebook_launcher(resumable, (f"mounted://{tmp_path}/a", True), 3, on=on, max_restarts=1, block=False)
     try:
         until(lambda: all("three steps" in run.logs(rank=rank) for rank in range(3)), 300)
-        until(lambda: len(run.store.peak_memory) == 3)
+        until(lambda: len(run._internals.store.peak_memory) == 3)
         assert {info.host.rpartition(", ")[2] for info in run.ranks} == {*cluster.nodes, third}
         lost = next(info for info in run.ranks if info.host.endswith(third))
         lost_on = f"rank {lost.rank}: node {lost.node} ({lost.host}) was lost"
@@ -387,7 +389,7 @@ def test_a_dead_node_is_named_and_training_resumes_on_the_others(cluster: LocalC
     assert found.pop("Attempts") == ["attempt", "started", "seconds", "outcome"]
     assert found == expected
     assert {"Ranks", "Metrics", "Sharding", "Launch", "Configuration", "Environment"} == expected.keys()
-    assert all(run.store.peak_memory[rank] > 0 for rank in range(3))
+    assert all(run._internals.store.peak_memory[rank] > 0 for rank in range(3))
 
 
 def test_a_launch_placed_on_a_dead_node_moves_to_another(cluster: LocalCluster) -> None:

@@ -67,7 +67,7 @@ def debugged(kernel: Kernel, call: str) -> str:
     """Open the debugger of rank 1, which may need longer than the timeout of a call. Return the output."""
     shown = kernel.check(call, timeout=300).plain
     if "[rank 1] " not in shown:
-        kernel.until("1 in run.commands.prompts.debugged()", 300)
+        kernel.until("1 in run._internals.commands.prompts.debugged()", 300)
         shown = kernel.check(call, timeout=300).plain
     return shown
 

@@ -36,8 +36,8 @@ def disconnect_all() -> None:
         runs = list(attaching._attached.values())
         attaching._attached.clear()
     for run in runs:
-        if isinstance(run.commands, ControlClient):
-            run.commands.close()
+        if isinstance(run._internals.commands, ControlClient):
+            run._internals.commands.close()
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:

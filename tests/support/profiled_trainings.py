@@ -304,7 +304,7 @@ def training(function: Callable[[], None], ranks: int = 2) -> Iterator[Run]:
     torch_internals.import_inductor()
     run = notebook_launcher(function, (), ranks, use_port=0, block=False, panel=False, start_method="fork")
     try:
-        until(lambda: run.ended is not None or run.journal.store.step_times(0))
+        until(lambda: run.ended is not None or run._internals.journal.store.step_times(0))
         yield run
     finally:
         run.stop(grace=1.0)

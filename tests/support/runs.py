@@ -81,7 +81,7 @@ def make_run(
 
 
 def _unfinished(config: LaunchConfig, records: list[Record]) -> Run:
-    """Return a running run: the result of `Run.rebuilt` is finished."""
+    """Return a running run: the result of `rebuild` is finished."""
     journal = Journal()
     journal.replay(records)
     return Run(config, "train", journal)
@@ -99,13 +99,13 @@ def _planned(ranks: int, method: str, started: float) -> list[Record]:
 def supervisor_of(run: Run, publisher: Publisher | None = None) -> RankSupervisor:
     """Return a supervisor of ``run`` that is not started, to test its parts. Close its ``commands`` afterwards."""
     commands = CommandQueue()
-    run.commands = commands
+    run._internals.commands = commands
     return RankSupervisor(run, commands, publisher or TextPublisher())
 
 
 def feed(run: Run, *events: Event, rank: int = 0, at: float = START) -> None:
     """Append events to the run's journal, as if a rank had sent them."""
-    run.journal.add([Record(rank, at, event) for event in events])
+    run._internals.journal.add([Record(rank, at, event) for event in events])
 
 
 def devices(rank: int, percent: float, reserved: int) -> list[Event]:
@@ -125,7 +125,7 @@ def end(
     exit_of: Callable[[int], str] = lambda _: "",
 ) -> None:
     """End the run, with these failures if there are any."""
-    journal = run.journal
+    journal = run._internals.journal
     for failure in failures:
         journal.append(RankFailed(failure))
     for info in journal.state.ranks:

@@ -22,6 +22,7 @@ from notebook_accelerate.launch.kept.journal_file import last_lines, thinned_fra
 from notebook_accelerate.launch.kept.journal_reader import JournalContents, read_header
 from notebook_accelerate.launch.processes.event_loop import DispatchSelector, WakeDescriptor, dispatch
 from notebook_accelerate.launch.state.run_events import RunEnded, RunEvent
+from notebook_accelerate.launch.state.run_view import internals
 from notebook_accelerate.telemetry import Event, Stamped, encode, steady_time
 from notebook_accelerate.telemetry.channel import Channel, Decoder
 from notebook_accelerate.telemetry.debug_protocol import Request
@@ -127,7 +128,7 @@ class ControlService:
     """
 
     def __init__(self, run: Run, path: Path) -> None:
-        self._commands, self._path = run.commands, path
+        self._commands, self._path = internals(run).commands, path
         self._selector = DispatchSelector()
         self._wake, self._over = WakeDescriptor(), False
         self._stream, self._batch_due = RecordStream(run, self._wake.set), 0.0
@@ -348,16 +349,16 @@ class RecordStream:
 
     def __init__(self, run: Run, wake: Callable[[], None]) -> None:
         self._run, self._wake = run, wake
-        header = {} if run.journal_file is None else read_header(run.journal_file)
-        self._contents = JournalContents(journal=run.journal, header=header)
+        file, journal = internals(run).journal_file, internals(run).journal
+        self._contents = JournalContents(journal=journal, header={} if file is None else read_header(file))
         self._waiting: list[Record] = []
         self._held: deque[tuple[int, bytes]] = deque()
         self._held_bytes = 0
-        with run.journal.locked():
-            self._run_events = len(run.journal.records)
+        with journal.locked():
+            self._run_events = len(journal.records)
             # Positions start at 1, so position 0 of a new kernel is never held, and the kernel receives the history.
             self.end = self._begin = self._run_events + 1
-            self.close = run.journal.subscribe(self._on_records, ordered=True)
+            self.close = journal.subscribe(self._on_records, ordered=True)
 
     def _on_records(self, records: Sequence[Record]) -> None:
         if not self._waiting:
@@ -375,7 +376,7 @@ class RecordStream:
         Args:
             hold: Whether to hold the records for kernels.
         """
-        with self._run.journal.locked():
+        with internals(self._run).journal.locked():
             count = self._readable()
             records = self._waiting[:count]
             del self._waiting[:count]
@@ -398,7 +399,7 @@ class RecordStream:
 
         A kernel that then reads the run's folder finds the end and the results in it.
         """
-        if self._run.done or self._run.journal.state.unsaved:
+        if self._run.done or internals(self._run).journal.state.unsaved:
             return len(self._waiting)
         ends = (index for index, record in enumerate(self._waiting) if isinstance(record.event, RunEnded))
         return next(ends, len(self._waiting))
@@ -425,11 +426,11 @@ class RecordStream:
 
     def history(self) -> tuple[int, Iterator[bytes]] | None:
         """Return a position and all records before it, as parts of a journal, or None while the end is being saved."""
-        with self._run.journal.locked():
+        with internals(self._run).journal.locked():
             self.advance(hold=True)
             if self._waiting:
                 return None
-            lines = last_lines(self._run.journal)
+            lines = last_lines(internals(self._run).journal)
             frames = thinned_frames(self._contents, (), self._run_events)
             return self.end, _parts(frames, lines)
 

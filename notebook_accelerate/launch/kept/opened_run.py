@@ -28,6 +28,7 @@ from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.rank_result import RankResult
 from notebook_accelerate.launch.state.run_commands import NoCommands
 from notebook_accelerate.launch.state.run_events import RanksReleased, RunLost, WarningAdded
+from notebook_accelerate.launch.state.run_view import internals
 from notebook_accelerate.telemetry import tracebacks
 from notebook_accelerate.telemetry.pickling import load_bytes
 
@@ -80,8 +81,8 @@ def open_run(path: str | PathLike[str]) -> Run:
     commands = client or _ReadOnly(refusal or _read_only(header, file.parent))
     tracebacks.name_foreign_cells(_cells_of(header))
     run = Run(config_from(header["config"]), header["function"], reader.journal, commands, name=header["name"])
-    run.folder, run.journal_file, run.environment = file.parent, file, environment_of(header)
-    run.delete_files = delete_run
+    run.folder, internals(run).journal_file, internals(run).environment = file.parent, file, environment_of(header)
+    internals(run).delete_files = delete_run
     weakref.finalize(run, poller.over.set)
     weakref.finalize(run, commands.close)
     poller.opened = True

@@ -24,6 +24,7 @@ from notebook_accelerate.launch.kept.journal_file import (
 )
 from notebook_accelerate.launch.kept.journal_format import JOURNAL_NAME
 from notebook_accelerate.launch.kept.journal_reader import JournalContents, replacement_key
+from notebook_accelerate.launch.run import add_ending_callback
 from notebook_accelerate.launch.state.run_events import RankReturned, RunEvent, SavingChanged, WarningAdded
 from notebook_accelerate.telemetry import (
     CheckpointEvent,
@@ -127,7 +128,7 @@ class RunWriter:
         self._unwritten += history
         self._stopping = stopping
         self._thread.start()
-        run.add_ending_callback(self._end)
+        add_ending_callback(run, self._end)
 
     # ---- on the threads that append
 

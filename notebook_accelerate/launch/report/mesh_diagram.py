@@ -21,11 +21,12 @@ from notebook_accelerate.launch.report.markup import (
     svg_text,
 )
 from notebook_accelerate.launch.report.rendering import text
+from notebook_accelerate.launch.state.run_view import internals
 from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.telemetry.sharding import KINDS, ShardReport, ShardSizes
 
 if TYPE_CHECKING:
-    from notebook_accelerate.launch.state.run_state import RunView
+    from notebook_accelerate.launch.state.run_view import RunView
 
 ShardReports = Mapping[int, ShardReport]
 
@@ -44,7 +45,7 @@ def latest_reports(run: RunView) -> ShardReports:
     Args:
         run: The run.
     """
-    reports = run.store.shard_reports.copy()
+    reports = internals(run).store.shard_reports.copy()
     return {info.rank: reports[info.rank] for info in run.ranks if info.rank in reports} if reports else {}
 
 

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.launch.report.run_snapshot import stragglers
+from notebook_accelerate.launch.state.run_view import internals
 from notebook_accelerate.telemetry.rank_names import rank_names
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.report.run_snapshot import RankSnapshot, RunSnapshot
-    from notebook_accelerate.launch.state.run_state import RunView
+    from notebook_accelerate.launch.state.run_view import RunView
 
 MAX_RANKS_CHARS = 72
 """Maximum number of characters for the ranks of one row."""
@@ -40,7 +41,7 @@ def latest_warnings(run: RunView) -> Sequence[str]:
 
 def left_out(run: RunView) -> str:
     """Return a sentence about the metrics and lines that the run dropped, or "" if it kept all of them."""
-    lost = {rank: count for rank, count in list(run.store.dropped.items()) if count}
+    lost = {rank: count for rank, count in list(internals(run).store.dropped.items()) if count}
     if not lost:
         return ""
     text = f"{sum(lost.values()):,} metrics and lines of {rank_names(sorted(lost))} are missing"
@@ -50,7 +51,7 @@ def left_out(run: RunView) -> str:
 def not_finite(run: RunView) -> str:
     """Return a sentence about the metrics that are NaN or infinite now, and the step at which that began."""
     groups: dict[tuple[str, int], dict[str, list[int]]] = {}
-    for (name, rank), (step, value) in list(run.store.not_finite.items()):
+    for (name, rank), (step, value) in list(internals(run).store.not_finite.items()):
         kind = "NaN" if math.isnan(value) else "Infinite"
         groups.setdefault((kind, step), {}).setdefault(name, []).append(rank)
     if not groups:

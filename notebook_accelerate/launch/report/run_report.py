@@ -21,6 +21,7 @@ from notebook_accelerate.launch.report.rank_rows import findings
 from notebook_accelerate.launch.report.rendering import DocumentView
 from notebook_accelerate.launch.report.run_snapshot import RunWatcher
 from notebook_accelerate.launch.state import failures
+from notebook_accelerate.launch.state.run_view import internals
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.rank_names import rank_names
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from notebook_accelerate.errors import WorkerError
-    from notebook_accelerate.launch.state.run_state import RunView
+    from notebook_accelerate.launch.state.run_view import RunView
     from notebook_accelerate.telemetry import RankFailure, Store
 
 MAX_TRACES = 256
@@ -67,7 +68,7 @@ class Report(DocumentView):
             self._fold(metric_table(run)),
             self._sharding(),
             self._fold(rank_tables.step_time_table(rank_tables.step_times(seen.ranks))),
-            self._fold(trace_table(run.store)),
+            self._fold(trace_table(internals(run).store)),
             self._fold(attempt_table(run)),
             *(self._fold(table, is_setup=True) for table in setup(run)),
         ]
@@ -126,7 +127,7 @@ def _error_text(run: RunView) -> str:
 def _curves_html(run: RunView) -> Markup:
     """Return the curves of the logged metrics, or of the automatic metrics if nothing was logged."""
     failed = [failure.rank for failure in run.failures]
-    source = Source(run.store, run.started, chosen=failed, automatic=run.config.automatic_metrics)
+    source = Source(internals(run).store, run.started, chosen=failed, automatic=run.config.automatic_metrics)
     more = len(shown_names([source])) - svg_curves.MAX_IMAGES
     note = [element("p", f"{more} more metrics are in the table below.")] if more > 0 else []
     return join([svg_curves.metric_images([source]), *note])
@@ -216,7 +217,7 @@ def environment() -> dict[str, str]:
 
 def environment_rows(run: RunView) -> Rows:
     """Return the versions and the machine of a run."""
-    rows = [["environment", "version"], *map(list, (run.environment or environment()).items())]
+    rows = [["environment", "version"], *map(list, (internals(run).environment or environment()).items())]
     started = datetime.fromtimestamp(run.started).astimezone()
     rows.append(["started", started.strftime("%Y-%m-%d %H:%M:%S %Z")])
     return rows

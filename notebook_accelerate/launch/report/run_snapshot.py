@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from notebook_accelerate.launch.state.run_view import internals
 from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.telemetry.step_time import PARTS
 
 if TYPE_CHECKING:
-    from notebook_accelerate.launch.state.run_state import RankInfo, RunView
+    from notebook_accelerate.launch.state.run_state import RankInfo
+    from notebook_accelerate.launch.state.run_view import RunView
     from notebook_accelerate.telemetry import ResourceEvent, StepTimeEvent
     from notebook_accelerate.telemetry.rank_devices import RankDevice
 
@@ -162,18 +164,18 @@ class RunWatcher:
         late, verdict = _verdict(ranks, active=run.ended is None, settled=settled)
         ranks = [replace(rank, late=True) if rank.rank in late else rank for rank in ranks]
         elapsed = max(0.0, (run.ended or now) - run.started)
-        dropped = sum(run.store.dropped.values())
+        dropped = sum(internals(run).store.dropped.values())
         return RunSnapshot(status(run), elapsed, ranks, self._progress(now, ranks), verdict, bool(late), dropped)
 
     def _sample(self) -> None:
-        for rank, event in list(self.run.store.resources.items()):
+        for rank, event in list(internals(self.run).store.resources.items()):
             if self._sampled.get(rank) is not event:
                 self._sampled[rank] = event
                 self.processor.setdefault(rank, deque(maxlen=HISTORY)).append(event.cpu_percent)
 
     def _step_time(self, rank: int) -> tuple[dict[str, float], int, float]:
         """Return the seconds of each part of the rank's latest steps, the number of steps, and its own seconds."""
-        store = self.run.store
+        store = internals(self.run).store
         latest, known = store.latest_step_time(rank), self._parts.get(rank)
         if latest is None:
             return {}, 0, 0.0
@@ -186,7 +188,7 @@ class RunWatcher:
         return known[1:]
 
     def _rank(self, info: RankInfo, now: float, ahead: int | None, loss: str) -> RankSnapshot:
-        store, rank = self.run.store, info.rank
+        store, rank = internals(self.run).store, info.rank
         is_paused = rank in self._paused
         step = info.last_step if info.last_step is not None and info.last_step >= 0 else None
         used, last = store.resources.get(rank), store.last_activity.get(rank)
@@ -220,10 +222,10 @@ class RunWatcher:
         return step / lasted if step and lasted > 0 else None
 
     def _progress(self, now: float, ranks: list[RankSnapshot]) -> Progress:
-        loops = list(self.run.store.loops.values())
+        loops = list(internals(self.run).store.loops.values())
         if not loops:
             return self._progress_of_steps(ranks)
-        epochs = [epoch.number + 1 for epoch in list(self.run.store.epochs.values())]
+        epochs = [epoch.number + 1 for epoch in list(internals(self.run).store.epochs.values())]
         total = max(loop.total or 0 for loop in loops)
         step = min(loop.step for loop in loops)
         rate = self._loop.rate(now, step) if self.run.ended is None else self._mean_rate(step)
@@ -236,7 +238,7 @@ class RunWatcher:
         """Return the progress in optimizer steps, relative to the epoch if a prepared loader has a length."""
         reached = min((rank.step for rank in ranks if rank.step is not None), default=None)
         rate = min((rank.rate for rank in ranks if rank.rate is not None), default=None)
-        epochs = list(self.run.store.epochs.values())
+        epochs = list(internals(self.run).store.epochs.values())
         if not epochs:
             return Progress(None, reached, None, rate, None, "step")
         last = min(epochs, key=lambda epoch: (epoch.number, epoch.done))
@@ -253,7 +255,7 @@ def status(run: RunView) -> str:
         return run.status
     if run.stall is not None:
         return "stuck"
-    if run.commands.prompts.debugged():
+    if internals(run).commands.prompts.debugged():
         return "at breakpoint"
     if run.prompts:
         return "waits for input"
@@ -267,7 +269,7 @@ HELD = ("stuck", "at breakpoint", "waits for input", "paused")
 
 def loss_name(run: RunView) -> str:
     """Return the metric that is most likely the training loss, or the first metric, or "" if there are no metrics."""
-    names = run.store.metric_names()
+    names = internals(run).store.metric_names()
     likely = [name for name in names if "loss" in name.lower()]
     training = [name for name in likely if "val" not in name.lower() and "test" not in name.lower()]
     return (training or likely or names or [""])[0]

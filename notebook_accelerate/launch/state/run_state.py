@@ -9,19 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.launch.state import run_events as events
 from notebook_accelerate.telemetry import RankFailure
 
 if TYPE_CHECKING:
-    from notebook_accelerate.config.launch_config import LaunchConfig
     from notebook_accelerate.debugging.diagnosis import Diagnosis
-    from notebook_accelerate.errors import WorkerError
     from notebook_accelerate.launch.plan.planner import LaunchPlan
     from notebook_accelerate.launch.state.rank_result import RankResult
-    from notebook_accelerate.launch.state.run_commands import RunCommands
-    from notebook_accelerate.telemetry import Metrics, Store
 
 
 RUN_TRANSITIONS: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -502,64 +498,3 @@ _HANDLERS: dict[type[events.RunEvent], Callable[[RunState, Any, float], RunState
     events.RunLost: RunState._lost,
     events.RunContinued: RunState._continued,
 }
-
-
-# ---- the attributes of a run that reports read
-
-
-class RunView(Protocol):
-    """A read-only run; see `launch.run.Run` for the attributes."""
-
-    id: int
-    config: LaunchConfig
-    function_name: str
-    environment: Mapping[str, str]
-    commands: RunCommands
-
-    @property
-    def status(self) -> str: ...
-
-    @property
-    def plan(self) -> LaunchPlan | None: ...
-
-    @property
-    def ranks(self) -> tuple[RankInfo, ...]: ...
-
-    @property
-    def attempts(self) -> Sequence[Attempt]: ...
-
-    @property
-    def failures(self) -> tuple[RankFailure, ...]: ...
-
-    @property
-    def notes(self) -> Sequence[str]: ...
-
-    @property
-    def warnings(self) -> Sequence[str]: ...
-
-    @property
-    def stall(self) -> Stall | None: ...
-
-    @property
-    def paused(self) -> Sequence[int]: ...
-
-    @property
-    def prompts(self) -> Sequence[int]: ...
-
-    @property
-    def store(self) -> Store: ...
-
-    @property
-    def metrics(self) -> Metrics: ...
-
-    @property
-    def error(self) -> WorkerError | None: ...
-
-    @property
-    def ended(self) -> float | None: ...
-
-    @property
-    def started(self) -> float: ...
-
-    @property
-    def elapsed(self) -> float: ...

@@ -13,6 +13,7 @@ from notebook_accelerate.errors import RunStoppedError
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.launch.state.failures import ExceptionLoader
 from notebook_accelerate.launch.state.run_events import AttemptEnded, NoteAdded, RanksReleased, RunEnded
+from notebook_accelerate.launch.state.run_view import internals
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch.output.publisher import Publisher
@@ -49,7 +50,7 @@ class Supervisor(ABC):
 
     def __init__(self, run: Run, commands: CommandQueue, publisher: Publisher) -> None:
         self.id, self.config, self.function_name = run.id, run.config, run.function_name
-        self.journal, self.commands, self.publisher = run.journal, commands, publisher
+        self.journal, self.commands, self.publisher = internals(run).journal, commands, publisher
         self.exceptions = ExceptionLoader()
         self.started, self.over = threading.Event(), threading.Event()
         self.problem: BaseException | None = None

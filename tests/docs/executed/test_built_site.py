@@ -98,4 +98,4 @@ def test_descriptions_of_fields_are_complete() -> None:
 def test_internal_members_have_no_entry() -> None:
     anchors = links(SITE / "api" / "run.html").anchors
     assert "notebook_accelerate.Run.panel" in anchors
-    assert not {f"notebook_accelerate.Run.{name}" for name in ("rebuilt", "take_output", "without_results")} & anchors
+    assert not {f"notebook_accelerate.Run.{name}" for name in ("journal", "commands", "store")} & anchors

@@ -112,9 +112,9 @@ def test_the_diagnosis_names_the_collective_of_nccl_and_the_missing_ranks(librar
 def test_a_stall_in_nccl_is_reported_without_being_asked_for(library: Path) -> None:
     run = _launch(_wait_in_collective, library, 2)
     try:
-        until(lambda: run.journal.state.stall is not None)
-        assert run.journal.state.stall is not None
-        assert "all_reduce #3" in run.journal.state.stall.cause
+        until(lambda: run._internals.journal.state.stall is not None)
+        assert run._internals.journal.state.stall is not None
+        assert "all_reduce #3" in run._internals.journal.state.stall.cause
     finally:
         run.stop(grace=0.5)
 

@@ -12,8 +12,10 @@ from notebook_accelerate import notebook_launcher
 from notebook_accelerate.launch import runs
 from notebook_accelerate.launch.report.document import Cell
 from notebook_accelerate.launch.report.run_comparison import better, runs_table
+from notebook_accelerate.launch.run import without_results
 from notebook_accelerate.launch.state.call_arguments import MAX_ARGUMENTS, call_arguments
-from notebook_accelerate.launch.state.run_commands import NoCommands, RunCommands
+from notebook_accelerate.launch.state.run_commands import NoCommands
+from notebook_accelerate.launch.state.run_view import RunInternals
 from notebook_accelerate.telemetry import MetricEvent
 from notebook_accelerate.widgets.compared_run import BestValues, entry_of
 from notebook_accelerate.widgets.runs_table import RunsTable
@@ -48,7 +50,7 @@ def test_arguments_are_plain_values_by_name() -> None:
 def test_a_run_knows_its_arguments_and_the_list_of_runs_shows_them() -> None:
     run = notebook_launcher(_train, (Settings(lr=0.5), Namespace(seed=7)), 1, start_method="inline", tags=("sweep",))
     assert run.arguments["settings.lr"] == 0.5
-    assert run.without_results().arguments == run.arguments
+    assert without_results(run).arguments == run.arguments
     listed = runs()
     assert listed[-1].id == run.id
     assert "<Run " in repr(listed)
@@ -66,13 +68,13 @@ class _FromFile:
     def __init__(self) -> None:
         run = make_run()
         self.id, self.function_name, self.config = 77, "train", run.config
-        self.commands: RunCommands = _Elsewhere()
-        self.plan, self.store = run.plan, run.store
+        self._internals = RunInternals(run._internals.journal, _Elsewhere())
+        self.plan = run.plan
         self.status, self.started, self.elapsed = "running", run.started, 5.0
         self.ended: float | None = None
         self.arguments = {"lr": 0.1}
 
-    def request_stop(self) -> None:
+    def stop(self, grace: float = 5.0, wait: bool = True) -> None:
         raise AssertionError("its row has no Stop")
 
 

@@ -43,7 +43,7 @@ folder = sys.argv[1]
 run = notebook_launcher(train, (folder,), 2, use_port=0, block=False)
 deadline = time.monotonic() + 200
 while time.monotonic() < deadline:
-    found = [run.store.devices.of_rank(rank) for rank in (0, 1)]
+    found = [run._internals.store.devices.of_rank(rank) for rank in (0, 1)]
     if all(devices and devices[0].percent is not None for devices in found):
         break
     time.sleep(0.05)
@@ -102,7 +102,7 @@ def _peak_of_a_short_run() -> None:
 
 def test_the_peak_of_a_short_run_is_kept_and_a_rank_may_hold_several_devices() -> None:
     run: Run = notebook_launcher(_peak_of_a_short_run, num_processes=1, start_method="fork")
-    assert [(device.device, device.peak) for device in run.store.devices.of_rank(0)] == [
+    assert [(device.device, device.peak) for device in run._internals.store.devices.of_rank(0)] == [
         ("cuda:0", 5 * GIB),
         ("cuda:1", GIB),
     ]
@@ -134,7 +134,7 @@ def _without_devices() -> None:
 
 def test_a_rank_without_a_device_reports_no_figures() -> None:
     run: Run = notebook_launcher(_without_devices, num_processes=1, start_method="fork")
-    assert not run.store.devices
+    assert not run._internals.store.devices
     assert "Devices" not in run.report().text
 
 

@@ -30,7 +30,7 @@ class Attempt:
     """Two ranks without processes, and the sequence that stops them."""
 
     def __init__(self) -> None:
-        self.journal = make_run().journal
+        self.journal = make_run()._internals.journal
         self.stops = StopSequence(self.journal, PromptQueue(), hold=False)
         self.ranks = [
             SupervisedRank(cast("Any", SimpleNamespace(rank=rank, host="")), cast("Any", None)) for rank in (0, 1)

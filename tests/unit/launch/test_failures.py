@@ -281,7 +281,7 @@ def test_the_traceback_of_a_deep_recursion_is_shortened() -> None:
 
 
 def _ended_with(*found: RankFailure) -> RunEnded:
-    state = make_run().journal.state.apply(FailuresRecorded(failures.ordered(list(found))), 1.0)
+    state = make_run()._internals.journal.state.apply(FailuresRecorded(failures.ordered(list(found))), 1.0)
     return failures.failed(7, state)
 
 

@@ -18,6 +18,7 @@ import torch
 import notebook_accelerate
 from notebook_accelerate import ResultsFreedError, Run, RunNotFinishedError, WorkerError
 from notebook_accelerate.launch import run_registry
+from notebook_accelerate.launch.run import rebuild, result_bytes
 from notebook_accelerate.launch.state import rank_result
 from notebook_accelerate.launch.state.run_events import RunEnded
 from notebook_accelerate.telemetry import MetricEvent, emit
@@ -165,17 +166,17 @@ def _train() -> Any:
 def test_everything_but_the_results_of_an_old_run_can_be_read(method: str, count: int) -> None:
     run = launch(_train, num_processes=count, start_method=method)
     number, text, html, lines = run.id, run.report().text, run.report().html, run.logs()
-    records = [type(record.event) for record in run.journal.records]
+    records = [type(record.event) for record in run._internals.journal.records]
     del run
     _launch_several()
     old = next(run for run in notebook_accelerate.runs() if run.id == number)
     assert (old.status, old.done, old.wait(0), old.logs()) == ("succeeded", True, True, lines)
     assert (old.report().text, old.report().html) == (text, html)
     assert float(old.metrics["loss"].values[0]) == 0.25
-    assert [type(record.event) for record in old.journal.records] == records
+    assert [type(record.event) for record in old._internals.journal.records] == records
     assert old is next(run for run in notebook_accelerate.runs() if run.id == number)
     old.stop()
-    old.close()
+    old.free_results()
     with pytest.raises(ResultsFreedError, match=rf"run {number} were freed.*run = notebook_launcher"):
         old.results  # noqa: B018
 
@@ -207,7 +208,7 @@ def test_large_results_of_the_last_runs_are_bounded(monkeypatch: pytest.MonkeyPa
 
     def kept() -> list[bool]:
         found = {run.id: run for run in notebook_accelerate.runs()}
-        return [bool(found[number].result_bytes) for number in numbers]
+        return [bool(result_bytes(found[number])) for number in numbers]
 
     assert kept() == [False, False, True]
     numbers.append(launch(lambda: torch.ones(4 * LARGE)).id)
@@ -270,33 +271,33 @@ def test_deleting_runs_while_launching_others_is_safe() -> None:
 
 
 @METHODS
-def test_close_frees_the_results_immediately(method: str, count: int) -> None:
+def test_free_results_frees_them_immediately(method: str, count: int) -> None:
     run = launch(lambda: torch.ones(LARGE), num_processes=count, start_method=method)
     info, value = run.ranks[0], _value_of(run)
-    run.close()
+    run.free_results()
     assert value() is None
-    assert run.result_bytes == 0
-    run.close()
+    assert result_bytes(run) == 0
+    run.free_results()
     for read in (lambda: run.results, lambda: info.result):
-        with pytest.raises(ResultsFreedError, match=rf"results of run {run.id} were freed by run\.close\(\)"):
+        with pytest.raises(ResultsFreedError, match=rf"results of run {run.id} were freed by run\.free_results\(\)"):
             read()
     assert (run.status, run in notebook_accelerate.runs()) == ("succeeded", True)
     assert run.report().text
 
 
-def test_close_of_a_running_run_is_refused() -> None:
+def test_free_results_of_a_running_run_is_refused() -> None:
     run = launch(time.sleep, 600, block=False)
     until(lambda: run.status == "running")
     with pytest.raises(RunNotFinishedError, match=rf"run {run.id} is running; end it first: run\.stop\(\)"):
-        run.close()
+        run.free_results()
     run.stop(grace=1.0)
-    run.close()
+    run.free_results()
 
 
-def test_close_keeps_what_the_user_has_read() -> None:
+def test_free_results_keeps_what_the_user_has_read() -> None:
     run = launch(lambda: torch.ones(LARGE))
     value = run.results[0]
-    run.close()
+    run.free_results()
     assert float(value.sum()) == LARGE
 
 
@@ -325,8 +326,8 @@ def test_results_are_deleted_without_the_lock_of_the_registry() -> None:
             ended.append(not thread.is_alive())
 
     planned = plan_run()
-    planned.journal.append(RunEnded("failed", "LaunchError", "it failed"))
-    run = Run.rebuilt(planned.config, "train", planned.journal.records)
+    planned._internals.journal.append(RunEnded("failed", "LaunchError", "it failed"))
+    run = rebuild(planned.config, "train", planned._internals.journal.records)
     run.marker = ListsRuns()  # type: ignore[attr-defined]
     run_registry._entries.append(run_registry._Entry(run))
     del run

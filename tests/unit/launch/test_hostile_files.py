@@ -73,7 +73,10 @@ def rows_of_a_run() -> list[list[Any]]:
         RankExited(1, "failed", "exit 1"), FailuresRecorded([failure]), AttemptEnded("failed"),
         RunEnded("failed", "WorkerError", "rank 1 failed"),
     ]  # fmt: skip
-    records = [*make_run().journal.records, *(Record(rank, START + 1, event) for event in ranks for rank in (0, 1))]
+    records = [
+        *make_run()._internals.journal.records,
+        *(Record(rank, START + 1, event) for event in ranks for rank in (0, 1)),
+    ]
     records += [Record(-1, START + 2, event) for event in run]
     return [json.loads(json.dumps(journal_format.row_of(record))) for record in records]
 

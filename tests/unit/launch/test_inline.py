@@ -17,6 +17,7 @@ import torch
 
 import notebook_accelerate
 from notebook_accelerate import Accelerator, Run, WorkerError, hardware, notebook_launcher, runs, telemetry
+from notebook_accelerate.launch.run import add_ending_callback
 from notebook_accelerate.telemetry import MetricEvent, current_sink, install_sink
 from tests.support.interpreters import InterpreterServer
 
@@ -188,7 +189,7 @@ def test_an_interrupt_while_the_end_of_the_run_is_displayed_leaves_it_finished()
 
     def body() -> int:
         run = notebook_accelerate.runs()[-1]
-        run.add_ending_callback(lambda _: signal.raise_signal(signal.SIGINT))
+        add_ending_callback(run, lambda _: signal.raise_signal(signal.SIGINT))
         runs.append(run)
         return 3
 

@@ -52,7 +52,7 @@ def test_a_stop_quits_debuggers(method: str) -> None:
     """Debuggers consume the interrupt and prompt again."""
     options: dict[str, Any] = {"num_processes": 2, "use_port": 0, "start_method": method, "block": False}
     run = notebook_launcher(stopped, **options)
-    until(lambda: run.commands.prompts.debugged() == [0, 1])
+    until(lambda: run._internals.commands.prompts.debugged() == [0, 1])
     run.stop(grace=100.0)  # SIGTERM would only follow a minute later.
     assert [info.exit for info in run.ranks] == ["exit 1", "exit 1"]
     assert run.status == "stopped"

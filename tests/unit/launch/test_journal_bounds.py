@@ -61,7 +61,7 @@ def _written(folder: Path, **options: Any) -> tuple[Journal, RunWriter]:
     """Return the journal of a run that has just started, and its writer."""
     journal = Journal()
     writer = RunWriter(folder, run_folder.new_header("made", 1, int, (), LaunchConfig(), START), journal, **options)
-    journal.replay(make_run().journal.records)
+    journal.replay(make_run()._internals.journal.records)
     return journal, writer
 
 
@@ -93,7 +93,7 @@ def test_output_that_waits_for_a_disk_is_bounded(tmp_path: Path, monkeypatch: py
     lines = [int(line[:2]) for line in opened.logs(0)]
     assert 5 <= len(lines) <= 10
     assert lines == list(range(50))[-len(lines) :], "the newest output is kept"
-    assert opened.store.dropped[0] == 50 - len(lines)
+    assert opened._internals.store.dropped[0] == 50 - len(lines)
     assert len(opened.metrics["loss"].steps) == 50, "only output is dropped"
 
 
@@ -108,7 +108,7 @@ def test_the_newest_points_are_kept_if_many_wait_for_a_disk(tmp_path: Path, monk
         steps = opened.metrics["loss"].rank(rank).steps.tolist()
         assert steps[0] == 0
         assert steps[-50:] == list(range(950, 1000))
-        assert opened.store.dropped[rank] == 1000 - len(steps) > 0
+        assert opened._internals.store.dropped[rank] == 1000 - len(steps) > 0
     assert "1,632 metrics and lines of rank" in str(opened.report())
 
 
@@ -299,7 +299,7 @@ def test_held_ranks_are_released_if_their_journal_is_deleted(tmp_path: Path) -> 
         header = run_folder.new_header("made", 1, int, (), LaunchConfig(), START) | {"process": identity}
         (tmp_path / "run").mkdir()
         writer = RunWriter(tmp_path / "run", header, journal)
-        journal.replay(make_run().journal.records)
+        journal.replay(make_run()._internals.journal.records)
         for event in (
             StopAdvanced("settling"), StopAdvanced("held"), FailuresRecorded([]), AttemptEnded("failed"),
             RunEnded("failed", "WorkerError", "it failed"),
@@ -330,7 +330,7 @@ def test_the_progress_through_an_epoch_matches_the_live_run(tmp_path: Path, *, t
     writer._write(last=False)
     if thinned:
         writer._file.thin()
-    found = open_run(tmp_path).store.epochs
+    found = open_run(tmp_path)._internals.store.epochs
     assert found == journal.store.epochs
     assert (found[0].number, found[0].done) == (2, 15)
 

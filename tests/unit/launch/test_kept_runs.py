@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 import notebook_accelerate
-from notebook_accelerate import BrokenRunError, Run, RunLostError, WorkerError, notebook_launcher, open_run, runs
+from notebook_accelerate import BrokenRunError, RunLostError, WorkerError, notebook_launcher, open_run, runs
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.errors import LaunchError, NotebookAccelerateError, ResultsFreedError, SerializationError
 from notebook_accelerate.launch.kept import journal_file, journal_format, journal_reader, run_folder
@@ -29,6 +29,7 @@ from notebook_accelerate.launch.kept.journal_reader import read_journal
 from notebook_accelerate.launch.kept.run_writer import RunWriter
 from notebook_accelerate.launch.report.run_report import environment_rows
 from notebook_accelerate.launch.resumption import newest_complete_checkpoint
+from notebook_accelerate.launch.run import rebuild, without_results
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.run_events import NoteAdded, RunStalled
 from notebook_accelerate.launch.state.run_state import Stall
@@ -65,7 +66,10 @@ def write_journal(folder: Path, records: list[Record], name: str = "made") -> Pa
     made = make_run()
     header = run_folder.new_header(name, 1, train, (), LaunchConfig(), START)
     file = journal_file.JournalFile(folder / JOURNAL_NAME)
-    frames = [journal_format.encode_frame(header), *journal_format.encode_records([*made.journal.records, *records])]
+    frames = [
+        journal_format.encode_frame(header),
+        *journal_format.encode_records([*made._internals.journal.records, *records]),
+    ]
     file.append(b"".join(frames))
     return folder
 
@@ -225,7 +229,7 @@ def test_a_run_of_a_machine_that_was_restarted_is_lost(tmp_path: Path) -> None:
 
 
 def test_a_run_rebuilt_from_an_unfinished_journal_is_finished() -> None:
-    rebuilt = Run.rebuilt(LaunchConfig(), "train", make_run().journal.records)
+    rebuilt = rebuild(LaunchConfig(), "train", make_run()._internals.journal.records)
     assert (rebuilt.status, rebuilt.wait()) == ("lost", True)
 
 
@@ -361,7 +365,7 @@ def test_pickles_of_other_users_run_only_when_results_are_read(tmp_path: Path) -
     opened = open_run(folder)
     report, table = opened.report(), runs(tmp_path / "runs")
     _ = repr(opened), repr(opened.ranks), str(report), report.html, opened.panel(), repr(table)
-    opened.without_results()
+    without_results(opened)
     assert not (tmp_path / "harmed").exists()
     (folder / "result-1.pickle").write_bytes(harm[:-1] + b"?")
     with pytest.raises(SerializationError, match=r"result-1.pickle is not the result"):
@@ -419,7 +423,7 @@ def test_the_report_shows_the_machine_of_the_run(tmp_path: Path) -> None:
     frames[0] = frames[0]._replace(content=other)
     path.write_bytes(journal_format.MAGIC + b"".join(journal_format.encode_frame(*frame) for frame in frames))
     opened = open_run(folder)
-    for run in (opened, opened.without_results()):
+    for run in (opened, without_results(opened)):
         assert environment_rows(run)[1:4] == [["python", "3.12.1 on Plan 9"], ["torch", "9.9"], ["processors", "4096"]]
     assert "Plan 9" in opened.report().html
 
@@ -510,7 +514,7 @@ def test_a_long_journal_is_thinned_and_keeps_its_extremes(tmp_path: Path, monkey
     monkeypatch.setattr(journal_file, "KEPT_LOG_BYTES", 20_000)
     journal = Journal()
     writer = RunWriter(tmp_path, run_folder.new_header("long", 1, train, (), LaunchConfig(), START), journal)
-    journal.replay(make_run().journal.records)
+    journal.replay(make_run()._internals.journal.records)
     sizes = []
     for step in range(20_000):
         value = 1e9 if step == 777 else step / 8
@@ -566,7 +570,7 @@ def victim(step, folder, told):
     sys.addaudithook(audited)
     journal = Journal()
     writer = RunWriter(folder, run_folder.new_header("killed", 1, victim, (), LaunchConfig(), START), journal)
-    journal.replay(make_run().journal.records)
+    journal.replay(make_run()._internals.journal.records)
     for number in range(12):
         journal.add([Record(0, START + number * 8 + i, MetricEvent({"loss": 1.0}, number * 8 + i)) for i in range(8)])
         writer._write(last=number == 11)
@@ -620,7 +624,7 @@ def test_a_journal_opens_after_a_kill_at_any_write(tmp_path: Path, torn: str) ->
 def test_a_disk_error_is_reported_once_and_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal()
     writer = RunWriter(tmp_path, run_folder.new_header("full", 1, train, (), LaunchConfig(), START), journal)
-    journal.replay(make_run().journal.records)
+    journal.replay(make_run()._internals.journal.records)
     write, full = os.write, True
 
     def half(descriptor: int, data: Any) -> int:
@@ -645,7 +649,7 @@ def test_an_opened_run_supports_views(tmp_path: Path) -> None:
     """A view can follow an opened run that is still running like any other run."""
     opened = open_run(write_journal(tmp_path / "made", [metric(0)]))
     seen: list[Any] = []
-    opened.journal.subscribe(seen.extend)
+    opened._internals.journal.subscribe(seen.extend)
     feed(opened, MetricEvent({"loss": 3.0}, 1), at=START + 9)
     assert [record.event.values for record in seen] == [{"loss": 3.0}]
     assert signal.getsignal(signal.SIGINT) is not None

@@ -32,13 +32,13 @@ def run(tmp_path: Path) -> Run:
     """A run that is kept in a folder."""
     made = make_run()
     writer = RunWriter(tmp_path, run_folder.new_header("made", 1, int, (), LaunchConfig(), START), Journal())
-    made.folder, made.journal_file = tmp_path, writer.file
+    made.folder, made._internals.journal_file = tmp_path, writer.file
     return made
 
 
 def _reader(run: Run) -> JournalReader:
-    assert run.journal_file is not None
-    return JournalReader(run.journal_file, lambda rank, _: RankResult(int, rank=rank))
+    assert run._internals.journal_file is not None
+    return JournalReader(run._internals.journal_file, lambda rank, _: RankResult(int, rank=rank))
 
 
 def _receive(stream: RecordStream, reader: JournalReader) -> None:
@@ -66,9 +66,9 @@ def test_a_reader_receives_each_record_once_while_others_are_appended(run: Run) 
 
     def append() -> None:
         for number in range(2000):
-            run.journal.add(_step(number))
+            run._internals.journal.add(_step(number))
             if number % 100 == 0:
-                run.journal.append(WarningAdded(f"warning {number}"))
+                run._internals.journal.append(WarningAdded(f"warning {number}"))
 
     thread = threading.Thread(target=append)
     thread.start()
@@ -87,8 +87,8 @@ def test_a_reader_that_falls_behind_misses_nothing(run: Run, monkeypatch: pytest
     monkeypatch.setattr(control_service, "MAX_HELD_BYTES", 1000)
     stream, slow, fast = RecordStream(run, lambda: None), _reader(run), _reader(run)
     for number in range(100):
-        run.journal.add(_step(number))
-        run.journal.add([Record(0, START + 1 + number, CheckpointEvent(f"/{number}", START))])
+        run._internals.journal.add(_step(number))
+        run._internals.journal.add([Record(0, START + 1 + number, CheckpointEvent(f"/{number}", START))])
         _receive(stream, fast)
         if number == 20:
             _receive(stream, slow)
@@ -103,7 +103,7 @@ def test_a_connection_that_breaks_during_the_history_starts_it_again(run: Run, m
     monkeypatch.setattr(control_service, "PART_BYTES", 100)
     stream, reader = RecordStream(run, lambda: None), _reader(run)
     for number in range(1000):
-        run.journal.add(_step(number))
+        run._internals.journal.add(_step(number))
     found = stream.history()
     assert found is not None
     for _ in range(3):

@@ -175,8 +175,8 @@ def test_ranks_can_be_asked_inspected_sampled_and_stopped() -> None:
     assert answers == {0: 42, 1: 42}
     # On a busy machine a rank may show nothing within the second that a diagnosis takes.
     until(lambda: [_function(place) for place in run.diagnose().places] == [(0, "_sleep"), (1, "_sleep")])
-    until(lambda: "_sleep" in run.commands.requests.capture_stacks(1).dump)
-    until(lambda: set(run.store.resources) >= {0, 1})
+    until(lambda: "_sleep" in run._internals.commands.requests.capture_stacks(1).dump)
+    until(lambda: set(run._internals.store.resources) >= {0, 1})
     run.stop()
     assert run.status == "stopped"
 

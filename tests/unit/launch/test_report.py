@@ -73,7 +73,7 @@ def test_the_traces_of_profilers_are_listed(tmp_path: Path) -> None:
         launch(train, str(tmp_path))
     assert caught.value.run is not None
     report = caught.value.run.report()
-    listed = caught.value.run.store.traces()
+    listed = caught.value.run._internals.store.traces()
     assert [(rank, path) for rank, path, _ in listed if path.endswith(f"profile_{rank}.json")] == [
         (rank, str(tmp_path / f"profile_{rank}.json")) for rank in range(2)
     ]
@@ -122,8 +122,8 @@ def test_the_report_of_a_run_is_complete(snapshot: Snapshot) -> None:
     for rank, own in ((0, 0.05), (1, 0.2)):
         parts = dict(zip(PARTS, (0.05, 0.1, 0.05, 0.01, 0.04), strict=True))
         feed(run, MetricEvent({"loss": 1.0}, 1), StepTimeEvent(parts, 7, 10, own), rank=rank)
-    run.journal.append(WarningAdded(f"the data are the same: {EVIL}"))
-    run.journal.append(NoteAdded("port 29500 is taken"))
+    run._internals.journal.append(WarningAdded(f"the data are the same: {EVIL}"))
+    run._internals.journal.append(NoteAdded("port 29500 is taken"))
     feed(run, MetricEvent({"loss": math.inf}, 2), rank=1)
     html, environment = run.report().html, r"(<summary>Environment</summary>).*?(</details>)"
     snapshot("report", re.sub(r"\d+\.\d s\b", "S s", re.sub(environment, r"\1\2", html)))

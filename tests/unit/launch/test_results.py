@@ -125,7 +125,7 @@ def test_large_values_leave_no_file_open(read: bool) -> None:
         run = launch(lambda: (b"x" * LARGE, torch.ones(LARGE)))
         if read:
             run.results  # noqa: B018
-        run.close()
+        run.free_results()
     until(lambda: not _threads_of_runs())
     assert psutil.Process().num_fds() == before
 
@@ -324,7 +324,7 @@ def test_a_rank_that_drops_an_inherited_result_leaves_it_to_the_kernel() -> None
     made = [launch(lambda: torch.ones(LARGE), num_processes=1)]
 
     def drop() -> None:
-        made[0].close()
+        made[0].free_results()
 
     launch(drop)
     assert float(made[0].results[0].sum()) == LARGE
@@ -449,7 +449,7 @@ def test_results_of_earlier_attempts_are_freed() -> None:
         return torch.ones(LARGE)
 
     run = launch(train, max_restarts=1)
-    held = [record.event.result.nbytes for record in run.journal.records if hasattr(record.event, "result")]
+    held = [record.event.result.nbytes for record in run._internals.journal.records if hasattr(record.event, "result")]
     assert sorted(size > 0 for size in held) in ([False, True, True], [True, True])
     assert [value.numel() for value in run.results] == [LARGE] * 2
 

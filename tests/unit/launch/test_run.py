@@ -95,7 +95,7 @@ def test_wait_answers_a_negative_and_a_zero_timeout_immediately() -> None:
 
 NUMBERS = {
     "stop": lambda run, value: run.stop(grace=value),
-    "request_stop": lambda run, value: run.request_stop(grace=value),
+    "stop without waiting": lambda run, value: run.stop(grace=value, wait=False),
     "wait": lambda run, value: run.wait(timeout=value),
     "unpause": lambda run, value: run.unpause([0], timeout=value),
     "logs": lambda run, value: run.logs(tail=value),
@@ -167,7 +167,7 @@ def test_ranks_that_log_at_full_speed_keep_the_end_of_their_curves() -> None:
         steps = run.metrics["loss"].rank(rank).steps
         assert steps[0] == 0
         assert steps[-1] == POINTS - 1
-    lost = sum(run.store.dropped.values())
+    lost = sum(run._internals.store.dropped.values())
     assert not lost or f"{lost:,} metrics and lines of" in str(run.report())
 
 
@@ -322,7 +322,7 @@ def test_a_subscriber_may_stop_its_run() -> None:
             time.sleep(0.01)
 
     run = launch(forever, block=False)
-    run.journal.subscribe(lambda _: run.stop(grace=1.0))
+    run._internals.journal.subscribe(lambda _: run.stop(grace=1.0))
     assert run.wait(60)
     assert run.status == "stopped"
 
@@ -391,7 +391,7 @@ def test_hang_timeout_counts_from_the_last_sign_of_life() -> None:
     assert run.ended is not None
     assert run.ended - run.started < 60, "the ranks sleep for ten minutes"
     # On a busy machine the ranks may be silent for that long before they have printed everything.
-    heard = sorted(line.time for rank in (0, 1) for line in run.store.log_lines(rank))
+    heard = sorted(line.time for rank in (0, 1) for line in run._internals.store.log_lines(rank))
     times = [run.started, *heard, run.ended]
     assert max(later - earlier for earlier, later in itertools.pairwise(times)) > 0.45
 

@@ -61,7 +61,7 @@ def _recorded(
     folder.mkdir(parents=True)
     identity = replace(this_process(), **process)  # type: ignore[arg-type]
     header = run_folder.new_header(name, 1, int, (), LaunchConfig(detach=True), START) | {"process": asdict(identity)}
-    records = journal_format.encode_records(make_run(started=created).journal.records)
+    records = journal_format.encode_records(make_run(started=created)._internals.journal.records)
     journal_file.JournalFile(folder / journal_format.JOURNAL_NAME).append(
         b"".join([journal_format.encode_frame(header), *records])
     )
@@ -335,7 +335,7 @@ def test_a_kernel_whose_connection_was_closed_connects_again(tmp_path: Path, mon
     client = ControlClient(tmp_path / "s")
     try:
         stopped: list[float] = []
-        run.commands.stop = stopped.append  # type: ignore[method-assign]
+        run._internals.commands.stop = stopped.append  # type: ignore[method-assign]
         until(lambda: service._kernels)
         (first,) = service._kernels
         first.channel.shut()
@@ -359,7 +359,9 @@ def _connect(path: Path) -> Channel:
 def _followed(path: Path) -> tuple[ControlService, Channel]:
     """Serve a run whose ranks wrote 8000 long lines. Return the service, and a channel that does not read."""
     run = make_run()
-    run.journal.add([Record(0, START + number, LogEvent("stdout", f"{number:1000}")) for number in range(8000)])
+    run._internals.journal.add(
+        [Record(0, START + number, LogEvent("stdout", f"{number:1000}")) for number in range(8000)]
+    )
     service, channel = ControlService(run, path), _connect(path)
     channel.send(protocol.FollowCommand(0))
     until(lambda: any(kernel.has_unread for kernel in service._kernels))
@@ -392,7 +394,9 @@ def test_a_kernel_that_does_not_read_delays_the_end_a_little(tmp_path: Path, mon
 def test_captures_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes seconds if its rank is suspended, and any number of kernels may request one."""
     run, resumed, limit = make_run(), threading.Event(), control_service.MAX_CAPTURES
-    monkeypatch.setattr(run.commands.requests, "capture_stacks", lambda _: resumed.wait() and ProcessStacks("seen"))
+    monkeypatch.setattr(
+        run._internals.commands.requests, "capture_stacks", lambda _: resumed.wait() and ProcessStacks("seen")
+    )
     service = ControlService(run, tmp_path / "s")
     channel = _connect(tmp_path / "s")
 
@@ -457,7 +461,7 @@ def test_a_run_is_followed_even_if_its_supervisor_sends_garbage(
     service = ControlService(make_run(), Path(entry.socket))
     try:
         run = open_run(entry.folder)
-        assert isinstance(run.commands, ControlClient)
+        assert isinstance(run._internals.commands, ControlClient)
         (written,) = journal_format.encode_records([Record(0, time.time(), LogEvent("stdout", "written later"))])
         with (Path(entry.folder) / journal_format.JOURNAL_NAME).open("ab") as file:
             file.write(written)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from notebook_accelerate import Run, WorkerError, notebook_launcher
+from notebook_accelerate.launch.run import rebuild
 from notebook_accelerate.launch.state import run_events as events
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.run_events import RUN, RunEvent
@@ -103,7 +104,7 @@ def folded(found: list[RunEvent], state: RunState) -> tuple[RunState, list[RunEv
 @SETTINGS
 @given(st.lists(EVENT, max_size=60))
 def test_no_order_of_events_makes_a_transition_outside_the_tables(found: list[RunEvent]) -> None:
-    for state in (RunState(), plan_run(RANKS).journal.state, make_run(RANKS).journal.state):
+    for state in (RunState(), plan_run(RANKS)._internals.journal.state, make_run(RANKS)._internals.journal.state):
         folded(found, state)
 
 
@@ -137,7 +138,7 @@ def closing(state: RunState) -> list[RunEvent]:
 @SETTINGS
 @given(st.lists(EVENT, max_size=60))
 def test_a_run_reaches_its_end_from_every_state(found: list[RunEvent]) -> None:
-    state, _ = folded(found, plan_run(RANKS).journal.state)
+    state, _ = folded(found, plan_run(RANKS)._internals.journal.state)
     for event in closing(state):
         state = state.apply(event, START)
     if state.held:  # It was about to hold its ranks when it ended.
@@ -154,7 +155,7 @@ def test_the_tables_name_only_their_own_states(table: Mapping[str, frozenset[str
 
 
 def test_an_invalid_event_does_not_change_the_journal() -> None:
-    journal = make_run().journal
+    journal = make_run()._internals.journal
     before, count = journal.state, len(journal.records)
     with pytest.raises(TransitionError, match="'running' to 'running' is not allowed"):
         journal.append(events.RankRunning(0))
@@ -203,8 +204,8 @@ def failing() -> None:
 )
 def test_a_run_is_rebuilt_from_its_journal(function: Any, method: str, count: int) -> None:
     run, records = recorded(function, num_processes=count, start_method=method)
-    again = Run.rebuilt(run.config, run.function_name, records)
-    assert again.journal.state == run.journal.state
+    again = rebuild(run.config, run.function_name, records)
+    assert again._internals.journal.state == run._internals.journal.state
     assert again.logs() == run.logs()
     assert [info.result for info in again.ranks] == [info.result for info in run.ranks]
     assert {name: len(again.metrics[name].to_pandas()) for name in again.metrics} == {
@@ -218,7 +219,7 @@ def test_a_run_is_rebuilt_from_its_journal(function: Any, method: str, count: in
 def test_the_records_of_the_run_itself_are_kept_in_order() -> None:
     run, records = recorded(trained, num_processes=2, start_method="fork")
     own = [record for record in records if record.rank == RUN]
-    assert run.journal.records == own
+    assert run._internals.journal.records == own
     names = [type(record.event).__name__ for record in own]
     assert names[:2] == ["RunCreated", "RunPlanned"]
     assert names[-2:] == ["AttemptEnded", "RunEnded"]

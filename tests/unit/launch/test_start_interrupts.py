@@ -15,8 +15,9 @@ import pytest
 import notebook_accelerate
 from notebook_accelerate import notebook_launcher
 from notebook_accelerate.errors import RunInterrupted
-from notebook_accelerate.launch import Run
 from notebook_accelerate.launch.hosts.remote.listener import HostListener
+from notebook_accelerate.launch.run import rebuild
+from notebook_accelerate.launch.run_display import LaunchOutput
 from notebook_accelerate.launch.state.journal import Journal
 from tests.support.ports import free_port
 from tests.support.runs import launch
@@ -42,7 +43,7 @@ def test_an_interrupt_before_the_runs_thread_starts_ends_the_run(press: Press) -
 
 
 def test_an_interrupt_before_an_inline_run_starts_ends_it(press: Press) -> None:
-    press(Run.show_live.__code__)
+    press(LaunchOutput.show_panel.__code__)
     with pytest.raises(KeyboardInterrupt):
         notebook_launcher(time.sleep, (600,))
     run = notebook_accelerate.runs()[-1]
@@ -135,7 +136,7 @@ def test_an_interrupt_while_an_inline_run_ends_leaves_it_finished(press: Press) 
     run = notebook_accelerate.runs()[-1]
     assert run.done
     assert run.status == "succeeded"
-    assert Run.rebuilt(run.config, run.function_name, run.journal.records).status == "succeeded"
+    assert rebuild(run.config, run.function_name, run._internals.journal.records).status == "succeeded"
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])

@@ -107,7 +107,7 @@ def started() -> Iterator[tuple[Run, RankGroup, _Backend]]:
     run, backend = plan_run(2, method="spawn"), _Backend()
     supervisor = supervisor_of(run)
     assert run.plan is not None
-    run.journal.append(AttemptStarted(0))
+    run._internals.journal.append(AttemptStarted(0))
     group = RankGroup(supervisor, run.plan)
     group.start(backend, 0, capture_inherited_state())
     yield run, group, backend
@@ -119,7 +119,7 @@ def started() -> Iterator[tuple[Run, RankGroup, _Backend]]:
 def test_messages_of_ranks_in_one_turn_are_appended_together(started: tuple[Run, RankGroup, _Backend]) -> None:
     run, group, backend = started
     batches: list[list[int]] = []
-    run.journal.subscribe(lambda records: batches.append([record.rank for record in records]))
+    run._internals.journal.subscribe(lambda records: batches.append([record.rank for record in records]))
     backend.channels[0].send(MetricEvent({"loss": 1.0}, 1), MetricEvent({"loss": 2.0}, 2))
     backend.channels[1].send(MetricEvent({"loss": 3.0}, 1))
     group._wait(5.0)
@@ -144,7 +144,7 @@ def test_changes_of_the_run_are_appended_after_earlier_messages_of_ranks(
 ) -> None:
     run, group, backend = started
     names: list[str] = []
-    run.journal.subscribe(lambda records: names.extend(type(record.event).__name__ for record in records))
+    run._internals.journal.subscribe(lambda records: names.extend(type(record.event).__name__ for record in records))
     backend.channels[0].send(MetricEvent({"loss": 1.0}, 1))
     backend.channels[1].send(StatusEvent("running"), MetricEvent({"loss": 3.0}, 1))
     os.write(backend.outputs[2], b"a line\n")

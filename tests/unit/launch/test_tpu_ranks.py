@@ -57,7 +57,7 @@ def _describe() -> dict[str, Any]:
 
 def test_two_ranks_form_a_group_of_tpus_with_one_address_each(tpus: None) -> None:
     run: Any = notebook_launcher(_describe, num_processes=2, use_port=0)
-    assert "Set timeout" not in "".join(line.text for rank in (0, 1) for line in run.store.log_lines(rank))
+    assert "Set timeout" not in "".join(line.text for rank in (0, 1) for line in run._internals.store.log_lines(rank))
     assert run.plan.start_method == "spawn"
     first, second = run.results
     for rank, found in enumerate((first, second)):

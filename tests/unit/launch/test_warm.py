@@ -37,7 +37,7 @@ def test_a_cell_for_a_rank_that_exited_since_the_last_one_reports_its_end() -> N
     try:
         pid = int(group.execute("import os\nos.getpid()", "<cell>").shown[1])
         os.kill(pid, signal.SIGKILL)
-        until(lambda: group.run.commands.requests.open_ranks() == [0])
+        until(lambda: group.run._internals.commands.requests.open_ranks() == [0])
         with pytest.raises(WorkerError, match="rank 1: killed by SIGKILL"):
             group.execute("6 * 7", "<cell>")
     finally:

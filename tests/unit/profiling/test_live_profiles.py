@@ -71,7 +71,7 @@ def called_at_steps(run: Run, rank: int) -> bool:
 def test_selected_ranks_are_profiled_and_a_paused_one_reports_it() -> None:
     run = launched(train, 2)
     try:
-        until(lambda: run.ended is not None or run.store.last_step.get(1, 0) > 3)
+        until(lambda: run.ended is not None or run._internals.store.last_step.get(1, 0) > 3)
         profile = run.profile(steps=2, ranks=[1], memory=True)
         assert (profile.ranks, profile.steps, profile.missing) == ([1], 2, {})
         assert profile.peaks()[1].nbytes > 64 * 64 * 4
@@ -101,7 +101,7 @@ def sampled(profile: Profile) -> tuple[int, int, float]:
 def test_short_steps_are_sampled_for_longer_than_they_are_recorded() -> None:
     run = launched(train)
     try:
-        until(lambda: run.ended is not None or run.store.last_step.get(0, 0) > 3)
+        until(lambda: run.ended is not None or run._internals.store.last_step.get(0, 0) > 3)
         by_default, three = run.profile(), run.profile(steps=3)
         assert not called_at_steps(run, rank=0)
     finally:
@@ -123,7 +123,7 @@ def test_short_steps_are_sampled_for_longer_than_they_are_recorded() -> None:
 def test_a_profile_without_samples_gives_the_reason() -> None:
     run = launched(train_with_broken_samples)
     try:
-        until(lambda: run.ended is not None or run.store.last_step.get(0, 0) > 3)
+        until(lambda: run.ended is not None or run._internals.store.last_step.get(0, 0) > 3)
         profile = run.profile()
     finally:
         run.stop(grace=1.0)
@@ -180,7 +180,7 @@ def test_an_out_of_memory_failure_lists_the_contents_of_memory() -> None:
 def test_nothing_is_imported_or_hooked_until_a_profile_is_requested() -> None:
     run = launched(train, method="spawn")  # It does not share the modules of this process.
     try:
-        until(lambda: run.ended is not None or run.store.last_step.get(0, 0) > 3)
+        until(lambda: run.ended is not None or run._internals.store.last_step.get(0, 0) > 3)
         names = "[n for n in __import__('sys').modules if n.startswith('notebook_accelerate.worker.')]"
         loaded = run.ask(names)[0]
     finally:

@@ -40,7 +40,7 @@ def launched(function: Callable[..., None], *args: object, ranks: int = 1) -> It
 
 
 def trained(run: Run, steps: int = 3) -> None:
-    until(lambda: run.ended is not None or run.store.last_step.get(0, 0) > steps)
+    until(lambda: run.ended is not None or run._internals.store.last_step.get(0, 0) > steps)
 
 
 def optimizer_steps(profile: Profile) -> list[int]:
@@ -166,8 +166,8 @@ def test_a_profiler_of_the_function_ends_the_recording_and_not_the_training(tmp_
         assert (profile.missing, run.ended) == ({}, None)
         assert 1 <= profile.steps < 1000
         assert set(optimizer_steps(profile)) == {1}
-        at = run.store.last_step[0]
-        until(lambda: run.ended is not None or run.store.last_step[0] > at + 20)
+        at = run._internals.store.last_step[0]
+        until(lambda: run.ended is not None or run._internals.store.last_step[0] > at + 20)
         assert run.ended is None
         assert run.ask("__import__('torch').autograd.profiler.profile._prepare_trace.__qualname__")[0].startswith(
             "prof"
@@ -179,8 +179,8 @@ def test_there_is_no_profile_while_the_function_records() -> None:
         trained(run)
         profile = run.profile()
         assert run.ended is None
-        at = run.store.last_step[0]
-        until(lambda: run.ended is not None or run.store.last_step[0] > at + 3)
+        at = run._internals.store.last_step[0]
+        until(lambda: run.ended is not None or run._internals.store.last_step[0] > at + 3)
         assert run.ended is None
     assert profile.missing == {0: "the function itself records with torch's profiler"}
 
@@ -578,5 +578,5 @@ def test_the_main_thread_of_a_forked_rank_has_its_own_processor_time() -> None:
     with launched(logs_often) as run:
         trained(run)
         first = run.ask(ask)[0]
-        trained(run, run.store.last_step[0] + 100)
+        trained(run, run._internals.store.last_step[0] + 100)
         assert 0.0 < first < run.ask(ask)[0]

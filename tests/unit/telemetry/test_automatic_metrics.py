@@ -60,7 +60,7 @@ def test_a_run_has_curves_of_values_that_it_does_not_log() -> None:
     assert plain.automatic_metrics["auto/lr"].values[0] == 0.5
     off = notebook_launcher(_train, (20,), 1, config=LaunchConfig(automatic_metrics=False, use_port=0))
     assert dict(off.automatic_metrics) == {}
-    assert [name for name in off.store.automatic.metric_names() if name.startswith("auto/")] == []
+    assert [name for name in off._internals.store.automatic.metric_names() if name.startswith("auto/")] == []
 
 
 class _Watched(torch.Tensor):

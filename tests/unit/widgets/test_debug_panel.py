@@ -70,22 +70,22 @@ def _found(source: str = "dist.all_reduce(x)") -> Any:
 
 def test_ranks_are_listed_with_state_and_step_before_a_diagnosis(made: list[DebugPanel], snapshot: Snapshot) -> None:
     run, clock = make_run(2), Clock()
-    run.store.last_step[1] = 1200
+    run._internals.store.last_step[1] = 1200
     snapshot("debug_before_a_diagnosis", _render(_panel(made, run, clock), clock))
 
 
 def test_an_automatic_diagnosis_and_the_warnings_are_shown(made: list[DebugPanel], snapshot: Snapshot) -> None:
     run, clock = make_run(3), Clock()
     panel = _panel(made, run, clock)
-    run.journal.append(DiagnosisAdded(_found()))
-    run.journal.append(WarningAdded("every rank trains on the same data"))
+    run._internals.journal.append(DiagnosisAdded(_found()))
+    run._internals.journal.append(WarningAdded("every rank trains on the same data"))
     snapshot("debug_diagnosis", _render(panel, clock))
 
 
 def test_strings_are_escaped(made: list[DebugPanel]) -> None:
     run, clock = make_run(3), Clock()
-    run.journal.append(DiagnosisAdded(_found(EVIL)))
-    run.journal.append(WarningAdded(EVIL))
+    run._internals.journal.append(DiagnosisAdded(_found(EVIL)))
+    run._internals.journal.append(WarningAdded(EVIL))
     panel = _panel(made, run, clock)
     panel.history.append(Entry("ask", EVIL, {0: EVIL}))
     panel._show_problem(EVIL)
@@ -109,7 +109,7 @@ def test_history_is_bounded(made: list[DebugPanel]) -> None:
 
 def test_static_forms_are_complete(made: list[DebugPanel], snapshot: Snapshot) -> None:
     run = make_run(3)
-    run.journal.append(DiagnosisAdded(_found()))
+    run._internals.journal.append(DiagnosisAdded(_found()))
     panel = _panel(made, run)
     panel._record("ask", "loss", {0: "1.0", 1: "1.0"})
     snapshot("debug_static", panel.html)
@@ -135,12 +135,12 @@ def test_held_ranks_can_be_asked_after_the_failure(made: list[DebugPanel]) -> No
     panel = _panel(made, run, clock)
     failure = RankFailure(1, "exception", START, "KeyError: 1")
     for event in (RankFailed(failure), StopAdvanced("settling"), StopAdvanced("held"), FailuresRecorded([failure])):
-        run.journal.append(event)
+        run._internals.journal.append(event)
     for event in (AttemptEnded("KeyError: 1"), RunEnded("failed", "WorkerError", "it failed")):
-        run.journal.append(event)
+        run._internals.journal.append(event)
     _render(panel, clock)
     assert not panel.why_button.disabled
-    run.journal.append(RanksReleased())
+    run._internals.journal.append(RanksReleased())
     _render(panel, clock)
     assert panel.why_button.disabled
 
@@ -223,7 +223,7 @@ def test_a_line_is_sent_to_the_debuggers_of_stopped_ranks(made: list[DebugPanel]
     """The same line is evaluated if no rank is stopped. The placeholder says which of the two applies."""
     run = _patient(notebook_launcher(_stops, num_processes=2, use_port=0, start_method="fork", block=False))
     try:
-        until(lambda: sorted(run.commands.prompts.debugged()) == [0, 1])
+        until(lambda: sorted(run._internals.commands.prompts.debugged()) == [0, 1])
         clock = Clock(time.time())
         panel = _panel(made, run, clock)
         _render(panel, clock)

@@ -34,7 +34,7 @@ def _keep(folder: Path, name: str, rate: float, begin: float = 0.0) -> None:
     end(run, at=START + begin + 30)
     config = LaunchConfig(name=name, save=folder.parent, tags=("sweep",))
     frames = [journal_format.encode_frame(run_folder.new_header(name, 1, train, (), config, START))]
-    records = run.journal.records
+    records = run._internals.journal.records
     frames += journal_format.encode_records([*records[:-4], *metrics, *records[-4:]])
     journal_file.JournalFile(folder / journal_format.JOURNAL_NAME).append(b"".join(frames))
 

@@ -103,7 +103,7 @@ def test_failed_ranks_are_the_first_outliers_and_the_list_is_limited() -> None:
     one = _Panel()
     one.turn()
     for rank in range(100, 200):
-        one.run.journal.append(RankExited(rank, "failed", "exit 1"))
+        one.run._internals.journal.append(RankExited(rank, "failed", "exit 1"))
     groups = one.groups()
     assert [row[1][:2] for row in groups["outliers"]] == [[str(n), ["failed"]] for n in range(100, 100 + SHOWN_RANKS)]
     titles = {group["key"]: group["title"] for group in one.panel.rank_table.full["groups"]}

@@ -122,7 +122,7 @@ def _failure(rank: int = 1) -> RankFailure:
 
 def test_the_header_has_state_name_and_time_and_the_setup_has_the_rest() -> None:
     one = _Panel(ranks=4)
-    one.run.journal.append(NoteAdded("port 29500 is taken"))
+    one.run._internals.journal.append(NoteAdded("port 29500 is taken"))
     text = _text(one.look(65.0))
     assert "Running train run" in text
     assert "1:05" in text
@@ -168,14 +168,14 @@ def test_logged_steps_from_zero_do_not_count_twice() -> None:
 
 
 def _stall(run: Run, verdict: str = "rank 1 never reached all_reduce #4") -> None:
-    run.journal.append(RunStalled(START - 10, verdict))
+    run._internals.journal.append(RunStalled(START - 10, verdict))
 
 
 def test_ranks_paused_at_different_steps_are_shown_with_the_range(made: list[_Panel]) -> None:
     made.append(one := _Panel())
     for rank, step in enumerate((1041, 1042)):
         feed(one.run, ProgressEvent(step), rank=rank)
-        one.run.journal.append(RankPaused(rank))
+        one.run._internals.journal.append(RankPaused(rank))
     one.look(2.0)
     assert one.panel.attention.rows[0]["text"] == "Paused at steps 1,041 to 1,042"
 
@@ -184,9 +184,9 @@ def test_items_that_need_the_user_are_listed_by_urgency() -> None:
     one = _Panel(ranks=3)
     feed(one.run, MetricEvent({"loss": math.nan, "lr": 1.0}, 240), rank=1)
     feed(one.run, MetricEvent({"loss": math.nan}, 241), rank=1)
-    one.run.journal.append(RankPaused(2))
-    one.run.journal.append(PromptOpened(1, 1, "input"))
-    one.run.journal.append(WarningAdded("the data are the same"))
+    one.run._internals.journal.append(RankPaused(2))
+    one.run._internals.journal.append(PromptOpened(1, 1, "input"))
+    one.run._internals.journal.append(WarningAdded("the data are the same"))
     _stall(one.run)
     one.look(2.0)
     texts = [row["text"] for row in one.panel.attention.rows]
@@ -199,9 +199,9 @@ def test_items_that_need_the_user_are_listed_by_urgency() -> None:
     ]
     labels = [[action["label"] for action in row["actions"]] for row in one.panel.attention.rows]
     assert labels == [["Debug", "Stop"], ["Answer"], ["Unpause", "Debug"], ["Debug"], []]
-    one.run.journal.append(RunMoved())
-    one.run.journal.append(PromptClosed(1, answered=True))
-    one.run.journal.append(RankResumed(2))
+    one.run._internals.journal.append(RunMoved())
+    one.run._internals.journal.append(PromptClosed(1, answered=True))
+    one.run._internals.journal.append(RankResumed(2))
     feed(one.run, MetricEvent({"loss": 0.5}, 242), rank=1)
     one.look()
     assert [row["text"] for row in one.panel.attention.rows] == ["the data are the same"]
@@ -312,7 +312,7 @@ def test_the_tables_of_ranks_and_devices_show_the_known_figures(snapshot: Snapsh
 
 def test_texts_from_ranks_are_escaped() -> None:
     one = _Panel()
-    one.run.journal.append(NoteAdded(EVIL))
+    one.run._internals.journal.append(NoteAdded(EVIL))
     feed(one.run, MetricEvent({f"loss {EVIL}": 1.0}, 1), ProgressEvent(1, 2, EVIL), LogEvent("stdout", EVIL))
     assert EVIL not in one.look()
     end(one.run, "failed", (_failure(),))
@@ -351,12 +351,12 @@ def test_errors_are_grouped_and_a_failed_run_keeps_everything(snapshot: Snapshot
 def test_the_first_stop_requests_and_the_second_kills() -> None:
     one = _Panel()
     asked: list[float] = []
-    one.run.request_stop = lambda grace=5.0: asked.append(grace)  # type: ignore[method-assign]
+    one.run.stop = lambda grace=5.0, **_: asked.append(grace)  # type: ignore[method-assign]
     one.look()
     assert one.buttons() == ["Pause", "Profile", "Debug", "Stop"]
     one.panel.buttons.click("stop")
     assert asked == [5.0]
-    one.run.journal.append(StopAdvanced("interrupting", "it was stopped"))
+    one.run._internals.journal.append(StopAdvanced("interrupting", "it was stopped"))
     one.look()
     assert one.buttons() == ["Pause", "Profile", "Debug", "Kill"]
     one.panel.buttons.click("stop")
@@ -451,12 +451,12 @@ def test_a_day_of_metrics_is_bounded() -> None:
                     clock.turn(0.5)
                 records.append(Record(rank, clock.now, ResourceEvent(50.0, 1 << 30)))
                 records.append(Record(rank, clock.now, LogEvent("stdout", "\n".join([text] * 600))))
-            run.store.add(records)
+            run._internals.store.add(records)
             panel.schedule.tick()
-        series = [points for ranks in run.store._metrics.values() for points in ranks.values()]
+        series = [points for ranks in run._internals.store._metrics.values() for points in ranks.values()]
         kept.append(max(len(points.values) for points in series))
         curves = sum(sys.getsizeof(a) for points in series for a in (points.steps, points.times, points.values))
-        sizes.append((curves / 1e6, max(run.store._log_bytes.values()) / 1e6))
+        sizes.append((curves / 1e6, max(run._internals.store._log_bytes.values()) / 1e6))
     print("\nMB of curves, MB of a rank's text, by hour:", [f"{a:.0f}, {b:.1f}" for a, b in sizes[::6]])
     assert clock.now - START == pytest.approx(86_400)
     assert max(kept) <= MAX_POINTS
@@ -545,15 +545,15 @@ def test_ranks_released_while_the_panel_is_rendered_are_shown_as_released(
     one, failure = _Panel(), RankFailure(1, "exception", START, "ValueError: bad")
     monkeypatch.setattr(one.panel, "_shown", _LiveOutput())
     for event in (RankFailed(failure), StopAdvanced("settling"), StopAdvanced("held"), FailuresRecorded([failure])):
-        one.run.journal.append(event)
+        one.run._internals.journal.append(event)
     for event in (AttemptEnded("ValueError: bad"), RunEnded("failed", "WorkerError", "it failed")):
-        one.run.journal.append(event)
+        one.run._internals.journal.append(event)
     render = one.panel._render
 
     def released_meanwhile(now: float) -> None:
         render(now)
         if one.run.held:
-            one.run.journal.append(RanksReleased())
+            one.run._internals.journal.append(RanksReleased())
 
     monkeypatch.setattr(one.panel, "_render", released_meanwhile)
     one.look()
@@ -576,12 +576,12 @@ def test_the_table_of_runs_shows_what_holds_a_run() -> None:
         return _states(table.grid.table)[0]
 
     assert state() == "running"
-    run.journal.append(RunStalled(clock.now, "rank 1 never reached the barrier"))
+    run._internals.journal.append(RunStalled(clock.now, "rank 1 never reached the barrier"))
     assert state() == "stuck"
-    run.journal.append(RunMoved())
+    run._internals.journal.append(RunMoved())
     assert state() == "running"
     for rank in range(2):
-        run.journal.append(RankPaused(rank))
+        run._internals.journal.append(RankPaused(rank))
     assert state() == "paused"
     table.close()
 
