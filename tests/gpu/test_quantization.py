@@ -17,7 +17,7 @@ from tests.support import gpu
 
 pytestmark = [
     pytest.mark.gpu,
-    gpu.only_cuda,  # The kernels.
+    gpu.only_cuda,  # bitsandbytes' kernels need CUDA.
     pytest.mark.skipif(not is_bnb_available(), reason="bitsandbytes is not installed"),
 ]
 EIGHT: dict[str, Any] = {"load_in_8bit": True}

@@ -31,7 +31,7 @@ def _open_collective() -> tuple[list[str], dict[str, int], dict[str, float], flo
     value = torch.ones(1024, device=device)
     dist.all_reduce(value)
     torch.cuda.synchronize()
-    time.sleep(0.5)  # The agent finds the group.
+    time.sleep(0.5)  # Give the agent time to find the group.
     torch.cuda._sleep(int(1.7e9 * 4))
     work: Any = dist.all_reduce(value, async_op=True)
     time.sleep(0.5)

@@ -33,7 +33,7 @@ def _train(kind: str) -> int:
     model: Any = _network(small).to(accelerator.device)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=not small)
     if in_full:
-        optimizer = accelerator.prepare(optimizer)  # And not the model: nothing casts for it.
+        optimizer = accelerator.prepare(optimizer)  # Leave the model unprepared, so that it trains in float32.
     else:
         model, optimizer = accelerator.prepare(model, optimizer)
     batch = gpu.batch(0, 16 if small else gpu.size(4096, 16), model[0].in_features).to(accelerator.device)

@@ -62,7 +62,7 @@ def waiting(library: Path | None) -> Iterator[Run]:
     """Return a run whose rank waits."""
     run = _launch(library, timeout=90)
     until(lambda: run.ended or run.ask("ready", timeout=5.0) == {0: True}, 40.0)
-    time.sleep(3.0)  # Until the main thread has been still for a while.
+    time.sleep(3.0)  # Wait until the main thread has made no progress for a while.
     yield run
     run.stop(grace=1.0)
     run.wait(20)

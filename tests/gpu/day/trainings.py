@@ -28,7 +28,7 @@ def train(
 ) -> dict[str, Any]:
     """Train with a package. Return losses, skipped steps, scales, weights, a random number and the peak of memory."""
     if gpu.DRY and options.get("mixed_precision") == "fp16":
-        del options["mixed_precision"]  # Not on a CPU.
+        del options["mixed_precision"]  # fp16 mixed precision requires a GPU.
     library, utils = import_module(package), import_module(f"{package}.utils")
     loading = utils.DataLoaderConfiguration(non_blocking=pin, use_seedable_sampler=True)
     accelerator = library.Accelerator(cpu=gpu.DRY, dataloader_config=loading, **options)
