@@ -1,1 +1,1 @@
-"""Tests, by what they need: one process, ranks, a kernel, a browser, a device."""
+"""Tests, grouped by what they need: one process, ranks, a kernel, a browser or a device."""

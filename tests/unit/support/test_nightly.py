@@ -1,4 +1,4 @@
-"""What is marked nightly runs only where it is asked for."""
+"""Tests marked nightly run only on request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def test_what_runs_nightly_is_left_out_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nightly_tests_are_deselected_unless_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     def collected(value: str) -> str:
         monkeypatch.setenv("TEST_NIGHTLY", value)
         command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/faults/test_remote.py"]
