@@ -14,7 +14,7 @@ A user's own error, a dead worker and a broken launch are different types::
     │   └── RunLostError                the process of a kept run is gone, and has not recorded an end
     ├── BrokenRunError                  the journal of a kept run is damaged, or not from this package
     ├── AskError                        a rank could not answer a question
-    ├── RunNotFinishedError             results requested, or run closed, before its end
+    ├── RunNotFinishedError             the results of a run were requested or freed before its end
     ├── ResultsFreedError               results were requested after they were freed
     ├── CheckpointError                 a checkpoint could not be written or loaded
     │   ├── BrokenCheckpointError       a checkpoint is incomplete or damaged
@@ -327,7 +327,7 @@ class WorkerDiedError(WorkerError):
 
 
 class RunNotFinishedError(NotebookAccelerateError, RuntimeError):
-    """Raised when the results of a run are requested, or the run is closed, before it has ended."""
+    """Raised when the results of a run are requested, or freed, before it has ended."""
 
 
 class ResultsFreedError(NotebookAccelerateError):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 from notebook_accelerate import launch
+from notebook_accelerate._mistakes import reports_mistakes
 from notebook_accelerate.config.cluster import RayCluster
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.config.settings import help_texts
@@ -42,6 +43,7 @@ def _defaults_from_config(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(launcher)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        __tracebackhide__ = True  # Part of the boundary, see `_mistakes`.
         config = kwargs.get("config")
         if config is None:
             return launcher(*args, **kwargs)
@@ -73,6 +75,7 @@ def _documented(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
     return launcher
 
 
+@reports_mistakes
 @_documented
 @_defaults_from_config
 def notebook_launcher(  # noqa: D417 - `_documented` adds the texts of the settings
@@ -137,6 +140,7 @@ def notebook_launcher(  # noqa: D417 - `_documented` adds the texts of the setti
     return launch.start((config or LaunchConfig()).changed(**values), function, tuple(args), resume)
 
 
+@reports_mistakes
 def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_processes: int = 2) -> Run:
     """Run ``function(*args)`` in ``num_processes`` processes on the CPU, also where there are accelerators.
 

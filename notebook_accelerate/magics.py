@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
+from notebook_accelerate._mistakes import reports_mistakes
 from notebook_accelerate.config.cluster import RayCluster
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.launch.warm_ranks import CellResult, WarmRanks
@@ -28,6 +29,7 @@ class RankMagics(Magics):
         self.group: WarmRanks | None = None
 
     @cell_magic
+    @reports_mistakes
     def ranks(self, line: str, cell: str) -> None:
         """Run the cell on every warm rank. The first use starts the ranks.
 
@@ -48,6 +50,7 @@ class RankMagics(Magics):
         self._execute(group, cell, None, options.inputs, options.outputs)
 
     @cell_magic
+    @reports_mistakes
     def rank(self, line: str, cell: str) -> None:
         """Run the cell on some warm ranks: ``%%rank 0,1 [-i a,b] [-o c]``.
 
@@ -65,6 +68,7 @@ class RankMagics(Magics):
         self._execute(self._running(), cell, ranks, options.inputs, options.outputs)
 
     @line_magic
+    @reports_mistakes
     def rank_start(self, line: str) -> None:
         """Start the warm ranks without running a cell. The options are the same as for ``%%ranks``.
 
@@ -80,6 +84,7 @@ class RankMagics(Magics):
         self._group(_start_parser("%rank_start").parse_args(shlex.split(line)))
 
     @line_magic
+    @reports_mistakes
     def rank_status(self, line: str) -> None:
         """Print the state of the warm ranks."""
         if self.group is None:
@@ -93,6 +98,7 @@ class RankMagics(Magics):
             print(f"  rank {info.rank}: pid {info.pid}, {info.state}")  # noqa: T201 - the same
 
     @line_magic
+    @reports_mistakes
     def rank_restart(self, line: str) -> None:
         """End the warm ranks, and start the same number again. Their variables are lost.
 
@@ -105,6 +111,7 @@ class RankMagics(Magics):
         self.group.restart()
 
     @line_magic
+    @reports_mistakes
     def rank_stop(self, line: str) -> None:
         """End the warm ranks, if there are any."""
         if self.group is not None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from notebook_accelerate._mistakes import reports_mistakes_of_methods
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.cluster import RayCluster, resolve_cluster
 from notebook_accelerate.config.plain_values import (
@@ -43,6 +44,7 @@ REPORT_SOURCES = (
 )  # fmt: skip
 
 
+@reports_mistakes_of_methods
 @dataclass(kw_only=True, frozen=True, repr=False)
 class LaunchConfig:
     """The settings of ``notebook_launcher``, except the function and its arguments.

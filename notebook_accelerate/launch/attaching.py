@@ -10,6 +10,7 @@ from functools import partial
 from os import PathLike
 from pathlib import Path
 
+from notebook_accelerate._mistakes import reports_mistakes
 from notebook_accelerate.config.plain_values import given_folder
 from notebook_accelerate.errors import BrokenRunError
 from notebook_accelerate.hardware.process_liveness import parse_identity
@@ -31,6 +32,7 @@ _attached: dict[str, Run] = {}
 _lock = threading.Lock()
 
 
+@reports_mistakes
 def attach(name: str | PathLike[str]) -> Run:
     """Attach to a detached run from any kernel of the user that launched it.
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate import errors
+from notebook_accelerate._mistakes import reports_mistakes_of_methods
 from notebook_accelerate.config.plain_values import check_seconds, check_whole_number, is_number
 from notebook_accelerate.debugging.session import Session
 from notebook_accelerate.errors import RunNotFinishedError, WorkerError
@@ -59,6 +60,7 @@ def next_number() -> int:
     return next(_numbers)
 
 
+@reports_mistakes_of_methods
 class Run:
     """A launch, in progress or ended. It reads the journal and forwards commands to the supervisor.
 

@@ -13,6 +13,7 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, overload
 
+from notebook_accelerate._mistakes import reports_mistakes
 from notebook_accelerate.errors import DeviceBusyError
 from notebook_accelerate.hardware import device_table
 from notebook_accelerate.launch import attaching
@@ -228,6 +229,7 @@ def own_runs() -> list[Run]:
         return [entry.current() for entry in _entries]
 
 
+@reports_mistakes
 def debug(rank: int | None = None) -> None:
     """Use the debugger of a rank in this cell, until it continues or quits; see ``Run.debug``.
 

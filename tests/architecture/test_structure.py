@@ -29,6 +29,8 @@ PRIVATE_OF_OTHERS = frozenset(
         "_load_model_state_pre_hook", "_save_model_state_pre_hook",
         # torch's tensors, modules and process groups.
         "_version", "_parameters", "_buffers", "_modules", "_world", "_mesh",
+        # IPython's protocol for exceptions that render themselves.
+        "_render_traceback_",
         # Methods of named tuples.
         "_replace", "_asdict", "_fields", "_make",
     }

@@ -14,6 +14,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from notebook_accelerate._mistakes import reports_mistakes
 from notebook_accelerate.config.plain_values import given_folder
 from notebook_accelerate.errors import BrokenRunError, NotebookAccelerateError, SerializationError
 from notebook_accelerate.files.guarded_files import ForeignFileError, read_limited
@@ -44,6 +45,7 @@ STALE_SECONDS = 60.0
 """A run on another machine, whose processes are not visible here, counts as lost after this time without a write."""
 
 
+@reports_mistakes
 def open_run(path: str | PathLike[str]) -> Run:
     """Open a kept run, even if another kernel runs or has run it.
 

@@ -1,0 +1,115 @@
+"""Show a user's mistake as the user's line and one sentence, without the frames of this package in between.
+
+A mistake is an exception that this package raises on purpose: its innermost frame is in this package and stopped at a
+``raise`` statement. Any other exception is a fault, of this package or of code that it calls, and keeps its traceback.
+The public functions and methods are the boundary: they raise mistakes again, without the frames below them. IPython
+also leaves out the frame of the boundary.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from inspect import iscoroutinefunction
+from opcode import opmap
+from pathlib import Path
+from types import FunctionType, TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+from notebook_accelerate.errors import ipython_shell
+
+WHOLE_TRACEBACKS = "NOTEBOOK_ACCELERATE_WHOLE_TRACEBACKS"
+"""If this variable is set, tracebacks of mistakes show all frames."""
+_OWN = str(Path(__file__).parent) + os.sep
+_RAISE = opmap["RAISE_VARARGS"]
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Class = TypeVar("_Class", bound="type[Any]")
+
+
+def reports_mistakes(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Make a public function raise a user's mistake from the caller's line."""
+
+    @wraps(function)
+    def boundary(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        __tracebackhide__ = True  # IPython's debugger and pytest skip the frame.
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if os.environ.get(WHOLE_TRACEBACKS) or not _is_mistake(error):
+                raise
+            # NOTEBOOK_ACCELERATE_WHOLE_TRACEBACKS=1 shows the frames below.
+            raise _prepared(error).with_traceback(None) from error.__cause__
+
+    return boundary
+
+
+def reports_mistakes_of_methods(cls: _Class) -> _Class:
+    """Make the constructor, the public methods and the properties of a class raise mistakes from the caller's line."""
+    for name, member in list(vars(cls).items()):
+        if name.startswith("_") and name != "__init__":
+            continue
+        if isinstance(member, FunctionType) and not iscoroutinefunction(member):
+            setattr(cls, name, reports_mistakes(member))
+        elif isinstance(member, classmethod):
+            setattr(cls, name, classmethod(reports_mistakes(member.__func__)))
+        elif isinstance(member, property) and member.fget is not None:
+            setattr(cls, name, property(reports_mistakes(member.fget), member.fset, member.fdel, member.__doc__))
+    return cls
+
+
+def _is_mistake(error: Exception) -> bool:
+    """Return whether this package raised the error on purpose, or its caller passed arguments that do not fit."""
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    if innermost is None or isinstance(error, AssertionError):
+        return False
+    frame = innermost.tb_frame
+    if not frame.f_code.co_filename.startswith(_OWN):
+        return False
+    # If the call in a boundary failed, the arguments do not fit the signature.
+    mismatch = isinstance(error, TypeError) and bool(frame.f_locals.get("__tracebackhide__"))
+    return mismatch or frame.f_code.co_code[innermost.tb_lasti] == _RAISE
+
+
+def _prepared(error: Exception) -> Exception:
+    """Return the error itself, which IPython then shows without the frames of this package."""
+    if ipython_shell() is not None and not hasattr(type(error), "_render_traceback_"):
+        error._render_traceback_ = render_mistake  # type: ignore[attr-defined]
+    return error
+
+
+def render_mistake() -> list[str]:
+    """Return the lines that IPython shows for the mistake that it is handling.
+
+    IPython calls this function as an attribute of the exception. It is not a bound method, because the exception would
+    then refer to itself, and the local variables of its frames would stay alive until a garbage collection.
+    """
+    error = sys.exc_info()[1] or sys.last_value
+    assert error is not None, "IPython shows an exception"
+    lines: list[str] = ipython_shell().InteractiveTB.structured_traceback(
+        type(error), error, without_own_frames(error.__traceback__), tb_offset=1
+    )
+    return lines
+
+
+def without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without its last frames that belong to this package, or to IPython, which calls magics."""
+    frames = []
+    while traceback is not None:
+        frames.append(traceback)
+        traceback = traceback.tb_next
+    while len(frames) > 1 and _is_ours(frames[-1]):
+        frames.pop()
+    found = None
+    for each in reversed(frames):
+        found = TracebackType(found, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return found
+
+
+def _is_ours(traceback: TracebackType) -> bool:
+    filename = traceback.tb_frame.f_code.co_filename
+    return filename.startswith(_OWN) or f"{os.sep}IPython{os.sep}" in filename
