@@ -161,13 +161,15 @@ def indexes() -> dict[str, str]:
         "extra-index-url": "UV_INDEX",
         "find-links": "UV_FIND_LINKS",
         "index-url": "UV_DEFAULT_INDEX",
+        "trusted-host": "UV_INSECURE_HOST",
     }
     command = [sys.executable, "-m", "pip", "config", "list"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # pip searches all indexes, too
     for option, value in re.findall(r"^(?:global|install|:env:)\.([\w-]+)=('.*')$", listed, re.MULTILINE):
         if option in names:
-            found[names[option]] = " ".join(ast.literal_eval(value).split())
+            separator = "," if option == "find-links" else " "
+            found[names[option]] = separator.join(ast.literal_eval(value).split())
     return {name: value for name, value in found.items() if name not in VARIABLES}
 
 

@@ -10,19 +10,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+import sysconfig
+from collections.abc import Callable, Iterator
 from functools import wraps
 from inspect import iscoroutinefunction
 from opcode import opmap
-from pathlib import Path
-from types import FunctionType, TracebackType
+from types import FrameType, FunctionType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 from notebook_accelerate.errors import ipython_shell
 
 WHOLE_TRACEBACKS = "NOTEBOOK_ACCELERATE_WHOLE_TRACEBACKS"
 """If this variable is set, tracebacks of mistakes show all frames."""
-_OWN = str(Path(__file__).parent) + os.sep
+_LIBRARY = sysconfig.get_path("stdlib") + os.sep
 _RAISE = opmap["RAISE_VARARGS"]
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -61,18 +61,34 @@ def reports_mistakes_of_methods(cls: _Class) -> _Class:
 
 
 def _is_mistake(error: Exception) -> bool:
-    """Return whether this package raised the error on purpose, or its caller passed arguments that do not fit."""
-    innermost = error.__traceback__
-    while innermost is not None and innermost.tb_next is not None:
-        innermost = innermost.tb_next
-    if innermost is None or isinstance(error, AssertionError):
+    """Return whether this package raised the error on purpose, or its caller passed arguments that do not fit.
+
+    An error that passed through the user's code, such as a callback, keeps its traceback, which has the user's lines.
+    """
+    entries = list(_entries_of(error.__traceback__))
+    frames = [each.tb_frame for each in entries]
+    if not frames or isinstance(error, AssertionError) or not all(map(_is_internal, frames)):
         return False
-    frame = innermost.tb_frame
-    if not frame.f_code.co_filename.startswith(_OWN):
-        return False
-    # If the call in a boundary failed, the arguments do not fit the signature.
-    mismatch = isinstance(error, TypeError) and bool(frame.f_locals.get("__tracebackhide__"))
-    return mismatch or frame.f_code.co_code[innermost.tb_lasti] == _RAISE
+    if isinstance(error, TypeError) and all(frame.f_locals.get("__tracebackhide__") for frame in frames):
+        return True  # The call in the boundary failed: the arguments do not fit the signature.
+    return _is_own(frames[-1]) and frames[-1].f_code.co_code[entries[-1].tb_lasti] == _RAISE
+
+
+def _entries_of(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _is_own(frame: FrameType) -> bool:
+    """Return whether a frame belongs to this package, also if a dataclass has generated its function."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0] == __package__
+
+
+def _is_internal(frame: FrameType) -> bool:
+    """Return whether a frame belongs to this package or to Python's standard library."""
+    filename = frame.f_code.co_filename
+    return _is_own(frame) or (filename.startswith(_LIBRARY) and "site-packages" not in filename)
 
 
 def _prepared(error: Exception) -> Exception:
@@ -98,18 +114,14 @@ def render_mistake() -> list[str]:
 
 def without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
     """Return a traceback without its last frames that belong to this package, or to IPython, which calls magics."""
-    frames = []
-    while traceback is not None:
-        frames.append(traceback)
-        traceback = traceback.tb_next
-    while len(frames) > 1 and _is_ours(frames[-1]):
-        frames.pop()
+    entries = list(_entries_of(traceback))
+    while len(entries) > 1 and _is_own_or_ipython(entries[-1].tb_frame):
+        entries.pop()
     found = None
-    for each in reversed(frames):
+    for each in reversed(entries):
         found = TracebackType(found, each.tb_frame, each.tb_lasti, each.tb_lineno)
     return found
 
 
-def _is_ours(traceback: TracebackType) -> bool:
-    filename = traceback.tb_frame.f_code.co_filename
-    return filename.startswith(_OWN) or f"{os.sep}IPython{os.sep}" in filename
+def _is_own_or_ipython(frame: FrameType) -> bool:
+    return _is_own(frame) or f"{os.sep}IPython{os.sep}" in frame.f_code.co_filename

@@ -307,6 +307,11 @@ class HtmlPanel(LivePanel):
         super().__init__(run, clock, reason)
         self.closed = not self._lives
 
+    def settle(self) -> bool:
+        # If the run ended while this panel was being shown, closing the panel has already shown the end.
+        was_closed = self.closed
+        return super().settle() or was_closed
+
     def _display_(self) -> Any:
         """Show the panel in the running cell of marimo, which asks for an object to show instead."""
         return self.text if self.show() is None else None

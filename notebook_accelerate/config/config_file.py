@@ -462,9 +462,10 @@ def _joined(value: Any, *, capitalized: bool) -> Any:
 
 
 def _dynamo_contents(contents: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section with the name of the backend in upper case."""
-    backend = str(contents.get("dynamo_backend", "NO")).upper()
-    return {**contents, "dynamo_backend": DynamoBackend(backend).value} if contents else {}
+    """Return the section with its keys in lower case and the name of the backend in upper case."""
+    named = {name.lower(): value for name, value in contents.items()}
+    backend = str(named.get("dynamo_backend", "NO")).upper()
+    return {**named, "dynamo_backend": DynamoBackend(backend).value} if named else {}
 
 
 def _split_dimensions(contents: Mapping[str, Any]) -> dict[str, Any]:

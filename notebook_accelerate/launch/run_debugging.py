@@ -141,7 +141,7 @@ class DebuggerReplies(dict[int, str]):
 
 
 def debug_command(prompts: PromptQueue, command: str, ranks: Iterable[int] | None, timeout: float) -> DebuggerReplies:
-    """Send one debugger command to several stopped ranks; see ``Run.cast``."""
+    """Send one debugger command to several stopped ranks; see ``Run.debug_command``."""
     check_seconds("timeout", timeout)
     stopped = prompts.debugged()
     wanted = stopped if ranks is None else list(ranks)

@@ -138,7 +138,7 @@ def test_a_pause_is_shown_in_every_panel(opened: Any, app: App) -> None:
     page.page.locator(CARD).nth(1).wait_for()
     page.until(lambda: "step" in page.text(".na-head"), "a step")
     page.wait_for(PULSES)
-    button = lambda name: page.page.locator(CARD).nth(1).get_by_role("button", name=name)  # noqa: E731
+    button = lambda name: page.page.locator(CARD).nth(1).get_by_role("button", name=name, exact=True)  # noqa: E731
     button("Pause").click()
     page.wait_for("() => document.querySelectorAll('.na-live .na-head .na-state-paused').length === 1")
     page.wait_for(f"() => !({PULSES})()")

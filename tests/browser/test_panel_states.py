@@ -147,7 +147,7 @@ def test_a_running_run_has_no_cut_off_text(page: NotebookPage, server: Server) -
         shoot(page, f"tab-{title.lower().replace(' ', '-')}")
     tab(page, "Curves")
 
-    page.page.get_by_role("button", name="Pause").click()
+    page.page.get_by_role("button", name="Pause", exact=True).click()
     state(page, "Paused")
     shoot(page, "paused")
     page.page.locator(".na-attention").get_by_role("button", name="Unpause").click()

@@ -290,7 +290,7 @@ def test_a_click_on_stop_works_while_a_cell_blocks(opened: Any, app: App) -> Non
     stop = page.page.get_by_role("button", name="Stop")
     page.wait_for(f"() => {KERNEL}.status === 'busy'")
     page.until(stop.is_enabled, "a button that works")
-    assert page.page.get_by_role("button", name="Pause").is_disabled()
+    assert page.page.get_by_role("button", name="Pause", exact=True).is_disabled()
     page.wait_for("() => document.querySelector('.na-hint').innerText.startsWith('Click Stop, or ■ in the toolbar')")
     page.shot(f"{app}-blocking", CARD)
     stop.click()
@@ -451,7 +451,7 @@ def test_the_panel_says_when_it_needs_its_user(opened: Any, server: Server, app:
     assert re.match(head, page.text(".na-head"))
     page.page.locator(CARD).scroll_into_view_if_needed()
 
-    page.page.get_by_role("button", name="Pause").click()
+    page.page.get_by_role("button", name="Pause", exact=True).click()
     news("Paused at step")
     state("Paused")
     page.shot(f"{app}-news-paused", CARD)

@@ -60,6 +60,14 @@ def test_a_fault_keeps_its_traceback(kernel: Kernel) -> None:
     assert "TypeError: 'NoneType' object is not callable" in said(cell)
 
 
+def test_a_mistake_in_a_callback_keeps_the_users_lines(kernel: Kernel) -> None:
+    kernel.check(SETUP)
+    kernel.check("def stops(run): run.stop(grace='long')\nrun = notebook_launcher(train, num_processes=2)")
+    cell = kernel.run("run.add_done_callback(stops)")
+    assert "in stops" in said(cell)
+    assert "grace='long'" in said(cell)
+
+
 @pytest.mark.parametrize("whole", [False, True], ids=["", "whole tracebacks"])
 def test_a_script_shows_one_frame_of_the_package(*, whole: bool) -> None:
     script = "from notebook_accelerate import notebook_launcher\nnotebook_launcher(print, num_processes=0)"
