@@ -1,8 +1,8 @@
-"""What develops, tests and releases this package: `nox -l` lists the sessions, and `make NAME` runs one.
+"""Sessions that develop, test and release this package: `nox -l` lists them, and `make NAME` runs one.
 
-Sessions share environments, which are folders `.venv-NAME`: nox would make one for each session, each with torch. An
-environment contains dependency groups of pyproject.toml in the versions of requirements/constraints.txt. Make passes
-variables (`make test-gpu DRY=yes`) on in the environment.
+Sessions share the environments in the folders `.venv-NAME`, because nox would create one per session, each with its
+own torch. An environment contains dependency groups of pyproject.toml, in the versions of requirements/constraints.txt.
+make passes variables (`make test-gpu DRY=yes`) to the sessions as environment variables.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import nox
 
 nox.needs_version = ">=2026.10.20"
 nox.options.default_venv_backend = "none"
-nox.options.envdir = ".build/matrix"  # only the sessions of the matrix have environments that nox makes
+nox.options.envdir = ".build/matrix"  # only test-matrix uses environments created by nox
 nox.options.download_python = "never"
 nox.options.sessions = ["test"]
 
@@ -42,15 +42,15 @@ HOSTED_TORCH = "torch==2.11.0"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 # The first is the minimum that pyproject.toml declares.
 TORCH = {"oldest": "torch~=2.9.0", "middle": "torch~=2.11.0", "newest": "torch"}
-# DeepSpeed on the CPU; its optimizer in C++ is compiled for this machine, into this checkout.
+# Run DeepSpeed on the CPU, and compile its C++ optimizer inside this checkout.
 DEEPSPEED = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(BUILD / "torch-extensions")}
 
-# pyenv puts only the chosen version on the path. The others come last, so that they replace nothing.
+# pyenv puts only the chosen version on PATH. Append the others, so that they do not take precedence over anything.
 VARIABLES["PATH"] += "".join(
     f"{os.pathsep}{folder}"
     for folder in sorted(Path(VARIABLES.get("PYENV_ROOT") or Path.home() / ".pyenv", "versions").glob("3.*/bin"))
 )
-# Kernels and ranks import the tree hundreds of times: its bytecode is kept, whatever the caller's shell says.
+# Keep bytecode even if the caller's shell disables it, because kernels and ranks import the package hundreds of times.
 VARIABLES.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
@@ -60,14 +60,14 @@ class Environment:
 
     Attributes:
         groups: Groups of pyproject.toml.
-        apart: Versions that replace the lock's, because a package of this environment requires them.
-        without: Packages that are left out although others require them.
-        python: A version; "": the version that runs nox.
-        files: Files in requirements/ that replace the groups and the lock: the packages of a notebook service.
+        overrides: Versions that replace those of the lock, because a package of this environment requires them.
+        without: Packages that are left out even though others require them.
+        python: A version of Python, or "" for the one that runs nox.
+        files: Files in requirements/ that list a notebook service's packages. They replace the groups and the lock.
     """
 
     groups: tuple[str, ...] = ()
-    apart: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     python: str = ""
     files: tuple[str, ...] = ()
@@ -104,7 +104,7 @@ ENVIRONMENTS = {
 
 
 def environment(session: nox.Session, name: str = "", *, extra: str = "") -> str:
-    """Make an environment, or bring it up to date, and return its Python; this uses no network if nothing changed.
+    """Create or update an environment, and return its Python. If nothing has changed, this needs no network.
 
     Args:
         session: The session.
@@ -130,9 +130,9 @@ def environment(session: nox.Session, name: str = "", *, extra: str = "") -> str
         install(session, python, HOSTED_TORCH)
         install(session, python, "--no-deps", *(f"-r{requirements(file)}" for file in wanted.files))
     else:
-        apart = {line.partition("==")[0] for line in wanted.apart}
-        pins = [line for line in LOCK.read_text().splitlines() if line.partition("==")[0] not in apart]
-        (folder / "constraints.txt").write_text("\n".join([*pins, *wanted.apart]))
+        replaced = {line.partition("==")[0] for line in wanted.overrides}
+        pins = [line for line in LOCK.read_text().splitlines() if line.partition("==")[0] not in replaced]
+        (folder / "constraints.txt").write_text("\n".join([*pins, *wanted.overrides]))
         (folder / "excludes.txt").write_text("\n".join(wanted.without))
         project = () if name == "dist" else ("-r", "pyproject.toml")
         files = ("-c", str(folder / "constraints.txt"), "--excludes", str(folder / "excludes.txt"))
@@ -144,12 +144,12 @@ def environment(session: nox.Session, name: str = "", *, extra: str = "") -> str
 
 
 def requirements(name: str) -> Path:
-    """Return the path of a file of requirements."""
+    """Return the path of a requirements file."""
     return ROOT / "requirements" / f"{name}.txt"
 
 
 def install(session: nox.Session, python: str, *arguments: str) -> None:
-    """Run `uv pip install` for an environment's Python."""
+    """Install packages into an environment with `uv pip install`."""
     session.run(UV, "pip", "install", "--quiet", "--python", python, *arguments, env=indexes())
 
 
@@ -178,7 +178,7 @@ def interpreter(session: nox.Session, version: str) -> str:
 
     Args:
         session: The session.
-        version: Its version, such as 3.12; "": the version that runs nox, or a newer one if the lock requires that.
+        version: Its version, such as 3.12. If "", the version that runs nox, or a newer one if the lock requires that.
     """
     if not version and sys.version_info >= (3, 11, 5):
         return sys.executable
@@ -194,18 +194,19 @@ def pytest(session: nox.Session, python: str, *arguments: str, **variables: str 
     name = re.sub(r"\W+", "-", session.name).strip("-")
     options = ["--tb=short", "--durations=10", "-o", f"cache_dir=.build/pytest-{name}"]
     options += [f"--junitxml={REPORTS / name}.xml", "-m", "not benchmark"]
-    # If these are set, pytest prints whole pages when it compares them.
+    # With CI or BUILD_NUMBER set, pytest does not shorten the texts of failed comparisons, which can be whole pages.
     env = {"OMP_NUM_THREADS": "1", "CI": None, "BUILD_NUMBER": None, **variables}
     session.run(python, "-m", "pytest", *options, *arguments, *session.posargs, env=env, success_codes=[0])
 
 
 def together(session: nox.Session, tag: str, lanes: int) -> None:
-    """Run the sessions with a tag, a few at a time, and print the sum of their tests as pytest's last line does.
+    """Run the sessions with a tag, a few at a time, and print the totals of their tests like pytest's last line.
 
     Args:
         session: The session.
         tag: The tag.
-        lanes: Sessions at a time: more than the cores of the smallest machine, because each waits half of its time.
+        lanes: The number of sessions that run at a time. It is greater than the number of cores of the smallest
+            machine, because each session spends half of its time waiting.
     """
     environment(session)  # once, not in each lane
     shutil.rmtree(REPORTS, ignore_errors=True)
@@ -228,7 +229,7 @@ def together(session: nox.Session, tag: str, lanes: int) -> None:
 
 @nox.session
 def setup(session: nox.Session) -> None:
-    """Make .venv, with the package installed in place."""
+    """Create .venv, with the package installed in place."""
     environment(session)
 
 
@@ -259,7 +260,7 @@ def test_integrations(session: nox.Session) -> None:
 
 @nox.session(name="test-nightly")
 def test_nightly(session: nox.Session) -> None:
-    """Run both with the cases marked nightly (hours), after compiling DeepSpeed's optimizer."""
+    """Run test and test-integrations with the nightly cases, after compiling DeepSpeed's optimizer; takes hours."""
     python = environment(session, "deepspeed")
     program = (
         "from notebook_accelerate.strategies.deepspeed.deepspeed_engine import compilation_context\n"
@@ -267,7 +268,7 @@ def test_nightly(session: nox.Session) -> None:
         "compilation_context()\n"
         "CPUAdamBuilder().load(verbose=False)"
     )
-    # Minutes of C++ and 2 GB of memory; without it the test of that optimizer skips.
+    # Compiling takes minutes and 2 GB of memory. Without it, the test of that optimizer is skipped.
     path = f"{Path(python).parent}{os.pathsep}{VARIABLES['PATH']}"
     session.run(python, "-c", program, env={**DEEPSPEED, "OMP_NUM_THREADS": "1", "MAX_JOBS": "1", "PATH": path})
     VARIABLES["TEST_NIGHTLY"] = "yes"
@@ -289,8 +290,8 @@ def lint(session: nox.Session) -> None:
     session.run(python, "-c", program, env={"PYTHONPATH": str(ROOT)})
 
 
-# Long groups run in parts, and short groups run last: otherwise one long group would still run after all others have
-# ended. The first parts of all groups come first.
+# Long groups are split into parts, and short groups run last: otherwise one long group would still be running after all
+# others had ended. The first parts of all groups come first.
 PARTS = {"notebook": 3, "distributed": 2, "browser": 2, "unit": 4, "faults": 3}
 SHORT = {"rules": ("architecture", "parity/surface", "docs/static"), "devices": ("gpu", "tpu", "xla")}
 EVERYDAY = [f"{name}-{part}" for part in range(1, 5) for name, parts in PARTS.items() if part <= parts]
@@ -313,18 +314,18 @@ def files(group: str) -> Iterable[str]:
         return [f"tests/{folder}" for folder in SHORT[group]]
     name, _, part = group.rpartition("-")
     found = sorted((ROOT / "tests" / name).rglob("test_*.py"), key=lambda path: path.stat().st_size, reverse=True)
-    # The parts take turns from the largest file on, so that they take about the same time.
+    # Deal out the files from the largest to the smallest, so that all parts take about the same time.
     return sorted(str(path.relative_to(ROOT)) for path in found[int(part) - 1 :: PARTS[name]])
 
 
 def examples(session: nox.Session, outputs: str, *, own: bool = True, ported: bool = True) -> None:
-    """Execute notebooks, and compare their outputs with the committed ones or replace these.
+    """Execute notebooks, and compare their outputs with the committed ones, or replace the committed ones.
 
     Args:
         session: The session.
-        outputs: compare, record, or record-all: also of cells in which only numbers have changed.
-        own: Whether to execute those of this package alone.
-        ported: Whether to execute those on transformers, diffusers and trl.
+        outputs: "compare"; "record"; or "record-all", which also replaces outputs in which only numbers have changed.
+        own: Whether to execute the examples that use only this package.
+        ported: Whether to execute the examples that use transformers, diffusers and trl.
     """
     for chosen, folder, name in ((own, "examples", ""), (ported, "examples/ported", "clients")):
         if chosen:
@@ -343,23 +344,23 @@ def all_examples(session: nox.Session) -> None:
 
 @nox.session(name="examples-own")
 def own_examples(session: nox.Session) -> None:
-    """Execute those of this package alone."""
+    """Execute the example notebooks that use only this package."""
     examples(session, "compare", ported=False)
 
 
 @nox.session(name="examples-ported")
 def ported_examples(session: nox.Session) -> None:
-    """Execute those on transformers, diffusers and trl."""
+    """Execute the example notebooks that use transformers, diffusers and trl."""
     examples(session, "compare", own=False)
 
 
 @nox.session(name="examples-record")
 def record_examples(session: nox.Session) -> None:
-    """Execute all, and replace the outputs that have changed. ALL=yes: even if only numbers have."""
+    """Execute all example notebooks, and replace changed outputs; with ALL=yes, even if only numbers changed."""
     examples(session, "record-all" if VARIABLES.get("ALL") else "record")
 
 
-# The longest first, so that the last ones to finish are short.
+# The longest sessions come first, so that only short ones are left at the end.
 @nox.session(name="test-deepspeed", tags=["integrations"], allow_parallel=True)
 def test_deepspeed(session: nox.Session) -> None:
     """Test DeepSpeed's ZeRO, all stages, on the CPU."""
@@ -369,7 +370,7 @@ def test_deepspeed(session: nox.Session) -> None:
 
 @nox.session(name="test-strategies", tags=["integrations"], allow_parallel=True)
 def test_strategies(session: nox.Session) -> None:
-    """Compare strategies and trainings with plain torch."""
+    """Compare each strategy, and complete training runs, with plain torch."""
     pytest(session, environment(session), "tests/parity/strategies", "tests/parity/training")
 
 
@@ -411,7 +412,7 @@ def test_parity(session: nox.Session) -> None:
 def test_clients(session: nox.Session) -> None:
     """Test training libraries in ranks, with this package as their accelerate."""
     python = environment(session, "clients")
-    # The real Accelerate is outside the path: only the processes that the tests compare with import it.
+    # The real Accelerate is not on the path of the environment. Only the reference processes of the tests import it.
     into(session, python, Path(python).parents[1] / "peer", "accelerate", "-c", str(LOCK))
     for version in TRANSFORMERS:
         group = f"--group=transformers-{version.replace('.', '-')}"
@@ -420,7 +421,7 @@ def test_clients(session: nox.Session) -> None:
 
 
 def into(session: nox.Session, python: str, folder: Path, *arguments: str) -> None:
-    """Install packages without dependencies into a folder for the path, unless that is done.
+    """Install packages without their dependencies into a folder that is put on the path, unless they are there already.
 
     Args:
         session: The session.
@@ -437,7 +438,7 @@ def into(session: nox.Session, python: str, folder: Path, *arguments: str) -> No
 
 @nox.session(name="test-docs", tags=["integrations"], allow_parallel=True)
 def test_docs(session: nox.Session) -> None:
-    """Build the site without a warning, and run every block of its code in kernels with real ranks."""
+    """Build the site, failing on warnings, and run all of its code blocks in kernels with real ranks."""
     python = environment(session, "docs", extra="docs-tests")
     site(session, python)
     texts = ("docs", "examples", "notebook_accelerate", "widgets", *(path.name for path in ROOT.glob("*.md")))
@@ -453,7 +454,7 @@ def docs(session: nox.Session) -> None:
 
 
 def site(session: nox.Session, python: str) -> None:
-    """Run Sphinx; a warning fails it."""
+    """Run Sphinx, which fails on any warning."""
     options = ("-W", "--keep-going", "-q", "-d", ".build/doctrees")
     session.run(python, "-m", "sphinx", *options, "docs", ".build/docs", env={"PYTHONPATH": str(ROOT)})
 
@@ -482,7 +483,7 @@ def test_kernels(session: nox.Session) -> None:
 
 
 def hosted(session: nox.Session, name: str) -> None:
-    """Run tests with the versions of a notebook service. TESTS="tests/notebook ...": only these."""
+    """Run tests with the versions of a notebook service; TESTS="tests/notebook ..." selects some."""
     groups = ("hosted", "unit/launch", "unit/telemetry", "unit/widgets", "unit/support", "notebook", "faults")
     paths = VARIABLES.get("TESTS", "").split() or [f"tests/{group}" for group in groups]
     service = {"TEST_KERNEL_VERSION": "6.17.1", "TEST_HOSTED": name, "PYDEVD_USE_FRAME_EVAL": "NO"}
@@ -491,13 +492,13 @@ def hosted(session: nox.Session, name: str) -> None:
 
 @nox.session(name="test-colab")
 def test_colab(session: nox.Session) -> None:
-    """Test with the versions of Colab's image; needs Python 3.13 and 5 GB. TESTS=...: only these."""
+    """Test with the versions of Colab's image; TESTS=... selects some. Needs Python 3.13 and 5 GB."""
     hosted(session, "colab")
 
 
 @nox.session(name="test-kaggle")
 def test_kaggle(session: nox.Session) -> None:
-    """Test with the versions of Kaggle's image; needs Python 3.12 and 5 GB. TESTS=...: only these."""
+    """Test with the versions of Kaggle's image; TESTS=... selects some. Needs Python 3.12 and 5 GB."""
     hosted(session, "kaggle")
 
 
@@ -509,40 +510,40 @@ def test_marimo(session: nox.Session) -> None:
 
 @nox.session(name="test-trackers")
 def test_trackers(session: nox.Session) -> None:
-    """Test every vendor's tracker, offline: an environment of 156 packages."""
+    """Test every vendor's tracker, offline. Needs an environment of 156 packages."""
     pytest(session, environment(session, "trackers"), "tests/unit/tracking/test_vendors.py")
 
 
 @nox.session(name="test-xla")
 def test_xla(session: nox.Session) -> None:
-    """Test training on torch_xla's CPU device: an environment of 7 GB."""
+    """Test training on torch_xla's CPU device. Needs an environment of 7 GB."""
     pytest(session, environment(session, "xla"), "tests/xla", PJRT_DEVICE="CPU")
 
 
 @nox.session(name="test-tpu")
 def test_tpu(session: nox.Session) -> None:
-    """Test training on TPUs with torch_tpu; needs Python 3.12, and skips without a TPU."""
+    """Test training on TPUs with torch_tpu. Needs Python 3.12; tests that need a TPU are skipped without one."""
     units = ("tests/unit/hardware/test_tpu.py", "tests/unit/launch/test_tpu_ranks.py")
     pytest(session, environment(session, "tpu"), "tests/tpu", *units)
 
 
 @nox.session(name="test-gpu")
 def test_gpu(session: nox.Session) -> None:
-    """Run the tests that need a CUDA device. PY=python: in your environment. DRY=yes: on the CPU, to try them."""
+    """Run the tests that need a CUDA device; PY=python uses your environment, DRY=yes tries them on the CPU."""
     dry = {"TEST_GPU": "dry", "OMP_NUM_THREADS": "1"} if VARIABLES.get("DRY") else {"OMP_NUM_THREADS": None}
     pytest(session, environment(session), "-m", "gpu", "tests/gpu" if VARIABLES.get("DRY") else "tests", **dry)
 
 
 @nox.session(name="test-gpu-day")
 def test_gpu_day(session: nox.Session) -> None:
-    """Run the checks for nine minutes on a machine with one GPU. DRY=yes: on the CPU."""
+    """Run the checks that fit into nine minutes on a machine with one GPU; DRY=yes runs them on the CPU."""
     dry = {"TEST_GPU": "dry", "OMP_NUM_THREADS": "1"} if VARIABLES.get("DRY") else {"OMP_NUM_THREADS": "4"}
     session.run(environment(session), "-m", "tests.gpu.day", env=dry)
 
 
 @nox.session(name="gpu-day-wheels")
 def gpu_day_wheels(session: nox.Session) -> None:
-    """Download the packages for such a machine without a network: tests/gpu/day/run.sh installs them."""
+    """Download the packages that test-gpu-day needs on a machine without a network (see tests/gpu/day/run.sh)."""
     folder = BUILD / "gpu-day-wheels"
     folder.mkdir(parents=True, exist_ok=True)
     names = nox.project.dependency_groups(nox.project.load_toml("pyproject.toml"), "gpu-day")
@@ -556,7 +557,7 @@ def gpu_day_wheels(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Run random launches, faults, stops and saves in one kernel, and watch for growth. MINUTES=60."""
+    """Run random launches, faults, stops and saves in one kernel for MINUTES=60, and check that nothing grows."""
     minutes = VARIABLES.get("MINUTES", "60")
     session.run(environment(session), "-m", "tests.soak", "--minutes", minutes, env={"OMP_NUM_THREADS": "1"})
 
@@ -590,10 +591,10 @@ def pictures(session: nox.Session) -> None:
 
 
 def benchmarks(session: nox.Session, *options: str) -> None:
-    """Run the areas or rows in ROWS, each in the environment that it needs; all without ROWS."""
+    """Run the areas or rows in ROWS, or all if it is not set, each in the environment that it needs."""
     rows = VARIABLES.get("ROWS", "").split()
     apart = {"": ["browser"], "ray": ["ray"], "bench-deepspeed": ["strategies", "zero", "trainer"]}
-    # The environment with the peer comes last, because the head of the table has the peer's version.
+    # The environment with Accelerate comes last, because its version is in the heading of the table.
     for name, areas in apart.items():
         chosen = [row for row in rows if row in areas] if rows else areas
         if chosen:
@@ -611,13 +612,13 @@ def measure(session: nox.Session, name: str, *arguments: str) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Measure times and memory side by side with Accelerate. ROWS=launch: only these."""
+    """Measure times and memory side by side with Accelerate; ROWS=launch selects some rows."""
     benchmarks(session)
 
 
 @nox.session(name="bench-record")
 def bench_record(session: nox.Session) -> None:
-    """Measure, and write the figures into docs/benchmarks.md. ROWS=launch: only these."""
+    """Measure, and write the figures to docs/benchmarks.md; ROWS=launch selects some rows."""
     benchmarks(session, "--record")
 
 
@@ -627,7 +628,7 @@ def bench_quick(session: nox.Session) -> None:
     measure(session, "bench", "--quick")
 
 
-# What the matrix runs in each cell, besides the quickstart: arguments of pytest.
+# The groups of tests that test-matrix runs besides the quickstart, with their pytest arguments.
 MATRIX = {
     "unit": ("tests/unit", "--ignore=tests/unit/launch"),
     "launch": ("tests/unit/launch",),
@@ -639,7 +640,7 @@ MATRIX = {
 @nox.session(name="test-matrix", venv_backend="uv", python=PYTHONS, reuse_venv=True)
 @nox.parametrize("torch", [nox.param(version, id=name) for name, version in TORCH.items()])
 def test_matrix(session: nox.Session, torch: str) -> None:
-    """Test the wheel on each Python with a torch (hours). CELL="3.10(oldest)" TESTS="quickstart unit": only these."""
+    """Test the wheel on each Python and torch (hours); CELL="3.10(oldest)" TESTS="quickstart unit" selects some."""
     VARIABLES.update(indexes())
     chosen = VARIABLES.get("TESTS", "").split() or ["quickstart", *MATRIX]
     folder = Path(session.virtualenv.location)
@@ -648,7 +649,7 @@ def test_matrix(session: nox.Session, torch: str) -> None:
     session.install(torch)
     with session.chdir(tree):
         for distribution in distributions if "quickstart" in chosen else ():
-            # With its own dependencies only, and what the notebook imports.
+            # Install only the package's own dependencies, and what the notebook imports.
             session.install("--reinstall-package=notebook-accelerate", str(distribution))
             session.install("--group=quickstart")
             session.run("python", "examples/run_headless.py", "examples/01_quickstart.ipynb", env={"PYTHONPATH": None})
@@ -658,7 +659,7 @@ def test_matrix(session: nox.Session, torch: str) -> None:
             try:
                 pytest(session, "python", *MATRIX[group], PYTHONPATH=None)
             except nox.command.CommandFailed:
-                failed.append(group)  # and run the other groups
+                failed.append(group)  # run the other groups anyway
     if failed:
         session.error(f"failed groups: {', '.join(failed)}")
 
@@ -672,7 +673,7 @@ def build(session: nox.Session, folder: Path) -> list[Path]:
 
 
 def copy_of_the_tree(folder: Path) -> Path:
-    """Copy the tests and what they read, but not the package: the tests would import it instead of the wheel."""
+    """Copy the tests and what they read, but not the package, which the tests would import instead of the wheel."""
 
     def left_out(path: str, names: list[str]) -> set[str]:
         packages = {"notebook_accelerate", "widgets", "build", "dist"} if Path(path) == ROOT else {"__pycache__"}

@@ -372,7 +372,7 @@ class Accelerator(AcceleratorProperties):
 
     @staticmethod
     def trigger_sync_in_backward(model: torch.nn.Module) -> AbstractContextManager[None]:
-        """Exchange a model's gradients in the next backward pass although the forward pass ran under `no_sync`.
+        """Synchronise a model's gradients in the next backward pass, even though its forward pass ran under `no_sync`.
 
         Args:
             model: The prepared model.

@@ -359,7 +359,7 @@ def compiled_module(module: nn.Module) -> Any:
 
 
 def uncompiled_name(name: str) -> str:
-    """Return the name of a tensor without the modules that `torch.compile` adds.
+    """Return the name of a tensor without the prefixes that `torch.compile` adds.
 
     Args:
         name: A name in a state dict.

@@ -47,7 +47,7 @@ from notebook_accelerate.widgets.panel_elements import alert, notice
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
 FACTS_SECONDS = 10.0
-"""How long the result of the fork probe is reused, because a probe per keystroke would be too slow."""
+"""Seconds for which the result of the fork probe is reused, because one probe per keystroke would be too slow."""
 
 
 @dataclass(kw_only=True)
@@ -72,14 +72,15 @@ class ConfigPanel(Panel):
     """A form for a launch, which checks values as you type, shows the plan, and starts the launch.
 
     Args:
-        function: The training function; None: the user chooses it in the panel.
-        args: Its arguments, for the Launch button.
-        config: The initial launch; None: the defaults, with ``block=False``, so that the notebook stays usable.
-        training: The initial options of the training.
-        machine: The hardware; None: this machine.
-        facts: Returns the facts about the kernel; None: detect them.
-        model: The model to train, for a warning if it does not fit: a model, a function that returns one, or a
-            configuration of transformers.
+        function: The training function. If None, the user chooses one in the panel.
+        args: The arguments that the Launch button passes to it.
+        config: The initial launch settings. If None, the defaults with ``block=False``, so that the notebook stays
+            usable.
+        training: The initial training options.
+        machine: The hardware. If None, this machine's hardware is detected.
+        facts: Returns the facts about the kernel. If None, they are detected.
+        model: The model to train, a function that returns it, or a transformers configuration. The panel warns if the
+            training does not fit in memory.
         memory: Further arguments of `estimate_memory`, such as optimizer, sequence_length, inputs.
     """
 
@@ -139,10 +140,10 @@ class ConfigPanel(Panel):
 
     @property
     def config(self) -> LaunchConfig:
-        """The launch. It passes the options of the training to every ``Accelerator()``.
+        """The launch settings, with the training options as the arguments of every ``Accelerator()``.
 
         Raises:
-            ValueError: Entries are not allowed; the message has a line for each.
+            ValueError: Some entries are not allowed; the message has a line for each.
         """
         config: LaunchConfig = self.launch_form.value
         shown = self.training.accelerator()
@@ -161,10 +162,10 @@ class ConfigPanel(Panel):
 
     @property
     def training(self) -> TrainingOptions:
-        """The options of the training.
+        """The training options.
 
         Raises:
-            ValueError: Entries are not allowed.
+            ValueError: Some entries are not allowed.
         """
         return self.training_form.value  # type: ignore[no-any-return]
 
@@ -173,13 +174,13 @@ class ConfigPanel(Panel):
         self.training_form.value = training
 
     def change(self, **values: Any) -> None:
-        """Set single fields from code, like typing in the panel.
+        """Set fields from code, as if the user had typed the values into the panel.
 
         Args:
             **values: Fields of LaunchConfig or of TrainingOptions, with values of their types.
 
         Raises:
-            ValueError: A field is unknown, or a value is not allowed. Nothing is changed in this case.
+            ValueError: A field is unknown, or a value is not allowed. In either case, nothing is changed.
         """
         launching = {name: value for name, value in values.items() if name in LaunchConfig.__dataclass_fields__}
         training = {name: value for name, value in values.items() if name in TrainingOptions.__dataclass_fields__}
@@ -206,7 +207,7 @@ class ConfigPanel(Panel):
         """The plan of the launch.
 
         Raises:
-            ValueError: Entries are not allowed, or do not fit this machine.
+            ValueError: Some entries are not allowed, or do not fit this machine.
         """
         return self._plan(self.config)
 
@@ -219,7 +220,7 @@ class ConfigPanel(Panel):
 
     @property
     def warning(self) -> str:
-        """A sentence if the training does not fit in memory; "" if it fits, or without a model."""
+        """A warning if the training does not fit in memory, or "" if it fits or no model was given."""
         if self._memory_check is None or self.errors:
             return ""
         return self._memory_check.warning(self.plan, self.training, self.hardware, self.config.env)
@@ -243,14 +244,14 @@ class ConfigPanel(Panel):
         """Start the configured run.
 
         Args:
-            function: The training function; None: the panel's own.
-            args: Its arguments, as a tuple; None: the panel's own.
+            function: The training function. If None, the one chosen in the panel.
+            args: Its arguments. If None, those chosen in the panel.
 
         Returns:
             The run, which is also appended to ``runs``.
 
         Raises:
-            ValueError: Entries are not allowed, or there is no function.
+            ValueError: Some entries are not allowed, or no function was chosen.
             LaunchError: The run could not be started.
             WorkerError: A blocking run failed.
         """
@@ -259,10 +260,10 @@ class ConfigPanel(Panel):
         return self._keep(launch.start(self.config, function, arguments))
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Read a configuration file of Accelerate, and keep the settings that such files do not contain.
+        """Load one of Accelerate's configuration files, and keep the settings that such files do not contain.
 
         Args:
-            path: YAML or JSON.
+            path: A YAML or JSON file.
 
         Raises:
             FileNotFoundError: The file does not exist.
@@ -281,13 +282,13 @@ class ConfigPanel(Panel):
             self.training = training
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the settings as a configuration file of Accelerate, and return its path.
+        """Save the settings as one of Accelerate's configuration files, and return its path.
 
         Args:
-            path: Ends in .json for JSON; otherwise YAML is written. An existing file is replaced.
+            path: The file to write, which replaces an existing one. JSON if the name ends in .json, otherwise YAML.
 
         Raises:
-            ValueError: Entries are not allowed.
+            ValueError: Some entries are not allowed.
         """
         file = write_settings(path, self._cluster_config())
         self._own_files.add(file.resolve())
@@ -344,7 +345,7 @@ class ConfigPanel(Panel):
         view = FormView(forms, parts, self.click)
         view.add_class("na-config")
         title = element("h3", "Configure a launch", class_="na-title")
-        caption = element("span", "The same launch as a cell", class_="na-help")
+        caption = element("span", "A cell that starts the same launch", class_="na-help")
         view.show(title=join([title, chips(self.hardware)]), caption=caption, run="", file="")
         return view
 
@@ -378,7 +379,7 @@ class ConfigPanel(Panel):
         self._guarded(self.refresh, "run")
 
     def _guarded(self, action: Callable[[], None], note: str) -> None:
-        """Run the action of a click or a keystroke; errors are shown in the panel, not raised in a cell.
+        """Run the action of a click or a keystroke, and show its errors in the panel instead of raising them.
 
         Args:
             action: The action.
@@ -406,7 +407,7 @@ class ConfigPanel(Panel):
         function, arguments = self._chosen_function(), self._chosen_arguments()
         with published_under(self._parent):
             run = launch.start(self.config.changed(block=False), function, arguments)
-        _namespace()[RUN_VARIABLE] = run  # as the cell does that the panel shows
+        _namespace()[RUN_VARIABLE] = run  # as the cell shown in the panel does
         self._show_run(run)
         add_ending_callback(self._keep(run), self._show_run)
 
@@ -443,11 +444,11 @@ class ConfigPanel(Panel):
         if self._function is not None and name in {"", name_of(self._function)}:
             return self._function
         if not name:
-            raise ValueError("enter the name of a function of this notebook, or call panel.launch(train, (arguments,))")
+            raise ValueError("enter the name of a function in this notebook, or call panel.launch(train, (arguments,))")
         found = _namespace().get(name)
         if not callable(found):
             known = ", ".join(training_functions(_namespace())) or "none"
-            raise ValueError(f"{name!r} is not a function of this notebook; write one of: {known}")
+            raise ValueError(f"{name!r} is not a function in this notebook; enter one of: {known}")
         return found  # type: ignore[no-any-return]
 
     def _chosen_arguments(self) -> tuple[Any, ...]:
@@ -460,7 +461,7 @@ class ConfigPanel(Panel):
         return "Settings of a launch"
 
     def document(self) -> Section:
-        """Return the panel without scripts: the plan, the settings, the cell."""
+        """Return the static form of the panel: the plan, the settings and the cell."""
         lines = filter(None, [self.sentence, self.warning, machine_summary(self.hardware)])
         forms = (self.launch_form, self.training_form)
         settings = (Drawing(html=form.html, text=f"{form.title}\n{form.text}") for form in forms)
@@ -482,14 +483,14 @@ def configure(
     model: Any = None,
     memory: Mapping[str, Any] | None = None,
 ) -> ConfigPanel:
-    """Return a panel that configures and starts a launch; the last expression of a cell displays it.
+    """Return a panel that configures and starts a launch. Make it the last expression of a cell to display it.
 
     Args:
-        function: The training function; None: the user chooses it in the panel.
+        function: The training function. If None, the user chooses one in the panel.
         args: Its arguments.
-        config: The initial launch.
-        model: The model to train: a model, a function that returns one, or a configuration of transformers. The panel
-            warns if it does not fit the memory.
+        config: The initial launch settings.
+        model: The model to train, a function that returns it, or a transformers configuration. The panel warns if the
+            training does not fit in memory.
         memory: Further arguments of `estimate_memory`, such as optimizer, sequence_length, inputs.
     """
     return ConfigPanel(function, args, config=config, model=model, memory=memory)
@@ -498,7 +499,7 @@ def configure(
 def _to_correct(errors: Mapping[str, str]) -> str:
     """Return a sentence with the fields to correct. Their errors are shown next to them."""
     names = ", ".join(filter(None, errors)) or "the launch"
-    return f"Correct {names} to see the plan and its cell."
+    return f"Correct {names} to see the plan and the cell."
 
 
 def _namespace() -> dict[str, Any]:

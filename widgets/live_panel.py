@@ -133,7 +133,7 @@ class Panel(DocumentView):
             self._shown.update(now)
 
     def _render_soon(self, *_: Any) -> None:
-        """Render at the next tick, or now if the view does not change: then nothing ticks."""
+        """Render at the next tick, or now if the view no longer changes, because it is then no longer ticked."""
         self.schedule.touch()
         if not self._changes():
             self.schedule.tick(due=True)
@@ -187,13 +187,14 @@ class Panel(DocumentView):
 class LivePanel(Panel):
     """A view of one run.
 
-    A panel that ``stays`` is live until its kernel ends, also after the end of the run. A hidden output with its static
-    form serves the saved notebook and readers without the kernel. The cells of other panels keep only the static form.
+    A panel that ``stays`` remains live until its kernel exits, even after the run has ended. Its static form is kept in
+    a hidden output, for the saved notebook and for readers without the kernel. For other panels, only the static form
+    stays in the cell.
 
     Args:
         run: The run to watch.
-        clock: Seconds since the epoch; a fake one in tests.
-        reason: Why there is no widget; "": there is one.
+        clock: Returns the time in seconds since the epoch. Tests pass a fake clock.
+        reason: Why there is no widget, or "" if there is one.
     """
 
     stays = False
@@ -269,7 +270,7 @@ class LivePanel(Panel):
         self._show_problem(text)
 
     def settle(self) -> bool:
-        """Show the end of the run, live or as the static form; return whether an output of the panel shows it."""
+        """Show how the run ended, live or in the static form. Return whether any output of the panel shows it."""
         if not (self.stays and self._shown.stays_live):
             shown = self.shown
             self.close()

@@ -202,7 +202,7 @@ class RepeatTimes:
         self.plan(now)
 
     def plan(self, now: float) -> None:
-        """Set the next time, after something was repeated at ``now``."""
+        """Schedule the next repetition after the one at ``now``."""
         assert self._start is not None, "call start() first"
         later = (self._start + age for age in self._ages if self._start + age > now)
         self._next = next(later, now + self._period)

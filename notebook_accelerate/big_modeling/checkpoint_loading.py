@@ -102,9 +102,9 @@ def load_checkpoint_in_model(
 
     On the CPU, empty weights become mappings of a safetensors file, which must not change while the model is used.
 
-    All names and shapes are checked before anything is loaded (shapes of a pickled shard before that shard). Weights
-    on "disk" stay in the checkpoint's safetensors files, which the offload folder's index then lists; tensors of other
-    files are written to the folder.
+    All names and shapes are checked before anything is loaded, except that the shapes in a pickled shard are checked
+    just before that shard is loaded. Weights on "disk" stay in the checkpoint's safetensors files, and the offload
+    folder's index refers to them. Tensors from other files are written to the offload folder.
 
     Args:
         model: The model on any device, including the meta device.

@@ -111,7 +111,7 @@ def _weights_in(folder: AnyPath) -> AnyPath:
         return indexes[0]
     if indexes:
         raise ValueError(
-            f"{folder} containing more than one `.index.json` file, delete the irrelevant ones: "
+            f"{folder} contains more than one `.index.json` file; delete all but one of them: "
             + ", ".join(sorted(index.name for index in indexes))
         )
     raise ValueError(

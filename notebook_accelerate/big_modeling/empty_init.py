@@ -14,13 +14,13 @@ from notebook_accelerate.config import environ
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Create models whose parameters take no memory, because they are created on the meta device inside the block.
+    """Create the parameters of models on the meta device inside the block, so that they take no memory.
 
     Args:
         include_buffers: Whether to include buffers and all other tensors. None means False, or the value of
-            ACCELERATE_INIT_INCLUDE_BUFFERS. With True nothing is allocated. With False each parameter is allocated,
-            without being written, until it is moved to the meta device. This matters if the system limits the
-            address space of a process.
+            ACCELERATE_INIT_INCLUDE_BUFFERS. If True, nothing is allocated. If False, each parameter is allocated but
+            not written to before it moves to the meta device, which matters if the system limits the address space of
+            a process.
 
     Example:
         with init_empty_weights():

@@ -154,7 +154,7 @@ class Prefetcher:
             return [slot.as_held(slot.source.load(self.device)) for slot in unit.slots]
 
     def _check_process(self) -> None:
-        """Start again in a fork, which has no reading thread, and whose state may be from the middle of a read."""
+        """Start over in a forked process, which has no reading thread, and may have been forked during a read."""
         if self._process != os.getpid():
             self._begin()
 
@@ -345,7 +345,7 @@ class CpuTransfer:
         """Do nothing, because no memory is kept between reads."""
 
     def read(self, unit: Unit, after: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Return a unit's tensors, each in new memory, and None because they are complete already."""
+        """Map or read a unit's tensors. Return them, and None because there is no pending copy to wait for."""
         # Drop these in the reading thread: if nothing else refers to the mappings, unmapping takes about 20 ms per GB.
         self._leaving.clear()
         with torch.inference_mode(mode=False):  # Inference tensors cannot be assigned outside of inference mode.

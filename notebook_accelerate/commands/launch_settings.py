@@ -153,7 +153,7 @@ def _launcher_variables(args: argparse.Namespace, found: ClusterConfig) -> dict[
     variables = {"OMP_NUM_THREADS": _threads(args, found)}
     by_torchrun = option(args, "multi_gpu", False) or any(getattr(found, key) for key in STRATEGIES)
     if by_torchrun or found.num_processes > 1 or found.num_machines > 1:
-        # Not KMP_AFFINITY: Intel's OpenMP would bind the threads of all ranks to the same cores.
+        # Leave out KMP_AFFINITY: with it, Intel's OpenMP would bind the threads of all ranks to the same cores.
         return {**variables, "ROLE_NAME": str(option(args, "role", "default"))}
     if found.use_cpu:
         return {**variables, "KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}

@@ -412,7 +412,7 @@ def check_accelerator_arguments(given: Any) -> None:
             raise ValueError(f"accelerator={{{name!r}: ...}}: Accelerator has no such argument; it has {known}")
     chosen = [name for name in _STRATEGIES if given.get(name) is not None]
     if len(chosen) > 1:
-        raise ValueError(f"accelerator has {' and '.join(chosen)}, which contradict each other; pass one of them")
+        raise ValueError(f"accelerator has {' and '.join(chosen)}, which cannot be combined; pass only one of them")
 
 
 def set_launch_arguments(given: Mapping[str, Any] | None) -> None:

@@ -417,7 +417,7 @@ class ResumableIterator(Iterator[Any]):
                 self.items = self._items_after_start()
 
     def _items_after_start(self) -> Iterator[Any]:
-        """Return an iterator that starts after the items that had been yielded, and draw the order now."""
+        """Draw the order now, and return an iterator over the items that have not been yielded yet."""
         epoch = getattr(self.sampler, "epoch", 0)
         start = self.yielded if self.expected is None else min(self.yielded, self.expected)
         items = iterate_from(self.source, start)

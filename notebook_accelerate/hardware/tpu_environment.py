@@ -75,7 +75,8 @@ def topology(name: str, processes: int) -> str:
     return _TOPOLOGIES[name][processes]
 
 
-# The rest reads from environment variables how torch_xla's runtime divides a machine's devices among processes.
+# The rest of this module reads the environment variables that tell how torch_xla's runtime divides a machine's devices
+# among processes.
 
 
 @dataclass(frozen=True)

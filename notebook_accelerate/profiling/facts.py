@@ -418,7 +418,7 @@ class RankReader:
                 self.facts.retained.append((name, row["bytes"]))
 
     def _read_memory(self) -> None:
-        """Set the memory growth, without the first step, which may allocate memory that later steps reuse."""
+        """Set the memory growth per step. The first step is left out: it may allocate memory that later steps reuse."""
         memory, steps = self._trace.memory, self._steps[1:]
         if not memory or not steps:
             return

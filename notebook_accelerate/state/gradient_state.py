@@ -74,7 +74,7 @@ class GradientState:
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """Whether the last batch of a loader completes the window even if the window is shorter."""
+        """Whether the last batch of a loader completes the window, even if the window has fewer batches than usual."""
         return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
 
     @property
@@ -133,7 +133,7 @@ class GradientState:
         self.dataloader_references.append(dataloader)
 
     def _remove_dataloader(self, dataloader: Any) -> None:
-        """Unregister a loader."""
+        """Unregister a loader that is no longer being read."""
         self.dataloader_references[:] = [kept for kept in self.dataloader_references if kept is not dataloader]
 
 

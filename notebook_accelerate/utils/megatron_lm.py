@@ -1,4 +1,4 @@
-"""Megatron-LM."""
+"""Functions that prepare objects for Megatron-LM one at a time, and collectives of its data-parallel group."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ reexport(__name__)
 
 
 def megatron_lm_prepare_data_loader(accelerator: Accelerator, dataloader: Any) -> Any:
-    """Create a loader of windows for this rank; every rank must call this.
+    """Create a loader for this rank whose batches are accumulation windows; every rank must call this.
 
     Args:
         accelerator: The Accelerator.
         dataloader: A DataLoader of micro-batches, or a `MegatronLMDummyDataLoader`.
 
     Returns:
-        The loader, or for the placeholder a list of the loaders for the three splits.
+        The loader. For a `MegatronLMDummyDataLoader`, a list of the loaders for its three splits.
     """
     if isinstance(dataloader, MegatronLMDummyDataLoader):
         return [
@@ -91,17 +91,17 @@ def megatron_lm_prepare_scheduler(accelerator: HasState, optimizer: Any, schedul
     return megatron_setup.make_schedule(optimizer, plugin, scheduler is not None)
 
 
-# ---- collectives of the data parallel group
+# ---- collectives of the data-parallel group
 
 
 def avg_losses_across_data_parallel_group(losses: list[torch.Tensor]) -> torch.Tensor:
     """Average losses over the data-parallel group; all ranks of the group must call this.
 
     Args:
-        losses: Scalars.
+        losses: Scalar tensors.
 
     Returns:
-        The averages, of shape `[losses]`.
+        The averages, a tensor with one element per loss.
     """
     group = megatron_setup.import_parallel_state().get_data_parallel_group()
     averaged = torch.stack([loss.detach().clone().float().view(()) for loss in losses])

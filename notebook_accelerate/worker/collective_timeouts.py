@@ -1,4 +1,4 @@
-"""Time limits of collectives. The kernel enforces them, so that it can stop the clock while it prompts the user."""
+"""Time limits for collectives. The kernel enforces them, so that it can pause the clock while it prompts the user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TORCH_LIMIT = timedelta(days=7)
 NCCL_FACTOR = 3
 """NCCL's limit in ranks, as a multiple of the requested one.
 
-The kernel detects a rank that waits for NCCL through torch's flight recorder. If that ever fails, NCCL's own limit ends
+The kernel detects a rank that waits for NCCL through torch's flight recorder. If that fails, NCCL's own limit ends
 the ranks, which would otherwise occupy their devices for a week.
 """
 _replaced: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -36,7 +36,7 @@ class GroupTimeouts:
         self._seen: list[Any] = []
 
     def poll(self) -> float | None:
-        """Return the requested limit of a new default group in seconds, once, or None. Takes about a microsecond."""
+        """Return the limit of a new default group in seconds, once, and otherwise None. Takes about a microsecond."""
         found = process_groups()
         if not found:
             self._seen.clear()
@@ -54,7 +54,7 @@ class GroupTimeouts:
 
 
 def lengthen(group: Any) -> float | None:
-    """Raise a group's limit. Return the previous limit in seconds, or None if the limit was not changed.
+    """Increase a group's limit. Return the previous limit in seconds, or None if it was not changed.
 
     Args:
         group: The group.

@@ -24,7 +24,7 @@ _NO_MEMORY = ("can't allocate memory", "not enough memory")
 
 
 class _StorageCounter:
-    """Counts each storage once, by its device."""
+    """Adds up the sizes of storages, and counts each storage only once."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[str, int]] = set()

@@ -1,7 +1,7 @@
-"""`mypy --strict` of a user's files: real signatures for every public name, and an error for each wrong use.
+"""`mypy --strict` on a user's files finds a real signature for every public name, and an error in each wrong use.
 
-All files are checked in one run of mypy, strict as configured in pyproject.toml, so that it shares the cache of
-`make lint`: most of its time goes into torch.
+All files are checked in one run of mypy with the configuration of pyproject.toml, so that the run shares the cache of
+`make lint`. Checking torch takes most of the time.
 """
 
 from __future__ import annotations

@@ -285,7 +285,7 @@ def test_a_failing_launch_is_shown_in_the_panel(opened: Any) -> None:
     page = opened()
     page.page.get_by_label("Function").fill("nothing_like_it")
     page.page.locator(LAUNCH).click()
-    page.wait_for("() => document.body.innerText.includes('is not a function of this notebook; write one of: train')")
+    page.wait_for("() => document.body.innerText.includes('is not a function in this notebook; enter one of: train')")
 
 
 @DAILY_IN_LAB

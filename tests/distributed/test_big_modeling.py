@@ -35,7 +35,7 @@ def write(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def made(kind: str) -> nn.Module:
-    """Create the model, whole or sharded, with or without memory."""
+    """Create the model, whole or sharded, on the CPU or on the meta device."""
     torch.manual_seed(torch.distributed.get_rank())
     if kind.startswith("empty"):
         with init_empty_weights(include_buffers=True):

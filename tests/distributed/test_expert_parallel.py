@@ -140,7 +140,7 @@ def attributes_after_an_error() -> tuple[list[str], Any]:
     experts = model.blocks[0].experts
     index = torch.zeros(3, 1, dtype=torch.long)
     with pytest.raises(RuntimeError):
-        experts(torch.zeros(3, 5), index, torch.ones(3, 1))  # Hidden states with a wrong size.
+        experts(torch.zeros(3, 5), index, torch.ones(3, 1))  # Hidden states of the wrong size.
     return attributes_of(model)
 
 

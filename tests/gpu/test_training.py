@@ -1,4 +1,4 @@
-"""Training on GPUs with each strategy gives the losses of plain torch on one device."""
+"""Training on GPUs gives the same losses with each strategy as with plain torch on one device."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def test_the_kernel_responds_while_ten_thousand_points_arrive_per_second(kernel:
     cell = kernel.check("run = launch(600, 5000, block=False)")
     points = "sum(len(series.values) for series in run.metrics.values())"
     kernel.wait_for(lambda: kernel.value(points) > 10_000, what="points")
-    with Kernel() as other:  # Idle, on the same machine.
+    with Kernel() as other:  # An idle kernel on the same machine, for comparison.
         pairs = [(_answer(other), _answer(kernel)) for _ in range(40)]
     idle, busy = ([pair[index] for pair in pairs] for index in (0, 1))
     count = kernel.value(points)

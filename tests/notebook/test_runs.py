@@ -73,7 +73,7 @@ def test_a_launch_leaves_nothing_in_the_kernel(kernel: Kernel) -> None:
         " str(signal.getsignal(2)), str(signal.getsignal(15)), signal.pthread_sigmask(0, []) == set(),"
         " torch.get_num_threads(), sys.path, list(__import__('warnings').filters).__len__()]"
     )
-    kernel.check("launch(time.sleep, 1.0, panel=True)")  # Modules and threads that panels need remain afterwards.
+    kernel.check("launch(time.sleep, 1.0, panel=True)")  # Panels import modules and start threads that remain.
     kernel.check("launch(rank)")
     kernel.check("join_runs()")
     before = kernel.value(look)

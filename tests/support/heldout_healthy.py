@@ -1,4 +1,4 @@
-"""Healthy trainings that were not used to develop the rules of profiles; see ``heldout_trainings``."""
+"""Healthy training runs, held out while the profiler's rules were developed; see ``heldout_trainings``."""
 
 # mypy: disable-error-code="no-untyped-call"
 

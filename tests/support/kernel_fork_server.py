@@ -62,7 +62,7 @@ def main() -> NoReturn:
     del sys.path[0]  # The folder of this program.
     for name in PRELOADED:
         import_module(name)
-    gc.freeze()  # A collection would copy the pages of all objects into each kernel.
+    gc.freeze()  # Otherwise a garbage collection in a kernel would copy the pages of all objects.
     channel = socket.socket(fileno=int(sys.argv[1]))
     # The kernel ends with its parent. ipykernel read the parent's number from the environment when it was imported.
     arguments = [*serve(channel), f"--IPKernelApp.parent_handle={os.getppid()}"]

@@ -237,7 +237,7 @@ class ControlService:
         return protocol.RecordsEvent(kernel.position, data)
 
     def _watch(self, kernel: AttachedKernel) -> None:
-        """Wait for room in a connection only while messages are queued for it."""
+        """Watch for a writable connection only while messages are queued for it."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if kernel.has_unread else 0)
         if self._selector.get_key(kernel).events != events:
             self._selector.modify(kernel, events, partial(self._receive, kernel))

@@ -197,15 +197,15 @@ class JoinedNotebook(Supervisor):
 
 
 class NotebookHost(Host):
-    """The host of a notebook. In addition to relaying what its ranks send, it shows their output.
+    """The host in a notebook that has joined a run. It relays what its ranks send, and also shows their output.
 
     Args:
         stream: The stream to the first notebook.
         supervisor: This notebook's supervisor.
-        plan: This notebook's plan before all hosts have joined.
+        plan: The plan that this notebook made before all hosts had joined.
 
     Attributes:
-        plan: The plan.
+        plan: The same plan.
     """
 
     def __init__(self, stream: Stream, supervisor: Supervisor, plan: LaunchPlan) -> None:

@@ -41,7 +41,7 @@ class Action:
 # ---- tables
 
 
-@dataclass(kw_only=True)  # not frozen: updates create thousands, and creation would take four times as long
+@dataclass(kw_only=True)  # not frozen: updates create thousands of cells, and frozen ones take four times as long
 class Cell:
     """A cell with more than plain text.
 
@@ -87,7 +87,7 @@ class Column:
     text_only: bool = False
 
 
-@dataclass(kw_only=True)  # not frozen: updates create thousands, and creation would take four times as long
+@dataclass(kw_only=True)  # not frozen: updates create thousands of rows, and frozen ones take four times as long
 class Row:
     """A row of a table. Its first cell is its heading.
 

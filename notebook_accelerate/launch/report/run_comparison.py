@@ -18,7 +18,7 @@ from notebook_accelerate.launch.report.markup import duration, number
 
 Value = bool | int | float | str | None
 MAX_ARGUMENTS, MAX_METRICS = 12, 8
-"""Maximum number of arguments and of metrics with a column."""
+"""The maximum numbers of arguments and of metrics that get a column."""
 _CAPTION = "Runs, the latest first; metrics are the last and the best values of the lowest rank"
 _HIDDEN_SETTINGS = ("env", "num_processes", "block", "panel", "use_port", "rdzv_conf", "tags", "output", "save", "name")
 """Settings without a column, because they do not affect the training, have another column, or may contain a secret."""
@@ -27,7 +27,7 @@ _HIGHER = re.compile(r"acc|f1|auc|bleu|rouge|reward|score|precision|recall|iou|p
 _LOWER = re.compile(r"loss|err|perplexity|ppl|mae|mse|nll|fid|(?:^|[/_])(?:wer|cer)", re.IGNORECASE)
 
 
-@dataclass(kw_only=True)  # not frozen: a folder may have thousands of runs, and creation would take four times as long
+@dataclass(kw_only=True)  # not frozen: a folder may have thousands of runs, and frozen ones take four times as long
 class RunEntry:
     """One run in a table of runs.
 
@@ -73,7 +73,7 @@ class RunEntry:
 
 
 def runs_table(entries: Sequence[RunEntry], empty: str = "", *, sortable: bool = False) -> Table:
-    """Return the table of some runs.
+    """Return a table that compares runs.
 
     Args:
         entries: The runs, the oldest first.
@@ -108,7 +108,7 @@ def better(name: str) -> int:
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of all runs.
+    """A column with a cell for each run.
 
     Attributes:
         title: Its title.

@@ -227,7 +227,7 @@ def _attention_name(model: nn.Module, wanted: str | None, ranks: int) -> str:
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     if missing := [name for name in _SHAPE if getattr(text, name, None) is None]:
         raise ValueError(
-            f"sp_size={ranks} splits the attention of transformers' models, and {type(model).__name__} has no config "
+            f"sp_size={ranks} splits the attention of transformers models, but {type(model).__name__} has no config "
             f"with {', '.join(missing)}; use a model such as LlamaForCausalLM, or leave sp_size out"
         )
     if recurrent := [kind for kind in layer_kinds(model) if "linear_attention" in kind]:

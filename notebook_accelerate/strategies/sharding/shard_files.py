@@ -1,8 +1,8 @@
 """Write a rank's file of a distributed checkpoint in torch's format, without calling torch.save for each tensor.
 
-torch.save takes 0.25 ms for a tensor, as long as writing a megabyte, and spends most of it in Python. The bytes that it
-writes before and after a tensor's values depend only on its dtype and shape, so this module creates them once for each
-dtype and shape (see `write_plans` for measurements).
+torch.save takes 0.25 ms per tensor, as long as writing a megabyte, and spends most of that time in Python. The bytes
+that it writes before and after a tensor's values depend only on the dtype and shape, so this module creates them once
+for each dtype and shape (see `write_plans` for measurements).
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class ChecksumFiles(FileSystem):
             self.checksums[Path(path).name] = (stream.size, stream.crc)
 
     def rename(self, path: Any, new_path: Any) -> None:
-        """Rename a file, and keep its checksum.
+        """Rename a file, and record its checksum under the new name.
 
         Args:
             path: The file.
@@ -240,14 +240,14 @@ class ChecksumFiles(FileSystem):
 Call = Callable[..., Any]
 """A function that calls another function with arguments, and returns its result."""
 _MIN_PIECE, _FULL_PIECE = 1 << 15, 1 << 18
-"""Pieces smaller than the first number of bytes are joined, until they have at least the second number of bytes."""
+"""Pieces smaller than `_MIN_PIECE` bytes are joined into pieces of at least `_FULL_PIECE` bytes."""
 _MAX_PIECES, _MAX_QUEUED = 512, 1 << 26
-"""The most pieces and bytes to queue. The system accepts up to 1024 pieces in a call, and tensors that were copied from
-a device occupy memory while they are queued."""
+"""The maximum numbers of pieces and bytes to queue. The system accepts up to 1024 pieces in a call, and tensors that
+were copied from a device occupy memory while they are queued."""
 _MAX_CALL = 1 << 19
-"""The most bytes to write in one system call. For longer calls, Linux 6.18 allocates the page cache in larger blocks.
-This took up to 10 times the processor time in a virtual machine: 240 to 390 ms for 115 MB, against 40 ms in calls of
-512 KiB."""
+"""The maximum number of bytes to write in one system call. For longer calls, Linux 6.18 allocates the page cache in
+larger blocks. In a virtual machine, this took up to 10 times as much CPU time: 240 to 390 ms for 115 MB, compared with
+40 ms in calls of 512 KiB."""
 
 
 @dataclass
@@ -361,7 +361,7 @@ def _remaining(pieces: list[Any], written: int) -> list[Any]:
 # ---- in the background
 
 _NICENESS = 10
-"""How much nicer a writing thread is: it gets a tenth of a core that training needs, too."""
+"""The niceness that is added to a writing thread. It then gets about a tenth of a core that training also needs."""
 
 
 def _call(function: Call, *arguments: Any) -> Any:

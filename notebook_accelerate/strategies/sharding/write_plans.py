@@ -365,12 +365,12 @@ def write_shards(value: Any, wrappers: dict[KeyPath, Wrapper], folder: Path, gro
 
     Args:
         value: The state without torch's wrappers.
-        wrappers: The wrappers.
+        wrappers: The wrapper of each wrapped value, by its path in the state.
         folder: The folder, which is created if it does not exist.
         group: The group of processes that exchange plans; None means torch's default group.
 
     Returns:
-        The files that this rank wrote.
+        The size and checksum of each file that this rank wrote, by name.
 
     Raises:
         ShardsError: A rank could not write its part.

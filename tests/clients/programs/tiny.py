@@ -101,7 +101,7 @@ def logged_losses(trainer: Any) -> list[float]:
 
 
 def weight_sums(model: Any) -> list[float]:
-    """Return the sum of absolute values of each parameter; for a shard, of the whole parameter."""
+    """Return the sum of the absolute values of each parameter. Sharded parameters are gathered first."""
     found = []
     for value in model.parameters():
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value

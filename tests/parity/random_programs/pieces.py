@@ -93,7 +93,7 @@ class SizedStream(Stream):
 
 
 class Shuffled(Sampler[int]):
-    """A library's sampler, which draws from torch's random numbers."""
+    """A sampler like those of other libraries, which draws from torch's global random number generator."""
 
     def __init__(self, length: int) -> None:
         self.length = length

@@ -63,7 +63,7 @@ def test_an_accelerator_takes_the_launch_arguments() -> None:
         ({"fsdp": 1}, "Accelerator has no such argument; it has device_placement"),
         (
             {"fsdp_plugin": FullyShardedDataParallelPlugin(), "megatron_lm_plugin": MegatronLMPlugin()},
-            "fsdp_plugin and megatron_lm_plugin, which contradict each other",
+            "fsdp_plugin and megatron_lm_plugin, which cannot be combined",
         ),
     ],
 )

@@ -114,7 +114,7 @@ def test_arguments_of_a_launch_that_fails_are_dropped() -> None:
     with pytest.raises(notebook_accelerate.SerializationError):
         launch(int, argument, start_method="zygote")
     del argument
-    gc.collect()  # The traceback of the error refers to its frames, and they refer to the error.
+    gc.collect()  # The error's traceback and its frames refer to each other, so only the collector frees them.
     assert reference() is None
 
 

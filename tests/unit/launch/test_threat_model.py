@@ -330,7 +330,7 @@ class _Wire(LoopbackProxy):
             while data := host.recv(1 << 16):
                 self.sent += data
                 buffer += data
-                if place < len(GREETING):  # It is sent in parts.
+                if place < len(GREETING):  # The greeting may arrive in several parts.
                     greeting = bytes(buffer[place : len(GREETING)])
                     kernel.sendall(greeting)
                     place += len(greeting)

@@ -42,7 +42,7 @@ def test_units_by_size_are_never_lists() -> None:
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=20)
     assert find_units(built, policy) == [built[0], built[1][0].inner, built[1][1].inner]
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=30)
-    assert find_units(built, policy) == []  # The list alone is large enough.
+    assert find_units(built, policy) == []  # Only the list is large enough, and a list is never a unit.
 
 
 def test_a_parameter_shared_by_two_units_stays_outside_of_them() -> None:

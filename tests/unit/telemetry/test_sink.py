@@ -86,7 +86,7 @@ def test_a_full_queue_drops_droppable_events_and_reports_how_many(pair: tuple[Ch
 def test_ten_thousand_events_are_queued_quickly(pair: tuple[Channel, Sink]) -> None:
     _, sink = pair
     install_sink(sink)
-    begin = time.thread_time()  # Processor time, because test machines are busy.
+    begin = time.thread_time()  # Measure CPU time, because test machines are busy.
     for step in range(10_000):
         telemetry.emit(MetricEvent({"loss": 0.5}, step))
     assert len(sink._queue) == 10_000

@@ -320,7 +320,7 @@ def test_the_error_of_a_click_disappears_when_something_is_entered() -> None:
     panel = _panel()
     panel.widget.enter("call.function", "nothing_here")
     panel.click("launch")
-    assert "is not a function of this notebook" in panel.widget.texts["run"]
+    assert "is not a function in this notebook" in panel.widget.texts["run"]
     panel.widget.enter("call.function", "nothing_here_eithe")
     assert panel.widget.texts["run"] == ""
     panel.widget.enter("file.path", "/nowhere/config.yaml")
@@ -473,7 +473,7 @@ def test_the_cell_has_the_arguments_that_the_form_was_created_with(
     ("name", "arguments", "message"),
     [
         ("", "", "enter the name of a function"),
-        ("nothing_here", "", "is not a function of this notebook"),
+        ("nothing_here", "", "is not a function in this notebook"),
         ("double", "(1", "SyntaxError"),
         ("double", "(missing,)", "NameError"),
     ],
