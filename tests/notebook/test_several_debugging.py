@@ -19,7 +19,7 @@ HOST = platform.node()
 SECRET = {"secret": "hush"}
 ONE_EACH = ("num_processes=1", "num_processes=1")
 RUN = "notebook_accelerate.runs()[-1]"
-STANDS = f"{RUN}.commands.clock.suspended"
+STANDS = f"{RUN}._internals.commands.clock.suspended"
 HANG = 20.0
 FUNCTIONS = """
 def stops(*who):
