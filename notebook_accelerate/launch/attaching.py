@@ -26,7 +26,7 @@ from notebook_accelerate.launch.state.run_view import internals
 OPEN_SECONDS = 20.0
 """How long the journal of a run that has just started may take to receive its first events."""
 LISTED_RUNS = 20
-"""Maximum number of ended detached runs that are listed. The latest ones are listed."""
+"""Maximum number of ended detached runs to list. Older ones are left out."""
 _attached: dict[str, Run] = {}
 """The attached runs by folder, so that a run has the same number each time it is listed."""
 _lock = threading.Lock()
@@ -93,7 +93,7 @@ def _open(folder: Path) -> Run:
 
 
 def detached_runs() -> list[Run]:
-    """Return the user's readable detached runs, the oldest first: all running ones, and the last that ended."""
+    """Return the user's readable detached runs, the oldest first: all running ones, and the latest ended ones."""
     found, entries = [], run_directory.entries()
     listed = [entry for entry in entries if not entry.lives][-LISTED_RUNS:]
     for entry in [entry for entry in entries if entry.lives or entry in listed]:
@@ -109,7 +109,7 @@ def running_entries() -> list[DetachedEntry]:
         known = _attached.get(entry.folder)
         # The run's folder may have been deleted.
         ended = known is not None and known.ended is not None and known.status != "lost"
-        # A run that has a summary is over, although its process may need a moment to exit.
+        # A run that has a summary is over, even though its process may need a moment to exit.
         if entry.lives and not ended and read_summary(Path(entry.folder)) is None:
             found.append(entry)
     return found
@@ -141,7 +141,7 @@ def stop_detached(grace: float) -> None:
 
 
 def _stop_read(run: Run, grace: float) -> None:
-    run.stop(grace, wait=False)  # Blocks for seconds if the supervisor does not read.
+    run.stop(grace, wait=False)  # This call blocks for seconds if the supervisor does not read.
     while not run.done or run.held or internals(run).commands.connected:
         time.sleep(0.05)
 

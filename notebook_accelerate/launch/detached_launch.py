@@ -45,7 +45,7 @@ CLAIM_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class DetachedOrder:
-    """The order for the process of a detached run. The function and its arguments are in another file."""
+    """The order that the process of a detached run receives. The function and its arguments are in a separate file."""
 
     name: str
     """The run's name, which the kernel has claimed."""
@@ -54,7 +54,7 @@ class DetachedOrder:
     arguments: dict[str, Plain]
     """The arguments by name, as plain values."""
     resume: str | None
-    """The folder of the run to resume."""
+    """The folder of the run to resume, or None."""
     sources: dict[str, str]
     """The sources of the kernel's cells, by file name."""
     cell_names: dict[str, str]
@@ -74,15 +74,15 @@ def launch_detached(
 
     Args:
         config: Configuration of the launch.
-        function: The function.
-        arguments: Its arguments.
-        resume: An ended kept run, whose training is continued.
+        function: The function to launch.
+        arguments: The function's positional arguments.
+        resume: An ended kept run whose training is continued, or None.
 
     Raises:
         ValueError: A detached run with this name is running.
         LaunchError: The process did not start, or it could not launch the run.
         SerializationError: The function or its arguments cannot be sent to the ranks.
-        KeyboardInterrupt: The launch was interrupted, and stopped.
+        KeyboardInterrupt: The launch was interrupted, and has been stopped.
     """
     function_name = getattr(function, "__name__", type(function).__name__)
     if resume is not None and resume.folder is None:
@@ -125,16 +125,16 @@ def launch_detached(
 
 
 def _claimed_name(config: LaunchConfig, function_name: str, resume: Run | None) -> tuple[str, int]:
-    """Return the name of a new run, and the descriptor of its claim. No other running detached run has the name.
+    """Claim a name for a new run that no other running detached run has. Return it and the descriptor of the claim.
 
     Raises:
-        ValueError: The user passed the name of a running run, or one that is not allowed.
+        ValueError: The user passed the name of a running run, or a name that is not allowed.
         LaunchError: Names cannot be claimed.
     """
     given = config.name or ("" if resume is None else resume.name)
     try:
         if given:
-            config.changed(name=given)  # Checks the name, because the run to resume may have been opened from a file.
+            config.changed(name=given)  # Check the name, because the run to resume may have been opened from a file.
             return given, _claim(given)
         while True:
             name = default_name(function_name, next_number())
@@ -190,7 +190,7 @@ def _start(order: int, payload: int, claimed: int) -> dict[str, Any]:
                 with suppress(OSError):
                     ours.send(b"cancel")
             try:
-                # It exits after forking the process that runs the ranks.
+                # The process exits as soon as it has forked the process that runs the ranks.
                 process.wait(FORK_SECONDS if answer is None else None)
             except subprocess.TimeoutExpired:  # The process is suspended.
                 process.kill()
@@ -203,7 +203,7 @@ def _start(order: int, payload: int, claimed: int) -> dict[str, Any]:
 def _answer(connection: socket.socket) -> dict[str, Any] | None:
     """Wait for the process's answer, in slices so that an interrupt can end the wait.
 
-    Return None if it exits without one.
+    Return None if the process exits without an answer.
     """
     connection.settimeout(SLICE)
     deadline, data = time.monotonic() + START_SECONDS, b""

@@ -1,4 +1,4 @@
-"""The process of a detached run. It launches the run and exits after its ranks."""
+"""The process of a detached run, which launches the run and exits after the ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 HELD_SECONDS = 3600
 """How long the ranks of a failed run are held for the debugger while no kernel is attached."""
 HELD_VARIABLE = "NOTEBOOK_ACCELERATE_HELD_SECONDS"
-"""A variable of the launching kernel that overrides this number of seconds."""
+"""An environment variable of the launching kernel that overrides `HELD_SECONDS`."""
 
 
 def main(order: int, payload: int, answer: int, claimed: int) -> None:
@@ -62,7 +62,7 @@ class DetachedRun:
 
     Args:
         order: The order to launch the run.
-        payload: Descriptor of the function and its arguments.
+        payload: Descriptor of the file with the function and its arguments.
         kernel: The connection to the launching kernel.
         claimed: Descriptor of the claim on the run's name.
     """
@@ -133,7 +133,7 @@ class DetachedRun:
             self._kernel.sendall(json.dumps(answer).encode() + b"\n")
 
     def _wait(self, run: Run) -> None:
-        """Wait for the end of the run, and then while a kernel uses ranks that are held after a failure."""
+        """Wait for the end of the run, and then for as long as a kernel uses ranks that are held after a failure."""
         run.add_done_callback(lambda _: self._over.set())
         wait_for(self._over)
         self._release_name()
@@ -159,7 +159,7 @@ def held_seconds() -> int:
     """Return how long the ranks of a failed run are held for the debugger while no kernel is attached.
 
     Raises:
-        ValueError: The variable is not a number of seconds.
+        ValueError: The value of `HELD_VARIABLE` is not a number of seconds.
     """
     seconds = environ.integer(HELD_VARIABLE, HELD_SECONDS)
     if seconds is None or seconds < 0:

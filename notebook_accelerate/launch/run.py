@@ -1,4 +1,4 @@
-"""`Run`: the user's handle of a launch, during and after it."""
+"""`Run`, the user's handle to a launch, both while it runs and afterwards."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ def next_number() -> int:
 class Run:
     """A launch, in progress or ended. It reads the journal and forwards commands to the supervisor.
 
-    Created by ``notebook_launcher``, `attach` and `open_run`. The class itself starts nothing. ``await run`` waits for
-    the end without blocking the kernel's event loop, and returns the run or raises its error.
+    Runs are created by ``notebook_launcher``, `attach` and `open_run`. The class itself starts nothing. ``await run``
+    waits for the end without blocking the kernel's event loop, and returns the run or raises its error.
 
     Args:
         config: Configuration of the launch.
         function_name: Name of the launched function.
-        journal: The run's journal. None creates a new one.
+        journal: The run's journal. If None, a new one is created.
         commands: Commands to the supervisor, or None for a run without a supervisor.
-        number: The run's number in this kernel. None means the next one.
+        number: The run's number in this kernel. If None, the next free number is used.
         name: The run's name. If it is "", the configuration's name is used, or the function's name with the number.
         arguments: The function's arguments by name, as plain values.
 
@@ -105,7 +105,7 @@ class Run:
         )
         self._output = run_display.LaunchOutput()
         self._lock = threading.RLock()
-        self._error: weakref.ref[WorkerError] | None = None  # Weak, because the error refers to the run.
+        self._error: weakref.ref[WorkerError] | None = None  # A weak reference, because the error refers to the run.
         self._done, self._released = threading.Event(), threading.Event()
         self._released.set()
         self._callbacks: list[Callable[[Run], None]] = []
@@ -180,7 +180,7 @@ class Run:
 
     @property
     def failures(self) -> tuple[RankFailure, ...]:
-        """The failures of the last attempt, the first one first."""
+        """The failures of the last attempt, starting with the first one."""
         return self._state.failures
 
     @property
@@ -190,12 +190,12 @@ class Run:
 
     @property
     def notes(self) -> list[str]:
-        """Notes of the launch, such as a port that was taken."""
+        """Notes about the launch, such as a port that was taken."""
         return list(self._state.notes)
 
     @property
     def warnings(self) -> list[str]:
-        """The likely mistakes found by the sanity checks, each once."""
+        """The likely mistakes found by the sanity checks, each listed once."""
         return list(self._state.warnings)
 
     @property
@@ -226,8 +226,8 @@ class Run:
     def results(self) -> tuple[Any, ...]:
         """The return values of the function, one per rank, each unpickled when it is first read.
 
-        They are kept while a variable (or IPython's ``Out``) refers to the run. Those of the last three runs that ended
-        are also kept, if they hold at most 1 GiB. `free_results` frees them.
+        The values are kept as long as a variable (or IPython's ``Out``) refers to the run. The values of the last three
+        ended runs are also kept, if they take at most 1 GiB in total. `free_results` frees the values of a run.
 
         Raises:
             RunNotFinishedError: The run has not ended.
@@ -244,7 +244,7 @@ class Run:
 
     @property
     def error(self) -> WorkerError | None:
-        """Why the run did not succeed. None while it is running, and if it succeeded."""
+        """Why the run did not succeed, or None if it is still running or has succeeded."""
         state = self._state
         with self._lock:
             known = self._error() if self._error is not None else None
@@ -264,9 +264,9 @@ class Run:
 
     @property
     def automatic_metrics(self) -> Metrics:
-        """The metrics recorded without a call of ``log``, such as "auto/loss" and "system/memory_gb", like ``metrics``.
+        """Like ``metrics``, for values recorded without a call of ``log``, such as "auto/loss" and "system/memory_gb".
 
-        Empty with ``LaunchConfig(automatic_metrics=False)``.
+        The mapping is empty with ``LaunchConfig(automatic_metrics=False)``.
         """
         return _metrics_of(self._internals.store.automatic if self.config.automatic_metrics else Store())
 
@@ -305,7 +305,7 @@ class Run:
         Points without a step are numbered from 0.
 
         Args:
-            folder: Where to write. It is created if it is missing.
+            folder: The folder to write to. It is created if it does not exist.
 
         Returns:
             The absolute path of the folder.
@@ -378,7 +378,7 @@ class Run:
             wait: Whether to wait for the end. With False, the call may be made from any thread.
 
         Raises:
-            ValueError: ``grace`` is not a number of at least 0.
+            ValueError: ``grace`` is negative, or not a number.
             NotebookAccelerateError: The run was opened by `open_run`, and another process runs it. Stop it there.
         """
         check_seconds("grace", grace)
@@ -408,7 +408,7 @@ class Run:
         Raises:
             RunNotFinishedError: The run has not ended, or its ranks are held.
             ValueError: The run is not kept in a folder.
-            FileNotFoundError: The run was deleted before.
+            FileNotFoundError: The run has already been deleted.
             OSError: A file cannot be deleted.
         """
         self._check_ended()
@@ -515,13 +515,13 @@ class Run:
         returns after the last step. A trace grows with the number of operations, so a few steps are enough.
 
         Args:
-            steps: The number of steps, at most 1,000. None records 3 steps, and samples the stacks for at least half a
-                second, continuing through the steps that follow. Three short steps would give too few samples to find
-                what takes part of each step.
+            steps: The number of steps, at most 1,000. If None, 3 steps are recorded, and the stacks are sampled for at
+                least half a second, even if later steps have begun, because three short steps give too few samples to
+                find something small in each step.
             ranks: Global indices. None means all ranks.
             memory: Whether to record allocations too.
-            seconds: Record for at most this time (600 at most), and start even if no step boundary is reached. None
-                records until the last step ends.
+            seconds: Record for at most this time (600 at most), and start even if no step boundary is reached. If
+                None, record until the last step ends.
 
         Returns:
             Findings as sentences, tables of operations and lines, and the ranks' timeline. It is displayed as the last
@@ -579,7 +579,7 @@ class Run:
             The value by rank, with an ``AskError`` for each rank without an answer.
 
         Raises:
-            ValueError: It is not an expression, or there is no such rank.
+            ValueError: ``expression`` is not a Python expression, or there is no such rank.
         """
         check_seconds("timeout", timeout)
         return self._session().ask(expression, ranks, frame, timeout)
@@ -594,7 +594,7 @@ class Run:
             timeout: Seconds to wait for the answer.
 
         Returns:
-            The completed texts. Empty if there is no completion, or if the rank does not answer.
+            The completed texts, or an empty list if there is no completion or the rank does not answer.
 
         Raises:
             ValueError: There is no such rank.
@@ -785,7 +785,7 @@ def without_results(run: Run) -> Run:
 
 
 def result_bytes(run: Run) -> int:
-    """Return the approximate bytes of a run's results. The registry uses it to decide which runs keep their results."""
+    """Return the approximate size of a run's results in bytes, which decides for which runs the registry keeps them."""
     ranks = internals(run).journal.state.ranks
     return sum(info.returned.nbytes for info in ranks if info.returned is not None)
 
@@ -793,11 +793,11 @@ def result_bytes(run: Run) -> int:
 def add_ending_callback(run: Run, callback: Callable[[Run], None]) -> None:
     """Call ``callback(run)`` at the end of the run, before ``stop()`` and ``wait()`` return.
 
-    If the run is already over, call it immediately. Views show their static output here: the waiting cell may be the
-    last one, and the notebook may be saved right after it.
+    If the run is already over, call it immediately. Views show their static output in this callback, because the
+    waiting cell may be the last one, and the notebook may be saved right after it.
 
     Args:
-        run: The run.
+        run: The run whose end to wait for.
         callback: Called once. Its exceptions become warnings.
     """
     with run._lock:

@@ -173,8 +173,8 @@ def ask_user(prompt: Prompt, prompts: PromptQueue) -> None:
     At a debugger's prompt, ``rank 1`` is not sent as an answer. It switches to the debugger of rank 1.
 
     Args:
-        prompt: The prompt, which was taken from the queue.
-        prompts: The queue.
+        prompt: The prompt to show, which was taken from the queue.
+        prompts: The queue from which it was taken.
     """
     label, stdout = f"[rank {prompt.rank}] ", StandardStream(sys.stdout, "stdout")
     if prompt.request.shown and not prompt.seen:
@@ -192,7 +192,7 @@ def ask_user(prompt: Prompt, prompts: PromptQueue) -> None:
     except Exception:  # noqa: BLE001 - the front end cannot prompt, or the user's sys.stdin or sys.stdout is broken
         text = None
     if prompt.over:
-        stdout.write(f"{label}no longer waits for this line\n")  # An interrupt ended its prompt.
+        stdout.write(f"{label}no longer waits for this line\n")  # An interrupt has ended the prompt.
         return
     if prompt.of_debugger and text is not None and (named := _SWITCH.fullmatch(text)) is not None:
         _switch(prompt, prompts, int(named[1]), stdout)

@@ -36,7 +36,7 @@ KEPT_RUNS = 100
 KEPT_RESULTS = 3
 """Number of the last ended runs that keep their results even if the user no longer refers to them."""
 KEPT_RESULT_BYTES = 1 << 30
-"""If the results of these runs take more bytes together, only the newest keep theirs, and at least the very last."""
+"""Maximum bytes of these results in total. The oldest are dropped first, but the last run always keeps its own."""
 
 _GROUP: Any = getattr(builtins, "BaseExceptionGroup", None)
 """The class of exception groups, or None in Python 3.10."""
@@ -46,10 +46,10 @@ class _Entry:
     """A run, or what is kept of it once the user no longer refers to it.
 
     Args:
-        run: The run.
+        run: The run to keep.
 
     Attributes:
-        run: The run, while it is running and while it is among the last ones.
+        run: The run itself while it is running or among the last ones, otherwise None.
         has_cleared_frames: Whether `clear_frames` has been called since the run ended.
     """
 
@@ -103,7 +103,7 @@ class _Entry:
         return run
 
 
-# Reentrant: a garbage collection while the lock is held may run code of the user that calls `runs`.
+# The lock is reentrant, because a garbage collection while it is held may run code of the user that calls `runs`.
 _lock = threading.RLock()
 _entries: list[_Entry] = []
 _watching_exit = False
@@ -127,7 +127,7 @@ def register_run(run: Run) -> None:
         _entries.append(_Entry(run))
         ended = [entry for entry in _entries if entry.living is None]
         for old in ended[: max(0, len(ended) - KEPT_RUNS)]:
-            # `ended` keeps it alive until the lock is released, because deleting it runs code of the user.
+            # `ended` keeps the run alive until the lock is released, because deleting a run runs code of the user.
             _entries.remove(old)
         if not _watching_exit:
             atexit.register(shutdown)
@@ -176,7 +176,7 @@ def watch_launches(launched: Callable[[Run], None]) -> None:
 
 
 class Runs(list["Run"]):
-    """A list of runs. As the last line of a cell, it is a table with their curves, `widgets.RunsTable`."""
+    """A list of runs. As the last line of a cell, it is shown as a table with their curves, a `widgets.RunsTable`."""
 
     def _table(self) -> Any:
         return load("runs")(None if self == runs() else self)
@@ -207,8 +207,9 @@ def runs(folder: str | os.PathLike[str] | None = None) -> Runs | KeptRuns:
     For older runs, everything except the results is kept.
 
     Args:
-        folder: The folder passed as ``save``. None returns this kernel's runs, and the runs launched with
-            ``detach=True`` in any kernel: all that are running, and the last twenty of 30 days until they are deleted.
+        folder: The folder passed as ``save``. If None, return this kernel's runs, and the runs launched with
+            ``detach=True`` in any kernel: all that are running, and the last twenty of the past 30 days that have not
+            been deleted.
 
     Returns:
         A list of runs. For a folder, a table of their settings, code version, final metrics and duration.

@@ -54,9 +54,9 @@ def start(
 
     Args:
         config: Configuration of the launch.
-        function: The function.
-        arguments: Its arguments.
-        resume: An ended run, whose training is continued from its newest complete checkpoint.
+        function: The function to launch.
+        arguments: The function's positional arguments.
+        resume: An ended run whose training is continued from its newest complete checkpoint, or None.
 
     Returns:
         The run, after its end if ``config.block`` is set, otherwise after all its ranks have started.
@@ -92,12 +92,12 @@ def start_here(
 
     Args:
         config: Configuration of the launch.
-        function: The function.
-        arguments: Its arguments.
-        resume: An ended run, whose training is continued.
+        function: The function to launch.
+        arguments: The function's positional arguments.
+        resume: An ended run whose training is continued, or None.
         inherited: State that ranks inherit. By default, it is captured from the calling thread.
-        on_registered: Called with the run before its ranks start. If it raises an error, they do not start, and the
-            error is raised here. It requires a run that is not inline.
+        on_registered: Called with the run before the ranks start. If the call raises an error, the ranks do not start,
+            and the error is raised here. Inline runs do not support it.
     """
     run_registry.release_held()
     if all(run.ended is not None for run in run_registry.own_runs()):
@@ -391,7 +391,7 @@ class BlockingCell:
 
     def on_signal(self) -> None:
         """Stop the run because of a SIGINT."""
-        if self._asking:  # Only an exception ends input().
+        if self._asking:  # Only an exception can end input().
             self._asking = False
             raise KeyboardInterrupt
         self._interrupt()

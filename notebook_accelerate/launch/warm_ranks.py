@@ -27,7 +27,7 @@ from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.worker.warm_cells import warm_rank
 
 PROMPT_SECONDS = 0.05
-"""Seconds between two checks of a waiting cell for prompts of its ranks."""
+"""Seconds between a waiting cell's checks for prompts of its ranks."""
 READY_SECONDS = 120.0
 """Seconds that ranks may take to start, once the other nodes have joined."""
 END_SECONDS = 10.0
@@ -119,7 +119,7 @@ class WarmRanks:
             ValueError: There is no such rank.
             WorkerError: The cell failed on a rank. The group is still alive.
             WorkerDiedError: A rank ended, and the group with it.
-            KeyboardInterrupt: The cell was interrupted. ``RunInterrupted`` if that ended the group.
+            KeyboardInterrupt: The cell was interrupted. If that ended the group, the error is a ``RunInterrupted``.
         """
         wanted = self._wanted(ranks)
         names = list(fetch)
@@ -185,7 +185,7 @@ class WarmRanks:
         return replies, interrupted is not None
 
     def _kill(self, busy: list[int]) -> NoReturn:
-        """End the group, because the ranks ``busy`` do not stop."""
+        """End the group, because the ranks in ``busy`` do not stop."""
         self.run.stop(grace=0.0)
         raise GroupInterrupt(self.run, busy) from None
 
@@ -234,7 +234,7 @@ class CellInterrupt(KeyboardInterrupt):
 
 
 class GroupInterrupt(RunInterrupted):
-    """The user interrupted a cell on warm ranks, and some did not react, so the whole group was ended."""
+    """The user interrupted a cell on warm ranks, and some ranks did not react, so the whole group was ended."""
 
     def __init__(self, run: Run, busy: list[int]) -> None:
         super().__init__(run)
