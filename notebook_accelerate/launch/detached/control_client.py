@@ -44,7 +44,7 @@ STATE_SECONDS = 5.0
 PING_SECONDS = 1.0
 """Seconds between pings to the supervisor of a run that is being stopped."""
 ANSWER_SECONDS = 5.0
-"""Seconds without an answer before a warning names the supervisor. It is killed this long after the grace period."""
+"""Seconds without an answer until a warning names the supervisor, which is killed this long after the grace period."""
 
 
 class ControlClient:
@@ -52,8 +52,8 @@ class ControlClient:
 
     Args:
         path: The socket of the run's process.
-        process: The run's process, which is killed if it does not answer while the run is being stopped. None: never
-            kill it.
+        process: The run's process, which is killed if it does not answer while the run is being stopped. If None,
+            no process is killed.
         version: The `control_protocol.VERSION` of the process. A process of version 0 does not reply to pings, so it is
             killed only if it stays suspended.
 
@@ -92,7 +92,7 @@ class ControlClient:
             on_end: Called on that thread when the process stops sending records.
 
         Returns:
-            Whether the run's history has arrived. False if the process does not send it in time; it may do so later.
+            Whether the run's history has arrived in time. If not, the process may still send it later.
         """
         if self._version < 2:
             self.requests.elsewhere = (

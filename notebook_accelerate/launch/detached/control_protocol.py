@@ -28,7 +28,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 @dataclass(slots=True)
 class FollowCommand(Event):
-    """Send the run's records from ``position`` on, or from the beginning if it is 0.
+    """Send the run's records from ``position`` on, or from the beginning if ``position`` is 0.
 
     The records follow as `RecordsEvent`. If the process no longer holds that position, a `HistoryEvent` comes first.
     """
@@ -60,7 +60,7 @@ class ClockCommand(Event):
 
 @dataclass(slots=True)
 class AnswerCommand(Event):
-    """Answer prompt ``number`` of a rank. None means end of file."""
+    """Answer prompt ``number`` of a rank. A ``text`` of None means end of file."""
 
     rank: int
     number: int
@@ -88,7 +88,7 @@ class CapturedEvent(Event):
 
 @dataclass(slots=True)
 class RelayedEvent(Event):
-    """An encoded event for a rank, or from one."""
+    """An encoded event for a rank, or from a rank."""
 
     rank: int
     payload: bytes
@@ -104,7 +104,7 @@ class RecordsEvent(Event):
 
 @dataclass(slots=True)
 class HistoryEvent(Event):
-    """A part of a journal with all records before ``position``. If it is 0, more parts follow."""
+    """A part of a journal with all records before ``position``. If ``position`` is 0, more parts follow."""
 
     position: int
     payload: bytes
@@ -121,7 +121,7 @@ class PongEvent(Event):
 
 
 def relayed(rank: int, event: Event) -> RelayedEvent:
-    """Return an event of a rank, or for one, as sent between the run's process and a kernel."""
+    """Return an event of a rank, or for a rank, as sent between the run's process and a kernel."""
     return RelayedEvent(rank, encode([Stamped(steady_time.now(), event)]))
 
 
@@ -151,7 +151,7 @@ def _fits(hint: Any, value: object) -> bool:
 
 
 def listen(path: Path) -> socket.socket:
-    """Return a socket that listens at a path. Only this user can connect to it.
+    """Return a socket that listens on a path. Only this user can connect to it.
 
     Raises:
         OSError: The socket cannot be created.

@@ -41,17 +41,17 @@ CHECK_SECONDS = 1.0
 MAX_UNREAD_BYTES = 64 << 20
 """Maximum bytes queued for a kernel behind the message that it is reading. A kernel with more is disconnected."""
 MAX_COMMAND_BYTES = 64 << 20
-"""Maximum bytes of a frame from a kernel."""
+"""Maximum size of a frame from a kernel, in bytes."""
 DRAIN_SECONDS = 2.0
 """Maximum seconds to wait at the end of a run until kernels have read their queued messages."""
 MAX_CAPTURES = 16
 """Maximum number of waiting and running captures of stacks. Each takes seconds if its rank is suspended."""
 MAX_ASKED = 10_000
-"""Maximum requests that wait for a rank's reply. The replies to older ones are discarded."""
+"""Maximum number of requests that wait for a rank's reply. The replies to older ones are discarded."""
 MAX_HELD_BYTES = 16 << 20
 """Maximum bytes of encoded records held for kernels. A kernel that is further behind receives the history."""
 PART_BYTES = 1 << 20
-"""Bytes in each part of the history."""
+"""Approximate size of each part of the history, in bytes."""
 
 
 class AttachedKernel:
@@ -117,10 +117,10 @@ class AttachedKernel:
 
 
 class ControlService:
-    """Listens on a socket of the file system. Its thread never waits for a single kernel.
+    """Serves kernels over a Unix domain socket. The thread of the service never waits for a single kernel.
 
     Args:
-        run: The run.
+        run: The detached run.
         path: The socket, in a folder that only this user can enter.
 
     Raises:
@@ -340,7 +340,7 @@ class RecordStream:
     Any thread may append to the run's journal. A single thread reads the stream.
 
     Args:
-        run: The run.
+        run: The run whose records are numbered.
         wake: Called when records arrive after all earlier ones were read.
 
     Attributes:
@@ -367,11 +367,11 @@ class RecordStream:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether the journal has records that were not read yet."""
+        """Whether the journal has records that have not been read yet."""
         return bool(self._waiting)
 
     def advance(self, *, hold: bool) -> None:
-        """Read the records that the journal has now.
+        """Read all records that the journal contains now.
 
         Args:
             hold: Whether to hold the records for kernels.
@@ -395,7 +395,7 @@ class RecordStream:
             self._held_bytes, self._begin = 0, self.end
 
     def _readable(self) -> int:
-        """Return how many waiting records may be sent. The run's end is sent only after it was saved.
+        """Return how many waiting records may be sent. The run's end is sent only after it has been saved.
 
         A kernel that then reads the run's folder finds the end and the results in it.
         """

@@ -28,14 +28,14 @@ _MAX_ENTRY_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class DetachedEntry:
-    """The entry of a detached run, which lets other kernels find it.
+    """The entry of a detached run, by which other kernels find the run.
 
     Attributes:
         name: The run's name.
         folder: The folder where it is kept.
         socket: The socket over which its process is controlled.
         created: When it was launched, in seconds since the epoch.
-        process: The identity of its process; see ``hardware.process_liveness``.
+        process: The identity of the run's process; see ``hardware.process_liveness``.
         origin: Where it was launched: "folder", and "notebook" and "pid" if they are known.
         accelerator: Device type of its ranks.
         visible: The variables that restrict its devices, such as CUDA_VISIBLE_DEVICES.
@@ -63,7 +63,7 @@ class DetachedEntry:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is known to have exited. False also for a process on another machine or container."""
+        """Whether the process is known to have exited. False for a process on another machine or in a container."""
         identity = parse_identity(self.process)
         return identity is None or identity.has_ended()
 
@@ -72,7 +72,7 @@ class DetachedEntry:
 
         Args:
             accelerator: Device type of the other run's ranks.
-            visible: Variables of the other run; see the attribute.
+            visible: The variables that restrict the other run's devices.
         """
         return self.accelerator == accelerator != "cpu" and device_table.share_devices(self.visible, visible)
 
@@ -189,7 +189,7 @@ def _remove_socket(path: Path) -> None:
 
 
 def is_gone(folder: Path) -> bool:
-    """Return True only if the folder is known to be gone. An unreachable or unreadable disk counts as "not deleted"."""
+    """Return True only if the folder is known to be gone, not if its disk is unreachable or unreadable."""
     try:
         return not stat.S_ISDIR(folder.stat().st_mode)
     except OSError as error:
