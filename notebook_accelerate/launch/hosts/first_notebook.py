@@ -57,10 +57,10 @@ _KEPT_HERE = (
 
 
 class FirstNotebook(RankSupervisor):
-    """Supervises a run on several machines: waits for the hosts on the others, and makes them run their ranks.
+    """Supervises a run on several machines: waits for hosts on the other machines, and makes them run their ranks.
 
     Args:
-        run: The run; see `Supervisor`, also for ``commands`` and ``publisher``.
+        run: The run to supervise; see `Supervisor`.
         commands: The user's commands.
         publisher: Shows output in the notebook.
         secret: The secret to print for the hosts, or "" if the user provided it.
@@ -83,7 +83,7 @@ class FirstNotebook(RankSupervisor):
 
         Args:
             address: The address of this machine that the hosts know.
-            port: The port.
+            port: The port to listen on.
             secret: The secret shared with the hosts.
             must: Whether this must be the first notebook, even if the address belongs to a gateway in front of this
                 machine.
@@ -119,7 +119,7 @@ class FirstNotebook(RankSupervisor):
         return [self._own, *(host.hello for host in self._hosts)]
 
     def _await_hosts(self, plan: LaunchPlan, number: int) -> LaunchPlan | StopReason:
-        """Return the plan once the hosts have joined, or the reason why the run was stopped before.
+        """Return the plan once the hosts have joined, or the reason why the run was stopped before that.
 
         Raises:
             LaunchError: Not enough hosts joined in time.
@@ -128,7 +128,7 @@ class FirstNotebook(RankSupervisor):
             self.started.set()  # The hosts may take minutes to join, and the run can be stopped during that time.
         if not self._shown:
             for line in instruction_lines(self.config, self.function_name, self._secret):
-                if not self._secret:  # Never put the secret into a report: reports are shared.
+                if not self._secret:  # Never put the secret into a report, because reports are shared.
                     self.journal.append(run_events.NoteAdded(line))
                 self.show(f"  {line}")
         deadline, last_call = time.monotonic() + join_seconds(self.config), 0.0
@@ -171,7 +171,7 @@ class FirstNotebook(RankSupervisor):
     def _joined(self, number: int) -> LaunchPlan | StopReason:
         """Number the hosts and their ranks, and return the plan.
 
-        If a host is lost, wait for another, and return a reason if the run is stopped.
+        If a host is lost, wait for another one. If the run is stopped, return the reason.
         """
         if self.config.rdzv_backend == "static":
             self._hosts = _in_asked_order(self._hosts)
@@ -280,7 +280,7 @@ class FirstNotebook(RankSupervisor):
         self._shown = text
 
     def _check_stopped(self) -> StopReason | None:
-        """Return why to stop waiting, and record it, or None to continue."""
+        """Record and return the reason to stop waiting, or return None to continue."""
         limit, clock = self.config.timeout, self.clock
         if limit is not None and clock.now() > clock.started + limit:
             self._wait.stop(0, StopReason(RunTimeoutError, f"the run reached its timeout of {limit:g} s"))
@@ -362,7 +362,7 @@ class FirstNotebook(RankSupervisor):
 
     def _send_end(self, ended: run_events.RunEnded, *, held: bool = False) -> None:
         message = ended.message
-        # Only if this node stopped the run, not another one.
+        # Name this node only if it has stopped the run, not if another node has.
         if re.search(rf"( s|had joined): {USER_STOP.text}$", message):
             message = f"{message.removesuffix(USER_STOP.text)}{node_name(0, self._own.host)}: {USER_STOP.text}"
         for host in self._hosts:
@@ -375,13 +375,13 @@ class FirstNotebook(RankSupervisor):
         self._send_end(ended)
         for host in self._hosts:
             host.close()
-        self._hosts.clear()  # The hosts refer to this object, and so would keep the run's results alive.
+        self._hosts.clear()  # The hosts refer to this object, and thereby keep the run's results alive.
         self._release_port()
 
     def _release(self) -> None:
         self._listener.close()
         self._listener.wait_until_free()
-        del self._listener  # It refers to this object, and so would keep the run's results alive.
+        del self._listener  # The listener refers to this object, and thereby keeps the run's results alive.
         super()._release()
 
 
@@ -403,7 +403,7 @@ def keep_alive(config: LaunchConfig) -> tuple[float, float]:
 def _in_asked_order(hosts: list[HostConnection]) -> list[HostConnection]:
     """Return the hosts sorted by the ``node_rank`` that each requested.
 
-    The others fill the gaps in order of arrival.
+    Hosts that requested no number fill the gaps in order of arrival.
     """
     asked = {host.hello.node: host for host in hosts if host.hello.node > 0}
     others = iter([host for host in hosts if host.hello.node <= 0])

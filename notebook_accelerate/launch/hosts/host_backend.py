@@ -1,4 +1,4 @@
-"""Start the ranks of an attempt on all hosts. Modules in ``remote`` may not import pickle, so it is outside."""
+"""Start the ranks of an attempt on all hosts. This module is not in ``remote``, which may not import pickle."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ class FunctionBackend(PickledBackend):
         raise NotImplementedError
 
     def send(self, connection: HostConnection, orders: Sequence[WorkerOrder]) -> None:
-        """Send a host its orders and the function, which is sent only once whatever the number of ranks."""
-        # Map the file, because the parts are read lazily, maybe after this object was closed.
+        """Send a host its orders and the function, which is sent only once, however many ranks there are."""
+        # Map the file, because the parts are read lazily, possibly after this object has been closed.
         content = mmap.mmap(self._payload, 0, access=mmap.ACCESS_READ)
         parts = range(0, len(content), PART_BYTES)
         connection.send_each(FunctionEvent(content[begin : begin + PART_BYTES]) for begin in parts)
@@ -102,7 +102,7 @@ def take_ranks(
         stopping: Returns whether the run is being stopped.
 
     Raises:
-        LaunchError: The host could not start a rank, or not in time.
+        LaunchError: The host could not start a rank, or did not start it in time.
         RunStoppedError: The run is ``stopping``.
     """
     for process in [connection.await_started(order, seconds, stopping) for order in orders]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 MAX_PROCESSES = 4096
-"""The limit for ranks on one host. A larger number is taken for a mistake."""
+"""Maximum number of ranks on one host. A larger number is taken for a mistake."""
 
 
 def own_hello(**values: Any) -> HelloEvent:
@@ -119,7 +119,7 @@ def late_text(members: Sequence[HelloEvent], num_nodes: int, max_restarts: int) 
     """Return the message for a host that arrives after the start of the run and cannot join it.
 
     Args:
-        members: The hosts of the run.
+        members: The hosts that take part in the run.
         num_nodes: The number of nodes that the run was launched with.
         max_restarts: The run's ``max_restarts``.
     """
@@ -167,7 +167,7 @@ def problem(host: HelloEvent, members: Sequence[HelloEvent], backend: str) -> st
 
 
 def _version_problem(host: HelloEvent, first: HelloEvent) -> str:
-    """Return why the versions of a host are incompatible. A notebook with another torch only causes a note."""
+    """Return why the versions of a host are incompatible, or "". Another torch in a notebook causes only a note."""
     exact = ("notebook_accelerate",) if host.kind == NOTEBOOK else tuple(first.versions)
     wanted = {name: first.versions.get(name, "") for name in exact}
     found = version_differences(host.title, host.versions, wanted, "the first notebook")

@@ -1,4 +1,4 @@
-"""The supervisors of a notebook in a run on several machines: which part it plays, and how it joins a run."""
+"""Decide which part a notebook plays in a run on several machines, and supervise its ranks after it has joined."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def supervisor_of_several(run: Run, commands: CommandQueue, publisher: Publisher
     first notebook is the one that can listen at the address.
 
     Args:
-        run: The run; see `Supervisor`, also for the other arguments.
+        run: The run to supervise; see `Supervisor`.
         commands: The user's commands.
         publisher: Shows output in the notebook.
 
@@ -88,7 +88,7 @@ def supervisor_of_several(run: Run, commands: CommandQueue, publisher: Publisher
 
 
 class LoneNotebook(RankSupervisor):
-    """Supervises the ranks of a notebook that does not communicate with the others, and prints that fact."""
+    """Supervises the ranks of a notebook that does not communicate with the others, and tells the user so."""
 
     def reserve(self, plan: LaunchPlan) -> LaunchPlan:
         """Return the plan with the network interface towards rank 0. Reserve the port if rank 0 is on this machine."""
@@ -109,7 +109,7 @@ class JoinedNotebook(Supervisor):
     """The supervisor of a joined run, which runs the ranks of this notebook for the first one.
 
     Args:
-        run: The run; see `Supervisor`, also for ``commands`` and ``publisher``.
+        run: The run to supervise; see `Supervisor`.
         commands: The user's commands.
         publisher: Shows output in the notebook.
         secret: The run's secret.
@@ -187,7 +187,7 @@ class JoinedNotebook(Supervisor):
         return run_events.RunEnded("failed", "WorkerDiedError", f"run {self.id} failed: {text}")
 
     def _send_stop(self, grace: float) -> None:
-        """Request the first notebook to stop the run. Called a second time, leave the run."""
+        """Ask the first notebook to stop the run. On the second call, leave the run."""
         self._stops += 1
         assert self._host is not None, "commands are carried out once it is there"
         if self._stops > 1:
@@ -239,7 +239,7 @@ class NotebookHost(Host):
                 "ask and debug them there"
             )
             self._adopt_plan(pickle.loads(message.payload))
-        elif isinstance(message, protocol.RunOverEvent):  # Its ranks are held for the debugger of the first notebook.
+        elif isinstance(message, protocol.RunOverEvent):  # Ranks are held for the debugger of the first notebook.
             self._journal.append(self.verdict(message))
         elif isinstance(message, protocol.JournalEvent):
             for record in pickle.loads(message.payload):

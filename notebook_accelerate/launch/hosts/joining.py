@@ -36,7 +36,7 @@ RETRY_SECONDS = 0.3
 SURE_SECONDS = 2.0
 """Seconds after which an error is final if another attempt has repeated it.
 
-The errors are a wrong secret and an unknown name. An earlier run at the same port may still cause the former until it
+These errors are a wrong secret and an unknown name. An earlier run on the same port may cause the former until that run
 ends. A first notebook that is killed causes such an error only once.
 """
 UNKNOWN_NAME = {getattr(socket, name) for name in ("EAI_NONAME", "EAI_NODATA") if hasattr(socket, name)}
@@ -131,7 +131,7 @@ def adapt_orders(orders: Sequence[WorkerOrder], address: str, threads: int) -> N
 
 
 def interface_to(address: str) -> str:
-    """Return the network interface on the route to an address, or "" to leave the choice to the back end."""
+    """Return the network interface on the route to an address, or "" to leave the choice to the backend."""
     own = own_address(address, 9)
     return interface_of(own.partition("%")[0]) if own and HOST_INTERFACE_VARIABLES[0] not in os.environ else ""
 
@@ -260,7 +260,7 @@ def instruction_lines(config: LaunchConfig, function: str, secret: str = "") -> 
     Args:
         config: This node's configuration.
         function: Name of the training function.
-        secret: The run's secret to be shown, or "" if the user provided it and knows it.
+        secret: The run's secret, which is shown, or "" if the user provided it and therefore knows it.
     """
     in_config = bool((config.rdzv_conf or {}).get("secret"))
     variable = "" if in_config else f"{SECRET_VARIABLE}={secret}" if secret else f"the same {SECRET_VARIABLE}"
@@ -306,7 +306,7 @@ def _script_line(config: LaunchConfig, secret: str = "") -> str:
 
 
 def command_line(config: LaunchConfig, secret: str = "") -> str:
-    """Return the command that joins a machine without a notebook. It contains the secret only if one is given."""
+    """Return the command by which a machine without a notebook joins. It contains the secret only if one is given."""
     address, port = config.rendezvous_address
     where = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
     return f"{SECRET_VARIABLE}={secret or '<the same>'} python -m notebook_accelerate join {where}"
@@ -317,7 +317,7 @@ def _address_lines(config: LaunchConfig, setting: str) -> list[str]:
     address = config.rendezvous_address[0]
     if not _is_loopback(address):
         return []
-    # An address on the default route, reserved for documentation (RFC 5737). No packet is sent to it.
+    # This address is reserved for documentation (RFC 5737) and on the default route. No packet is sent to it.
     own = own_address("192.0.2.1", 9)
     example = f": {setting}={own if setting.startswith('-') else repr(own)}" if own else ""
     return [f"{address} is this machine itself; other machines need its address{example}"]

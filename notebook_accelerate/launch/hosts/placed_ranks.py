@@ -23,7 +23,7 @@ class PlacedBackend(SpawnBackend):
     """Starts ranks from a payload that the kernel pickled.
 
     Args:
-        payload: Descriptor of the payload's file, closed with this object.
+        payload: Descriptor of the payload's file, which is closed with this object.
     """
 
     def __init__(self, payload: int) -> None:
@@ -45,7 +45,7 @@ def completed_for_another_machine(order: WorkerOrder) -> WorkerOrder:
         name: value for name, value in os.environ.items() if name.startswith(CARRIED) and name not in NOT_CARRIED
     }
     order.environment = {**carried, **order.environment}
-    order.base_environment = order.time_offset = None  # None: use the values of that machine.
+    order.base_environment = order.time_offset = None  # That machine uses its own values.
     order.mark = 0
     return order
 

@@ -46,7 +46,7 @@ class ActorHost(FunctionHost):
 
     def report_end(self, rank: int, end: Exit) -> None:
         if end.signal == signal.SIGKILL and not (self._killed_by_order or self._has_waited):
-            self._has_waited = True  # Wait only once: the attempt has failed, so the other ranks are killed too.
+            self._has_waited = True  # Wait only once, because after this failure the other ranks are killed too.
             time.sleep(KILLED_SECONDS)
         super().report_end(rank, end)
 

@@ -46,7 +46,7 @@ LEAVE_SECONDS, GIVE_UP_SECONDS = 10.0, 3.0
 
 
 class DriverProcess:
-    """The kernel's driver process.
+    """The process that is the kernel's driver on a Ray cluster.
 
     Args:
         cluster: The cluster, whose secrets are removed from Ray's texts.
@@ -54,7 +54,7 @@ class DriverProcess:
     Attributes:
         channel: Sends orders to the driver.
         ends: Why the actor of each node has exited, or "" if its ranks have finished.
-        connected: The nodes with open connections. The driver ends with the last one.
+        connected: The nodes with open connections. The driver ends with the last connection.
     """
 
     def __init__(self, cluster: RayCluster) -> None:
@@ -83,7 +83,7 @@ class DriverProcess:
             waiting: Called with notes for the user, and with "" after a moment without notes. It may raise an error.
 
         Raises:
-            LaunchError: The driver refused, has exited, or took too long.
+            LaunchError: The driver refused the launch, has exited, or took too long.
         """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -102,7 +102,7 @@ class DriverProcess:
         """Receive what the driver sends within ``seconds``.
 
         Raises:
-            LaunchError: The driver refused or has exited.
+            LaunchError: The driver refused the launch, or has exited.
         """
         try:
             events = [event for _, event in self.channel.receive(seconds)]
@@ -150,7 +150,7 @@ class RayHostConnection(HostConnection):
 
     Args:
         incoming: The actor's stream and first message.
-        driver: Returns Ray's reason.
+        driver: The driver process, which returns Ray's reason.
     """
 
     def __init__(self, incoming: IncomingHost, driver: DriverProcess) -> None:

@@ -79,8 +79,8 @@ class Node(NamedTuple):
     """A node of the run.
 
     Attributes:
-        id: Its id in the cluster.
-        actor: The actor on it.
+        id: The node's id in the cluster.
+        actor: The actor on the node.
         facts: Its host name, address and versions.
         ranks: The number of ranks on it.
         devices: The variables that list the ranks' devices.
@@ -94,7 +94,7 @@ class Node(NamedTuple):
 
     @property
     def address(self) -> str:
-        """Its address."""
+        """The address of the node."""
         return str(self.facts["address"])
 
 
@@ -333,7 +333,7 @@ def _end_reason(node: Node, error: Exception) -> str:
         try:
             ray.get(node.actor.facts.remote(), timeout=max(POLL_SECONDS, deadline - time.monotonic()))
         except ray.exceptions.GetTimeoutError:
-            continue  # Ray did not confirm the end yet.
+            continue  # Ray has not confirmed the end yet.
         except Exception as later:  # noqa: BLE001 - any error is the reason
             error = later
     return _node_death(node) or cause(error)
@@ -428,9 +428,9 @@ def _actor_class() -> type[Any]:
 def merge_devices(devices: list[dict[str, str]]) -> dict[str, str]:
     """Return the variables that show each rank the devices of all ranks on its node.
 
-    The device of a rank is at the index of its local rank. If a rank saw only the device of its bundle, it would have
-    number 0 in every rank. However, frameworks use the device whose number is the local rank, and NCCL accesses a
-    neighbour's memory only if the neighbour's device is visible.
+    The device of a rank is at the index of its local rank. If each rank saw only the device of its bundle, that device
+    would have number 0 in every rank. However, frameworks use the device whose number is the local rank, and NCCL
+    accesses a neighbour's memory only if the neighbour's device is visible.
     """
     names = dict.fromkeys(name for each in devices for name in each)
     found = {}

@@ -60,7 +60,7 @@ class Host:
         stream: The stream to the kernel, which `close` closes.
 
     Attributes:
-        lost: Why the stream ended although the kernel did not leave, or "".
+        lost: Why the stream ended even though the kernel did not leave, or "".
         refused: Why the kernel has refused this host, or "".
     """
 
@@ -71,7 +71,7 @@ class Host:
         self.lost = self.refused = ""
         self._guard_due = 0.0
         self._pace, self._relayed = RateLimiter(RELAY_SECONDS, burst=50), 0
-        self._pieces: list[tuple[int, str, bytes]] = []  # Data that was read from the ranks and not sent yet.
+        self._pieces: list[tuple[int, str, bytes]] = []  # Data that has been read from the ranks but not sent yet.
         self._messages: deque[Event] = deque()
         # Use a thread: a rank that does not read, such as a suspended one, must not block the others, or its own
         # signals.
@@ -211,7 +211,7 @@ class Host:
         self.report_end(rank, end)
 
     def report_end(self, rank: int, end: Exit) -> None:
-        """Report how a rank ended. All its output was sent before."""
+        """Report how a rank ended. All its output has been sent before."""
         self.send(EndedEvent(rank, end.code, end.signal, end.max_rss))
 
     def release(self, process: RankProcess) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 CLOCK_ROUNDS = 5
 CLOCK_SECONDS = 2.0
 SLICE_SECONDS = 0.2
-"""Seconds between two checks whether the run is to be stopped."""
+"""Seconds between two checks of whether the run is to be stopped."""
 
 
 _START_REPLIES = (protocol.StartedEvent, protocol.LeaveEvent, protocol.StopRequest)
@@ -37,7 +37,7 @@ class HostConnection:
     """The connection to one host and its ranks.
 
     Args:
-        incoming: The host.
+        incoming: The host that has connected.
 
     Attributes:
         node: Index of the host's machine in the run.
@@ -85,7 +85,7 @@ class HostConnection:
         self.clock_offset = best[1] if abs(best[1]) > best[0] else 0.0
 
     def await_started(self, order: WorkerOrder, timeout: float, stopping: Callable[[], bool] = bool) -> RemoteRank:
-        """Wait until the host has started its next rank, and return it. If the host is lost, the rank is an ended one.
+        """Wait until the host has started its next rank, and return it, or an ended rank if the host is lost.
 
         Args:
             order: The rank's order.
@@ -203,7 +203,7 @@ class HostConnection:
             self.on_last_end()
 
     def close(self, reason: str = "") -> None:
-        """Close the connection. ``reason`` is why the host is refused, if it is. The host kills its remaining ranks."""
+        """Close the connection, so that the host kills its ranks. If the host is refused, ``reason`` says why."""
         self.send(protocol.LeaveEvent(reason))
         self.disconnect()
         self._stream.close()

@@ -99,7 +99,7 @@ class JournalEvent(Event):
 
 @dataclass(slots=True)
 class StopRequest(Event):
-    """The user of the host stops the run. Its ranks have ``grace`` seconds to end."""
+    """The user of the host stops the run. The ranks have ``grace`` seconds to end."""
 
     grace: float
 
@@ -172,7 +172,7 @@ class FramesEvent(RankEvent):
 class EndedEvent(RankEvent):
     """A rank's process has exited, as in ``launch.state.rank_result.Exit``.
 
-    All its output and frames were sent before.
+    All its output and frames have been sent before.
     """
 
     code: int | None

@@ -35,20 +35,20 @@ EVENTS = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDE
 EVENTS |= zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 """The events that are requested from libzmq's monitor. EVENT_HANDSHAKE_FAILED_PROTOCOL must not be among them.
 
-libzmq 4.3.5 also emits it for a forged message of an established connection. That resets `errno`, so that libzmq stops
-reading the connection instead of ending it. If the peer then disconnects, the next heartbeat fails the assertion
-`!_io_error`, and the process aborts (compare zeromq/libzmq#4841).
+libzmq 4.3.5 also emits this event for a forged message of an established connection. Doing so resets `errno`, and
+libzmq therefore stops reading the connection instead of ending it. If the peer then disconnects, the next heartbeat
+fails the assertion `!_io_error`, and the process aborts (compare zeromq/libzmq#4841).
 """
 HANDSHAKE_SECONDS = 30.0
 """How long the handshake of a connection may take before libzmq closes it."""
 CHECK_SECONDS = 0.2
-"""Seconds between two checks whether a connection is still wanted."""
+"""Seconds between two checks of whether a connection is still wanted."""
 MESSAGES = 100
 """Maximum messages read before other sockets get their turn."""
 MAX_WAITING = 1024
-"""Maximum connections in their handshake. One more closes the oldest. It is lower if the limit of open files is low."""
+"""Maximum connections in their handshake. One more closes the oldest. A low limit of open files lowers the maximum."""
 MAX_REPORTS = 20
-"""Maximum refused connections that are reported one by one. For the rest, only their number is reported."""
+"""Maximum refused connections that are reported one by one. Only the number of the others is reported."""
 _T = TypeVar("_T")
 _ZAP = "inproc://zeromq.zap.01"
 _UNKNOWN_PEER = "it does not know the run's secret, or uses another protocol"
@@ -56,7 +56,7 @@ _CROWDED = "too many connections were waiting for their handshake"
 
 
 class IncomingHost(NamedTuple):
-    """A host that has authenticated: its stream, its first message, and others that arrived along with it."""
+    """A host that has authenticated: its stream, its first message, and the messages that arrived along with it."""
 
     stream: Stream
     hello: HelloEvent
@@ -66,7 +66,7 @@ class IncomingHost(NamedTuple):
 class HostListener(Exchange):
     """Listens for the hosts of one run, and carries their streams. Its thread ends with the last stream.
 
-    Hosts may connect until `close`, while others are connected. A selector can wait for the next host (`fileno`).
+    Hosts may connect until `close`, even while others are connected. A selector can wait for the next host (`fileno`).
 
     Args:
         address: The one address of this machine to listen on.
@@ -334,7 +334,7 @@ class KernelConnection(Exchange):
         dealer.curve_serverkey = keys.kernel_public
         dealer.curve_publickey, dealer.curve_secretkey = keys.host_public, keys.host_secret
         dealer.setsockopt(zmq.RECONNECT_IVL, -1)
-        # No limit: a silent kernel, such as a suspended one, is not refusing the connection.
+        # There is no limit, because a silent kernel, such as a suspended one, is not refusing the connection.
         dealer.setsockopt(zmq.HANDSHAKE_IVL, 0)
         dealer.ipv6 = True
         self._monitor = dealer.get_monitor_socket(EVENTS)
@@ -418,7 +418,7 @@ def connect_to_kernel(
 
     Raises:
         AuthenticationError: The listener has another secret, or does not belong to a run.
-        OSError: Nothing listens there, or ``stopping``.
+        OSError: Nothing listens at the address, or ``stopping`` returned True.
     """
     problem = OSError(f"{address} has no address")
     for *_, found in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):

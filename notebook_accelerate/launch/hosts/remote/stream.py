@@ -59,8 +59,9 @@ FLUSH_SECONDS = 5.0
 class Stream:
     """One end of a stream of events. Any thread may send; one thread receives.
 
-    The connection must last until the peer has sent its end, which the peer also does to confirm this one's. Otherwise
-    libzmq may drop messages that it has already encoded together with the socket, whatever the linger time is.
+    The connection must last until the peer has closed its end, which the peer also does to confirm that this end has
+    closed. Otherwise libzmq may drop messages that it has already encoded together with the socket, whatever the linger
+    time is.
 
     Args:
         exchange: Carries the stream.
@@ -243,7 +244,7 @@ class Exchange(ABC):
         pace: Limits wake-ups that carry little data, because each costs several times as much as a short message.
 
     Attributes:
-        changed: Notified when a stream has changed. It guards all of them.
+        changed: A condition that guards all streams, and is notified when a stream has changed.
     """
 
     def __init__(self, name: str, pace: RateLimiter) -> None:
@@ -276,7 +277,7 @@ class Exchange(ABC):
             self._ready.set()
 
     def after_close(self) -> None:
-        """Called after a stream was closed."""
+        """Called after a stream has been closed."""
         return
 
     # ---- the receiving thread
@@ -347,7 +348,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def _streams(self) -> Iterable[Stream]:
-        """Return the streams."""
+        """Return the streams that are carried now."""
 
     @abstractmethod
     def _is_over(self) -> bool:
@@ -366,7 +367,7 @@ class Exchange(ABC):
 
 SECRET_BYTES = 32
 MESSAGE_BYTES = (1 << 18) + 64
-"""The longest message."""
+"""Maximum size of a message, in bytes."""
 KEEP_ALIVE = (5.0, 15.0)
 """The interval of libzmq's heartbeats, and the silence after which it ends a connection, in seconds.
 
