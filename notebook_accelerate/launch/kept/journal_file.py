@@ -16,7 +16,7 @@ from notebook_accelerate.telemetry.curves import m4
 from notebook_accelerate.telemetry.store import Record
 
 MAX_JOURNAL_BYTES = 64 << 20
-"""A larger journal is thinned, its curves to `KEPT_POINTS` and its output to `KEPT_LOG_BYTES`."""
+"""A journal larger than this is thinned: its curves to `KEPT_POINTS`, and its output to `KEPT_LOG_BYTES`."""
 KEPT_POINTS = 700_000
 """Points of all curves together that remain when a run's journal is thinned: 16 MiB."""
 KEPT_LOG_BYTES = 8 << 20
@@ -31,7 +31,7 @@ class JournalFile:
         path: The file, which is created.
 
     Attributes:
-        path: The file.
+        path: The path of the file.
         size: Its size in bytes, counting whole frames only.
     """
 
@@ -79,7 +79,7 @@ class JournalFile:
 
     @property
     def is_long(self) -> bool:
-        """Whether to thin the file. If the thinned file is long itself, wait until it has grown by half."""
+        """Whether to thin the file. If the file is long even after thinning, wait until it has grown by half."""
         return self.size > max(MAX_JOURNAL_BYTES, self._thinned_size * 3 // 2)
 
     def thin(self) -> None:
@@ -132,7 +132,7 @@ def thinned_frames(contents: JournalContents, lines: Sequence[Record], run_event
     """Return the frames of a journal with a bounded part of the curves of ``contents``.
 
     Args:
-        contents: The contents.
+        contents: The contents of the journal to thin.
         lines: The lines of output to include.
         run_events: Number of the run's own events to include, or None for all.
     """
@@ -153,8 +153,8 @@ def points_frames(journal: Journal, until: float | None = None) -> list[bytes]:
     """Return the frames of the curves, thinned to `KEPT_POINTS`.
 
     Args:
-        journal: The journal.
-        until: Seconds since the epoch. Later points are omitted.
+        journal: The journal with the curves.
+        until: A time in seconds since the epoch. Later points are omitted. If None, all points are included.
     """
     stores = (journal.store, journal.store.automatic)
     series = [(store, name, rank) for store in stores for name in store.metric_names() for rank in store.ranks_of(name)]
@@ -177,7 +177,7 @@ def points_frames(journal: Journal, until: float | None = None) -> list[bytes]:
 
 
 def last_lines(journal: Journal, most_bytes: int | None = None) -> Sequence[Record]:
-    """Return the newest lines of all ranks in order of time, limited to ``most_bytes`` in total (None: no limit)."""
+    """Return the newest lines of all ranks in order of time, at most ``most_bytes`` in total if it is not None."""
     store = journal.store
     found = [
         Record(rank, line.time, LogEvent(line.stream, line.text))

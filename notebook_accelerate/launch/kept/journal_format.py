@@ -67,7 +67,7 @@ MAX_RANKS = 1 << 14
 MAX_CONTAINERS = 1 << 20
 """Maximum number of lists and objects in a frame's JSON. Each takes 64 bytes of memory or more."""
 LATEST_TIME = 253_000_000_000.0
-"""The latest time accepted, in seconds since the epoch (year 9987): datetime ends at 9999."""
+"""The latest time accepted, in seconds since the epoch (in the year 9987), because datetime ends with the year 9999."""
 _TIMES = frozenset({"time", "since", "until"})
 """Names of fields that hold such times."""
 
@@ -209,7 +209,8 @@ Points = dict[tuple[str, int], tuple[list[int], list[float], list[float]]]
 def take_points(row: Any, points: Points) -> bool:
     """Add the points of a row to ``points``, or return False for a row that must be read by `record_of`.
 
-    Most rows of most journals are logged numbers with a step. This function reads them in a tenth of the time.
+    Most rows of most journals are logged numbers with a step. This function reads them in a tenth of the time that
+    `record_of` takes.
     """
     try:
         kind, rank, time, fields_of_row = row
@@ -298,7 +299,7 @@ def _checked_time(time: float, what: str) -> float:
 
 
 def _from_json(hint: Any, value: object, what: str) -> Any:
-    """Return a JSON value as the type ``hint``. Raise ValueError if it has another type."""
+    """Convert a JSON value to the type ``hint``, or raise ValueError if it has another type."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         guarded_files.check_depth(value)

@@ -33,9 +33,9 @@ from notebook_accelerate.telemetry.store import Record, SeriesTail
 from notebook_accelerate.telemetry.tracebacks import describe_error
 
 MAX_READ_BYTES = 512 << 20
-"""A larger file is refused, because this package does not write such journals."""
+"""Maximum size of a file in bytes. A larger one is refused, because this package does not write such journals."""
 MAX_WORK = 1_500_000_000
-"""Maximum references to copy while reading the events of a run, which takes about five seconds.
+"""Maximum number of references to copy while reading the events of a run, which takes about five seconds.
 
 Each event copies the references to the run's ranks, notes and attempts. A run of 16,000 ranks needs two thirds of the
 limit.
@@ -55,7 +55,7 @@ PROBLEM_SECONDS = 1.0
 """Seconds to wait for the reason why a result is not saved."""
 
 ResultLoader = Callable[[int, Any], RankResult]
-"""Returns the result of a rank, given the file description in its event. None: no file. `...`: no description."""
+"""Returns a rank's result, given the file description in its event (None without a file, `...` if it is missing)."""
 
 
 # ---- a file
@@ -122,7 +122,7 @@ def _open_journal(path: Path) -> BinaryIO:
 
     Raises:
         FileNotFoundError: The file does not exist.
-        BrokenRunError: It is too large, or not a regular file.
+        BrokenRunError: The file is too large, or not a regular file.
     """
     try:
         file = os.fdopen(guarded_files.open_regular(path), "rb")
@@ -172,7 +172,7 @@ class JournalContents:
     Attributes:
         load_result: Returns the results of ranks.
         journal: The events.
-        header: The section about the launch. Empty before it was read.
+        header: The section about the launch, empty until it has been read.
         sections: The other sections of `_SECTIONS`, by kind.
         stored: The description of each rank's result file, as its event contains it.
         latest: The latest of the events of ranks that supersede each other, by `replacement_key`.
@@ -299,7 +299,7 @@ class JournalContents:
             self.journal.append(event, record.time)
 
     def _count_run_event(self) -> bool:
-        """Count one of the run's own events. Return whether it is missing in the journal."""
+        """Count one of the run's own events. Return whether it is missing from the journal."""
         self.run_events += 1
         if self.run_events <= self.known:
             return False
@@ -404,7 +404,7 @@ class JournalReader:
 
     @property
     def journal(self) -> Journal:
-        """The journal."""
+        """The journal to which the records are added."""
         return self.contents.journal
 
     # ---- records from the process
@@ -416,7 +416,7 @@ class JournalReader:
             return self.position
 
     def take_history(self, position: int, data: bytes) -> None:
-        """Add a part of a journal with all records before ``position``. If it is 0, more parts follow.
+        """Add a part of a journal with all records before ``position``. If ``position`` is 0, more parts follow.
 
         Raises:
             BrokenRunError: The data is not a part of a journal.

@@ -78,10 +78,10 @@ class KeptRun:
 
 
 class KeptRuns(Sequence[KeptRun]):
-    """The kept runs in a folder, the oldest first. As the last line of a cell, it is a table with the latest curves.
+    """The kept runs in a folder, the oldest first. As the last line of a cell, they are a table with the latest curves.
 
     Args:
-        rows: The runs.
+        rows: The runs in the folder.
     """
 
     def __init__(self, rows: Iterable[KeptRun]) -> None:
@@ -161,8 +161,8 @@ def entry_of(row: KeptRun, label: str) -> RunEntry:
     """Return the row of a kept run in a table of runs.
 
     Args:
-        row: The run.
-        label: Its name in the table.
+        row: The kept run.
+        label: The name of the run in the table.
     """
     return RunEntry(
         key=label,

@@ -56,8 +56,8 @@ def open_run(path: str | PathLike[str]) -> Run:
         path: The run's folder, or the journal in it.
 
     Returns:
-        The run: read-only, with its panel, metrics, logs and report. While the process that runs it is alive, it
-            follows the journal. If that process exits without recording an end, its status is "lost".
+        The run, which is read-only, with its panel, metrics, logs and report. While the process that runs it is alive,
+        the run follows the journal. If that process exits without recording an end, the run's status is "lost".
 
     Raises:
         FileNotFoundError: There is no kept run at the path.
@@ -229,7 +229,7 @@ class _ReadOnly(NoCommands):
     """The commands of a run that another process runs.
 
     Args:
-        text: The error message of every command.
+        text: The error message that every command raises.
     """
 
     def __init__(self, text: str) -> None:
@@ -243,11 +243,11 @@ class _ReadOnly(NoCommands):
         """Do nothing."""
 
     def stop(self, grace: float) -> None:
-        """Raise an error."""
+        """Raise an error, because another process runs the run."""
         self._refuse()
 
     def interrupt(self, ranks: Iterable[int]) -> None:
-        """Raise an error."""
+        """Raise an error, because another process runs the run."""
         self._refuse()
 
 

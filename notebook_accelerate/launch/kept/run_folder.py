@@ -34,7 +34,7 @@ def create_folder(parent: str | os.PathLike[str], name: str, created: float) -> 
     """Create the folder of a run. Its name has the date, the time and the run's name, with a number if it is taken.
 
     Args:
-        parent: Folder of runs, which is created if it is missing.
+        parent: The folder in which runs are kept. It is created if it does not exist.
         name: The run's name.
         created: Seconds since the epoch.
 
@@ -77,7 +77,7 @@ def new_header(
         name: The run's name.
         number: Its number in its kernel.
         function: The launched function.
-        arguments: Its arguments.
+        arguments: The function's positional arguments.
         config: Configuration of the launch.
         at: When it was launched, in seconds since the epoch.
     """
@@ -114,7 +114,7 @@ def _stored_config(config: LaunchConfig) -> dict[str, Any]:
 
 
 def _plain(value: object, depth: int = 4) -> Any:
-    """Return a value as JSON can represent it. Other objects become the name of their type."""
+    """Convert a value to one that JSON can represent. Objects of other types become the name of their type."""
     if value is None or type(value) in (bool, int):
         return value
     if type(value) is float:
@@ -209,8 +209,8 @@ def delete_run(journal: Path, name: str, started: float, *, lost: bool) -> None:
     """Delete the files of an ended run, and the folder that was created for it if it contains no other files.
 
     Args:
-        journal: The file of its journal.
-        name: Its name.
+        journal: The file of the run's journal.
+        name: The run's name.
         started: When it was launched, in seconds since the epoch.
         lost: Whether its process ended without writing the last file.
 

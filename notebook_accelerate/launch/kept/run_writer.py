@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 PERIOD = 0.5
 """Seconds between two writes. If the kernel is killed, at most this much is lost, plus the duration of a write."""
 SYNC_SECONDS = 10.0
-"""Seconds after which the file is flushed to the disk."""
+"""Seconds between two flushes of the file to the disk."""
 RETRY_SECONDS = 10.0
 """Seconds until the next attempt after a disk error."""
 MAX_WAITING = 300_000
@@ -69,7 +69,7 @@ END_PERIOD = 2.0
 _WRITTEN: tuple[type[Event], ...] = (RunEvent, *journal_format.RANK_EVENTS)
 """The events that a journal contains."""
 _ALL_OF = frozenset({CheckpointEvent, DroppedEvent, EpochEvent, TraceEvent})
-"""Events of ranks that are all written although newer ones supersede them. Of others, only the last one per period."""
+"""Kinds of events that are all written, even superseded ones. Of other kinds, only the last one per period is."""
 _WRITE_BYTES = 1 << 20
 
 
@@ -89,7 +89,7 @@ class RunWriter:
         OSError: The file cannot be created.
 
     Attributes:
-        folder: The folder.
+        folder: The folder of the run.
         file: The file of the journal.
     """
 
@@ -121,7 +121,7 @@ class RunWriter:
         """Start the thread, which ends with the run.
 
         Args:
-            run: The run.
+            run: The run whose journal is written.
             history: Frames of the run that this run continues.
             stopping: Returns whether the user has stopped the run, even after its end.
         """
@@ -148,7 +148,7 @@ class RunWriter:
                 self._keep(_without_old_lines(self._waiting, self._waiting_chars - MAX_WAITING_CHARS // 2))
 
     def _keep(self, kept: list[Record]) -> None:
-        """Keep only these of the queued records, and count the others as dropped."""
+        """Keep only these queued records, and count the others as dropped."""
         for rank, count in (Counter(each.rank for each in self._waiting) - Counter(each.rank for each in kept)).items():
             self._dropped[rank] = self._dropped.get(rank, 0) + count
         self._waiting = kept
@@ -168,7 +168,7 @@ class RunWriter:
     # ---- on the writer's thread
 
     def _main(self) -> None:
-        self._code_thread.start()  # A thread, because git takes seconds on a large repository.
+        self._code_thread.start()  # Use a thread, because git takes seconds on a large repository.
         while True:
             over = self._over
             if over:
