@@ -18,13 +18,13 @@ HEAD_BYTES, TAIL_BYTES = 120_000, 40_000
 MAX_TAIL_CHARS = 2_000
 """Longer lines are truncated if they are among the last ones."""
 _BYTES_PER_LINE = 12
-"""Bytes that each line adds to a notebook's file: quotes, a comma, the indentation."""
+"""Bytes that each line adds to a notebook's file for its quotes, comma and indentation."""
 MAX_WAITING_CHARS = BURST_BYTES
-"""Maximum characters of queued displays. Displays beyond it are dropped."""
+"""Maximum number of characters of queued displays. Further displays are dropped."""
 
 
 class OutputBudget:
-    """The amount of output that may be sent now. An output may exceed it, and later ones then wait for the balance."""
+    """The amount of output that may be sent now. An output may exceed it, but later outputs then have to wait."""
 
     def __init__(self) -> None:
         self._left, self._time = float(BURST_BYTES), time.monotonic()
@@ -134,13 +134,13 @@ class WaitingDisplays:
         self._size += size
 
     def pop(self) -> DisplayEvent:
-        """Remove and return the display that has waited longest."""
+        """Remove and return the display that has waited the longest."""
         event = self._events.pop(next(iter(self._events)))
         self._size -= display_size(event)
         return event
 
     def first_shown(self, event: DisplayEvent) -> DisplayEvent:
-        """Return an event whose display exists. If the display was dropped, its update shows it instead."""
+        """Return the event. If it updates a display that was dropped, the returned event shows the display instead."""
         if event.update and event.display_id in self._never_shown:
             self._never_shown.discard(event.display_id or "")
             return replace(event, update=False)

@@ -124,7 +124,7 @@ class Publisher(ABC):
 
 
 class TextPublisher(Publisher):
-    """Writes to the streams of ``sys`` at the time of the launch: a terminal, a file, a capture."""
+    """Writes to the streams that ``sys`` had at the launch, such as a terminal, a file or a capture."""
 
     def __init__(self) -> None:
         super().__init__()

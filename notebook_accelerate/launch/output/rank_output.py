@@ -89,7 +89,7 @@ class RankOutput:
         self.settle()
 
     def finish(self, name: str | None = None) -> None:
-        """Process the end of one stream, or of all. The last line is complete even without a line break."""
+        """Process the end of one stream, or of all streams. The last line is complete even without a line break."""
         for each, stream in self._streams.items():
             stream.ended = stream.ended or name in (None, each)
         if name is None:
@@ -150,7 +150,7 @@ class RankOutput:
         self._publisher.cleared_lines(self._rank, "\n".join(lines), self._label)
 
     def _clear(self, *, wait: bool) -> None:
-        """Replace the lines since the last call, when the next output arrives if ``wait``, or immediately."""
+        """Replace the lines since the last call, immediately or, if ``wait``, when the next output arrives."""
         if not self._publisher.redraws:
             return
         self._replaces = wait

@@ -12,17 +12,17 @@ from typing import Any
 
 from notebook_accelerate.launch.output.running_cell import parent_message, running_kernel
 
-# ---- outputs of marimo's cells, which have no display ids, so that one of marimo's threads replaces the cell's output
+# ---- outputs of marimo's cells, which have no display ids, so a marimo thread replaces the cell's output
 
 _PAUSE = 0.5
-"""Seconds between two checks whether the cell was executed again."""
+"""Seconds between two checks of whether the cell was executed again."""
 
 
 class MarimoOutput:
     """The output of a marimo cell; see `CellOutput`.
 
     Args:
-        marimo: The module.
+        marimo: The imported ``marimo`` module.
     """
 
     parent: Any = None
@@ -32,7 +32,7 @@ class MarimoOutput:
     def __init__(self, marimo: Any) -> None:
         self._marimo = marimo
         self._bundles: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        # Create it here, on the cell's thread, because a marimo thread belongs to the cell that created it.
+        # Create the thread here, on the cell's thread, because a marimo thread belongs to the cell that created it.
         self._thread = marimo.Thread(target=self._replace, name="notebook-accelerate-marimo", daemon=True)
         self._started = False
 
@@ -140,7 +140,7 @@ class CellOutput:
         self._output.send(self._kernel, self.parent, data)
 
     def show_static(self, data: dict[str, Any]) -> None:
-        """Show a static bundle in addition to the live one. A notebook whose kernel was killed keeps it."""
+        """Show a static bundle in addition to the live one. It remains in the notebook even if the kernel is killed."""
         self._beside.send(self._kernel, self.parent, data)
 
     def end(self, data: dict[str, Any]) -> None:
@@ -156,7 +156,7 @@ _at_exit: dict[Output, Callable[[], dict[str, Any]]] = {}
 
 
 def show_static_at_exit(output: Output, static: Callable[[], dict[str, Any]]) -> None:
-    """Show ``static()`` in ``output`` when the kernel exits. Without a kernel, the live view is an error message."""
+    """Show ``static()`` in ``output`` when the kernel exits. Without a kernel, the live view is an error."""
     if not _at_exit:
         atexit.register(_show_static_forms)
     _at_exit[output] = static

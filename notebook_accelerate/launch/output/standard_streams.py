@@ -1,4 +1,4 @@
-"""Write to the kernel's standard streams, which the user may have replaced by any object."""
+"""Write to the kernel's standard streams, which the user may have replaced with any object."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 class StandardStream:
     """A standard stream of the kernel. Writing to it never raises.
 
-    The stream may be None (pythonw, some servers), broken, an object that only has `write`, or use an encoding that
-    lacks characters. Characters that it cannot encode are escaped. A stream that raises is not used again.
+    The stream may be None (under pythonw and some servers), it may be broken or have only a `write` method, or its
+    encoding may lack characters. Characters that cannot be encoded are escaped. A stream that raises is not used again.
 
     Args:
-        stream: The stream.
+        stream: The stream to write to, or None.
         name: "stdout" or "stderr".
     """
 
