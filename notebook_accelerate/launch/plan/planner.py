@@ -1,4 +1,4 @@
-"""Decide how a launch happens. Planning is pure: it reads a configuration and facts, and starts nothing."""
+"""Decide how a launch happens, from a configuration and facts. Planning starts nothing."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class KernelFacts:
         can_fork: Whether this platform can fork at all.
         environment: The kernel's environment variables.
         alias_hazard: Why ranks with the kernel's modules cannot provide this package as ``accelerate``, or "".
-        peer_to_peer: Returns whether the GPUs can read each other's memory, or the driver reports only a real ability.
-            It is a function because the check queries the driver.
+        peer_to_peer: Returns False if the GPUs cannot read each other's memory but the driver reports that they can. It
+            is a function because the check queries the driver.
     """
 
     fork_hazard: Callable[[], str] = lambda: ""
@@ -115,7 +115,7 @@ def make_plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) 
     if accelerator == "tpu":
         num_processes = _tpu_processes(config, hardware)
     if accelerator == "mps" and num_processes > 1:
-        accelerator, count = "cpu", 0  # Ranks cannot share the one MPS device.
+        accelerator, count = "cpu", 0  # Ranks cannot share the only MPS device.
     if count and num_processes > count:
         raise ValueError(
             f"num_processes={num_processes}, but this machine has {count} {accelerator} device{'s' * (count > 1)}; "
@@ -237,7 +237,7 @@ def joined(plan: LaunchPlan, sizes: Sequence[int], store: tuple[str, int], inter
         plan: The plan before they joined.
         sizes: Number of ranks on each node, in order.
         store: Address and port at which rank 0 serves the store of the process group.
-        interface: Name of the network interface between the nodes, or "" to leave the choice to the back end.
+        interface: Name of the network interface between the nodes, or "" to leave the choice to the backend.
         run_name: The run's name on all nodes.
     """
     return replace(
