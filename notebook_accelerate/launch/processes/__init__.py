@@ -24,7 +24,7 @@ def process_backend(name: str) -> type[ProcessBackend]:
         ValueError: The method is unknown; the message lists the known ones.
     """
     rows = dict(ROWS)
-    if name not in rows:  # Last, because searching the installed packages takes longer than forking a rank.
+    if name not in rows:  # Search the installed packages last, because that takes longer than forking a rank.
         rows |= {entry.name: entry.value for entry in entry_points(group="notebook_accelerate.launch_backends")}
     if name not in rows:
         raise ValueError(f"start_method={name!r} is not known; pass one of {', '.join(sorted(rows))}")

@@ -29,7 +29,7 @@ class DispatchSelector(selectors.DefaultSelector):
 
 
 def dispatch(selector: DispatchSelector, timeout: float | None) -> None:
-    """Wait up to ``timeout`` seconds (None: forever) and call the callback of every registration that became ready."""
+    """Wait up to ``timeout`` seconds (None: forever) and call the callback of every registration that is ready."""
     call_ready(selector, selector.select(timeout))
 
 
@@ -47,7 +47,7 @@ def call_ready(selector: DispatchSelector, ready: Sequence[tuple[selectors.Selec
 
 
 class WakeDescriptor:
-    """A descriptor that is readable from `set` until `clear`; forked ranks do not keep it open."""
+    """A descriptor that is readable from `set` until `clear`. Forked ranks do not keep it open."""
 
     def __init__(self) -> None:
         self._ends = socket.socketpair()
@@ -57,7 +57,7 @@ class WakeDescriptor:
         self._is_set = False
 
     def fileno(self) -> int:
-        """Return the descriptor; -1 when closed."""
+        """Return the descriptor, or -1 if it is closed."""
         return self._ends[0].fileno()
 
     def set(self) -> None:
@@ -68,7 +68,7 @@ class WakeDescriptor:
                 self._ends[1].send(b"!")
 
     def clear(self) -> None:
-        """Make the descriptor unreadable. Call this before checking for work, or a signal may be lost."""
+        """Make the descriptor not readable. Call this before checking for work; otherwise a signal may be lost."""
         with suppress(OSError):  # The descriptor is not set, or closed.
             self._ends[0].recv(64)
         self._is_set = False

@@ -1,4 +1,4 @@
-"""Start ranks by forking the kernel. They share its memory copy-on-write, so nothing is pickled."""
+"""Start ranks by forking the kernel. The ranks share its memory copy-on-write, so nothing is pickled."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ForkBackend(ProcessBackend):
             super().start_ranks(orders, processes.append)
         finally:
             spins.release()
-            # Notify only after the last fork: memory written between two forks would have to be copied.
+            # Notify only after the last fork, because memory written between two forks would have to be copied.
             for process in processes:
                 started(process)
 
@@ -82,5 +82,5 @@ class ForkBackend(ProcessBackend):
 
 
 def _collapse_unshared_memory() -> None:
-    """Move the kernel's memory into huge pages, unless ranks share it: they would keep the small pages as well."""
+    """Move the kernel's memory into huge pages, unless ranks share it, because they keep the small pages alive."""
     collapse_memory(COLLAPSE_SECONDS, stop=lambda: bool(ForkedRank.living))

@@ -31,7 +31,7 @@ def collapse_memory(seconds: float, stop: Callable[[], bool] = lambda: False) ->
     """Move this process's private memory into pages of 2 MiB if the system supports it; otherwise do nothing.
 
     A fork copies one page table entry per page, and the exit of a process visits them all. Measured with torch imported
-    (160 MiB), a fork and the exit of its process took 8 ms and 10 ms of processor time before, and 3 ms and 4 ms after.
+    (160 MiB), a fork and the exit of its process took 8 ms and 10 ms of CPU time before, and 3 ms and 4 ms after.
     A launch of 16 ranks returned after 0.82 s rather than 1.24 s, on a busy machine with 2 processors. Only ranges that
     are at least half resident are moved, so memory use stays about the same.
 
@@ -49,7 +49,7 @@ def collapse_memory(seconds: float, stop: Callable[[], bool] = lambda: False) ->
             if stop() or time.monotonic() > deadline:
                 return
             if _mostly_resident(pages.fileno(), start):
-                # Fails on older systems, and when there are no free huge pages.
+                # This fails on older systems, and when there are no free huge pages.
                 advise(start, HUGE_PAGE, _MADV_COLLAPSE)
 
 
@@ -79,8 +79,8 @@ class BriefSpins:
     processors, it spins only for microseconds (see GOMP_SPINCOUNT in its manual). However, libgomp counts the threads
     of its own process only and does not see that the other ranks use the same processors. A forked process inherits the
     count but not the threads, so a team with one thread per processor waits in this process during the fork. Measured
-    with 16 ranks of 2 threads on 2 processors, each computing ten products of 512 x 512 matrices: 4.0 s of processor
-    time before, 0.85 s after.
+    with 16 ranks of 2 threads on 2 processors, each computing ten products of 512 x 512 matrices: 4.0 s of CPU time
+    before, and 0.85 s after.
     """
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ from notebook_accelerate.integrations import accelerate_alias
 from notebook_accelerate.launch.plan.planner import KernelFacts
 
 PROBE_SECONDS = 2.0
-"""Time limit in seconds of the probe, which needs a few milliseconds. A slower kernel counts as unsafe."""
+"""Time limit of the probe, in seconds. It normally needs a few milliseconds, so a slower kernel counts as unsafe."""
 MAX_WAITS = 15
 """The limit is extended up to this many times while the probe only waits for a processor on a busy machine."""
 SAMPLE_SECONDS, MAX_SAMPLES = 0.01, 100
@@ -70,7 +70,7 @@ def _accelerator_runtime(maps: str) -> str:
         return "CUDA is initialised in the kernel"
     for name in ("cuda", "xpu", "npu", "mlu", "musa", "sdaa", "hpu"):
         runtime: Any = sys.modules.get(f"torch.{name}") or sys.modules.get(f"torch_{name}.{name}")
-        with contextlib.suppress(Exception):  # A back end that is only partly loaded cannot be initialised.
+        with contextlib.suppress(Exception):  # A backend that is only partly loaded cannot be initialised.
             if runtime is not None and runtime.is_initialized():
                 return f"{name.upper()} is initialised in the kernel"
     return ""
@@ -95,7 +95,7 @@ def _xla_runtime(_maps: str) -> str:
 
 
 def _tpu_runtime(_maps: str) -> str:
-    """Torch imports torch_tpu. On a machine with a TPU, it prepares a runtime that refuses to work after a fork."""
+    """Return the hazard of torch_tpu, which torch imports. Its runtime for TPUs refuses to work after a fork."""
     if "torch_tpu" in sys.modules and device_counts.count("tpu"):
         return "torch_tpu is loaded in the kernel"
     return ""
@@ -160,7 +160,7 @@ def _state(thread: Path) -> str:
 
 
 def _cpu_nanoseconds(thread: Path) -> int:
-    """Return the processor time that a thread has used."""
+    """Return the CPU time that a thread has used, in nanoseconds."""
     with contextlib.suppress(OSError, ValueError):
         return int((thread / "schedstat").read_text().split()[0])
     return 0
@@ -191,8 +191,8 @@ _passed: set[tuple[frozenset[str], frozenset[str]]] = set()
 def probe_if_changed(maps: str | None = None) -> str:
     """Probe on a new thread, unless a probe has passed with the same libraries and the same kinds of threads.
 
-    A probe takes a third of the time of a launch of two ranks. Like the run's own thread, it needs a thread without an
-    OpenMP team: forked from the main thread, a probe could wait for the dead workers of that thread's team.
+    A probe takes a third of the time of a launch of two ranks. Like the ranks, it is forked from a thread without an
+    OpenMP team. A probe forked from the main thread could wait for the dead workers of that thread's team.
 
     Args:
         maps: The memory map of this process, or None to read it.
@@ -335,6 +335,6 @@ def _fork() -> int:
         return os.fork()
     with (
         warnings.catch_warnings()
-    ):  # Affects all threads: a thread that enters or leaves such a block now may lose its own filters.
+    ):  # This affects all threads: a thread that enters or leaves such a block now may lose its own filters.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()

@@ -117,7 +117,7 @@ def _acting_as_rank(run: InlineContext) -> Iterator[None]:
         mixed_precision=run.config.mixed_precision, cpu=run.config.cpu or run.plan.accelerator == "cpu"
     )
     tees = _Tee(sys.stdout, "stdout", run.journal), _Tee(sys.stderr, "stderr", run.journal)
-    try:  # Start the try block before the first change: an interrupt may arrive between any two lines.
+    try:  # Start the try block before the first change, because an interrupt may arrive at any time.
         os.environ.update({**variables, **rank_environment(run.plan, 0)})
         sys.stdout, sys.stderr = tees
         install_sink(_DirectSink(run.journal))  # type: ignore[arg-type]
@@ -177,7 +177,7 @@ def _is_clean_exit(error: BaseException) -> bool:
 
 @deferred_interrupts()
 def end_before_start(context: InlineContext) -> None:
-    """End a run that was interrupted before its function started, or a call that stops all runs would wait for it."""
+    """End a run that was interrupted before its function started. Otherwise, stopping all runs would wait for it."""
     state = context.journal.state
     if state.ended is None:
         _end(context, failures.stopped(context.id, state.started))
@@ -197,7 +197,7 @@ def _end(context: InlineContext, ended: RunEnded) -> None:
 @deferred_interrupts()
 def _fail(context: InlineContext, error: BaseException) -> None:
     chain = tracebacks.chain_of(error)
-    # Not isinstance: it would run code of the exception's class, which may fail.
+    # Don't use isinstance, which would run code of the exception's class that may fail.
     is_exit = issubclass(type(error), SystemExit)
     kind = "exit" if is_exit else "exception"
     message = f"{chain[-1].type}: {chain[-1].message}".rstrip(": ")

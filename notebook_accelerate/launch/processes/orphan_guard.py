@@ -1,4 +1,4 @@
-"""Kill the processes that ranks have started when the kernel dies."""
+"""When the kernel dies, kill the processes that its ranks have started."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def _mark_of(pid: int) -> int:
 
 
 class OrphanGuard:
-    """A shell that kills the processes started by ranks when their kernel dies, even those that have left the group.
+    """A shell that kills the processes started by ranks, even those that have left the group, when their kernel dies.
 
     A rank itself needs no guard. Linux kills it with its kernel (``worker.entry.die_with_parent``). On other systems,
     its agent kills it and its process group when the channel closes. The shell kills the processes that a rank has
     started, which may have left the group and lost their parent. It finds them by their mark, so it runs on Linux only.
 
-    The shell runs while there are ranks. It costs the kernel 0.3 ms of processor time per launch.
+    The shell runs while there are ranks. It costs the kernel 0.3 ms of CPU time per launch.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class OrphanGuard:
             self._ranks += 1
 
     def ensure(self) -> None:
-        """Start the shell if there are ranks and it is not running. Called periodically, as it may be killed."""
+        """Start the shell if there are ranks and it is not running. Called periodically, because it may be killed."""
         if sys.platform != "linux":
             return
         with self._lock:
@@ -76,12 +76,12 @@ class OrphanGuard:
         """Drop the parent's shell in a forked child. Replace the lock, which a thread may have held at the fork."""
         self._lock, self._ranks = threading.Lock(), 0
         if self._process is not None:
-            self._process.returncode = 0  # Not a child of this process, so it cannot be waited for.
+            self._process.returncode = 0  # The shell is no child of this process, so it cannot be waited for.
             self._close_input()
 
     def _end(self) -> None:
         assert self._process is not None
-        # Kill it before its input ends, which would make it kill the ranks. SIGKILL also works while it is stopped.
+        # Kill the shell before its input ends, which would make it kill the ranks. SIGKILL works even if it is stopped.
         self._process.kill()
         self._process.wait()
         self._close_input()
@@ -102,12 +102,12 @@ class OrphanGuard:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            # Not the kernel's environment, which may contain secrets.
+            # Don't pass on the kernel's environment, which may contain secrets.
             env={"PATH": os.environ.get("PATH", os.defpath)},
         )
         assert process.stdin is not None
         kernel_descriptors.add(process.stdin.fileno())
-        # Unmark the shell: a rank that launches ranks has a mark itself, and its guard has to outlive it.
+        # Unmark the shell, because a rank that launches ranks is marked itself, and its guard has to outlive it.
         set_mark(0, process.pid)
         return process
 

@@ -47,7 +47,7 @@ def to_file(function: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
     """Pickle a function and its arguments. Return the descriptor of the file, which the caller owns.
 
     Raises:
-        SerializationError: They cannot be pickled.
+        SerializationError: The function or its arguments cannot be pickled.
     """
     if isinstance(function, PickledFunction):
         return os.dup(function.payload)

@@ -48,13 +48,13 @@ _reserved: dict[Hashable, _HeldPort] = {}
 
 
 def reserve(user: Hashable, asked: int, *, fixed: bool, here: bool = True) -> tuple[int, str]:
-    """Reserve a port. Return it, with a note if it is not the requested one.
+    """Reserve a port. Return the port, and a note if it is not the requested one.
 
     Args:
-        user: The run that will use it, or a part of a run.
+        user: The run, or the part of a run, that will use the port.
         asked: The requested port, or 0 for any.
         fixed: Whether other machines know the port, so that it cannot be replaced.
-        here: Whether rank 0, which listens, is on this machine.
+        here: Whether rank 0, which listens on the port, is on this machine.
 
     Raises:
         PortInUseError: The port is fixed and taken.
@@ -118,7 +118,7 @@ def _hold(port: int) -> _HeldPort | None:
 
 
 def _free(port: int) -> bool:
-    # Test both: a server on all interfaces also uses loopback, and a server on loopback leaves the others free.
+    # Test both, because a server on all interfaces also uses loopback, and a server on loopback leaves the others free.
     return all(_can_bind(port, address) for address in ("127.0.0.1", ""))
 
 

@@ -121,7 +121,7 @@ class LocalRank(RankProcess):
         rank: Global index.
         pid: Its process id.
         ends: The kernel's ends of its channel and pipes.
-        exit_descriptor: Becomes readable when the rank ends, or None if the system cannot provide one.
+        exit_descriptor: A descriptor that becomes readable when the rank ends, or None if the system provides none.
     """
 
     def __init__(self, rank: int, pid: int, ends: RankPipes, exit_descriptor: int | None) -> None:
@@ -179,11 +179,12 @@ class LocalRank(RankProcess):
 
     def drain(self, listener: RankListener, *, channel: bool) -> None:
         for stream in list(self._open):
-            # The most that a pipe holds: a process started by the rank may outlive it and write forever.
+            # Read at most what a pipe holds, because a process started by the rank may outlive it and write forever.
             left = PIPE_BYTES
             while left > 0 and (count := self._read_output(listener, stream)):
                 left -= count
-        # Do not wait for end of file: a process that outlives the rank, such as a DataLoader worker, may hold it open.
+        # Do not wait for end of file, because a process that outlives the rank, such as a DataLoader worker, may hold
+        # the channel open.
         while channel and self.channel.readable() and self._read_channel(listener):
             pass
 
@@ -212,7 +213,7 @@ class LocalRank(RankProcess):
         return self._inspector.read_stacks(self.send_signal)
 
     def close(self) -> None:
-        # Kill the group only: the rank's own process id may have been reused.
+        # Kill only the group, because the rank's own process id may have been reused.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self.ends.close_kernel_side()
@@ -303,8 +304,8 @@ class OwnChild(LocalRank):
     def poll(self) -> Exit | None:
         """Reap the rank and return how it ended, or None if it is still running.
 
-        The user's code may reap the process first, with ``os.wait`` in a thread or by ignoring SIGCHLD. Then it is
-        unknown how the process ended.
+        The user's code may reap the process first, with ``os.wait`` in a thread or by ignoring SIGCHLD. In that case,
+        it is unknown how the process ended.
         """
         try:
             if self.exit_descriptor is not None and not _has_ended(self.exit_descriptor):
@@ -317,18 +318,18 @@ class OwnChild(LocalRank):
     def _signal_process(self, number: int) -> None:
         if self.exit_descriptor is None:
             super()._signal_process(number)
-        # Signal by descriptor: the user's code may have reaped the rank, and its process id may have been reused.
+        # Signal by descriptor, because the user's code may have reaped the rank, whose process id may have been reused.
         else:
             signal.pidfd_send_signal(self.exit_descriptor, number)
 
 
 def _has_ended(pidfd: int) -> bool:
-    """Return whether a child has exited and waits to be reaped. Also True if the system cannot find out.
+    """Return whether a child has exited and waits to be reaped. Also return True if the system cannot tell.
 
     Raises:
         ChildProcessError: The child has exited and was reaped.
     """
-    by_pidfd = getattr(os, "P_PIDFD", None)  # Missing in a Python that was built with an older libc.
+    by_pidfd = getattr(os, "P_PIDFD", None)  # It is missing if Python was built with an older libc.
     if by_pidfd is None:
         return True
     try:

@@ -77,7 +77,7 @@ def rank_main(channel: int, stdout: int, stderr: int, payload: int, parent: int,
     entry.discard_interrupt(parent)
     for name in preloaded:
         importlib.import_module(name)
-    # Do not read to end of file: a rank forked since then may hold the other end open.
+    # Do not read to end of file, because a rank forked since then may hold the other end open.
     order = pickle.load(sys.stdin.buffer)
     descriptors = entry.RankDescriptors(channel, stdout, stderr, parent)
     entry.main(order, descriptors, lambda: load_file(payload), None, forked=False)

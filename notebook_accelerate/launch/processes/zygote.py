@@ -47,15 +47,15 @@ if TYPE_CHECKING:
 
 LENGTH = struct.Struct("!I")
 STATUS = struct.Struct("!qq")
-"""Written by the server when a rank has exited: its wait status and its peak resident memory in KiB."""
+"""The message of the server about an exited rank: its wait status and its peak resident memory in KiB."""
 CROWDED = 1 << 31
 """Flag in a request's length: the ranks have more threads than there are processors."""
 READY = b"\1"
-"""Written by the server once, when it has imported the modules that ranks need first."""
+"""The first message of the server, sent when it has imported the modules that ranks need first."""
 START_SECONDS = 120.0
 """How long the server may take to import torch."""
 REPORT_SECONDS = 0.05
-"""How long after a rank's end its server may take to report the exit status. It usually takes less than 1 ms."""
+"""How long the server may take to report the exit status of an ended rank. It usually takes less than 1 ms."""
 
 
 class Zygote:
@@ -149,7 +149,7 @@ class Zygote:
         return pid
 
     def _last_reply(self, wait: Wait) -> int:
-        while self._unread:  # Count replies one by one: a stop may leave the remaining ones to the next request.
+        while self._unread:  # Count replies one by one, because a stop may leave some of them to the next request.
             reply = receive(self._control, LENGTH.size, wait)
             if len(reply) < LENGTH.size:
                 raise LaunchError(f"the server process has ended{self.log_tail()}")
@@ -227,7 +227,7 @@ def close_zygote() -> None:
     global _zygote  # noqa: PLW0603 - one server per kernel
     with _lock:
         if (ended := _zygote) is not None:
-            _zygote = None  # Clear it first: if close() is interrupted, the next launch must not use this server.
+            _zygote = None  # Clear it first, in case close() is interrupted: no launch may use this server.
             ended.close()
 
 
@@ -239,7 +239,7 @@ class ZygoteRank(LocalRank):
         pid: Its process id.
         ends: The kernel's ends of its channel and pipes.
         status: Descriptor of the pipe to which the server writes the wait status.
-        server: The server.
+        server: The server that forked the rank.
     """
 
     def __init__(self, rank: int, pid: int, ends: RankPipes, status: int, server: Zygote) -> None:
@@ -349,9 +349,9 @@ def warm_up() -> None:
 STUCK_SECONDS = 5.0
 """A server that has not served a request for this long is stuck, unless it waits for a processor or a disk."""
 IDLE_SECONDS = 1.0
-"""A sleeping server that has used no processor time for this long is not working on the request."""
+"""A sleeping server that has used no CPU time for this long is not working on the request."""
 SLICE_SECONDS = 0.05
-"""Seconds between two checks whether the run is to be stopped."""
+"""Seconds between two checks of whether the run is to be stopped."""
 MOST_PER_SLICE = 1.0
 """At most this much time counts per check. A later check means that this process was suspended, perhaps with the
 server."""

@@ -35,7 +35,7 @@ PRELOADED = (
 PRELOADED_WHEN_IDLE = ("torch._dynamo",)
 """Imported when the server is idle: every optimizer imports it on first use, which takes a second."""
 PRELOAD_AFTER = 1.0
-"""Idle seconds before that import, which delays a launch that arrives during it."""
+"""Idle seconds before that import. A launch that arrives during the import is delayed."""
 COLLAPSE_AFTER = 0.01
 """Idle seconds before memory is moved into huge pages. The move stops when a launch arrives."""
 COLLAPSE_SECONDS = 1.0
