@@ -27,12 +27,12 @@ class Curve(NamedTuple):
     """The points of one line.
 
     Attributes:
-        label: Its name in the legend.
-        x: Steps, float64, shape (n,); seconds for the points without a step.
+        label: The name of the line in the legend.
+        x: Steps, float64, shape (n,), or seconds for points without a step.
         y: Values, float64, shape (n,). Values that are not finite are drawn as gaps.
         low: Lower edge of the envelope around the line, float64, shape (n,), or None without an envelope.
-        high: Upper edge.
-        seconds: Times since the origin of the source, float64, shape (n,), or None if they are ``x``.
+        high: Upper edge of the envelope, like ``low``.
+        seconds: Times since the origin of the source, float64, shape (n,), or None if they are the same as ``x``.
         cursor: The cursor for the next points.
         whole: Whether these are all points, rather than a continuation of earlier ones. The points of an envelope
             replace all earlier points whose ``x`` is not below their first ``x``.
@@ -127,7 +127,7 @@ class Source:
         """Yield the curves of these metrics, leaving out curves without points.
 
         Args:
-            names: The metrics.
+            names: The names of the metrics.
             few: Maximum number of ranks with their own curve. More ranks are drawn as an envelope, with at most half
                 as many chosen ranks on top, because readers cannot distinguish more curves.
         """

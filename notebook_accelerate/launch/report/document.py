@@ -46,7 +46,7 @@ class Cell:
     """A cell with more than plain text.
 
     Attributes:
-        text: The text.
+        text: The text of the cell.
         badge: A remark after the text, such as "straggler".
         state: The state that the text names, which panels mark with a shape and a colour, or "".
         part: The index of the part of a step whose colour is shown, or -1.
@@ -129,8 +129,8 @@ class Table:
 
     Attributes:
         key: Identifies the table in its document.
-        columns: The columns.
-        groups: The rows.
+        columns: The columns, from left to right.
+        groups: The rows, in groups.
         caption: A text above the table, or "".
         label: Its name for screen readers, if no caption or heading names it.
         pairs: Whether it has only names and values. If so, it has no head below a caption, and wraps long values.
@@ -204,8 +204,8 @@ class Drawing:
     """A node with separate HTML and text forms.
 
     Attributes:
-        html: The HTML form, or "" to show nothing in HTML.
-        text: The text form, or "" to show nothing in text.
+        html: The HTML form, or "" if HTML shows nothing.
+        text: The text form, or "" if text shows nothing.
     """
 
     html: Markup = field(default_factory=Markup)

@@ -22,7 +22,7 @@ def element(name: str, /, *content: str, **attributes: object) -> Markup:
     """Return an element. Strings are escaped, and `Markup` is inserted unchanged.
 
     Args:
-        name: The tag.
+        name: The element's name.
         content: Texts and elements.
         attributes: Values by name; ``aria_label`` is written ``aria-label`` and ``class_`` is written ``class``.
             Floats are rounded to two decimals. None and False omit the attribute, and True writes only its name.
@@ -68,9 +68,9 @@ def svg_drawing(width: int, height: int, *content: str) -> Markup:
     """Return an SVG drawing.
 
     Args:
-        width: Pixels.
-        height: Pixels.
-        content: Its elements.
+        width: Width in pixels.
+        height: Height in pixels.
+        content: The elements of the drawing.
     """
     view = f"0 0 {width} {height}"
     attributes = {"xmlns": "http://www.w3.org/2000/svg", "role": "img", "width": width, "height": height}
@@ -83,10 +83,10 @@ def svg_text(x: float, y: float, text: str, fill: str, anchor: str = "start", **
     Args:
         x: Pixels from the left.
         y: Pixels from the top to the baseline.
-        text: The text.
-        fill: The colour.
+        text: The text to draw.
+        fill: The colour of the text.
         anchor: Which end of the text is at ``x``: "start", "middle" or "end".
-        attributes: More attributes.
+        attributes: Further attributes of the element.
     """
     visible = "".join(character if character.isprintable() else "\ufffd" for character in text)
     return element("text", visible, x=float(x), y=float(y), text_anchor=anchor, fill=fill, **attributes)
@@ -97,8 +97,8 @@ def svg_image(drawing: str, width: int, height: int, alt: str) -> Markup:
 
     Args:
         drawing: The SVG source.
-        width: Pixels.
-        height: Pixels.
+        width: Width in pixels.
+        height: Height in pixels.
         alt: The alternative text.
     """
     data = base64.b64encode(drawing.encode()).decode()
@@ -124,10 +124,10 @@ def number(value: float, digits: int = 4) -> str:
 
 
 def byte_size(count: int | None, unknown: str = "–") -> str:
-    """Return bytes as "312 B", "2.6 KiB" or "340 GiB".
+    """Return a number of bytes as text, such as "312 B", "2.6 KiB" or "340 GiB".
 
     Args:
-        count: Bytes, or None if not known.
+        count: The number of bytes, or None if not known.
         unknown: The text for None.
     """
     if count is None:
@@ -144,7 +144,7 @@ def percent(share: float | None) -> str:
     """Return a share such as "50 %", with two significant digits below 10 %, or "" for None.
 
     Args:
-        share: From 0 to 1, or above 1 with padding, or None if not known.
+        share: The share, from 0 to 1 (above 1 with padding), or None if not known.
     """
     if share is None:
         return ""

@@ -1,4 +1,4 @@
-"""How the model is sharded over the ranks, as a table, as text, and as a drawing of the device mesh."""
+"""Show how the model is sharded across the ranks, as a table, as text, and as a drawing of the device mesh."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ShardReports = Mapping[int, ShardReport]
 
 CAPTION = "Sharding"
 MAX_GROUPS = 6
-"""Maximum number of groups of ranks. More groups are merged, and their bytes are shown as a range."""
+"""Maximum number of groups of ranks. If there are more, groups are merged, and their bytes are shown as a range."""
 
 MAX_DRAWN = 64
 """Maximum number of ranks in the drawing: the first ones are drawn."""
@@ -43,7 +43,7 @@ def latest_reports(run: RunView) -> ShardReports:
     """Return the shard reports of a run's latest attempt, by rank.
 
     Args:
-        run: The run.
+        run: The run whose ranks sent the reports.
     """
     reports = internals(run).store.shard_reports.copy()
     return {info.rank: reports[info.rank] for info in run.ranks if info.rank in reports} if reports else {}
@@ -53,7 +53,7 @@ def summary(reports: ShardReports) -> str:
     """Return the strategy, mesh and units in one line, or "" before the first report.
 
     Args:
-        reports: By rank.
+        reports: The shard report of each rank.
     """
     if not reports:
         return ""
@@ -72,7 +72,7 @@ def sharding(reports: ShardReports, *, inline: bool) -> tuple[Drawing, Table]:
     """Return a drawing of the mesh, and a table of the tensors that each group of ranks holds.
 
     Args:
-        reports: By rank, at least one.
+        reports: The shard report of each rank, at least one.
         inline: See `rendering.html`.
     """
     picture = element("div", image(reports)) if inline else element("div", svg(reports), class_="na-scroll na-mesh")
@@ -94,7 +94,7 @@ _COLUMNS = (
     Column(title="layout", muted=True),
 )
 _PARTS = {"parameters": 1, "gradients": 0, "optimizer state": 3}
-"""The parts of a step whose colours the kinds of tensors have."""
+"""The kinds of tensors, with the index of the part of a step whose colour each of them has."""
 
 
 def _table_row(row: ShardingRow) -> Row:
@@ -110,7 +110,7 @@ class ShardingRow(NamedTuple):
     Attributes:
         ranks: The ranks, or "" if they are those in the row above.
         kind: parameters, gradients, optimizer state, or all.
-        total: Bytes over all ranks, as text.
+        total: Bytes of all ranks together, as text.
         per_rank: Bytes of each of these ranks, as text.
         share: ``per_rank`` as a share of ``total``, from 0 to 1, or None if not known.
         layout: The mesh axes that shard it, and the device that it is offloaded to.
@@ -128,7 +128,7 @@ def sharding_rows(reports: ShardReports) -> list[ShardingRow]:
     """Return a row for each kind of tensor and group of ranks, and rows for the sums.
 
     Args:
-        reports: By rank.
+        reports: The shard report of each rank.
     """
     return [row for group in groups(reports) for row in _group_rows(group, len(reports))]
 
@@ -155,7 +155,7 @@ def total_bytes(parts: Iterable[int | None]) -> int | None:
     """Return a sum of bytes, or None if a part is not known.
 
     Args:
-        parts: Bytes.
+        parts: The bytes of each part, or None for a part that is not known.
     """
     known = list(parts)
     return None if None in known else sum(part or 0 for part in known)
@@ -190,8 +190,8 @@ class EqualRanks:
     """Ranks with equal reports.
 
     Attributes:
-        ranks: Their numbers.
-        reports: The report of each.
+        ranks: The numbers of the ranks.
+        reports: The report of each of these ranks.
     """
 
     ranks: list[int]
@@ -226,10 +226,10 @@ _GROUP_KEYS: tuple[Callable[[ShardReport], tuple[object, ...]], ...] = (_everyth
 
 
 def groups(reports: ShardReports) -> list[EqualRanks]:
-    """Group the ranks by equal reports, or by equal layouts if that makes more than ``MAX_GROUPS`` groups.
+    """Group the ranks by equal reports, or by equal layouts if there would otherwise be too many groups.
 
     Args:
-        reports: By rank.
+        reports: The shard report of each rank.
     """
     found: list[EqualRanks] = []
     for key in _GROUP_KEYS:
@@ -255,7 +255,7 @@ def mesh_rows(reports: ShardReports) -> list[list[str]]:
     """Return the coordinates of each rank as lines of text, or only the heading if the mesh has fewer than two axes.
 
     Args:
-        reports: By rank.
+        reports: The shard report of each rank.
     """
     grid = Grid(reports)
     head = ["mesh", *(f"{grid.across} {column}" if grid.across else "" for column in range(grid.columns))]
@@ -269,7 +269,7 @@ class Grid:
     """The positions of the ranks: the innermost axis runs across, the others run down.
 
     Args:
-        reports: By rank.
+        reports: The shard report of each rank.
     """
 
     def __init__(self, reports: ShardReports) -> None:
@@ -325,8 +325,8 @@ def svg(reports: ShardReports, palette: Palette = SCREEN) -> Markup:
     """Return the mesh as SVG source: a cell for each rank with a bar for each kind of tensor.
 
     Args:
-        reports: By rank.
-        palette: The colours.
+        reports: The shard report of each rank.
+        palette: The colours of the drawing.
     """
     return _Drawing(reports, palette).svg() if reports else Markup()
 
@@ -335,7 +335,7 @@ def image(reports: ShardReports) -> Markup:
     """Return the drawing as an ``img`` element, or "" before the first report.
 
     Args:
-        reports: By rank.
+        reports: The shard report of each rank.
     """
     if not reports:
         return Markup()
@@ -347,7 +347,7 @@ def description(reports: ShardReports) -> str:
     """Return the alternative text of the drawing.
 
     Args:
-        reports: By rank.
+        reports: The shard report of each rank.
     """
     rows = sharding_rows(reports)
     texts = [f"{row.ranks + ': ' if row.ranks else ''}{row.kind} {row.per_rank} of {row.total}" for row in rows]

@@ -88,7 +88,7 @@ class Profile(DocumentView):
 
     Args:
         folder: The owner of the files, or None if they belong to the user.
-        traces: The files.
+        traces: The files with the traces.
         where: Returns the location of a frame, such as "Cell In[7], line 12".
 
     Attributes:

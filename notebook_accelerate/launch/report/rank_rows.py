@@ -109,7 +109,7 @@ def severity(state: str) -> int:
 
 
 def short_names(ranks: Iterable[int]) -> str:
-    """Return rank numbers such as "0–5, 8", cut after ``MAX_RANKS_CHARS`` characters."""
+    """Return rank numbers such as "0–5, 8", truncated after ``MAX_RANKS_CHARS`` characters."""
     names = rank_names(ranks).partition(" ")[2]
     if len(names) <= MAX_RANKS_CHARS:
         return names

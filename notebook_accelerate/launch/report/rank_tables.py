@@ -46,7 +46,7 @@ class RankColumn:
     """A column of a table of ranks.
 
     Attributes:
-        title: Its title.
+        title: The heading of the column.
         cell: Returns the cell of a rank, or of the ranks of a group together.
         numeric: Whether it contains numbers.
     """
@@ -145,7 +145,7 @@ def _figure(value: float | None) -> str:
 
 
 def live_ranks(ranks: Ranks, loss: str, *, with_others: bool = True) -> Table:
-    """Return the ranks with their current figures.
+    """Return a table of the ranks with their current figures.
 
     Args:
         ranks: All ranks of the run.
@@ -161,7 +161,7 @@ def live_ranks(ranks: Ranks, loss: str, *, with_others: bool = True) -> Table:
 
 
 def ended_ranks(ranks: Ranks) -> Table:
-    """Return the ranks with their final figures, or a summary by node and state if there are many ranks."""
+    """Return a table of the ranks with their final figures, or a summary by node and state if there are many."""
     ranks = [replace(rank, late=False) for rank in ranks]  # The report names late ranks in a sentence.
     if len(ranks) <= MANY:
         return rank_table(ranks, ENDED, caption="Ranks")
@@ -170,11 +170,11 @@ def ended_ranks(ranks: Ranks) -> Table:
 
 
 def rank_table(ranks: Ranks, names: Sequence[str], caption: str) -> Table:
-    """Return a row for each rank.
+    """Return a table with a row for each rank.
 
     Args:
         ranks: All ranks of the run.
-        names: The keys of its columns in `COLUMNS`.
+        names: The names of the table's columns in `COLUMNS`.
         caption: The caption of the table.
     """
     columns = [COLUMNS[name] for name in names]
@@ -267,7 +267,7 @@ def _tone(ranks: Ranks) -> str:
 # ---- step times
 
 SLOWEST_RANKS, SLOWEST_NODES = 8, 8
-"""The numbers of step times that are shown in addition to the mean if there are many ranks."""
+"""How many ranks and nodes are shown in addition to the mean if there are many ranks."""
 _NO_TIMES = "No step times yet: the steps of prepared optimizers are timed."
 _TIMES_NOTE = "Own work leaves out collectives and backward: a rank may wait for other ranks there."
 
@@ -351,7 +351,7 @@ UUID_CHARS = 8
 
 
 def device_table(ranks: Ranks) -> Table:
-    """Return a row for each rank and device, or for each node if there are many ranks.
+    """Return a table with a row for each rank and device, or for each node if there are many ranks.
 
     Columns without a known value are left out, such as the current figures of a run that has finished.
     """
@@ -383,7 +383,7 @@ def _device_figures(held: Sequence[RankDevice], ranks: Ranks) -> list[str]:
     """Return model, utilisation, allocated, reserved and peak memory, and memory in use; shared devices count once.
 
     Args:
-        held: Devices of the ranks.
+        held: The devices that the ranks use.
         ranks: The ranks. Only active ranks contribute to the current figures.
     """
     active = [rank for rank in ranks if rank.active]

@@ -1,4 +1,4 @@
-"""Rendering of documents as HTML and as text."""
+"""Render documents as HTML and as text."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def html(node: Node, *, inline: bool = True) -> Markup:
     """Return a document, or a part of one, as HTML.
 
     Args:
-        node: The document.
+        node: The document, or the part of it to render.
         inline: Whether to style it by attributes, for saved notebooks, rather than by the style sheet of the panels.
     """
     return _Html(inline).node(node)
@@ -59,7 +59,7 @@ def text(node: Node) -> str:
     """Return a document, or a part of one, as plain text with aligned columns.
 
     Args:
-        node: The document.
+        node: The document, or the part of it to render.
     """
     match node:
         case Section():
@@ -166,7 +166,7 @@ class _Html:
         """Return the rows of a group.
 
         Args:
-            group: The group.
+            group: The group to render.
             shown: The indices of the columns that are shown.
             template: The tags of their cells, with %s in place of each content.
         """
@@ -216,7 +216,7 @@ def _aligned_table(parts: Sequence[Markup], alignments: str) -> Markup:
 
 
 def _escaped(contents: Sequence[str]) -> list[str]:
-    """Return texts as markup, and markup as it is."""
+    """Return the contents as markup: texts are escaped, and markup is returned unchanged."""
     if set(map(type, contents)) == {str}:
         # One call for thousands of texts is much faster. HTML does not allow the separator, so texts rarely contain it.
         found = escape("\0".join(contents)).split("\0")

@@ -111,8 +111,8 @@ class _Column:
     """A column with a cell for each run.
 
     Attributes:
-        title: Its title.
-        kind: Its kind; see `Column`.
+        title: The heading of the column.
+        kind: The kind of the column; see `Column`.
         cells: The cell of each run.
         values: The sort key of each run.
     """

@@ -52,7 +52,7 @@ class Report(DocumentView):
     """The report of a run. Each property reads the current state of the run.
 
     Attributes:
-        run: The run.
+        run: The run that is reported on.
     """
 
     def __init__(self, run: RunView) -> None:
@@ -118,7 +118,7 @@ def _head(run: RunView) -> Drawing:
 
 
 def _error_text(run: RunView) -> str:
-    """Return the failures, or else the error. They are the last lines of the text, next to the prompt."""
+    """Return the failures, or the error if there are none, for the end of the text, next to the prompt."""
     if run.failures:
         return "\n".join(failures.failure_lines(run.failures))
     return str(run.error) if run.error is not None else ""
@@ -252,7 +252,7 @@ def sparkline(values: Sequence[float] | np.ndarray) -> str:
     """Return a curve of at most 24 characters. Each shows the mean of a section of the finite values.
 
     Args:
-        values: Numbers, float64, shape (n,).
+        values: The points of the curve, float64, shape (n,).
     """
     import numpy as np
 
@@ -262,10 +262,10 @@ def sparkline(values: Sequence[float] | np.ndarray) -> str:
         return ""
     width = min(_SPARK_WIDTH, len(finite))
     cuts = np.round(np.arange(width + 1) * len(finite) / width).astype(int)
-    # Divide before the sum: many numbers near the largest float64 would overflow.
+    # Divide before summing. Otherwise the sum of many numbers near the largest float64 would overflow.
     counts = np.diff(cuts)
     means = np.add.reduceat(finite / np.repeat(counts, counts), cuts[:-1])
     low, high = means.min(), means.max()
-    # Halve both numbers: the span of numbers near the largest float64 would overflow.
+    # Halve both numbers. Otherwise the span of numbers near the largest float64 would overflow.
     scale = (len(_SPARK) - 1) / (high / 2 - low / 2) if high > low else 0.0
     return "".join(_SPARK[round(float((mean / 2 - low / 2) * scale))] for mean in means)

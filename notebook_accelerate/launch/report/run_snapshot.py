@@ -27,7 +27,7 @@ SETTLE_SECONDS = 2.0
 """Seconds after the first step during which no rank counts as behind, because the rates are not yet known."""
 
 
-@dataclass  # not frozen: there may be thousands of ranks, and creation would take four times as long
+@dataclass  # not frozen: there may be thousands of ranks, and frozen ones take four times as long
 class RankSnapshot:
     """A snapshot of one rank. None means that a value is not known."""
 
@@ -80,7 +80,7 @@ class Progress:
     """The progress of all ranks.
 
     Attributes:
-        share: From 0 to 1, or None if the total is not known.
+        share: The completed share, from 0 to 1, or None if the total is not known.
         step: The step that every rank has reached.
         total: The number of all steps, or None if not known.
         rate: Steps per second.
@@ -135,7 +135,7 @@ class RunWatcher:
     """Takes snapshots of a run. It keeps only a few readings of each rank.
 
     Args:
-        run: The run.
+        run: The run to watch.
     """
 
     def __init__(self, run: RunView) -> None:
@@ -264,7 +264,7 @@ def status(run: RunView) -> str:
 
 
 HELD = ("stuck", "at breakpoint", "waits for input", "paused")
-"""The states of a running run that makes no steps."""
+"""The states in which a running run makes no steps."""
 
 
 def loss_name(run: RunView) -> str:
@@ -309,7 +309,7 @@ _NONE: tuple[set[int], str] = (set(), "")
 
 
 def _behind(ranks: list[RankSnapshot]) -> tuple[set[int], str]:
-    """Return the ranks that are more than a second of steps behind. They report in batches, so less means nothing."""
+    """Return the ranks that are more than a second of steps behind. Ranks report in batches, so less is normal."""
     pace = max((rank.rate or 0.0 for rank in ranks), default=0.0)
     least = max(3.0, 0.02 * max((rank.step or 0 for rank in ranks), default=0), pace)
     far = {rank.rank: rank.behind for rank in ranks if rank.step is not None and rank.behind >= least}
@@ -325,7 +325,7 @@ def stragglers(own: Mapping[int, float]) -> tuple[set[int], str]:
     """Return the ranks whose own work takes longer than the others', and a sentence with the evidence.
 
     Args:
-        own: By rank, the seconds per step that it cannot have spent waiting for other ranks.
+        own: By rank, the seconds per step that the rank cannot have spent waiting for other ranks.
     """
     if len(own) < 2:
         return set(), ""

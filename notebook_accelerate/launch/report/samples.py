@@ -39,7 +39,7 @@ class LineTime:
 
     Attributes:
         place: The file and line, such as "Cell In[7], line 3".
-        function: Its function.
+        function: The function that contains the line.
         source: The text of the line, or "" if unknown.
         shares: By rank, its share of the time that the rank was sampled, from 0 to 1.
     """

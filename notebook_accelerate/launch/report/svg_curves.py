@@ -43,7 +43,7 @@ def image(title: str, curves: Sequence[Curve], alt: str) -> Markup:
 
     Args:
         title: The title above the curves.
-        curves: The lines.
+        curves: The curves to draw.
         alt: The alternative text.
     """
     return svg_image(svg(title, curves), WIDTH, HEIGHT, alt)
@@ -133,7 +133,7 @@ def svg(title: str, curves: Sequence[Curve]) -> Markup:
 
     Args:
         title: The title above the curves.
-        curves: The lines.
+        curves: The curves to draw.
     """
     frame = _Frame(curves)
     heading = svg_text(frame.left, 16, _shortened(title, 34), INK, font_weight=600, font_size=12.5)
@@ -205,7 +205,7 @@ def _bounds(columns: Sequence[np.ndarray], margin: float) -> tuple[float, float]
     values = np.concatenate(columns) if columns else np.empty(0)
     values = values[np.isfinite(values)]
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
-    # Limit values to half of the largest float64: the span of two larger numbers would overflow.
+    # Limit values to half of the largest float64. Otherwise the span of two numbers could overflow.
     low, high = max(low, -8e307), min(high, 8e307)
     if low == high:
         spread = abs(low) * 0.1 or 1.0
@@ -275,7 +275,7 @@ def plot(several: Sequence[MetricSeries], ax: Axes | None = None) -> Any:
     """Plot metrics, each with a line per rank, or with the mean and range of more than eight ranks.
 
     Args:
-        several: The metrics.
+        several: The metrics to plot.
         ax: matplotlib's axes for a single metric, or None for a new figure.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Export of a run's metrics to TensorBoard event files."""
+"""Export a run's metrics to TensorBoard event files."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class _RankRow:
     """The parts of the picture that show one rank.
 
     Attributes:
-        rank: The rank.
+        rank: The rank's number.
         lanes: Its lanes from top to bottom, each a list of the tracks that it merges.
         waits: The start and end of each wait, in microseconds.
     """
@@ -91,7 +91,7 @@ def timeline_svg(timeline: Timeline) -> Markup:
     for its device.
 
     Args:
-        timeline: The timeline.
+        timeline: The timeline to draw.
     """
     rows = _rows(timeline)
     height = TOP + sum(row.height for row in rows) + BOTTOM
