@@ -27,8 +27,8 @@ def call_arguments(function: Callable[..., Any], arguments: Sequence[Any]) -> di
     by their class. The values of names such as ``api_key`` are hidden.
 
     Args:
-        function: The function.
-        arguments: Its positional arguments.
+        function: The launched function.
+        arguments: The function's positional arguments.
     """
     # The function was pickled by another process.
     if (known := getattr(function, "plain_arguments", None)) is not None:
@@ -55,7 +55,7 @@ def _plain(name: str, value: Any, depth: int) -> Iterator[tuple[str, Plain]]:
         yield name, HIDDEN
     elif value is None or type(value) in (bool, int, float):
         yield name, value
-    elif isinstance(value, int | float):  # For example numpy's float64, or enums.
+    elif isinstance(value, int | float):  # This includes numpy's float64, and enums.
         yield name, float(value)
     elif isinstance(value, str):
         yield name, _short(hide_credentials(value))

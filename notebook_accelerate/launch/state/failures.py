@@ -203,7 +203,7 @@ def ordered(failures: list[RankFailure]) -> list[RankFailure]:
 
 
 def looks_like_lost_peer(failure: RankFailure) -> bool:
-    """Whether a failure is only the loss of the connection to another rank."""
+    """Return whether a failure is only the loss of the connection to another rank."""
     if failure.kind != "exception" or not failure.chain:
         return False
     last = failure.chain[-1]
@@ -262,7 +262,7 @@ def explained(failure: RankFailure, lines: Sequence[str]) -> RankFailure:
     """Add the location to a crash in native code, and the cause if it is known.
 
     Args:
-        failure: A failure.
+        failure: The failure of a rank, for example by a crash in native code.
         lines: The last lines that the rank wrote to stderr.
     """
     text = "\n".join(lines)
@@ -292,7 +292,7 @@ def with_returned_peers(found: Sequence[RankFailure], gone: Sequence[int]) -> li
     """If the first failure is a lost connection, add that the peer had returned normally.
 
     Args:
-        found: The failures, the first one first.
+        found: The failures, starting with the first one.
         gone: The ranks whose function had returned.
     """
     if not found or not gone or not looks_like_lost_peer(found[0]):
@@ -364,7 +364,7 @@ def system_error(error: OSError) -> BaseException:
 
 @contextmanager
 def explained_system_errors() -> Iterator[None]:
-    """Convert an OSError raised in the block by `system_error`."""
+    """Convert an OSError raised in the block with `system_error`."""
     try:
         yield
     except OSError as error:

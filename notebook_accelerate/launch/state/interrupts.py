@@ -16,7 +16,7 @@ SLICE = 0.2
 
 
 def wait_for(event: threading.Event, timeout: float | None = None) -> bool:
-    """Wait until ``event`` is set, for at most ``timeout`` seconds (None: no limit). Return whether it is set."""
+    """Wait until ``event`` is set, for at most ``timeout`` seconds if it is not None. Return whether it is set."""
     if timeout is not None:
         return event.wait(timeout)
     while not event.wait(SLICE):
@@ -25,7 +25,7 @@ def wait_for(event: threading.Event, timeout: float | None = None) -> bool:
 
 
 def next_wait(left: float | None) -> float:
-    """Return the duration of a condition's next wait, with ``left`` seconds remaining (None: no limit)."""
+    """Return the duration of a condition's next wait, with ``left`` seconds remaining, or None for no limit."""
     return SLICE if left is None else min(left, SLICE)
 
 

@@ -1,4 +1,4 @@
-"""The journal of a run, with every event in one order. Each is folded into a `RunState` or a `Store` when appended."""
+"""The journal of a run. Each event is folded into a `RunState` or a `Store` when it is appended."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Journal:
     receive all of them. Any thread may append and read.
 
     Args:
-        store: The store of another journal, to share it. None creates a new one.
+        store: The store of another journal, to share it. If None, a new store is created.
 
     Attributes:
         store: Records of the ranks: metrics, progress, step times, lines of output.
@@ -56,7 +56,7 @@ class Journal:
         return max(last, *self.store.last_activity.values(), 0.0)
 
     def append(self, event: RunEvent, at: float | None = None) -> None:
-        """Append an event of the run, ``at`` seconds since the epoch (None: now).
+        """Append an event of the run that happened ``at`` seconds since the epoch, or now if ``at`` is None.
 
         Raises:
             TransitionError: The event is not allowed now. The journal is unchanged.
@@ -109,7 +109,7 @@ class Journal:
         """Call ``listener(records)`` after every append, on the appending thread. Return a function to unsubscribe.
 
         Args:
-            listener: The function.
+            listener: The function to call with the appended records.
             ordered: Whether to call it in the order of the records even if several threads append. The journal is then
                 locked during the call, so the listener must return quickly and must not fail.
         """

@@ -46,7 +46,7 @@ class Prompt:
         return self.request.kind == "debugger"
 
     def answer(self, text: str | None) -> None:
-        """Send the line, or end of file if it is None. Do nothing if the rank has already ended."""
+        """Send a line to the rank, or end of file if ``text`` is None. Do nothing if the rank has already ended."""
         self.on_answer(self.rank)
         with suppress(ChannelClosedError):
             self.channel.send(InputReply(text, self.request.number))

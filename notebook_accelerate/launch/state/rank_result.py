@@ -1,4 +1,4 @@
-"""The value that a rank's function returned. It is unpickled when it is first read, in the reader's thread."""
+"""The value that a rank's function returned. It is unpickled when it is first read, on the reader's thread."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RankResult:
 
     Args:
         load: Returns the value. Called once, or again after a failure.
-        nbytes: Approximate size of the value in bytes. None: estimate it from the value that ``load`` returns.
+        nbytes: Approximate size of the value in bytes. If None, it is estimated from the value that ``load`` returns.
         rank: Global index, for error messages.
         advice: What to return instead of a value that cannot be read.
         pickled: Returns the value's pickle, for `load_bytes`, until the value is read. None if there is no pickle.
@@ -99,7 +99,7 @@ class RankResult:
     def free(self, reason: str) -> None:
         """Drop the value.
 
-        Later reads raise an error with ``reason``. Does not wait for a thread that is unpickling it.
+        Later reads raise an error with ``reason``. This does not wait for a thread that is unpickling the value.
         """
         with self._lock:
             if self._freed:

@@ -29,7 +29,7 @@ class RunEvent(Event):
 
 @dataclass(slots=True)
 class RunCreated(RunEvent):
-    """A launch has started. The first event of every journal; ``arguments`` are the function's, by name."""
+    """A launch has started. This is the first event of every journal. ``arguments`` are the function's, by name."""
 
     function_name: str
     arguments: dict[str, bool | int | float | str | None] = field(default_factory=dict)
@@ -207,7 +207,7 @@ class StopAdvanced(RunEvent):
 
 @dataclass(slots=True)
 class FailuresRecorded(RunEvent):
-    """The failures of the attempt, the first one first, with explanations if they are known."""
+    """The failures of the attempt, starting with the first one, with explanations if they are known."""
 
     failures: Sequence[RankFailure]
 

@@ -170,13 +170,13 @@ class RunState:
         starting: How many of these ranks are still starting.
         attempts: The attempts, the oldest first.
         arguments: The function's arguments, by name.
-        failures: The failures of the last attempt, the first one first.
+        failures: The failures of the last attempt, starting with the first one.
         stop_phase: Phase of the last attempt's stop sequence: a key of `STOP_TRANSITIONS`.
         stop_reason: Why the ranks are being stopped, or "" if they are not, or if a failure is the cause.
-        held: Whether ranks are kept for inspection although the run has ended.
+        held: Whether ranks are kept for inspection even though the run has ended.
         prompts: The number of each rank's open prompt, by rank.
         paused: The ranks that wait for ``run.unpause()``.
-        notes: Notes of the launch.
+        notes: Notes about the launch.
         warnings: Findings of the sanity checks.
         unsaved: Why the run cannot be written to its folder, or "" if it can.
         diagnoses: Results of automatic diagnoses, the oldest first.
@@ -233,12 +233,12 @@ class RunState:
 
     @property
     def rank_states(self) -> dict[int, str]:
-        """State of each rank."""
+        """The state of each rank, by rank number."""
         return {info.rank: info.state for info in self.ranks}
 
     @property
     def attempt_status(self) -> str:
-        """State of the last attempt: a key of `ATTEMPT_TRANSITIONS`."""
+        """The state of the last attempt: a key of `ATTEMPT_TRANSITIONS`."""
         if not self.attempts:
             return "none"
         return "running" if self.attempts[-1].ended is None else "ended"

@@ -1,4 +1,4 @@
-"""What other modules of the package use of a `Run`: its public attributes, and its internals."""
+"""The parts of a `Run` that other modules of the package use: its public attributes and its internals."""
 
 from __future__ import annotations
 
