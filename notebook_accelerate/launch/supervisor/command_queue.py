@@ -21,7 +21,7 @@ class CommandTarget(Protocol):
     """Executes commands: the ranks of an attempt, or `WaitingTarget` while there are no ranks."""
 
     def stop(self, grace: float, reason: StopReason) -> None:
-        """Start to stop the ranks, or stop waiting for them, for this reason."""
+        """Start to stop the ranks, or stop waiting for them, because of ``reason``."""
 
     def interrupt(self, ranks: Iterable[int]) -> None:
         """Send SIGINT to these ranks."""
@@ -70,7 +70,7 @@ class CommandQueue:
         self.post(lambda target: target.show_under(cell))
 
     def hold_clock(self, rank: int) -> None:
-        # Not through a method of the target: a rank may be paused just before it starts or just after it ends.
+        # Don't call a method of the target, because a rank may be paused just before it starts or just after it ends.
         self.post(lambda _: self.clock.pause(paused(rank)))
 
     def release_clock(self, rank: int) -> None:
@@ -106,8 +106,8 @@ class WaitingTarget:
         on_stop: Called with the grace period of every stop.
 
     Attributes:
-        stop_reason: Why to stop waiting, or None to continue. It is never reset: if a stop arrives together with the
-            awaited event, the next wait must see it.
+        stop_reason: Why to stop waiting, or None to continue. It is never reset, because if a stop arrives together
+            with the awaited event, the next wait must see it.
     """
 
     def __init__(self, publisher: Publisher, on_stop: Callable[[float], None] = lambda _: None) -> None:
@@ -162,7 +162,7 @@ class PausableClock:
                     self._excluded += time.monotonic() - self._held_at
 
     def exclude(self, seconds: float) -> None:
-        """Exclude the last ``seconds``, because this process did not run."""
+        """Exclude the last ``seconds``, during which this process did not run."""
         with self._lock:
             if not self._holders:
                 self._excluded += seconds

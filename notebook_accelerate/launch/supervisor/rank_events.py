@@ -92,8 +92,8 @@ class RankEventHandler:
         stops: The attempt's stop sequence, which decides what failures and exits mean.
 
     Attributes:
-        last_activity: The last call of `record` before which a rank had sent anything or made progress, by the run's
-            clock.
+        last_activity: The time of the last call of `record` before which a rank had sent anything or made progress, by
+            the run's clock.
         stall: Detects that no rank makes progress.
     """
 
@@ -103,7 +103,7 @@ class RankEventHandler:
         self._supervisor, self._selector, self._ranks, self._stops = supervisor, selector, ranks, stops
         self._journal, self._publisher, self._clock = supervisor.journal, supervisor.publisher, supervisor.clock
         self._prompts, self._requests = supervisor.commands.prompts, supervisor.commands.requests
-        self._all = ranks.all  # Keep a direct reference: it is read for every event.
+        self._all = ranks.all  # Keep a direct reference, because it is read for every event.
         self._label = functools.partial(line_label, supervisor.config.log_line_prefix_template)
         self._comparison_due = 0.0
         self._exit_waits: set[str] = set()
@@ -117,14 +117,16 @@ class RankEventHandler:
         """Start listening to a rank that has started."""
         label = self._label(process.rank, process.local_rank)
         output = RankOutput(process.rank, label, self._keep_lines, self._publisher)
-        self._ranks.add(SupervisedRank(process, output))  # Add it first: a rank that is not known here is not reaped.
-        # Open requests before recording the start: an attached kernel may send a request as soon as it sees that event.
+        # Add the rank first, because a rank that is not known here is not reaped.
+        self._ranks.add(SupervisedRank(process, output))
+        # Open requests before recording the start, because an attached kernel may send one as soon as it sees that
+        # event.
         self._requests.open(process.rank, process.channel, process.capture_stacks)
         self._journal.append(RankStarted(process.rank, process.pid, process.node, process.host))
         process.connect(self._selector, self)
 
     def finish(self) -> None:
-        """Report what the sanity checks find after the last rank."""
+        """Report what the sanity checks find once the last rank has ended."""
         self.warn(self._checks.finish())
 
     def warn(self, warnings: list[str]) -> None:
@@ -270,7 +272,7 @@ class RankEventHandler:
             self._publisher.line("stderr", f"rank {prompt.rank} {_how_to_answer(prompt)}")
         self._publisher.flush(force=True)
         self._clock.pause(prompt.rank)
-        # Queue the prompt first: an attached kernel may answer as soon as it sees the event.
+        # Queue the prompt first, because an attached kernel may answer as soon as it sees the event.
         self._prompts.put(prompt)
         self._journal.append(
             PromptOpened(prompt.rank, event.number, event.kind, event.prompt, event.password, event.shown)

@@ -43,9 +43,9 @@ ABANDON_SECONDS = 5.0
 LONGEST_WAIT = 1.0
 """Maximum seconds that the event loop sleeps, so that it soon detects that it has not run."""
 GAP_SECONDS = 1.0
-"""If the loop wakes up later than this, it did not run: the machine slept, or the kernel was stopped."""
+"""If the loop wakes up later than this, it did not run because the machine slept or the kernel was stopped."""
 PAUSED_RANKS, PAUSE_PER_RANK = 32, 40e-6
-"""The loop pauses after each turn if there are at least this many ranks, 20 ms for 512 ranks.
+"""The loop pauses after each turn if there are at least this many ranks, for example for 20 ms with 512 ranks.
 
 Waking up for every event would cost more than handling the event.
 """
@@ -177,7 +177,7 @@ class RankGroup:
         if self.stops.hold_when_due():
             self._hold()
         if (due := self.stops.next_due()) is not None and due <= time.monotonic():
-            # Handle pending events before stopping ranks: on a busy machine there may be many.
+            # Handle pending events before stopping ranks, because there may be many on a busy machine.
             dispatch(self.selector, 0)
         if time.monotonic() >= self._guard_due:
             self._guard_due = time.monotonic() + LONGEST_WAIT
@@ -206,7 +206,8 @@ class RankGroup:
     def _check_limits(self) -> None:
         reason = self._limits.reached()
         if reason:
-            # Set the reason first: the diagnosis sends signals, which can end the call that the ranks are stuck in.
+            # Set the reason first, because the diagnosis sends signals, which can end the call that the ranks are stuck
+            # in.
             self.stops.reason = StopReason(RunTimeoutError, reason)
             self.events.stall.diagnose_then(partial(self._give_up, reason))
 
@@ -295,7 +296,7 @@ def watched_rank_variables() -> dict[str, str]:
 
 
 def _display_variables() -> dict[str, str]:
-    """Return plotly's choice for a kernel. In a rank it would not detect the notebook and would open a browser."""
+    """Return plotly's renderer for a kernel. In a rank, plotly does not detect the notebook and opens a browser."""
     if not in_kernel() or "PLOTLY_RENDERER" in os.environ:
         return {}
     return {"PLOTLY_RENDERER": "plotly_mimetype+notebook"}

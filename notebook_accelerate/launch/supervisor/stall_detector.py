@@ -110,7 +110,7 @@ class StallDetector:
                 self._supervisor.journal.append(RunMoved())
 
     def diagnose_then(self, report: Callable[[Diagnosis | None], None]) -> None:
-        """Diagnose the run on another thread, then call ``report`` on the run's thread (None: the diagnosis failed)."""
+        """Diagnose the run on another thread, then call ``report`` on the run's thread, with None if it failed."""
         self.busy = True
         supervisor = self._supervisor
 

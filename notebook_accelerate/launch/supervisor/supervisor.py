@@ -40,8 +40,8 @@ class Supervisor(ABC):
         config: Configuration of the launch.
         function_name: Name of the launched function.
         journal: Receives the run's events.
-        commands: The commands.
-        publisher: The publisher.
+        commands: The user's commands.
+        publisher: Shows output in the notebook.
         exceptions: Unpickles the exceptions of the ranks.
         started: Set once all ranks have started or failed to start, or earlier if that may take minutes.
         over: Set once the run has ended.
@@ -66,12 +66,12 @@ class Supervisor(ABC):
     def start(
         self, plan: LaunchPlan, function: Callable[..., Any], arguments: tuple[Any, ...], inherited: InheritedState
     ) -> None:
-        """Run ``function(*arguments)`` on the thread.
+        """Run ``function(*arguments)`` on the run's thread.
 
         Args:
             plan: The plan that `reserve` returned.
             function: The launched function.
-            arguments: Its arguments.
+            arguments: The function's positional arguments.
             inherited: State that ranks inherit from the launching thread.
         """
         self._call, self._inherited = (function, arguments), inherited
