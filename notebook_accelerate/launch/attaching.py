@@ -124,7 +124,7 @@ def attached_runs() -> list[Run]:
 def stop_detached(grace: float) -> None:
     """Stop all of the user's detached runs on this machine at the same time, and wait for them to end.
 
-    If a supervisor does not answer, a warning names it, and it is killed a few seconds after ``grace``.
+    If a supervisor does not answer, a warning names that supervisor, which is killed a few seconds after ``grace``.
     """
     found = [run for run in detached_runs() if not internals(run).commands.refusal]
     running = [run for run in found if run.ended is None or run.held or internals(run).commands.connected]

@@ -23,7 +23,7 @@ class Resumption:
     """How a run continues an earlier one.
 
     Attributes:
-        run: The earlier run.
+        run: The earlier run, which has ended.
         checkpoint: The checkpoint, or None if the run has no complete one.
         frames: The history up to that checkpoint, as frames of a journal.
     """

@@ -50,7 +50,7 @@ _numbers = itertools.count(1)
 
 
 def default_name(function_name: str, number: int) -> str:
-    """Return the default name of a run."""
+    """Return the name of a run that the user has not named."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", function_name).strip("-._") or "run"
     return f"{plain[:80]}-{number}"
 
@@ -80,7 +80,7 @@ class Run:
         id: Number of the run in this kernel, from 1.
         config: Configuration of the launch.
         function_name: Name of the launched function.
-        name: The run's name.
+        name: The run's name, chosen by the user or by default.
         folder: The folder of a kept run, or None.
         origin: The notebook or folder that launched a detached run, or "" for other runs.
     """
@@ -327,7 +327,7 @@ class Run:
         """Let ranks that ``pause`` holds continue.
 
         Args:
-            ranks: Global indices. None means all ranks.
+            ranks: The global indices of the ranks. None means all ranks.
             timeout: Seconds to wait for their replies.
 
         Returns:
@@ -475,7 +475,7 @@ class Run:
         """Return the main thread's frames by rank, outermost first.
 
         Args:
-            ranks: Global indices. None means all ranks.
+            ranks: The global indices of the ranks. None means all ranks.
 
         Raises:
             ValueError: There is no such rank.
@@ -490,7 +490,7 @@ class Run:
 
         Args:
             seconds: How long to sample, at most 600. The call returns after that time.
-            ranks: Global indices. None means all ranks.
+            ranks: The global indices of the ranks. None means all ranks.
             rate: Samples per second, at most 1,000.
 
         Returns:
@@ -518,7 +518,7 @@ class Run:
             steps: The number of steps, at most 1,000. If None, 3 steps are recorded, and the stacks are sampled for at
                 least half a second, even if later steps have begun, because three short steps give too few samples to
                 find something small in each step.
-            ranks: Global indices. None means all ranks.
+            ranks: The global indices of the ranks. None means all ranks.
             memory: Whether to record allocations too.
             seconds: Record for at most this time (600 at most), and start even if no step boundary is reached. If
                 None, record until the last step ends.
@@ -541,13 +541,13 @@ class Run:
         return Profile.written((rank, path) for rank, path, _ in self._internals.journal.store.traces())
 
     def memory(self, ranks: Iterable[int] | None = None, estimate: Any = None, seconds: float = 30.0) -> RunMemory:
-        """Find out what the memory of live ranks holds, and what would fit.
+        """Find out what the memory of live ranks holds, and what else fits into it.
 
         One step is recorded to find the activations at the peak. They remain unknown if there is no step within
         ``seconds``.
 
         Args:
-            ranks: Global indices. None means all ranks.
+            ranks: The global indices of the ranks. None means all ranks.
             estimate: The return value of ``estimate_memory`` for this training, to compare with.
             seconds: How long to wait for a step, at most 600. With 0, do not wait.
 
@@ -571,7 +571,7 @@ class Run:
 
         Args:
             expression: A Python expression, such as "model.head.weight.norm()".
-            ranks: Global indices. None means all ranks.
+            ranks: The global indices of the ranks. None means all ranks.
             frame: Name of a function on the stack whose variables to use. None means the launched function.
             timeout: Seconds to wait for the answers.
 
@@ -589,7 +589,7 @@ class Run:
 
         Args:
             text: The beginning of the expression, such as "model.head.wei".
-            rank: Global index.
+            rank: The rank's global index.
             frame: Name of a function on the stack. None means the launched function, or where the debugger stopped.
             timeout: Seconds to wait for the answer.
 
@@ -608,7 +608,7 @@ class Run:
         A step boundary is an optimizer step, or ``log`` without an optimizer.
 
         Args:
-            ranks: Global indices. None means all ranks.
+            ranks: The global indices of the ranks. None means all ranks.
             timeout: Seconds to wait for the ranks to reach a boundary.
 
         Returns:
@@ -624,7 +624,7 @@ class Run:
         """Start debugpy in a rank, so that an editor can attach to it, and print its address.
 
         Args:
-            rank: Global index.
+            rank: The rank's global index.
             timeout: Seconds to wait for the rank.
 
         Returns:
@@ -649,8 +649,8 @@ class Run:
         If several ranks are stopped, ``rank 1`` at the prompt switches to the debugger of rank 1.
 
         Args:
-            rank: Global index. None means the first rank that is stopped, else the first that failed, else the first
-                that waits for input, else rank 0.
+            rank: The rank's global index. None means the first rank that is stopped, else the first that failed, else
+                the first that waits for input, else rank 0.
 
         Raises:
             ValueError: There is no such rank, or it has already ended.

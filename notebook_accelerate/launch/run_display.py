@@ -33,7 +33,7 @@ LIVE_AFTER_SECONDS = 0.3
 
 
 class LaunchOutput:
-    """The panels of a run, and the output that is reserved for one under the launching cell.
+    """The panels of a run, and the output under the launching cell that is reserved for a panel.
 
     Attributes:
         launched_under: The id of the request under which the panel is shown, or "".
@@ -51,7 +51,7 @@ class LaunchOutput:
         return self._place.notebook_cell if self._place is not None else ""
 
     def is_announced(self, config: LaunchConfig) -> bool:
-        """Return whether the launch shows a header: if ``panel`` is True, or "auto" and it is in a notebook."""
+        """Return whether the launch shows a header: if ``panel`` is True, or if it is "auto" in a notebook."""
         return self._place is not None if config.panel == "auto" else bool(config.panel)
 
     def reserve(self, config: LaunchConfig) -> None:
@@ -104,7 +104,7 @@ def new_panel(run: object, output: Output | None) -> Any:
 
 
 def load(name: str) -> Any:
-    """Return the class of a view."""
+    """Return the class of the view with this name."""
     return _attribute(VIEWS[name])
 
 

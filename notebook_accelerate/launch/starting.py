@@ -390,7 +390,7 @@ class BlockingCell:
         internals(self._run).commands.stop(DEFAULT_GRACE)
 
     def on_signal(self) -> None:
-        """Stop the run because of a SIGINT."""
+        """Handle a SIGINT: stop the run, or raise KeyboardInterrupt if a prompt is being shown."""
         if self._asking:  # Only an exception can end input().
             self._asking = False
             raise KeyboardInterrupt

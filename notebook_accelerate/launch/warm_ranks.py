@@ -95,7 +95,7 @@ class WarmRanks:
         self.run = self._start()
 
     def stop(self) -> None:
-        """End the group."""
+        """End the group of ranks."""
         self.run.stop(grace=1.0)
 
     def execute(

@@ -45,7 +45,7 @@ class StopCommand(Event):
 
 @dataclass(slots=True)
 class InterruptCommand(Event):
-    """Interrupt these ranks."""
+    """Send a KeyboardInterrupt to these ranks, without ending the run."""
 
     ranks: list[int] = field(default_factory=list)
 

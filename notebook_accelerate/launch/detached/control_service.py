@@ -324,7 +324,7 @@ class ControlService:
 
     def _capture(self, kernel: AttachedKernel, order: protocol.CaptureCommand) -> None:
         stacks = ProcessStacks()
-        with suppress(Exception):  # Reply even after an error, because the kernel waits for it.
+        with suppress(Exception):  # Reply even after an error, because the kernel waits for the reply.
             stacks = self._commands.requests.capture_stacks(order.rank)
         found = protocol.CapturedEvent(order.number, stacks.dump, list(stacks.native), stacks.suspended, stacks.problem)
         self._captured.append((kernel, found))

@@ -122,7 +122,7 @@ class FirstNotebook(RankSupervisor):
         """Return the plan once the hosts have joined, or the reason why the run was stopped before that.
 
         Raises:
-            LaunchError: Not enough hosts joined in time.
+            LaunchError: Too few hosts joined in time.
         """
         if not self.config.block:
             self.started.set()  # The hosts may take minutes to join, and the run can be stopped during that time.
@@ -332,7 +332,7 @@ class FirstNotebook(RankSupervisor):
 
     @property
     def _has_room(self) -> bool:
-        """Whether the run would restart to include another host."""
+        """Whether the run can restart to include another host."""
         attempts = self.state.attempts
         number = attempts[-1].number if attempts else 0
         few = len(self._hosts) + 1 < self.config.num_nodes

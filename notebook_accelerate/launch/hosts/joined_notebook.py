@@ -49,7 +49,7 @@ def supervisor_of_several(run: Run, commands: CommandQueue, publisher: Publisher
     """Return the supervisor of this notebook's part of a run on several machines.
 
     The first notebook supervises all ranks. The others run their ranks for it. Without a secret, notebooks do not
-    communicate: each runs its own ranks, as one of several torchrun commands would. With ``rdzv_backend="c10d"``, the
+    communicate: each runs its own ranks, like one of several torchrun commands. With ``rdzv_backend="c10d"``, the
     first notebook is the one that can listen at the address.
 
     Args:
@@ -205,7 +205,7 @@ class NotebookHost(Host):
         plan: The plan that this notebook made before all hosts had joined.
 
     Attributes:
-        plan: The same plan.
+        plan: The plan that was passed. Its start method and number of threads still apply after the hosts have joined.
     """
 
     def __init__(self, stream: Stream, supervisor: Supervisor, plan: LaunchPlan) -> None:

@@ -58,7 +58,7 @@ def connect(
         where: Address and port of its listener.
         secret: The run's secret.
         hello: The first message of this host.
-        seconds: How long to try.
+        seconds: How long to try, in seconds.
         keep_alive: The keep-alive interval, and the silence after which the other end counts as lost, in seconds.
         stopping: Returns whether to give up.
 
@@ -185,8 +185,8 @@ def join(
 
     Raises:
         LaunchError: The run refused this host, could not be reached, or was lost.
-        RunStoppedError: The run was stopped.
-        WorkerError: The run failed.
+        RunStoppedError: A user has stopped the run.
+        WorkerError: The run has failed.
     """
     hello = own_hello(processes=processes, accelerator=hardware.detect().accelerator)
     show(f"joining the run at {where[0]}:{where[1]}")

@@ -191,7 +191,7 @@ def last_lines(journal: Journal, most_bytes: int | None = None) -> Sequence[Reco
     for index in range(len(found) - 1, -1, -1):
         event = found[index].event
         assert isinstance(event, LogEvent)
-        left -= len(json.dumps(event.text)) + 100  # About the size of the JSON around the text.
+        left -= len(json.dumps(event.text)) + 100  # The JSON around the text takes about 100 bytes.
         if left < 0:
             return found[index + 1 :]
     return found

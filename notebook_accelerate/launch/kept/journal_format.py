@@ -105,7 +105,7 @@ class Frame(NamedTuple):
 
 
 def encode_frame(content: object, payload: bytes = b"") -> bytes:
-    """Return the bytes of a frame."""
+    """Encode JSON content and a payload as a frame with a checksum."""
     text = json.dumps(content, separators=(",", ":"), default=to_json_scalar).encode()
     lengths = _LENGTHS.pack(len(text), len(payload))
     checksum = zlib.crc32(payload, zlib.crc32(text, zlib.crc32(lengths)))

@@ -65,7 +65,7 @@ def read_journal(path: Path, contents: JournalContents | None = None) -> Journal
     """Read a journal. An incomplete last event is ignored.
 
     Args:
-        path: The file.
+        path: The path of the journal file.
         contents: Empty contents to add the journal to. None creates contents without results.
 
     Raises:
@@ -88,7 +88,7 @@ def read_header(path: Path) -> dict[str, Any]:
     """Return a journal's section about the launch, without decoding its events.
 
     Args:
-        path: The file.
+        path: The path of the journal file.
 
     Raises:
         FileNotFoundError: The file does not exist.
@@ -171,7 +171,7 @@ class JournalContents:
 
     Attributes:
         load_result: Returns the results of ranks.
-        journal: The events.
+        journal: The journal with the events that were read.
         header: The section about the launch, empty until it has been read.
         sections: The other sections of `_SECTIONS`, by kind.
         stored: The description of each rank's result file, as its event contains it.
@@ -446,7 +446,7 @@ class JournalReader:
         """Add the new records of the file, which may have been replaced since the last call.
 
         Raises:
-            BrokenRunError: The file is damaged.
+            BrokenRunError: The contents of the file are damaged.
             OSError: The file cannot be read.
         """
         with self._lock:

@@ -36,8 +36,8 @@ class KeptRun:
     """A kept run, without its curves and its output.
 
     Attributes:
-        path: Its folder.
-        name: Its name.
+        path: The folder of the run.
+        name: The name of the run.
         function: Name of the launched function.
         status: A value of ``Run.status``, or "broken" if its journal cannot be read.
         started: When it was launched, in seconds since the epoch, or 0.0 if unknown.
@@ -73,7 +73,7 @@ class KeptRun:
         return None if self.ended is None else self.ended - self.started
 
     def open(self) -> Run:
-        """Open the run; see `open_run`."""
+        """Open the run for reading; see `open_run`."""
         return open_run(self.path)
 
 

@@ -143,7 +143,7 @@ def journal_path(path: str | PathLike[str]) -> Path:
     """Return the file of the journal in a run's folder.
 
     Raises:
-        FileNotFoundError: There is no journal.
+        FileNotFoundError: The folder has no journal.
     """
     given = given_folder(path)
     file = given / JOURNAL_NAME if given.is_dir() else given
@@ -240,7 +240,7 @@ class _ReadOnly(NoCommands):
         raise NotebookAccelerateError(self.refusal)
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing, because there is no connection to close."""
 
     def stop(self, grace: float) -> None:
         """Raise an error, because another process runs the run."""
@@ -255,7 +255,7 @@ class _FilePoller:
     """Reads new records from the file of a run whose process cannot be reached, until the run ends.
 
     Args:
-        reader: Reads the file.
+        reader: Reads the journal's file.
         client: The connection to the process of a detached run.
 
     Attributes:

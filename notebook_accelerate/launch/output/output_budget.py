@@ -59,7 +59,7 @@ class HeadAndTail:
         """Return the lines of a text that are still among the first ones. The others are kept for `tail`.
 
         Args:
-            text: Complete lines.
+            text: Complete lines of text.
         """
         size = notebook_bytes(text) if self._left > 0 else 0
         if 0 < size <= self._left:

@@ -63,7 +63,7 @@ class Publisher(ABC):
 
     @abstractmethod
     def display(self, event: DisplayEvent, label: str) -> None:
-        """Show a rich output."""
+        """Show a rich output of a rank."""
 
     def _draw_bars(self, text: str) -> None:
         """Show the progress bars of all ranks in one output that is redrawn. No effect outside a notebook."""
@@ -273,4 +273,4 @@ def publisher_for(run_id: int, *, text: bool = True) -> Publisher:
     kernel = running_kernel()
     if kernel is not None and type(sys.stdout).__module__.startswith("ipykernel"):
         return NotebookPublisher(kernel, run_id, text=text)
-    return TextPublisher()  # Also used in a kernel whose sys.stdout is captured.
+    return TextPublisher()  # This is also the case in a kernel whose sys.stdout is captured.

@@ -44,7 +44,7 @@ class RankOutput:
     when both marks have arrived, followed by the output behind the marks.
 
     Args:
-        rank: Global index.
+        rank: The rank's global index.
         label: The prefix of its lines.
         keep: Called with the rank, the stream and the lines, joined by line breaks.
         publisher: Shows the lines.

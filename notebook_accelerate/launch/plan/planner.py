@@ -86,7 +86,7 @@ class LaunchPlan:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def sentence(self) -> str:
-        """Return the plan in one line."""
+        """Return the plan in one line, for the run's header."""
         ranks = "1 process" if self.num_processes == 1 else f"{self.num_processes} processes"
         if self.world_size != self.num_processes:
             ranks += f" of {self.world_size}"
@@ -356,7 +356,7 @@ def rank_environment(plan: LaunchPlan, local_rank: int) -> dict[str, str]:
     }
     if plan.threads is not None:
         env["OMP_NUM_THREADS"] = str(plan.threads)
-    if plan.run_name:  # As under torchrun, ranks find a store that is already served.
+    if plan.run_name:  # As under torchrun, ranks use a store that is already served.
         env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         env["TORCHELASTIC_RUN_ID"] = plan.run_name
         if rank == 0:

@@ -268,7 +268,7 @@ def _passes(reader: int, pid: int, seconds: float) -> bool:
     for _ in range(MAX_WAITS):
         if wait_readable(reader, seconds):
             break
-        threads = list(Path(f"/proc/{pid}/task").glob("*"))  # Empty if there is no /proc.
+        threads = list(Path(f"/proc/{pid}/task").glob("*"))  # The list is empty without /proc.
         sleeps = all(_state(thread) not in ("R", "D") for thread in threads)
         if sleeps or sum(map(_cpu_nanoseconds, threads)) > seconds / 2 * 1e9:
             break

@@ -113,7 +113,7 @@ class OrphanGuard:
 
 
 orphan_guard = OrphanGuard()
-"""The guard of this process."""
+"""The guard of the ranks of this process."""
 
 
 if hasattr(os, "register_at_fork"):

@@ -27,7 +27,7 @@ class PickledFunction:
     """A function and its arguments, pickled by another process and not loaded in this one.
 
     Args:
-        name: The function's name.
+        name: The function's name, as the run shows it.
         payload: Descriptor of the file with the pickled data.
         arguments: The arguments by name, as plain values.
         settings: The settings of the other process, from ``capture_notebook_settings``.

@@ -124,7 +124,7 @@ def _free(port: int) -> bool:
 
 def _can_bind(port: int, address: str) -> bool:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # As torch's store does.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # Torch's store also sets this.
         try:
             probe.bind((address, port))
         except OSError:

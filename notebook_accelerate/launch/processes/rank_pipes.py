@@ -32,7 +32,7 @@ class RankPipes:
         os.close(self.rank_stderr)
 
     def close_kernel_side(self) -> None:
-        """Close the kernel's ends."""
+        """Close the kernel's ends of the channel and of the output pipes."""
         self.channel.close()
         for descriptor in (self.stdout, self.stderr):
             kernel_descriptors.discard(descriptor)

@@ -45,7 +45,7 @@ class RankProcess(ABC):
     """A started rank, on this machine or another.
 
     Attributes:
-        rank: Global index.
+        rank: The rank's global index.
         local_rank: Index on its machine.
         pid: Its process id. The process leads its own process group.
         node: Index of its machine in the run.
@@ -118,7 +118,7 @@ class LocalRank(RankProcess):
     """A rank on this machine.
 
     Args:
-        rank: Global index.
+        rank: The rank's global index.
         pid: Its process id.
         ends: The kernel's ends of its channel and pipes.
         exit_descriptor: A descriptor that becomes readable when the rank ends, or None if the system provides none.
@@ -245,7 +245,7 @@ class ProcessBackend(ABC):
         """Receive the launch's configuration before ranks start. Most start methods ignore it.
 
         Args:
-            config: The configuration.
+            config: The configuration of the launch.
             note: Shows the user a line during a slow start.
             stopping: Returns whether the run is being stopped before its ranks have started.
         """

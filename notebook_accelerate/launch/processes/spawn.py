@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class SpawnBackend(PickledBackend):
-    """Starts one interpreter per rank."""
+    """Starts a fresh interpreter for each rank."""
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
         body = pickle.dumps(self.complete(order))

@@ -114,7 +114,7 @@ class Zygote:
 
         Args:
             order: The rank's order, pickled.
-            descriptors: Channel, standard output and error, payload, and the pipe for the status.
+            descriptors: Those of the channel, standard output and error, the payload, and the pipe for the status.
             crowded: Whether the ranks of the launch have more threads than there are processors.
             stopping: Returns whether the run is to be stopped.
 
@@ -235,7 +235,7 @@ class ZygoteRank(LocalRank):
     """A rank that the server has forked. The server reports its end.
 
     Args:
-        rank: Global index.
+        rank: The rank's global index.
         pid: Its process id.
         ends: The kernel's ends of its channel and pipes.
         status: Descriptor of the pipe to which the server writes the wait status.
@@ -298,7 +298,7 @@ class ZygoteRank(LocalRank):
 
 
 class ZygoteBackend(PickledBackend):
-    """Requests ranks from the server, one by one."""
+    """Starts ranks by requesting them from the server, one by one."""
 
     _crowded = False
 

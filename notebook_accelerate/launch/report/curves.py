@@ -92,7 +92,7 @@ class Source:
     """A run whose metrics are drawn.
 
     Attributes:
-        store: Its metrics.
+        store: The store with the run's metrics.
         origin: Zero of the time axis, in seconds since the epoch.
         label: First part of the name of each curve. The rank follows if ``ranks`` is true.
         ranks: Whether each rank has a curve. If not, only the lowest rank that logged a metric is drawn.

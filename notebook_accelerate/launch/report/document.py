@@ -72,7 +72,7 @@ class Column:
     """A column of a table.
 
     Attributes:
-        title: The heading.
+        title: The heading of the column.
         numeric: Whether it is aligned to the right.
         kind: Determines how live tables sort it, and its width: "run", "state", "text" or "number". "code" is a column
             of lines of code, and "" a plain column.
@@ -218,7 +218,7 @@ class Section:
 
     Attributes:
         key: Identifies the section in its document.
-        nodes: Its content.
+        nodes: The content of the section.
         title: The heading, which the text form leaves out, or "".
         open: Whether the fold below the heading is open, or None if the section cannot be folded.
     """

@@ -23,7 +23,7 @@ def element(name: str, /, *content: str, **attributes: object) -> Markup:
 
     Args:
         name: The element's name.
-        content: Texts and elements.
+        content: The texts and elements inside the element.
         attributes: Values by name; ``aria_label`` is written ``aria-label`` and ``class_`` is written ``class``.
             Floats are rounded to two decimals. None and False omit the attribute, and True writes only its name.
     """
@@ -49,7 +49,7 @@ def join(content: Iterable[str], separator: str = "") -> Markup:
 
     Args:
         content: Strings, which are escaped, and `Markup`.
-        separator: Markup between them.
+        separator: Markup to insert between them.
     """
     return Markup(separator.join([part if isinstance(part, Markup) else escape(part) for part in content]))
 
@@ -96,10 +96,10 @@ def svg_image(drawing: str, width: int, height: int, alt: str) -> Markup:
     """Return an ``img`` element with a drawing in its data URI, so that it needs no file, script or network.
 
     Args:
-        drawing: The SVG source.
+        drawing: The SVG source of the drawing.
         width: Width in pixels.
         height: Height in pixels.
-        alt: The alternative text.
+        alt: The alternative text for readers who do not see the image.
     """
     data = base64.b64encode(drawing.encode()).decode()
     return element("img", alt=alt, width=width, height=height, src=f"data:image/svg+xml;base64,{data}")

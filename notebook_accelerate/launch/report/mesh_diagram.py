@@ -355,7 +355,7 @@ def description(reports: ShardReports) -> str:
 
 
 class _Drawing:
-    """The layout of a drawing."""
+    """Computes the layout of the drawing, and draws it as SVG."""
 
     def __init__(self, reports: ShardReports, palette: Palette) -> None:
         self.reports, self.palette, self.grid = reports, palette, Grid(reports)
@@ -456,8 +456,8 @@ def slice_of(report: ShardReport, kind: str, totals: Sequence[int | None]) -> tu
     """Return the part of the model's bytes that a rank holds, as an interval within 0 to 1.
 
     Args:
-        report: The rank's report.
-        kind: A row of ``KINDS``.
+        report: The shard report of the rank.
+        kind: One of ``KINDS``, the kinds of tensors.
         totals: Bytes of each pipeline stage, or a single number if there are no stages.
 
     Returns:

@@ -173,7 +173,7 @@ class Profile(DocumentView):
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks with a trace."""
+        """The ranks that have a trace."""
         return list(self.paths)
 
     @property

@@ -74,7 +74,7 @@ def _few(names: Sequence[str]) -> str:
 MANY = 16
 """With more ranks than this, views show a summary of each node and the outliers, and fold the other ranks."""
 _STATES = ("failed", "stopped", "starting", "running", "succeeded")
-"""The order of states in a summary."""
+"""The states of ranks in the order in which a summary lists them."""
 
 
 def by_node(ranks: Iterable[RankSnapshot]) -> dict[int, list[RankSnapshot]]:

@@ -100,7 +100,7 @@ class Report(DocumentView):
         """Return the lines that a failed cell shows: the failures with their cell lines, then the error's first line.
 
         Args:
-            error: The run's error.
+            error: The error that the run ended with.
         """
         lines = failures.failure_lines(self.run.failures)
         text = f"{type(error).__name__}: {error}"

@@ -238,7 +238,7 @@ def _place(reply: SampleReply, index: int) -> tuple[str, int, str]:
     return filename, line, function
 
 
-# ``RunMemory``: the contents of the ranks' memory, and what else would fit.
+# ``RunMemory`` shows the contents of the ranks' memory, and what else fits into it.
 
 MAX_ROWS = 12
 _ESTIMATED = {
@@ -282,7 +282,7 @@ class RunMemory(DocumentView):
         """Return the bytes of a rank by kind.
 
         Args:
-            rank: Global index.
+            rank: The rank's global index.
 
         Raises:
             KeyError: There is no report of this rank. ``missing`` has the reason.
@@ -290,7 +290,7 @@ class RunMemory(DocumentView):
         return dict(memory_rows(self.reports[rank]))
 
     def fits(self) -> list[str]:
-        """Return sentences about what would fit, or an empty list if no step was recorded."""
+        """Return sentences about what else fits into memory, or an empty list if no step was recorded."""
         found: list[str] = []
         for rank, report in self.reports.items():
             parts = self.bytes(rank)
@@ -302,7 +302,7 @@ class RunMemory(DocumentView):
         return found
 
     def document(self) -> Section:
-        """Return the sentences about what would fit, and tables of parts, modules, variables and lines."""
+        """Return the sentences about what else fits, and tables of parts, modules, variables and lines."""
         tables = (self._part_table(), self._module_table(), self._variable_table(), self._line_table())
         return Section(key="memory", nodes=(Text(lines=tuple(self._sentences())), *tables))
 

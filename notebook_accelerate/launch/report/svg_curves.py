@@ -30,7 +30,7 @@ POINTS = 400
 MAX_IMAGES = 24
 """Maximum number of metrics with an image. It is low because a saved notebook stores every image."""
 ALONE = 2.6
-"""Radius of an isolated point, which would be invisible because it has no line."""
+"""Radius of an isolated point, which is marked because it has no line that shows it."""
 # These mid-tones have a contrast of at least 3:1 with white and with a dark notebook's #111, because an image cannot
 # follow the theme. The live plot can: it has the same hues in tones for each theme (PALETTE in
 # ``widgets/static/looks.js``).
@@ -54,7 +54,7 @@ def metric_image(sources: Sequence[Source], name: str) -> Markup:
 
     Args:
         sources: The runs to draw.
-        name: The metric.
+        name: The name of the metric.
     """
     texts = []
     for source in sources:
@@ -79,7 +79,7 @@ def curves_of(sources: Sequence[Source], name: str) -> list[Curve]:
 
     Args:
         sources: The runs to draw.
-        name: The metric.
+        name: The name of the metric.
     """
     return [series.read(POINTS) for source in sources for series in source.series([name], FEW_RANKS)]
 
@@ -283,7 +283,7 @@ def plot(several: Sequence[MetricSeries], ax: Axes | None = None) -> Any:
 
     Raises:
         ImportError: Axes are given, but matplotlib is not installed.
-        ValueError: There are no metrics.
+        ValueError: There are no metrics to plot.
     """
     if not several:
         raise ValueError("there is no metric to plot: log one with accelerator.log({...}, step=step)")

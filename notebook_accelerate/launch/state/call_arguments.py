@@ -96,7 +96,7 @@ class RunCall:
 
     Args:
         function: The launched function.
-        arguments: Its arguments.
+        arguments: The function's positional arguments.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

@@ -105,8 +105,8 @@ def from_exit(rank: int, end: Exit, *, oom_kills: int | None, channel_error: str
     """Return the failure of a rank that died without reporting one.
 
     Args:
-        rank: Global index.
-        end: How its process ended.
+        rank: The rank's global index.
+        end: How the rank's process ended.
         oom_kills: How many processes the out-of-memory killer of the rank's machine has killed during the run, or None
             if unknown.
         channel_error: Why its channel could not be read completely, or "".

@@ -69,7 +69,7 @@ class Journal:
         self._notify([record])
 
     def add(self, records: Sequence[Record]) -> None:
-        """Append records of ranks."""
+        """Append records of ranks to the store, and pass them on to the listeners."""
         if records:
             with self._lock:
                 self.store.add(records)

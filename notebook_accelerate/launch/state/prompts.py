@@ -25,8 +25,8 @@ class Prompt:
     """The prompt of a rank that waits for a line of text.
 
     Attributes:
-        rank: Global index.
-        request: The rank's request.
+        rank: The rank's global index.
+        request: The request for a line that the rank has sent.
         channel: The channel to the rank.
         on_answer: Called with the rank as soon as the prompt is answered here.
         seen: Whether the user has seen the rank's output before the prompt.
@@ -74,7 +74,7 @@ class PromptQueue:
         self.on_change: Callable[[], None] = lambda: None
 
     def put(self, prompt: Prompt) -> None:
-        """Add the prompt of a rank."""
+        """Add the prompt of a rank that now waits for a line."""
         with self._changed:
             self._open[prompt.rank] = self._last[prompt.rank] = prompt
             if prompt.of_debugger:

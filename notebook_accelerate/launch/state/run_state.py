@@ -76,7 +76,7 @@ class RankInfo:
     """The state of one rank.
 
     Attributes:
-        rank: Global index.
+        rank: The rank's global index.
         pid: Its process id, or None before the process is started.
         state: "starting", "running", "succeeded", "failed", "stopped" or "lost".
         last_step: The last step that it logged, or None.
@@ -182,7 +182,7 @@ class RunState:
         diagnoses: Results of automatic diagnoses, the oldest first.
         stall: The current stall, or None if at least one rank is making progress.
         error: Class of the error that the run ended with, or "".
-        message: The error's text.
+        message: The text of the error.
         cause: The error of the launch itself.
         resume_points: The points at which it continues the training of earlier runs, the oldest first.
     """

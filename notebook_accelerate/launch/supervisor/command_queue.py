@@ -83,7 +83,7 @@ class CommandQueue:
         return self._stopping
 
     def carry_out(self, target: CommandTarget) -> None:
-        """Execute the queued commands."""
+        """Execute the queued commands on ``target``."""
         self.wake.clear()
         while self._waiting:
             self._waiting.popleft()(target)

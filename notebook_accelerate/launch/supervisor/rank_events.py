@@ -130,7 +130,7 @@ class RankEventHandler:
         self.warn(self._checks.finish())
 
     def warn(self, warnings: list[str]) -> None:
-        """Record and show warnings."""
+        """Record the warnings in the journal, and show them to the user."""
         for text in warnings:
             self._journal.append(WarningAdded(text))
             self._publisher.line("stderr", f"⚠ {text}")

@@ -16,7 +16,7 @@ class SupervisedRank:
     """A rank under supervision.
 
     Args:
-        process: The started rank.
+        process: The process of the rank, which has started.
         output: Destination of its output.
 
     Attributes:

@@ -302,7 +302,7 @@ class PlaceOrder(Event):
     """A request to reserve resources for ranks and place them.
 
     Attributes:
-        ranks: Number of ranks.
+        ranks: The number of ranks to place.
         payload: The ``RayCluster`` with its address, pickled.
     """
 
@@ -312,7 +312,7 @@ class PlaceOrder(Event):
 
 @dataclass(slots=True)
 class ConnectedEvent(Event):
-    """The cluster has answered.
+    """The driver has connected to the cluster.
 
     Attributes:
         address: Address of the kernel's machine as seen by the nodes, or "" if they cannot reach it.

@@ -137,7 +137,7 @@ class Driver:
     # ---- the cluster
 
     def _connect(self) -> None:
-        """Connect to the cluster."""
+        """Connect to the cluster, trying again if its server for clients takes too long to start."""
         import ray
 
         address = self._cluster.address
@@ -196,7 +196,7 @@ class Driver:
 
     @functools.cached_property
     def _bundle(self) -> dict[str, float]:
-        """The resources of one rank."""
+        """The resources that are reserved for one rank, by name."""
         import ray
 
         cluster, gpus = self._cluster, self._cluster.gpus
@@ -311,7 +311,7 @@ class Driver:
             self._channel.send(ray_backend.ActorEndedEvent(index, reason))
 
     def _release(self) -> None:
-        """Release all resources."""
+        """Release the reserved resources, and disconnect from the cluster."""
         ray: Any = sys.modules.get("ray")
         if ray is None or not ray.is_initialized():
             return
@@ -448,7 +448,7 @@ def run_tunnel(actor: Any, address: str, port: int) -> None:
     with socket.create_connection((address, port)) as connection:
 
         def down() -> None:
-            with suppress(Exception):  # Either end is lost.
+            with suppress(Exception):  # One of the ends may be lost.
                 while True:
                     data = connection.recv(1 << 20)
                     ray.get(actor.call.remote("push", data))

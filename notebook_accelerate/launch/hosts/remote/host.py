@@ -93,7 +93,7 @@ class Host:
         """Start ranks and relay until all have finished. Kill them if the kernel leaves or is lost.
 
         Args:
-            backend: Starts the ranks.
+            backend: Starts the ranks on this machine.
             orders: One order per rank.
 
         Raises:

@@ -66,7 +66,7 @@ class HostConnection:
 
     @property
     def name(self) -> str:
-        """The machine's name in messages."""
+        """The name of the host's node, as shown in messages."""
         return protocol.node_name(self.node, self.hello.host)
 
     def measure_clock(self) -> None:
@@ -89,7 +89,7 @@ class HostConnection:
 
         Args:
             order: The rank's order.
-            timeout: Seconds to wait.
+            timeout: Maximum seconds to wait for the host.
             stopping: Returns whether the run is being stopped.
 
         Raises:
@@ -158,7 +158,7 @@ class HostConnection:
             self.mark_lost(f"{self.name} was lost: {error}")
 
     def handle(self, event: Event) -> None:
-        """Handle an event from the host."""
+        """Handle an event from the host, which may concern the whole run or one of its ranks."""
         if isinstance(event, protocol.RelayEvent):
             self._pass_on(event)
         elif isinstance(event, protocol.LeaveEvent):
@@ -197,7 +197,7 @@ class HostConnection:
         self._stream.on_ready = None
 
     def remove(self, rank: int) -> None:
-        """Remove an ended rank."""
+        """Remove an ended rank from those that the connection serves."""
         self.ranks.pop(rank, None)
         if not self.ranks:
             self.on_last_end()
@@ -237,7 +237,7 @@ class RemoteRank(RankProcess):
 
     Args:
         connection: The connection to its host.
-        rank: Global index.
+        rank: The rank's global index.
         pid: Its process id on that host.
         local_rank: Index on its machine.
     """

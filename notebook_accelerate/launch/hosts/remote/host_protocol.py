@@ -163,7 +163,7 @@ class StartedEvent(RankEvent):
 
 @dataclass(slots=True)
 class FramesEvent(RankEvent):
-    """Bytes for the rank's channel."""
+    """Encoded frames to write to the rank's channel."""
 
     payload: bytes
 

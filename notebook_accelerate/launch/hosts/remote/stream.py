@@ -240,7 +240,7 @@ class Exchange(ABC):
     A selector can wait for what arrives (`fileno`), and then calls `dispatch`.
 
     Args:
-        name: Name of the thread.
+        name: The name to give the thread.
         pace: Limits wake-ups that carry little data, because each costs several times as much as a short message.
 
     Attributes:
@@ -254,7 +254,7 @@ class Exchange(ABC):
         self._wake, self._ready = WakeDescriptor(), WakeDescriptor()
         self._handle(self._wake.fileno(), self._wake.clear)
         self._due: set[Stream] = set()
-        self._arrived: dict[Stream, None] = {}  # In order of arrival.
+        self._arrived: dict[Stream, None] = {}  # The streams on which something has arrived, in order.
         self._next_tick = 0.0
         self._pace, self._carried = pace, 0
         self._linger = FLUSH_SECONDS
@@ -326,7 +326,7 @@ class Exchange(ABC):
             self._destroy(self._linger)
 
     def _take(self, stream: Stream, message: bytes) -> None:
-        """Deliver a message to a stream."""
+        """Deliver a message that has arrived to its stream."""
         self._carried += max(0, len(message) - HEADER.size)
         stream.gone = False
         stream.handle(message)
