@@ -28,7 +28,7 @@ FLUSH_SECONDS = 0.05
 _PERIODS_PER_FLUSH = 4
 """Periods between two flushes of other events. Panels repaint every 0.2 s, and a flush takes 0.2 ms."""
 MAX_FAILURES = 5
-"""The agent ends after this many unexpected errors."""
+"""The agent's thread ends after this many unexpected errors."""
 
 
 class Agent:
@@ -58,21 +58,21 @@ class Agent:
         self._handlers[kind] = handler
 
     def every_tick(self, callback: Callable[[], None]) -> None:
-        """Call ``callback()`` on the agent's thread, about 20 times a second."""
+        """Call ``callback()`` on the agent's thread about 20 times a second."""
         self._ticks.append(callback)
 
     def ask(self, prompt: str, *, password: bool = False, shown: str = "", kind: str = "input") -> str:
         """Prompt the user in the notebook and return the answer. Block until it arrives.
 
         Args:
-            prompt: Text before the answer.
-            password: Whether to hide the answer.
+            prompt: The text to show in front of the input field.
+            password: Whether to hide the answer while the user types it.
             shown: Lines to show before the prompt.
-            kind: "input" or "debugger".
+            kind: What asks for the input: "input" or "debugger".
 
         Raises:
-            EOFError: The notebook cannot prompt, or the caller is a process started by the rank, such as a DataLoader
-                worker.
+            EOFError: The notebook cannot prompt the user, or the caller is a process started by the rank, such as a
+                DataLoader worker.
         """
         if os.getpid() != self._process:  # Otherwise the rank itself would receive the answer.
             raise EOFError("only the rank itself can prompt the user, not a process that it has started")
@@ -81,7 +81,7 @@ class Agent:
             self.sink.send(InputRequest(prompt, password, shown, kind, number))
             while (reply := self._replies.get()).number != number:
                 pass  # This is the answer to an earlier prompt, which was ended by an interrupt.
-        finally:  # An interrupt ends the prompt too.
+        finally:  # The prompt also ends if it is interrupted.
             self.sink.send(AnsweredEvent(number))
         if reply.text is None:
             raise EOFError("the notebook gave no answer")
@@ -112,7 +112,7 @@ class Agent:
                 self.sink.flush()
 
     def _report(self, error: BaseException, *, ended: bool) -> None:
-        """Report an error of this thread directly, because the queue may be its cause."""
+        """Report an error of this thread without using the queue, which may be the cause of the error."""
         text = describe_error(error, 500)
         with suppress(OSError):  # The function has closed the descriptor.
             os.write(2, "".join(traceback.format_exception(error)).encode(errors="replace"))

@@ -1,4 +1,4 @@
-"""The debugger in a rank, whose commands the user types in the notebook."""
+"""The debugger in a rank. The user types its commands in the notebook."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def stopped_frame() -> FrameType | None:
 
 
 def stopped_at() -> str:
-    """Return the place where the debugger has stopped this rank, such as "breakpoint at line 12", or ""."""
+    """Return where the debugger has stopped this rank, such as "breakpoint at line 12", or "" while the rank runs."""
     return f"breakpoint at line {_Session.frame.f_lineno}" if _Session.frame is not None else ""
 
 
@@ -152,8 +152,8 @@ def _debugger() -> Any:
 def _create_shell() -> None:
     """Create the shell that IPython's debugger needs, but without output outside the debugger's terminal.
 
-    Its history would be the user's own file, which the shells of all ranks would open at the same time. IPython 7 would
-    also write a terminal title into the output.
+    The shell is created without a history and without a terminal title. Otherwise the shells of all ranks would open
+    the user's own history file at the same time, and IPython 7 would write a title into the output.
     """
     ipython: Any = sys.modules.get("IPython")
     if "IPython.core.debugger" not in sys.modules or ipython.get_ipython() is not None:

@@ -57,7 +57,7 @@ def lengthen(group: Any) -> float | None:
     """Increase a group's limit. Return the previous limit in seconds, or None if it was not changed.
 
     Args:
-        group: The group.
+        group: A process group of this rank.
     """
     with _replacing:
         if group in _replaced:
@@ -65,7 +65,7 @@ def lengthen(group: Any) -> float | None:
         try:
             limits = group_timeouts(group)
             if not limits.keys() <= {"gloo", "nccl"}:
-                return None  # Keep torch's limit, because no flight recorder shows the collectives of other back ends.
+                return None  # Keep torch's limit, as other backends have no flight recorder.
             requested = min(limits.values())
             set_group_timeout(NCCL_FACTOR * requested if "nccl" in limits else TORCH_LIMIT, group)
         except Exception:  # noqa: BLE001 - torch's limit stays if the backend has no such option, or the rank is not in the group

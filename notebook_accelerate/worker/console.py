@@ -1,4 +1,4 @@
-"""Standard streams, input and breakpoints of a rank."""
+"""Connect a rank's standard streams, input and breakpoints to the kernel."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ def flush() -> None:
 def _redirect(streams: Mapping[str, Any]) -> None:
     """Redirect the kernel's streams, which logging handlers and variables may hold, to the rank's.
 
-    In a forked rank, ipykernel's streams would open a socket for each write and publish the text without a label. They
-    are not in ``sys`` while a cell captures its output, and IPython keeps their methods while a cell runs. Changing the
-    methods' code reaches all of them. Logging handlers that write into the captured text get the rank's streams.
+    In a forked rank, ipykernel's streams would open a socket for each write and publish the text without a label.
+    Replacing them in ``sys`` is not enough: they are not there while a cell captures its output, and IPython keeps
+    references to their methods while a cell runs. The code of their methods is therefore replaced. Logging handlers
+    that write into the captured text get the rank's streams.
     """
     kind = getattr(sys.modules.get("ipykernel.iostream"), "OutStream", None)
     if kind is not None:
@@ -103,6 +104,6 @@ class StandardInput(io.TextIOBase):
             return ""
 
     def _readline_with_prompt(self, prompt: object = "", *, password: bool = False) -> str:
-        """Prompt the user. Called by marimo's ``input`` and ``getpass``, which functions of its cells keep."""
+        """Prompt the user. Marimo's ``input`` and ``getpass``, which its cells' functions still refer to, call this."""
         flush()
         return self._agent.ask(str(prompt), password=password)

@@ -2,8 +2,8 @@
 
 Requests that need the main thread are served when that is safe: at a step boundary (an optimizer step, ``log``). If
 there is no boundary, they are served at the main thread's next bytecode (by a signal handler). If the main thread waits
-in C, a separate thread serves them by reading its frames. That thread may have to wait in C too, because a tensor has
-no value before its device has computed it.
+in C, a separate thread serves them by reading the main thread's frames. That thread may have to wait in C too, because
+a tensor has no value before its device has computed it.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ if TYPE_CHECKING:
 BOUNDARY_SECONDS = 0.5
 """How long a request waits for a step boundary before the main thread is interrupted between two bytecodes."""
 BYTECODE_SECONDS = 0.5
-"""How long the request then waits for the next bytecode before another thread serves it."""
+"""How long a request then waits for the main thread's next bytecode before another thread serves the request."""
 LOCKED_SECONDS = 5.0
-"""How long that thread may keep the interpreter lock, unless an operation releases it."""
+"""How long the thread that serves a request may keep the interpreter lock, unless an operation releases it."""
 BUSY_SECONDS = 0.3
-"""How long that thread may take before the agent checks whether the devices are busy."""
+"""How long the thread that serves a request may take before the agent checks whether the devices are busy."""
 WAITING_REQUESTS = 4
 """Maximum number of threads that serve requests at the same time, because each may occupy a core."""
 DEVICE_BUSY = (
@@ -76,13 +76,13 @@ DEVICE_BUSY = (
 ASKED_AGAIN = "the same question is still being answered; ask for less, or see run.diagnose()"
 TOO_MANY = f"{WAITING_REQUESTS} earlier questions are still being answered; see run.diagnose()"
 LOOK_SECONDS = 1.0
-"""How long the main thread may compute in one place before the agent checks if it waits for a device or a rank."""
+"""How long the main thread may compute in one place before the agent checks if it is waiting for a device or rank."""
 STUCK_SECONDS = 2.0
 """The heartbeat includes the open collective of a main thread that has not moved for this long."""
 
 
 cell_requests: queue.SimpleQueue[CellRequest] = queue.SimpleQueue()
-"""Cells for a warm rank. Once the rank has reported that it runs, the first cell may arrive before it waits for one."""
+"""Cells for a warm rank. They are queued, because the first cell may arrive before the rank starts to wait for it."""
 
 
 class _Pending:
@@ -90,11 +90,11 @@ class _Pending:
 
     Attributes:
         serve: Called with the main thread's frame and a note for the reply.
-        refuse: Replies with an error instead. None if only the main thread can serve the request.
+        refuse: Called with an error to send as the reply instead. None if only the main thread can serve the request.
         key: Identifies the request. A second one with the same key is refused while the first waits for a busy device.
-        at_step: Whether to serve it only at the end of an optimizer's step, if there are such steps.
-        deadline: When to try the next way of serving it.
-        signalled: Whether the main thread has been interrupted for it.
+        at_step: Whether to serve the request only at the end of an optimizer step, if there are such steps.
+        deadline: When to try the next way of serving the request.
+        signalled: Whether the main thread has been interrupted for the request.
     """
 
     def __init__(
@@ -115,14 +115,14 @@ class _Pending:
 
 
 class _RequestThread(threading.Thread):
-    """Serves a request while the main thread waits in C. If that call returns, the main thread must wait for the GIL.
+    """Serves a request while the main thread waits in C. When its call returns, the main thread must wait for the GIL.
 
     Otherwise the process may crash with a segmentation fault if one thread reads ``parameter.grad`` while another sets
     it (torch 2.13).
 
     Args:
-        pending: The request.
-        interval: The interpreter's switch interval, to be restored.
+        pending: The request to serve.
+        interval: The interpreter's switch interval, which is restored at the end.
     """
 
     def __init__(self, pending: _Pending, interval: float) -> None:
@@ -143,14 +143,14 @@ class _RequestThread(threading.Thread):
                 sys.setswitchinterval(self.interval)
 
     def give_up_if_late(self, devices: waits.DeviceWatch) -> None:
-        """If the request takes too long, let other threads run as usual. If it waits for a device, refuse it.
+        """If the request takes too long, let other threads run as usual. If it is waiting for a device, refuse it.
 
         Args:
             devices: Reports whether devices are busy.
         """
         if self.is_refused or time.monotonic() < self.deadline:
             return
-        # Check again later, because the request may read from a device only then.
+        # Check again later, because the request may not read from a device until then.
         self.deadline = time.monotonic() + LOOK_SECONDS
         if not self.is_late:
             self.is_late = True
@@ -222,7 +222,7 @@ class DebugAgent:
     # ---- the main thread
 
     def hold(self, traceback: TracebackType) -> None:
-        """Keep the frames of a failure until the user quits the debugger, or the kernel ends this process."""
+        """Keep the frames of a failure until the user quits the debugger or the kernel ends this process."""
         self._traceback = traceback
         self._paused = "failed; its frames are kept"
         with suppress(KeyboardInterrupt):  # The kernel sends an interrupt to release the rank.
@@ -263,7 +263,7 @@ class DebugAgent:
                 self._pending.remove(pending)
             unpauses = self._unpauses
             pending.serve(frame, "")
-            # The request paused the rank here, so the next pause request is for the next boundary.
+            # This request has paused the rank, so leave the next pause request to the next boundary.
             if self._unpauses != unpauses:
                 return
 
@@ -273,7 +273,7 @@ class DebugAgent:
         try:
             while self._unpauses == unpauses:
                 self._serve(frame)
-                self._unpaused.wait(0.2)  # Wait in short slices, to handle KeyboardInterrupt and the debugger.
+                self._unpaused.wait(0.2)  # Wait only briefly each time, to handle KeyboardInterrupt and the debugger.
         finally:
             self._paused, self._by_user = "", False
             self._agent.sink.emit(PausedEvent(False))
@@ -313,7 +313,7 @@ class DebugAgent:
             refused = any(thread.is_refused for thread in waiting)
             pending.refuse(DEVICE_BUSY if refused else ASKED_AGAIN if again else TOO_MANY)
             return
-        # While one of the threads is not late yet, the current interval is the long one, so take the saved one.
+        # While a thread that is not late exists, the current interval is the long one, so take the interval it saved.
         early = [thread for thread in waiting if not thread.is_late]
         interval = early[0].interval if early else sys.getswitchinterval()
         thread = _RequestThread(pending, interval)
@@ -321,10 +321,10 @@ class DebugAgent:
         thread.start()
 
     def _record_movement(self) -> None:
-        """Record when the main thread makes progress: a new bytecode, processor time or a finished step.
+        """Record when the main thread makes progress: a new bytecode, CPU time or a finished step.
 
-        A thread that sleeps in each step may be at the same bytecode whenever it is checked. Processor time indicates
-        progress unless the thread waits for a device, because waiting for CUDA uses the processor too.
+        A thread that sleeps in each step may be at the same bytecode whenever it is checked, so its CPU time counts as
+        progress too, except while it waits for a device, because waiting for CUDA also uses the CPU.
         """
         frame = main_frame()
         position = (frame.f_code, frame.f_lasti) if frame is not None else None
@@ -435,14 +435,14 @@ class DebugAgent:
     def _in_frame(
         self, serve: Callable[[FrameType | None, str], None], refuse: Callable[[str], None], key: object
     ) -> None:
-        """Serve the request now if the main thread is paused for the user, otherwise at a step boundary."""
+        """Serve a request now if the main thread is paused for the user, and otherwise at a step boundary."""
         if breakpoints.stopped_frame() is not None or self._traceback is not None or self._paused:
             serve(main_frame(), "")
         else:
             self._queue(serve, refuse, key=key)
 
     def _find(self, name: str, frame: FrameType | None) -> FrameType | None:
-        """Return the frame with the requested name, or else the debugger's, the failure's or the function's frame."""
+        """Return the requested function's frame. Without a name, the debugger's, the failure's or the function's."""
         stopped = breakpoints.stopped_frame()
         if stopped is not None:
             return stopped if not name else stacks.find_frame(stopped, name, self._code)
@@ -533,14 +533,14 @@ def value_text(value: object) -> str:
     return text if len(text) <= 2000 else text[:2000] + " …"
 
 
-# A ``!command`` in a function of a cell calls this shell in a rank that is not forked from the kernel.
+# In a rank that is not forked from the kernel, a ``!command`` in a cell's function calls this shell.
 
 
 class RankShell:
-    """The part of IPython's shell that needs no kernel: system commands."""
+    """The part of IPython's shell that needs no kernel: running system commands."""
 
     def system(self, command: str) -> None:
-        """Run a command. Its output becomes the rank's."""
+        """Run a command. Its output is part of the rank's output."""
         flush()
         subprocess.run(_expanded(command), shell=True, check=False)  # noqa: S602 - the user's own command
 
@@ -578,5 +578,5 @@ _shell = RankShell()
 
 
 def get_ipython() -> RankShell:
-    """Return the replacement for the shell, for the names of the user's cells."""
+    """Return the replacement for IPython's shell. Functions of the user's cells call this under the same name."""
     return _shell

@@ -1,7 +1,7 @@
 """Report the memory that a rank holds on its devices, from the agent's thread.
 
-The rank itself measures it, because NVML identifies processes by the host's pids, and ranks in a container do not know
-theirs.
+The rank itself measures its memory, because NVML identifies processes by the host's pids, and a rank in a container
+does not know its own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class DeviceReports:
         agent.every_tick(self._tick)
 
     def send(self) -> None:
-        """Queue the reports now."""
+        """Queue a report for each device now."""
         if self._failed:
             return
         try:

@@ -1,4 +1,4 @@
-"""The main function of a rank's process, which every start method calls.
+"""The main function of a rank's process. Every start method calls it.
 
 ``main`` has five steps: detach from the parent process, connect to the kernel, apply the order, run the function, and
 report the outcome.
@@ -63,7 +63,7 @@ Loader = Callable[[], tuple[Function, tuple[Any, ...]]]
 
 PR_SET_PDEATHSIG = 1
 _stores: list[Any] = []
-"""Keeps the store that this process serves until the process ends."""
+"""The store that this process serves, kept here until the process ends."""
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
@@ -76,7 +76,7 @@ class Outcome(NamedTuple):
 
 @dataclass
 class RankDescriptors:
-    """The descriptors that a rank keeps, and its parent process, with which it ends."""
+    """The descriptors that a rank keeps, and the process id of its parent. The rank ends when its parent does."""
 
     channel: int
     stdout: int
@@ -109,16 +109,17 @@ def main(
             exit_handlers.forget_inherited()
         if kernel_descriptors is None:
             cells.renew_main()
-        # O(1). From now on, the collector sees only the rank's own objects and does not copy shared memory.
+        # This takes constant time. From now on, the collector only sees the rank's own objects, and does not cause
+        # copies of shared memory.
         gc.freeze()
         detach(descriptors, kernel_descriptors)
         agent, debugging, devices = connect(descriptors)
         outcome = run_function(order, load, debugging)
         debugging.exit_watch.begin()
-        devices.send()  # Report the last peak, which is the only one of a short run.
+        devices.send()  # Report the last peak. In a short run, there is no other report.
         step_time.end_run()
         code = report(outcome, agent)
-    except KeyboardInterrupt:  # The run is being stopped after the function returned.
+    except KeyboardInterrupt:  # The run was stopped after the function had returned.
         pass
     except BaseException:  # noqa: BLE001 - no caller could handle it
         with contextlib.suppress(Exception):
@@ -129,7 +130,7 @@ def main(
 
 
 def prepare_forks() -> None:
-    """In a process that forks ranks, do in advance what each rank would do, and would have to copy memory for."""
+    """Do in advance, in a process that forks ranks, what would otherwise cost each rank time and copies of memory."""
     if _LIBC is not None:
         _ = _LIBC.prctl  # ctypes looks the function up at the first access.
     reporting.preload()
@@ -167,7 +168,7 @@ def detach(descriptors: RankDescriptors, kernel_descriptors: AbstractSet[int] | 
 
 
 def discard_interrupt(kernel: int) -> None:
-    """Discard a pending interrupt meant for the kernel, in whose group this process was forked (Linux)."""
+    """Discard a pending interrupt that was meant for the kernel, whose process group this process starts in (Linux)."""
     if sys.platform == "linux":
         pending = signal.sigtimedwait([signal.SIGINT], 0)
         if pending is not None and pending.si_pid == kernel:  # The kernel sent this interrupt to stop the rank.
@@ -175,7 +176,7 @@ def discard_interrupt(kernel: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Let Linux kill this process when the thread that forked it ends. On other systems, the agent ends it."""
+    """Let Linux kill this process when the thread that forked it ends. On other systems, the agent kills it."""
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # The parent ended before the call.
@@ -185,8 +186,8 @@ def die_with_parent(parent: int) -> None:
 def redirect_descriptors(keep: AbstractSet[int], known: AbstractSet[int]) -> None:
     """Redirect the kernel's sockets, event queues, history file and ``known`` pipes to /dev/null in this process.
 
-    They are not closed: the numbers would be reused for new files, which the destructors of inherited objects would
-    close.
+    They are not closed, because new files would reuse their numbers, and the destructors of inherited objects would
+    then close those files.
     """
     null = os.open(os.devnull, os.O_RDWR)
     folder = "/proc/self/fd"
@@ -261,7 +262,7 @@ def run_function(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Out
 def call(function: Function, arguments: tuple[Any, ...]) -> Any:
     """Call the function.
 
-    End any process that the function forks and that returns from it, because it is not the rank.
+    If a process that the function has forked also returns from the function, end it, because it is not the rank.
     """
     rank = os.getpid()
     try:
@@ -327,10 +328,10 @@ def apply_order(order: WorkerOrder) -> None:
 
 
 def serve_group_store() -> None:
-    """If this process is the rank to do so, serve the process groups' store of a run on several machines.
+    """In a run on several machines, serve the store of its process groups if this is the rank that must do so.
 
-    The store ends with the process. Torch's own rank 0 listens on all interfaces, whatever MASTER_ADDR is. This one
-    listens on MASTER_ADDR only.
+    The store exists until the process ends. Torch's own rank 0 would listen on all interfaces, whatever MASTER_ADDR
+    is, but this store only listens on MASTER_ADDR.
 
     Raises:
         OSError: The address or the port is not available.
@@ -343,7 +344,7 @@ def serve_group_store() -> None:
     address, _, port = where.rpartition(":")
     try:
         listener = listen(address, int(port))
-    except OSError:  # A router translates the address (NAT), so it does not belong to this machine.
+    except OSError:  # The address is not one of this machine's, because a router translates it (NAT).
         listener = listen("", int(port))
     _stores.append(
         TCPStore(
@@ -354,7 +355,7 @@ def serve_group_store() -> None:
 
 
 def returned(value: object, in_channel: int | None) -> Outcome:
-    """Return the outcome of a function that has returned ``value``. If it cannot be sent, the outcome has the error."""
+    """Return the outcome of a function that has returned ``value``, or the error if ``value`` cannot be sent."""
     what = f"the return value (a {type(value).__name__})"
     try:
         found = dump_result(value, what, in_channel)
@@ -365,7 +366,7 @@ def returned(value: object, in_channel: int | None) -> Outcome:
 
 def note_memory(error: BaseException) -> None:
     """Add a memory report to an out-of-memory error, while the frames still hold the memory."""
-    # Not isinstance: it would run code of the error's class, which may fail.
+    # Don't use isinstance, which would run code of the error's class. That code may fail.
     if issubclass(type(error), (MemoryError, RuntimeError)):
         from notebook_accelerate.worker import memory_report
 
@@ -388,20 +389,20 @@ def failure_event(error: BaseException, kind: str) -> FailureEvent:
 
 
 def report(outcome: Outcome, agent: Agent) -> int:
-    """Clean up like an interpreter at exit, send the outcome, and return the exit code."""
+    """Clean up as an interpreter does at exit, send the outcome, and return the exit code."""
     event = outcome.event
     failed = isinstance(event, FailureEvent)
     wait = True
     if isinstance(event, FailureEvent):
         # Report the failure first, because other ranks also fail when this rank closes its sockets.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # The function is over, so there is nothing to interrupt.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # The function has ended, so there is nothing to interrupt.
         console.flush()
         agent.sink.send(event)
         wait = event.kind not in ("interrupted", "quit")
     if wait:
         exit_handlers.join_threads()
     if not failed:
-        sampler.start(enabled=False)  # This sends the values that have arrived from devices.
+        sampler.start(enabled=False)  # This sends the numbers that have arrived from devices.
         leave_process_group()
     run_exit_handlers(wait=wait)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -413,7 +414,7 @@ def report(outcome: Outcome, agent: Agent) -> int:
 
 
 def leave_process_group() -> None:
-    """Destroy a process group that the function left open, because NCCL would warn about it at exit.
+    """Destroy a process group that the function left open. Otherwise NCCL would warn about it at exit.
 
     Gloo does not warn, and destroying its group can hang: the destructor holds the GIL while it joins a thread that may
     need the GIL. The end of the process closes its sockets anyway.

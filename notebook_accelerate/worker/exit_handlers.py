@@ -1,4 +1,4 @@
-"""Run an interpreter's exit handlers at a rank's end, because a rank ends with ``os._exit``, which runs none.
+"""Run the exit handlers at the end of a rank, because a rank ends with ``os._exit``, which runs none.
 
 A forked rank also inherits the handlers that the kernel registered for its own exit. They must not run in a rank, so
 everything registered before the rank started is skipped.
@@ -33,20 +33,20 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 _FLUSH = (_LIBC.fflush, ctypes.c_void_p.in_dll(_LIBC, "stdout")) if _LIBC is not None else None
 _RESET_BY_IMPORTS = ("multiprocessing.resource_sharer", "torch.multiprocessing.reductions")
-"""Modules with one object each that replaces a lock after a fork, which is unnecessary as nothing holds the lock."""
+"""Modules with an object that replaces a lock after each fork. This is unnecessary, because nothing holds the lock."""
 
 awaited: set[threading.Thread] = set()
 """Daemon threads whose work must be completed before a rank exits."""
 _inherited_handlers: list[Any] = []
-"""References to the kernel's logging handlers. Filled in the kernel, because reading them in a rank copies memory."""
+"""References to the kernel's logging handlers. Collected in the kernel, as reading them in a rank copies memory."""
 _inherited_finalizers: list[Any] = []
-"""Keeps the inherited finalizers, so that the rank does not delete any of them."""
+"""The inherited finalizers, kept so that the rank does not delete any of them."""
 _inherited_resets: list[Any] = []
 """Functions that reset the kernel's multiprocessing objects, such as queues, in a new process."""
 
 
 def note_inherited() -> None:
-    """List the handlers that ranks inherit. Call it before the forks, in a process that forks ranks."""
+    """List the handlers that ranks inherit. A process that forks ranks must call this before forking them."""
     _inherited_handlers[:] = logging._handlerList  # type: ignore[attr-defined]
     _inherited_resets[:] = [
         util._run_after_forkers
@@ -58,7 +58,7 @@ def note_inherited() -> None:
 
 
 def forget_inherited() -> None:
-    """Discard all handlers that were registered before this rank was forked. Call it first in a new rank.
+    """Discard all handlers that were registered before this rank was forked. A new rank must call this first.
 
     The handlers that the standard library registers once per process are registered again.
     """
@@ -66,7 +66,7 @@ def forget_inherited() -> None:
     atexit.register(_shut_logging)
     for package in _PROCESS_PACKAGES:
         util = _module(f"{package}.util")
-        if util is not None:  # As in a process that multiprocessing itself has forked.
+        if util is not None:  # Do the same as in a process that multiprocessing itself has forked.
             for inherited in (util._finalizer_registry, _module(f"{package}.process")._children):
                 if inherited:
                     inherited.clear()
@@ -83,7 +83,7 @@ def _module(name: str) -> Any:
 
 
 def run_exit_handlers(*, wait: bool) -> None:
-    """Run the callbacks of this rank's exit, and write the buffers of its files.
+    """Run this rank's exit callbacks, and write the buffers of its files.
 
     Args:
         wait: Whether to wait for multiprocessing processes that are not daemons.
@@ -106,7 +106,7 @@ def join_threads() -> None:
 
 
 def _join_threads() -> None:
-    # These callbacks end the idle threads of executors.
+    # These callbacks end the idle worker threads of executors.
     for call in reversed(getattr(threading, "_threading_atexits", ())):
         with suppress(Exception):
             call()
@@ -133,7 +133,7 @@ def _children(package: str) -> list[Any]:
 
 
 def _forget_children() -> None:
-    """Do not wait for child processes, which end with the rank's process group."""
+    """Don't wait for child processes. They end with the rank's process group."""
     for package in _PROCESS_PACKAGES:
         module = _module(f"{package}.process")
         if module is not None:
@@ -157,12 +157,11 @@ def _shut_logging() -> None:
 
 
 def _close_files() -> None:
-    """Write the buffers of the rank's open files, which an interpreter closes when it deletes its modules.
+    """Write the buffers of the rank's open files. An interpreter would close the files when it deletes its modules.
 
-    Inner files come after the files that wrap them: first texts, then files that compress or upload, then buffers of
-    descriptors.
+    Files that wrap others come first: text files, then files that compress or upload, then the buffers of descriptors.
     """
-    objects = gc.get_objects()  # These are the rank's own objects, because the others are frozen.
+    objects = gc.get_objects()  # These are only the rank's own objects, because the inherited ones are frozen.
     kinds = {kind for kind in set(map(type, objects)) if _is_file(kind)}
     files = [each for each in objects if type(each) in kinds]
     _call([each for each in files if type(each) is _io.TextIOWrapper], "flush")
@@ -172,27 +171,27 @@ def _close_files() -> None:
 
 
 def _is_file(kind: type) -> bool:
-    """Return whether objects of a class buffer what is written to them, or delete a file when they are closed."""
+    """Return whether objects of a class buffer the data written to them, or delete a file when they are closed."""
     return issubclass(kind, _io._IOBase) or kind.__name__ in ("ZipFile", "_TemporaryFileCloser")
 
 
 def _call(objects: list[Any], method: str) -> None:
     for each in objects:
-        with suppress(Exception):  # The object is closed, or was never completely initialised.
+        with suppress(Exception):  # The object may be closed, or not completely initialised.
             getattr(each, method)()
 
 
 def _flush_native() -> None:
-    """Write the output of native code, because C's library has its own buffers."""
+    """Write the buffered output of native code, because the C library has its own buffers."""
     if _FLUSH is not None:
         function, stream = _FLUSH
         function(stream)
 
 
-# The rest reports why a rank does not exit after its function: because of a thread, a process or a callback.
+# The rest of this module reports which thread, process or callback keeps a rank from exiting after its function.
 
 NOTE_SECONDS = 5.0
-"""A rank whose exit takes longer than this reports what it waits for."""
+"""A rank whose exit takes longer than this reports what it is waiting for."""
 
 
 class ExitWatch:
@@ -209,7 +208,7 @@ class ExitWatch:
         agent.every_tick(self._tick)
 
     def begin(self) -> None:
-        """Start watching after the end of the function."""
+        """Start watching. Called when the function has ended."""
         self._since = time.monotonic()
 
     def _tick(self) -> None:
@@ -243,7 +242,7 @@ def _child(child: Any) -> str:
 
 
 def _target(thread: threading.Thread) -> str:
-    """Return the name of a thread's function, or of its class if that overrides ``run``."""
+    """Return the name of a thread's function, or of the thread's class if it overrides ``run``."""
     target = getattr(thread, "_target", None)
     if target is None:
         return "" if type(thread) is threading.Thread else f"{type(thread).__qualname__}.run"
@@ -260,24 +259,25 @@ def _place(frame: FrameType | None) -> str:
     return "" if frame is None else f"at {frame.f_code.co_filename}, line {frame.f_lineno}, in {frame.f_code.co_name}"
 
 
-# The rest marks the processes of a kernel's ranks, so that all of them can be found when the kernel is gone.
+# The rest of this module marks the processes of a kernel's ranks, so that all of them can be found when the kernel is
+# gone.
 #
 # A process that is started by a rank may leave the rank's process group and session, lose its parent and its
-# environment, and execute another program. It keeps its resource limits. The limit on file locks is not enforced since
-# Linux 2.4.25, so its soft value serves as the mark. On other systems there are no marks.
+# environment, and execute another program, but it keeps its resource limits. Linux has not enforced the limit on file
+# locks since 2.4.25, so the soft value of this limit serves as the mark. On other systems there are no marks.
 
 _RLIMIT_LOCKS = 10
 
 
 def mark_of(pid: int) -> int:
-    """Return the mark of a kernel, which combines its process id and its start time, or 0 if marks are unsupported."""
+    """Return a kernel's mark, which combines its process id and start time, or 0 if the system has no marks."""
     fields = read_stat(Path(f"/proc/{pid}"))
     return (pid << 32) | (int(fields[STARTED]) & 0xFFFFFFFF) if fields else 0
 
 
 def set_mark(mark: int, pid: int = 0) -> None:
-    """Mark a process and all that it will start. Mark 0 removes the mark, and process 0 is this one."""
+    """Mark a process and all processes that it will start. Mark 0 removes the mark, and pid 0 is this process."""
     if sys.platform == "linux":
-        with suppress(OSError, ValueError):  # The administrator has restricted it.
+        with suppress(OSError, ValueError):  # The administrator may have restricted this limit.
             hard = resource.prlimit(pid, _RLIMIT_LOCKS)[1]
             resource.prlimit(pid, _RLIMIT_LOCKS, (mark or hard, hard))

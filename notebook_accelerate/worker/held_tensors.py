@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 MAX_NAMES, MAX_ITEMS, MAX_FOUND, MAX_NODES, MAX_READ_NODES = 500, 100_000, 50, 20_000, 200
 MANY, NESTED = 1000, 2
-"""Limits for containers: ``MANY`` items of a long list, or of a container without tensors among them, are inspected.
+"""Limits for containers. Only ``MANY`` items of a long list, or of a container without tensors among them, are read.
 
-Containers within containers are inspected up to the depth ``NESTED``.
+Nested containers are inspected down to the depth ``NESTED``.
 """
 _CONTAINERS = (list, tuple, set, dict)
 _PLAIN = {int, float, str, bool, bytes, type(None), type, ModuleType, FunctionType, BuiltinFunctionType}
 """Types of values that hold no tensors, or none that the user has named."""
 _STORES = ("STORE_FAST", "STORE_DEREF", "STORE_NAME", "STORE_GLOBAL")
 _UNSHARED = 3
-"""Number of references to ``f_locals``: from the frame, from the variable, and from the call that counts them."""
+"""References to ``f_locals`` if nothing else uses it: by the frame, the variable, and the call that counts them."""
 
 
 def user_frames() -> list[FrameType]:
@@ -40,14 +40,14 @@ def user_frames() -> list[FrameType]:
 
 
 def variables_of(frame: FrameType) -> dict[str, Any]:
-    """Return a frame's variables, such that only the caller keeps them.
+    """Return a frame's variables in a dictionary to which only the caller has a reference.
 
     Before Python 3.13, a function's frame keeps the dictionary ``f_locals`` with all values until it is read again.
     """
     shared = frame.f_locals
     found = dict(shared)
     function = sys.version_info < (3, 13) and frame.f_code.co_flags & CO_OPTIMIZED
-    # Otherwise the function has called locals(), and uses the dictionary.
+    # If there are more references, the function has called locals() and uses the dictionary.
     if function and sys.getrefcount(shared) == _UNSHARED:
         shared.clear()
     return found
@@ -57,11 +57,11 @@ class Held(NamedTuple):
     """A value that a variable or an attribute holds.
 
     Attributes:
-        name: The name, such as "losses" or "self.losses".
-        function: Its function, or "globals" for the variables of a module.
-        value: The value.
-        kept: Whether the variable keeps its value from one step to the next, because the running loop does not assign
-            it.
+        name: The name of the variable or attribute, such as "losses" or "self.losses".
+        function: The function it belongs to, or "globals" for the variables of a module.
+        value: The value that it holds.
+        kept: Whether the value is kept from one step to the next, because the running loop does not assign the
+            variable.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Held(NamedTuple):
 
 
 def variables() -> Iterator[Held]:
-    """Yield variables of the user's frames and of their modules, and the attributes of objects and modules in them."""
+    """Yield the variables of the user's frames and modules, and the attributes of objects and modules among these."""
     seen: set[int] = set()
     modules: set[int] = set()
     for frame in user_frames():
@@ -123,7 +123,7 @@ def _loops_and_stores(code: CodeType) -> tuple[tuple[tuple[int, int], ...], tupl
 
 
 def prepare() -> None:
-    """Analyse the code of the running functions in advance, on any thread, to save time on the main thread."""
+    """Analyse the code of the running functions in advance, to save time on the main thread. Works on any thread."""
     for frame in user_frames():
         _loops_and_stores(frame.f_code)
 
@@ -144,13 +144,13 @@ def _attributes(name: str, function: str, value: object, seen: set[int]) -> Iter
 
 
 def is_user_class(kind: type) -> bool:
-    """Return whether a class is the user's."""
+    """Return whether a class is defined in the user's code."""
     module = sys.modules.get(kind.__module__)
     return kind.__module__ == "__main__" or is_user_code(getattr(module, "__file__", None) or "<string>")
 
 
 class GraphWatch:
-    """Inspects the tensors with a graph that variables hold, repeatedly."""
+    """Repeatedly inspects the tensors with graphs that variables hold."""
 
     def __init__(self) -> None:
         self._roots: dict[str, Any] = {}
@@ -158,9 +158,9 @@ class GraphWatch:
     def look(self) -> dict[str, Any]:
         """Return a description of the tensors that each variable holds, by the variable's name.
 
-        For a container, it has the number of tensors and their bytes. For a tensor, it has the bytes that its graph
-        keeps after backward (for an attribute, also the tensor's own bytes), the number of nodes in its graph, and how
-        many nodes were added to the graph of the previous call (0 if the graph is a different one).
+        The description of a container has the number of its tensors and their bytes. The description of a tensor has
+        the bytes that its graph keeps after backward (for an attribute, also the tensor's own bytes), the number of
+        nodes in its graph, and how many nodes were added since the previous call (0 if the graph is a different one).
         """
         torch: Any = sys.modules["torch"]
         found: dict[str, Any] = {}
@@ -181,7 +181,7 @@ class GraphWatch:
         saved, nodes = graph_size(tensor)
         root = self._roots.pop(held.name, None)
         added = _nodes_above(tensor.grad_fn, root) if root is not None else 0
-        # Otherwise keeping the graph would make its activations live longer.
+        # Keep the root only if its graph holds no activations. Otherwise they would live longer.
         if not saved and len(self._roots) < MAX_FOUND:
             self._roots[held.name] = tensor.grad_fn
         own = tensor.nbytes if "." in held.name else 0
@@ -195,7 +195,7 @@ def _is_container(value: object) -> bool:
 
 
 def _of_container(value: Any) -> dict[str, Any] | None:
-    """Return the tensors with graphs in a container and its nested containers, or None if it has other contents."""
+    """Describe the tensors with graphs in a container, or return None if it has items but no such tensors."""
     if isinstance(value, list) and len(value) > MANY:  # The last items represent all of them.
         last = value[-MANY:]
         if not all(_is_tensor(each) and _has_graph(each) for each in last):
@@ -210,7 +210,7 @@ def _of_container(value: Any) -> dict[str, Any] | None:
     for number, each in enumerate(islice(_leaves(value, NESTED), MAX_ITEMS), 1):
         if isinstance(each, tensor):
             tensors.append(each)
-        elif number >= MANY and not tensors:  # The container is something else, such as a vocabulary.
+        elif number >= MANY and not tensors:  # The container has other contents, such as a vocabulary.
             return None
     held = [each for each in tensors if _has_graph(each)]
     if number and not held:
@@ -219,7 +219,7 @@ def _of_container(value: Any) -> dict[str, Any] | None:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether a container has only plain values, such as a history of losses. Ten times as fast as a loop."""
+    """Return whether a container has only plain values, such as a history of losses. Ten times faster than a loop."""
     values: Any = value.values() if isinstance(value, dict) else value
     kinds = set(map(type, islice(values, MAX_ITEMS)))
     return bool(kinds) and kinds <= _PLAIN
@@ -246,7 +246,7 @@ def _has_graph(tensor: Tensor) -> bool:
 
 
 def _nodes_above(node: Node | None, root: Node) -> int:
-    """Return the number of nodes that a graph has above another node, or 0 if the graph does not contain that node.
+    """Return the number of a graph's nodes above ``root``, or 0 if the graph does not contain ``root``.
 
     Nodes are visited in order of distance, because a sum of losses contains the earlier sum only a few nodes below.
     """
@@ -263,7 +263,7 @@ def _nodes_above(node: Node | None, root: Node) -> int:
 
 
 def graph_size(tensor: Tensor) -> tuple[int, int]:
-    """Return the bytes of activations that a tensor's graph still keeps, and the number of its nodes, both bounded."""
+    """Return the bytes of activations that a tensor's graph still keeps, and the number of its nodes, up to a limit."""
     torch: Any = sys.modules["torch"]
     pending: list[Any] = [tensor.grad_fn]
     seen: set[Any] = set()
@@ -282,7 +282,7 @@ def graph_size(tensor: Tensor) -> tuple[int, int]:
                 continue
             try:
                 saved = getattr(node, name)
-            except RuntimeError:  # Backward has freed it, as usual.
+            except RuntimeError:  # Backward has freed the activation, as usual.
                 freed = True
                 break
             if isinstance(saved, torch.Tensor) and not saved.is_leaf:
@@ -291,7 +291,7 @@ def graph_size(tensor: Tensor) -> tuple[int, int]:
 
 
 def compiled_variable() -> str:
-    """Return the name of a variable, or of an attribute of a user's object, with a compiled module, or ""."""
+    """Return the name of a variable, or of a user object's attribute, that holds a compiled module, or ""."""
     for frame in user_frames():
         for name, value in variables_of(frame).items():
             if type(value).__name__ == "OptimizedModule":

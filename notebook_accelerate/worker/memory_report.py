@@ -44,7 +44,7 @@ class _StorageCounter:
 
 
 def take_memory_report(frames: Sequence[FrameType] | None = None) -> dict[str, Any]:
-    """Return the report. The main thread must not run Python code during the call.
+    """Return the memory report of this rank. The main thread must not run Python code during the call.
 
     Args:
         frames: The frames whose variables are inspected. None means the frames of the user's code on the main thread.
@@ -81,9 +81,9 @@ def take_memory_report(frames: Sequence[FrameType] | None = None) -> dict[str, A
 
 
 def _instances(*kinds: type) -> list[list[Any]]:
-    """Return the instances of each class among all objects, without reading ``__class__`` of any object.
+    """Return the instances of each class, without reading the ``__class__`` of any object.
 
-    A proxy to an object that is gone would raise an error, and a deprecated name would warn.
+    Reading it from a proxy to an object that is gone would raise an error, and from a deprecated name would warn.
     """
     found = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
     return [[each for each in found if issubclass(type(each), kind)] for kind in kinds]
@@ -98,7 +98,7 @@ def _roots(modules: list[Any]) -> list[Any]:
 def _expected(roots: list[Any], optimizers: list[Any]) -> dict[str, int]:
     """Return the bytes of the parameters, and the expected bytes of their gradients and of the optimizers' states.
 
-    The state of unknown optimizers is omitted.
+    Optimizers of unknown types are left out.
     """
     every = {id(each): each for root in roots for each in (*root.parameters(), *root.buffers())}
     trained: dict[int, int] = {}
@@ -192,11 +192,11 @@ def _lines() -> list[list[Any]]:
 
 
 def note_failure(error: BaseException) -> None:
-    """If an error reports exhausted memory, add the memory report as a note, which is shown with the error."""
+    """Add the memory report as a note to an error that reports exhausted memory. The note is shown with the error."""
     memory = isinstance(error, Exception) and should_reduce_batch_size(error)
     if "torch" not in sys.modules or not (memory or any(text in str(error) for text in _NO_MEMORY)):
         return
-    with suppress(Exception):  # A failing report must not hide the error itself.
+    with suppress(Exception):  # A failure of the report must not hide the error itself.
         frames = [frame for frame, _ in walk_tb(error.__traceback__) if is_user_code(frame.f_code.co_filename)]
         notes = [*getattr(error, "__notes__", ()), memory_table(take_memory_report(frames[::-1]))]
         error.__notes__ = notes  # type: ignore[attr-defined]  # add_note requires Python 3.11

@@ -1,9 +1,9 @@
 """Make a rank a plain process, so that libraries do not detect a notebook or an interactive interpreter.
 
 A rank that is forked from a kernel inherits IPython's shell, the kernel's modules and the conclusions that libraries
-drew from them. Without corrections, tqdm would draw widgets, Lightning would refuse its strategies, and messages to the
-front end would be refused, because a session does not send from a fork. Ranks of other start methods only inherit
-environment variables.
+drew from them. Without corrections, tqdm would draw widgets, Lightning would refuse its strategies, and the kernel's
+session would refuse to send messages to the front end from a forked process. With other start methods, a rank only
+inherits environment variables.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NOTEBOOK_PACKAGES = ("ipykernel.", "google.colab.")
 """Packages whose presence in ``sys.modules`` makes libraries assume a notebook."""
 
 _hidden: dict[str, ModuleType] = {}
-"""The hidden modules of those packages. They are kept, because objects of the kernel still use them."""
+"""The hidden modules of those packages, kept because inherited objects of the kernel still use them."""
 
 
 def leave_notebook() -> Any:
@@ -49,7 +49,7 @@ def leave_notebook() -> Any:
 def _disconnect_shell(shell: Any) -> None:
     """Make ``IPython.get_ipython`` return None.
 
-    ``get_ipython`` remains among the names of the user's cells, because a cell's function with ``!ls`` in it calls it.
+    ``get_ipython`` remains in the namespace of the user's cells, whose functions call it for lines such as ``!ls``.
     """
     for name in ("get_ipython", "__IPYTHON__"):
         vars(builtins).pop(name, None)
@@ -68,11 +68,11 @@ def _disconnect_shell(shell: Any) -> None:
 
 
 _of_notebook: list[str] | None = None
-"""The names of modules to hide, or None before they are determined."""
+"""The names of the modules to hide, or None until they have been determined."""
 
 
 def look_for_notebook() -> None:
-    """List the modules to hide before ranks are forked. In a rank, every name read would copy a memory page."""
+    """List the modules to hide, before ranks are forked. In a rank, reading each name would copy a memory page."""
     global _of_notebook  # noqa: PLW0603 - one list per process
     _of_notebook = [name for name in list(sys.modules) if f"{name}.".startswith(_NOTEBOOK_PACKAGES)]
 
@@ -136,4 +136,4 @@ _CONCLUSIONS: dict[str, Callable[[Any], None]] = {
     "transformers.utils.import_utils": _ask_transformers_again,
     "transformers.trainer": _plain_transformers,
 }
-"""Corrects each module that detected a notebook when it was imported."""
+"""The function that corrects each module that detected a notebook when it was imported."""

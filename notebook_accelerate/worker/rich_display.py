@@ -33,9 +33,9 @@ class _Displays:
         self._replaceable: list[str] = []
 
     def clear(self, *, wait: bool) -> None:
-        """Let the next displays replace those shown since the last call. Without ``wait``, empty these immediately.
+        """Let the next displays replace those shown since the last call. Without ``wait``, empty those immediately.
 
-        Displays left over from the last call are emptied in any case.
+        Displays that were to be replaced after the last call, but were not, are emptied in any case.
         """
         gone = self._replaceable if wait else [*self._replaceable, *self._shown]
         for identity in gone:
@@ -44,7 +44,7 @@ class _Displays:
         _send(DisplayEvent({}, clear="wait" if wait else "now"))
 
     def emit(self, data: dict[str, Any], metadata: dict[str, Any]) -> None:
-        """Show a bundle, in place of a cleared display if there is one."""
+        """Show a MIME bundle, in place of a cleared display if there is one."""
         update = bool(self._replaceable)
         identity = self._replaceable.pop(0) if update else f"notebook-accelerate-{os.getpid()}-{next(self._numbers)}"
         self._shown.append(identity)
@@ -70,17 +70,17 @@ class _MarkedStreams:
         with self._lock:
             self._flush()
             if self._identity is None or self._current() != self._identity:
-                emit(event)  # This process was forked by the rank, or the function has redirected its output.
+                emit(event)  # This process was forked by the rank, or the function has redirected the rank's output.
                 return
             event.mark = next(self._numbers)
             emit(event)
-            with suppress(OSError):  # The kernel is gone.
+            with suppress(OSError):  # The kernel may be gone.
                 for descriptor in (1, 2):
                     os.write(descriptor, display_mark(event.mark))
 
     @staticmethod
     def _current() -> tuple[int, ...] | None:
-        with suppress(OSError):  # A descriptor is closed.
+        with suppress(OSError):  # A descriptor may be closed.
             pipes = [os.fstat(descriptor) for descriptor in (1, 2)]
             return (os.getpid(), *(number for pipe in pipes for number in (pipe.st_dev, pipe.st_ino)))
         return None
@@ -100,7 +100,7 @@ def install(formatter: Any, flush: Callable[[], None]) -> None:
     """Send everything that IPython's functions display to the kernel, even if IPython is imported later.
 
     Args:
-        formatter: The shell's formatter of MIME bundles, with the user's registrations. None creates a new one.
+        formatter: The shell's formatter of MIME bundles, with the user's registrations. If None, a new one is created.
         flush: Writes all buffered output to the rank's pipes.
     """
     global _marked_streams  # noqa: PLW0603 - one pair of streams per process
@@ -112,9 +112,10 @@ def install(formatter: Any, flush: Callable[[], None]) -> None:
 
 
 def _redirect(module: Any) -> None:
-    """Change the functions of a module in place, because others, such as the user's cells, have imported them by name.
+    """Change a module's functions in place, because user cells and other modules may have imported them by name.
 
-    Without a shell, they would only print. With the kernel's shell, its session would refuse messages from a fork.
+    Without a shell, these functions would only print. With the kernel's shell, its session would refuse to send
+    messages from a forked process.
     """
     for name, function in (("display", _display), ("publish_display_data", _publish), ("clear_output", _clear)):
         original = vars(module).get(name)
@@ -195,9 +196,9 @@ def publish(
 
 
 def clear_output(wait: bool = False) -> None:
-    """Do the same as ``IPython.display.clear_output``, for everything that this rank has shown since its last call.
+    """Do the same as ``IPython.display.clear_output``, for everything that this rank has shown since the last call.
 
-    Lines printed before the first call remain, because they are mixed with lines of other ranks.
+    Lines printed before the first call remain, because lines of other ranks are mixed in with them.
     """
     _displays.clear(wait=bool(wait))
 
@@ -207,7 +208,7 @@ def _text(value: object) -> object:
 
 
 class _Formatter:
-    """The formatter of MIME bundles. Created at the first display, because creating it takes longer than a fork."""
+    """The formatter of MIME bundles. It is created at the first display, because that takes longer than a fork."""
 
     def __init__(self) -> None:
         self.chosen: Any = None
@@ -225,7 +226,7 @@ _formatter = _Formatter()
 
 @functools.cache
 def _with_figures(formatter: Any) -> Any:
-    """Add images of matplotlib figures, unless the kernel's inline backend has done so."""
+    """Make a formatter show matplotlib figures as images, unless the kernel's inline backend has already done so."""
     pictures = formatter.formatters["image/png"]
     if not any(getattr(kind, "__name__", "") == "Figure" for kind in pictures.type_printers):
         pictures.for_type_by_name("matplotlib.figure", "Figure", _figure_png)

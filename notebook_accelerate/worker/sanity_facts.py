@@ -1,4 +1,4 @@
-"""The rank's part of the checks for common mistakes. It sends small facts, which the kernel compares between ranks.
+"""The rank's part of the checks for common mistakes. Ranks send small facts, which the kernel compares.
 
 No check adds a collective or waits for an accelerator, so no check can change, hang or slow training. Facts are sent at
 prepare, for the first two batches, at optimizer steps 1, 10, 100, ... and when a number is not finite. Without other
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 BATCHES = 2
-"""Number of batches to compare. Two, because one batch may be the same on all ranks on purpose."""
+"""Number of batches to compare. One would not be enough, because it may be the same on all ranks on purpose."""
 UNPREPARED_STEPS = 100
 """Number of optimizer steps after which the search for an unprepared optimizer ends."""
 _SAMPLES = 64
@@ -34,7 +34,7 @@ _MAX_TENSORS = 512
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> list[float]:
-    """Return the number of elements in tensors, and up to 64 values spread over them. Uses one device transfer."""
+    """Return the number of elements in tensors, and up to 64 values spread over them, with a single device transfer."""
     try:
         chosen = [tensor.detach() for tensor in islice(tensors, _MAX_TENSORS) if tensor.numel()]
         if not chosen:
@@ -50,7 +50,7 @@ class SanityFacts:
     """The checks of one ``Accelerator``.
 
     Args:
-        several: Whether there are other ranks, each with the complete model.
+        several: Whether there are several ranks, each with the complete model.
         compiled: Whether models are compiled.
         gradient_state: Its `in_dataloader` indicates whether a prepared loader, which divides the data, is being read.
     """
@@ -74,12 +74,12 @@ class SanityFacts:
     # ---- prepare
 
     def prepared(self, models: Iterable[Any], optimizers: Iterable[Any], results: Iterable[Any]) -> None:
-        """Install the checks on everything prepared so far.
+        """Install the checks on everything that has been prepared so far.
 
         Args:
-            models: The models of all calls of prepare, unwrapped.
-            optimizers: The prepared optimizers of all calls.
-            results: The return values of this call of prepare.
+            models: The models passed to all calls of prepare, unwrapped.
+            optimizers: The optimizers prepared by all calls.
+            results: The return values of the latest call.
         """
         if not self.active:
             return
@@ -103,7 +103,7 @@ class SanityFacts:
     def _prepared_model(self, model: torch.nn.Module) -> None:
         self._parameters.update(map(id, model.parameters()))
         _send("parameters", 0, fingerprint(model.parameters()))
-        # A hook would be compiled along with the model.
+        # Don't add the hook to a compiled model, because it would be compiled too.
         if not self._compiled and not isinstance(model, torch.jit.ScriptModule):
             counter = _BatchCounter(self._gradient_state)
             counter.handle = model.register_forward_pre_hook(counter, with_kwargs=True)
@@ -117,12 +117,12 @@ class SanityFacts:
 
     def _on_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
         self._steps += 1
-        # Ranks that are not exchanging gradients at the moment (local SGD) may differ.
+        # With local SGD, ranks may differ while they do not exchange gradients.
         if self._steps in _POWERS_OF_TEN and all(model.require_backward_grad_sync for model in self._wrappers):
             _send("parameters", self._steps, fingerprint(_parameters(optimizer)))
 
     def _on_any_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        """Check whether the optimizer of a step should have been prepared."""
+        """Check whether the optimizer that has taken a step should have been prepared."""
         if self._any_steps >= UNPREPARED_STEPS:
             return
         self._any_steps += 1
@@ -135,14 +135,14 @@ class SanityFacts:
             self._any_steps = UNPREPARED_STEPS
 
     def _remove_step_hook(self) -> None:
-        """Remove the hook of all optimizers. Not called from inside the hook, while torch iterates over its hooks."""
+        """Remove the hook of all optimizers. Don't call this inside the hook, while torch iterates over its hooks."""
         if self._unprepared is not None and self._any_steps >= UNPREPARED_STEPS:
             self._unprepared.remove()
 
     # ---- numbers
 
     def loss(self, loss: Any) -> None:
-        """Check a loss before its backward."""
+        """Check a loss before its backward pass."""
         if self.active:
             self._backwards += 1
             if self._backwards % UNPREPARED_STEPS == 1:
@@ -150,14 +150,14 @@ class SanityFacts:
             self._check_finite("loss", self._backwards, loss)
 
     def norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """Check the norm of gradients and return it."""
+        """Check the norm of the gradients, and return it unchanged."""
         if self.active:
             self._norms += 1
             self._check_finite("gradients", self._norms, norm)
         return norm
 
     def _watch_gradient(self, wrapper: torch.nn.Module) -> None:
-        """Check a gradient before it is averaged, because afterwards a wrong value of one rank is wrong on all ranks.
+        """Check a gradient before it is averaged. Afterwards, a wrong value from one rank would be on all ranks.
 
         One small parameter near the beginning of the model is enough. Its gradient shows every error of the backward
         pass before it.
@@ -193,7 +193,7 @@ class SanityFacts:
 def _send(check: str, key: int, values: list[float], *text: str) -> None:
     if not (values or text):
         return
-    # Nothing is sent outside launched ranks, and importing this there would cost an Accelerator 5 ms.
+    # Import this only in launched ranks. Elsewhere nothing is sent, and the import would cost an Accelerator 5 ms.
     from notebook_accelerate.telemetry.debug_protocol import CheckEvent
 
     telemetry.emit(CheckEvent(check, key, values, *text))
@@ -222,7 +222,7 @@ class _DeviceReadings:
     def add(self, check: str, number: int, value: torch.Tensor) -> list[tuple[str, int, list[float]]]:
         """Start copying a number. Return earlier copies that are complete and not finite."""
         if torch.cuda.is_current_stream_capturing():
-            return []  # These calls would break the user's CUDA graph.
+            return []  # The calls below would break the user's CUDA graph.
         found = []
         while self._pending and (len(self._pending) == self.SIZE or self._pending[0][3].query()):
             name, key, slot, event = self._pending.popleft()
@@ -240,8 +240,8 @@ class _BatchCounter:
     """A hook on a prepared model that sends its first training batches and then removes itself.
 
     Args:
-        gradient_state: See `SanityFacts`. While a prepared loader is read, models may be given equal noise on all
-            ranks.
+        gradient_state: See `SanityFacts`. While a prepared loader is being read, inputs are not compared, because
+            models may be given equal noise on all ranks.
     """
 
     def __init__(self, gradient_state: Any) -> None:
@@ -249,7 +249,7 @@ class _BatchCounter:
         self.handle: Any = None
 
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Send the fingerprint of a batch."""
+        """Send the fingerprint of a training batch, which is empty while a prepared loader is being read."""
         if not (module.training and torch.is_grad_enabled()):
             return
         self._count += 1

@@ -1,4 +1,4 @@
-"""Read the frames of a rank's threads, to send them and to evaluate expressions in them."""
+"""Read the frames of a rank's threads, to send them to the kernel and to evaluate expressions in them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAUNCHERS = tuple(str(Path(__file__).with_name(name)) for name in ("entry.py", "
 
 
 def in_function(frame: FrameType) -> bool:
-    """Return whether a frame is inside the launched function or a cell."""
+    """Return whether a frame is inside the launched function or a warm rank's cell."""
     return frame.f_code.co_filename not in LAUNCHERS
 
 
@@ -41,7 +41,7 @@ def _frame_info(frame: FrameType, line: int) -> FrameInfo:
 
 
 def all_stacks() -> dict[str, tuple[FrameInfo, ...]]:
-    """Return the stacks of all Python threads by name, the main thread first."""
+    """Return the stacks of all Python threads by thread name, starting with the main thread."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
     frames = current_frames()
@@ -63,7 +63,7 @@ def function_code(function: Callable[..., Any]) -> CodeType | None:
 
 
 def find_frame(frame: FrameType | None, name: str, default: CodeType | None) -> FrameType | None:
-    """Return the innermost frame of the function ``name``. Without a name, use ``default``, or else ``frame``."""
+    """Return the innermost frame of the function ``name``. Without a name, that of ``default``, or else ``frame``."""
     for caller in callers(frame):
         if caller.f_code.co_name == name if name else caller.f_code is default:
             return caller
@@ -100,34 +100,34 @@ def function_names(frame: FrameType | None) -> list[str]:
 
 
 def frame_in_traceback(traceback: TracebackType | None, name: str = "") -> FrameType | None:
-    """Return the innermost frame of a traceback, or with a name, the innermost frame of that function."""
+    """Return the innermost frame of a traceback. With a name, return the innermost frame of that function."""
     frames = [frame for frame, _ in walk_tb(traceback) if not name or frame.f_code.co_name == name]
     return frames[-1] if frames else None
 
 
 def traceback_stack(traceback: TracebackType | None) -> tuple[FrameInfo, ...]:
-    """Return the frames of a traceback, starting at the launched function, outermost first."""
+    """Return the frames of a traceback from the launched function on, outermost first."""
     frames = dropwhile(lambda entry: not in_function(entry[0]), walk_tb(traceback))
     return tuple(_frame_info(frame, line) for frame, line in frames)
 
 
-# Below, a temporary thread samples the stack of a rank's main thread.
+# The rest of this module samples the stack of a rank's main thread, from a temporary thread.
 
 MAX_DEPTH = 100
 """Maximum number of frames in a stack. The innermost ones are kept."""
 MAX_STACKS = 20_000
-"""Maximum number of different stacks that are counted. In other stacks, only the outermost function gets the time."""
+"""Maximum number of different stacks that are counted. The time in further ones is counted for the outermost frame."""
 
 Key = tuple[tuple[CodeType, int], ...]
 
 
 def start_sampling(request: SampleRequest, reply: Callable[[Event], None]) -> None:
-    """Sample for the duration of a request, then reply."""
+    """Sample the main thread for as long as the request asks, then reply."""
     threading.Thread(target=_sample, args=(request, reply), name="notebook-accelerate-sample", daemon=True).start()
 
 
 def _sample(request: SampleRequest, reply: Callable[[Event], None]) -> None:
-    """Weigh each sample by the time since the previous one, because the GIL may have been held in between."""
+    """Weight each sample by the time since the previous one, because the GIL may have been held in between."""
     found: dict[Key, list[float]] = {}
     begin = last = time.perf_counter()
     period = 1 / request.rate

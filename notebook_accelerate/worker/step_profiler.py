@@ -34,7 +34,7 @@ BEGIN_SECONDS = 60.0
 STEPS_SECONDS = 300.0
 """How long the steps may take. After that, the trace recorded so far is sent."""
 STUCK_SECONDS = 10.0
-"""A main thread that has not moved for this long does not reach a step."""
+"""Seconds after which a main thread that has not moved is considered unable to reach the end of its step."""
 BOUNDARY_SECONDS = 0.5
 """With ``seconds=``, how long to wait for a step before recording starts between two bytecodes."""
 BYTECODE_SECONDS = 2.0
@@ -44,14 +44,14 @@ WITHOUT_STEPS = 3
 
 
 class StepProfiler:
-    """One request to record steps. ``at_boundary``, ``begin`` and ``finish`` are called on the main thread.
+    """Serves one request to record steps. ``at_boundary``, ``begin`` and ``finish`` are called on the main thread.
 
-    A thread first imports what torch's profiler needs. During that time, ``at_boundary`` and ``due`` do nothing. Then
-    it takes samples, and completes the trace when ``finish`` has stopped torch's profiler.
+    A separate thread first imports what torch's profiler needs. During that time, ``at_boundary`` and ``due`` do
+    nothing. Then the thread takes samples, and completes the trace after ``finish`` has stopped torch's profiler.
 
     Args:
-        request: The request, which describes what to record.
-        reply: Sends the reply.
+        request: The request, which says what to record.
+        reply: Sends the reply to the kernel.
         done: Called at the end, on the thread that ends the recording.
     """
 
@@ -93,8 +93,8 @@ class StepProfiler:
         exit_handlers.awaited.discard(self._thread)
 
     def _prepare(self) -> None:
-        """Do everything that is slow the first time, while the training continues."""
-        with suppress(Exception):  # If this fails, it is done at the step boundary.
+        """Do everything that is slow the first time, while the training goes on."""
+        with suppress(Exception):  # If this fails, the same is done at the step boundary.
             torch_internals.import_inductor()  # This takes seconds.
             held_tensors.prepare()
             self._made = self._make()
@@ -109,8 +109,8 @@ class StepProfiler:
             return {"error": describe_error(error, 300)}
 
     def _collectives(self) -> list[tuple[str, int, str, int, float]]:
-        """Return the group of each collective if there are several. Gloo does not report it to torch's profiler."""
-        with suppress(Exception):  # Without this, the collectives of different ranks are not matched.
+        """Return each collective with its group if there are several. Gloo does not report it to torch's profiler."""
+        with suppress(Exception):  # If this fails, the collectives of different ranks are just not matched.
             if self._marks and len(torch_internals.process_groups()) > 1:
                 return waits.entered_collectives(self._marks[0]["time"] / 1e9, self._marks[-1]["time"] / 1e9)
         return []
@@ -139,14 +139,14 @@ class StepProfiler:
     def _at_step(self) -> None:
         if threading.get_ident() != self._main:
             return
-        # This is an optimizer's first step, and everything recorded before belongs to a part of it.
+        # This is the first step of an optimizer, and what was recorded before is only a part of that step.
         if self._counts_metrics:
             self._counts_metrics, self._in_part = False, self._recording
             self._skipped, self._steps = self._skipped + self._steps, 0
         self._advance()
 
     def _note_step(self) -> None:
-        """Record the end of a step that is only sampled, after torch's profiler was stopped."""
+        """Record the end of a step that is only sampled, because torch's profiler has been stopped."""
         if self._boundaries and threading.get_ident() == self._main:
             self._boundaries.append(time.time_ns())
 
@@ -173,7 +173,7 @@ class StepProfiler:
             self._profiler.step()
 
     def _end_steps(self) -> None:
-        """End the last step. Later operations belong neither to it nor to another step that TensorBoard would show."""
+        """End the last step, so that later operations belong neither to it nor to a further one in TensorBoard."""
         from torch.profiler import record_function
 
         self._profiler.step_rec_fn.__exit__(None, None, None)
@@ -182,7 +182,7 @@ class StepProfiler:
         after.__enter__()
 
     def _skip_part(self) -> None:
-        """Handle the end of a step during which the recording started. Whole steps follow."""
+        """Handle the end of the step during which the recording started. Only whole steps follow."""
         self._in_part = False
         self._skipped += 1
         self._marks.clear()
@@ -219,7 +219,7 @@ class StepProfiler:
             self._start_recording()
 
     def _make_way(self, _profiler: object) -> None:
-        """End the recording before the function itself starts a profiler, because torch allows only one at a time."""
+        """End the recording before the function starts its own profiler, because torch allows only one at a time."""
         if threading.get_ident() != self._main:
             return
         if self._steps:
@@ -231,7 +231,7 @@ class StepProfiler:
     def _make(self) -> Any:
         """Return torch's profiler.
 
-        On an accelerator it includes a warm-up step, because the first records are slow there.
+        On an accelerator, its schedule has a warm-up step, because the first records are slow there.
         """
         from torch import profiler
 
@@ -243,7 +243,7 @@ class StepProfiler:
             schedule=plan,
             record_shapes=True,
             profile_memory=self.request.memory,
-            # There is only one cycle. Without this, torch 2.11 warns in the user's cell that it clears the events.
+            # There is only one cycle, but without this, torch 2.11 warns in the user's cell that it clears the events.
             acc_events=True,
             **torch_internals.trace_only(),
         )
@@ -256,16 +256,16 @@ class StepProfiler:
             self._samples.begin(self.request.samples)
 
     def _mark(self) -> None:
-        """Record how long the main thread has waited for a processor, at a step boundary."""
+        """Record, at a step boundary, how long the main thread has waited for a CPU core."""
         self._marks.append({"time": float(time.time_ns()), "delay": thread_delay(os.getpid())})
 
     def _record_variables(self) -> None:
-        """Record the tensors with graphs that variables hold, before the first step and after the last."""
-        with suppress(Exception):  # Variables of any type are inspected, and may raise any error.
+        """Record which tensors with graphs variables hold, before the first step and after the last."""
+        with suppress(Exception):  # Variables have any type, and inspecting them may raise any error.
             self._held.append(self._graphs.look())
 
     def finish(self) -> None:
-        """Stop torch's profiler and write its trace, which the profile's thread completes."""
+        """Stop torch's profiler, and write its trace. The profile's own thread then completes the trace."""
         if self._over:
             self._discard()
             return
@@ -303,7 +303,7 @@ class StepProfiler:
         return ProfileReply(self.request.number, error=f"the trace was not written ({describe_error(error)})")
 
     def _discard(self) -> None:
-        """Stop torch's profiler without a trace, after a reply without a trace was sent."""
+        """Stop torch's profiler without writing a trace, because a reply without one has already been sent."""
         profiler, self._profiler = self._profiler, None
         if profiler is not None:
             self._others()
@@ -328,7 +328,7 @@ class StepProfiler:
     # ---- any thread
 
     def fail(self, why: str) -> None:
-        """End without a trace. A profiler that is recording is stopped when the main thread returns to Python."""
+        """End without a trace. If torch's profiler is recording, stop it when the main thread returns to Python."""
         if self._over:
             return
         self._over = True
@@ -385,7 +385,7 @@ class StepProfiler:
 
 
 def warmup_steps() -> int:
-    """Return the number of warm-up steps of torch's profiler, which is one if the function uses CUDA."""
+    """Return the number of warm-up steps for torch's profiler: one if the function uses CUDA, otherwise none."""
     cuda: Any = sys.modules["torch"].cuda
     return int(cuda.is_available() and cuda.is_initialized())
 
@@ -399,9 +399,9 @@ def resident_bytes() -> int:
 
 @contextmanager
 def quiet_stdio() -> Iterator[None]:
-    """Discard output of C code to its ``stderr`` within the block, because torch warns about forked ranks.
+    """Discard what C code writes to its ``stderr`` within the block, because torch warns about forked ranks there.
 
-    The descriptor is unchanged, so the output of Python and of other processes still arrives.
+    The file descriptor is not changed, so the output of Python and of other processes still arrives.
     """
     if sys.platform != "linux":
         yield
@@ -426,7 +426,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def asked_for() -> dict[str, Any]:
-    """Return the training's requested settings: its precision, and whether it compiles its model."""
+    """Return the settings that the training has requested: its precision, and whether it compiles its model."""
     found = {"mixed_precision": environ.text("ACCELERATE_MIXED_PRECISION", "no"), "compiled": ""}
     for room in ("notebook_accelerate.state.accelerator_state", "accelerate.state"):
         shared = getattr(getattr(sys.modules.get(room), "AcceleratorState", None), "_shared_state", {})
@@ -447,12 +447,12 @@ _END = 4096
 class Recorded:
     """A trace that torch's profiler has written.
 
-    Torch holds the interpreter lock while it writes. Writing on another thread would delay the training's thread by the
-    same time, and each operation of the training would hand over the lock.
+    The trace is written on the main thread. Torch holds the interpreter lock while it writes, so writing on another
+    thread would delay the main thread just as long, and each of its operations would have to hand over the lock.
 
     Args:
-        profiler: torch's profiler, which has been stopped.
-        request: The request.
+        profiler: A profiler of torch that has been stopped.
+        request: The request for which it has recorded.
         facts: Data that torch's profiler does not record.
     """
 
@@ -466,7 +466,7 @@ class Recorded:
         profiler.export_chrome_trace(str(self._path))
 
     def complete(self) -> ProfileReply:
-        """Add the facts, on any thread. If the kernel's folder is not on this machine, put the trace into the reply."""
+        """Add the facts, and return the reply. It contains the trace if the kernel's folder is not on this machine."""
         append(self._path, self.facts)
         facts = self.facts
         reply = ProfileReply(self._number, "", "", facts["steps"], facts["seconds"], facts["clock"])
@@ -479,10 +479,10 @@ class Recorded:
 
 
 def append(path: Path, facts: Mapping[str, Any]) -> None:
-    """Add the facts to a trace's file, without reading the whole file.
+    """Add facts to the file of a trace, without reading the whole file.
 
     Raises:
-        ValueError: The file does not end like a JSON object.
+        ValueError: The file does not end as a JSON object does.
     """
     with path.open("r+b") as file:
         start = max(0, file.seek(0, os.SEEK_END) - _END)

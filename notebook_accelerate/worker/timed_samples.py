@@ -1,4 +1,4 @@
-"""Sample a rank's threads while torch's profiler records, to find the lines of operations and what else is running."""
+"""Sample a rank's threads while torch's profiler records, to find the lines of operations and what else runs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from notebook_accelerate.worker.stacks import MAX_DEPTH
 RATE = 250.0
 """Samples per second, which take 1 % of a rank's time."""
 FIRST_RATE, FIRST_SECONDS = 500.0, 0.1
-"""The rate is higher at first, since three short steps may take only milliseconds. A sample delays them by 0.1 ms."""
+"""A higher rate at the start, because three short steps may take only milliseconds. Each sample takes 0.1 ms."""
 MAX_SAMPLES = 50_000
 BLOCKED = 0.0005
 """A sample that is late by at least this many seconds had to wait for the interpreter lock."""
 SWITCH_SECONDS = 0.0002
-"""A thread yields the interpreter lock to the samples after this time. After Python's 5 ms it would be elsewhere."""
+"""After this time, a thread yields the interpreter lock to the sampler. After Python's 5 ms, it would be elsewhere."""
 _OWN_THREADS = "notebook-accelerate"
 
 Place = tuple[str, int, str]
@@ -62,7 +62,7 @@ class TimedSamples:
 
     @staticmethod
     def _shares_interpreter() -> bool:
-        """Return whether the function or its libraries have other threads in addition to the main thread."""
+        """Return whether the function or its libraries run threads besides the main thread."""
         others = [each for each in threading.enumerate() if each is not threading.main_thread()]
         return any(not each.name.startswith(_OWN_THREADS) for each in others)
 
@@ -72,9 +72,9 @@ class TimedSamples:
         return self._begun.is_set() and not self._ended.is_set()
 
     def begin(self, at_least: float = 0.0) -> None:
-        """Start to sample, for at least this many seconds even if ``end`` is called earlier."""
+        """Start sampling, for at least this many seconds even if ``end`` is called earlier."""
         self._interval = sys.getswitchinterval()
-        if not self._shared:  # Otherwise the function's threads would switch more often.
+        if not self._shared:  # A shorter interval would make the function's own threads switch more often.
             sys.setswitchinterval(min(SWITCH_SECONDS, self._interval))
         self._at_least = at_least
         self._begin, self._main_seconds = time.perf_counter(), time.thread_time()
@@ -100,8 +100,8 @@ class TimedSamples:
         """Take samples from ``begin`` to ``end``, and return them.
 
         Times are in nanoseconds since the epoch, and stacks are indices, outermost first. ``blocked`` is the share of
-        samples that had to wait for the interpreter lock, and ``lock`` the processor time that the main thread used
-        during these waits. The thread that held the lock has used the most.
+        samples that had to wait for the interpreter lock, and ``lock`` the CPU time that the main thread used during
+        these waits. The thread that held the lock has used the most.
         """
         self._note_threads(current_frames())
         self._begun.wait()
@@ -127,7 +127,7 @@ class TimedSamples:
             times = _seconds_of(self._numbers)
             if now - due >= BLOCKED:
                 total = thread_delay(number)
-                waited, delay = total - delay, total  # This wait was for a processor, not for the lock.
+                waited, delay = total - delay, total  # This wait was for a CPU core, not for the lock.
                 if now - due - waited >= BLOCKED:
                     self._note_blocked(before, times)
             before = times
@@ -137,7 +137,7 @@ class TimedSamples:
             due = max(due + period, now)
 
     def _note_threads(self, identities: Iterable[int]) -> None:
-        """Update the threads' numbers after a change of threads, and once more, since one may have been too new."""
+        """Update the threads' numbers after threads have changed, and once again, as a thread may have been too new."""
         seen = set(identities)
         changed = seen != self._seen
         if changed or self._changed:
@@ -160,7 +160,7 @@ class TimedSamples:
         }
 
     def _note_blocked(self, before: Mapping[int, float], now: Mapping[int, float]) -> None:
-        """Count a sample that waited for the lock, and each thread's processor time since the previous sample."""
+        """Count a sample that waited for the lock, and each thread's CPU time since the previous sample."""
         self._blocked += 1
         for identity, seconds in now.items():
             used = seconds - before.get(identity, seconds)
@@ -197,7 +197,7 @@ class TimedSamples:
         return found
 
     def _other_threads(self) -> list[dict[str, Any]]:
-        """Return the processor time of other Python threads, and the line at which each was seen most often."""
+        """Return the CPU time of each other Python thread, and the line at which it was seen most often."""
         names = {each.ident: each.name for each in threading.enumerate()}
         rows = []
         for identity, seen in self._threads.items():
@@ -210,7 +210,7 @@ class TimedSamples:
 
 
 def thread_delay(number: int) -> float:
-    """Return the seconds that a thread was ready to run but waited for a processor, or 0.0 if unknown."""
+    """Return the seconds that a thread was ready to run but waited for a CPU core, or 0.0 if unknown."""
     with suppress(OSError, ValueError, IndexError):
         return int(read_quickly(f"/proc/self/task/{number}/schedstat").split()[1]) / 1e9
     return 0.0
@@ -245,15 +245,15 @@ def _thread_numbers() -> dict[int, int]:
     """Return the system's number of each Python thread by its identity, without this package's threads."""
     found = {}
     for thread in threading.enumerate():
-        # Until Python 3.13, the main thread has the number of the parent process after a fork.
+        # After a fork, the main thread still has its parent's number in Python versions before 3.13.
         number = os.getpid() if thread is threading.main_thread() else thread.native_id
         if thread.ident is not None and number is not None and not thread.name.startswith(_OWN_THREADS):
-            found[thread.ident] = number  # The thread has started.
+            found[thread.ident] = number
     return found
 
 
 def _seconds_of(numbers: Mapping[int, int]) -> dict[int, float]:
-    """Return the processor time of each thread, by its identity."""
+    """Return the CPU time of each thread, by its identity."""
     found = {}
     for identity, number in numbers.items():
         with suppress(OSError, ValueError, OverflowError):  # The thread has exited, or the system has no such clocks.
@@ -262,7 +262,7 @@ def _seconds_of(numbers: Mapping[int, int]) -> dict[int, float]:
 
 
 def _clock_of(number: int) -> int:
-    """Return Linux's clock of a thread's processor time. Reading it raises OSError after the end of the thread.
+    """Return Linux's clock for a thread's CPU time. Reading this clock raises OSError after the end of the thread.
 
     ``pthread_getcpuclockid`` is not used, because it reads the memory of the thread, which may be gone.
     """

@@ -1,4 +1,4 @@
-"""Find out what a rank waits for: devices that are busy with its work, and collectives that it is still in."""
+"""Find out what a rank is waiting for: devices that are busy with its work, or collectives that it has not left."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from notebook_accelerate.hardware import device_table
 from notebook_accelerate.telemetry.debug_protocol import Collective
 from notebook_accelerate.torch_internals import flight_recorders
 
-# ---- devices: a thread that waits for a CUDA device uses the processor
+# ---- devices: a thread that waits for a CUDA device uses a CPU core
 
 ANSWER_SECONDS = 0.2
 """How long the driver may take to reply. A slower driver is itself busy, for example with a full launch queue."""
@@ -27,7 +27,7 @@ RELAXED_CAPTURE = 2
 
 
 class DeviceWatch:
-    """Queries the streams of this process's devices on another thread, because a blocked driver may never return."""
+    """Queries the streams of this process's devices on another thread, because a blocked query may never return."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -47,7 +47,7 @@ class DeviceWatch:
 
     def _ask(self) -> None:
         busy = False
-        # After an error, a device answers every query with that error, and nothing runs on it.
+        # After an error, a device answers every query with the same error, and is not busy.
         with suppress(Exception):
             in_use = (row for row in device_table.ROWS if row.is_accelerator and row.is_initialized())
             busy = any(_is_busy(row) for row in in_use)
@@ -58,7 +58,7 @@ def _is_busy(row: device_table.DeviceRow) -> bool:
     module = row.load()
     streams = _streams(getattr(module, "Stream", None))
     if row.type == "cuda":
-        # Torch's own query holds the GIL, so a blocked driver would block the interpreter forever.
+        # Don't use torch's own query, which holds the GIL: a blocked driver would block the interpreter forever.
         with suppress(OSError):
             return cuda_is_busy(ctypes.CDLL("libcuda.so.1"), streams)
     device_table.select_again()
@@ -67,7 +67,7 @@ def _is_busy(row: device_table.DeviceRow) -> bool:
 
 
 def _streams(kind: Any) -> list[Any]:
-    # Not isinstance: it reads __class__, which could make lazy modules load or warn.
+    # Don't use isinstance, which reads __class__ and could make lazy modules load or warn.
     return [each for each in gc.get_objects() if issubclass(type(each), kind)] if isinstance(kind, type) else []
 
 
@@ -75,8 +75,8 @@ def cuda_is_busy(driver: Any, streams: list[Any]) -> bool:
     """Return whether a stream has unfinished work.
 
     Args:
-        driver: NVIDIA's library. Its functions are called without the interpreter lock.
-        streams: Torch's streams. The default stream of each device is added.
+        driver: The library of NVIDIA's driver. Its functions are called without the interpreter lock.
+        streams: The streams to check, as torch's objects. The default stream of each device is checked too.
     """
     driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED_CAPTURE)))
     count = ctypes.c_int()
@@ -91,7 +91,7 @@ def cuda_is_busy(driver: Any, streams: list[Any]) -> bool:
 
 @contextmanager
 def _context(driver: Any, index: int) -> Iterator[bool]:
-    """Enter a device's context in this thread, and yield whether the device has one. Never create a context."""
+    """Enter a device's context in this thread, and yield whether it has one. This never creates a context."""
     device, flags, active, context = ctypes.c_int(), ctypes.c_uint(), ctypes.c_int(), ctypes.c_void_p()
     driver.cuDeviceGet(ctypes.byref(device), index)
     driver.cuDevicePrimaryCtxGetState(device, ctypes.byref(flags), ctypes.byref(active))
@@ -112,7 +112,7 @@ def _has_work(driver: Any, handle: int) -> bool:
 
 
 class DeviceCalls:
-    """Records whether the current thread is in a call of torch that reads a tensor on a device in use.
+    """Records whether a thread is in a call of torch that reads a tensor on a device in use.
 
     Attributes:
         inside: Whether the thread is inside a call of this kind.
@@ -123,9 +123,9 @@ class DeviceCalls:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Record the calls of this thread in the block."""
+        """Record this thread's calls within the block."""
         types = {row.type for row in device_table.ROWS if row.is_accelerator and row.is_initialized()}
-        if not types:  # The main thread may be importing torch, and an import here would break that.
+        if not types:  # Import nothing, because the main thread may be importing torch, which this would break.
             yield
             return
         with _mode(self, types):
@@ -165,8 +165,8 @@ def entered_collectives(begin: float, end: float) -> list[tuple[str, int, str, i
     """Return the collectives entered by this rank between two times: group, number, operation, elements, time.
 
     Args:
-        begin: Seconds since the epoch.
-        end: Seconds since the epoch.
+        begin: The start of the period, in seconds since the epoch.
+        end: The end of the period, in seconds since the epoch.
     """
     return [
         (
@@ -189,7 +189,7 @@ def _entries() -> Iterator[dict[str, Any]]:
 
 def _has_group() -> bool:
     distributed: Any = sys.modules.get("torch.distributed")
-    # A request may arrive while the rank imports torch, when the module exists without its functions.
+    # A request may arrive while the rank is importing torch, when the module exists but lacks its functions.
     initialised = getattr(distributed, "is_initialized", None)
     return bool(initialised is not None and distributed.is_available() and initialised())
 
@@ -200,7 +200,7 @@ def _parse(entries: Iterable[dict[str, Any]]) -> tuple[tuple[Collective, ...], d
     for entry in entries:
         if entry.get("is_p2p"):
             continue
-        # A group with a back end for each device type counts the collectives of each back end separately.
+        # A group with a backend for each device type counts the collectives of each backend separately.
         backend = str(entry["profiling_name"]).partition(":")[0]
         group = f"{entry['process_group'][1] or entry['process_group'][0]}/{backend}"
         number = int(entry["collective_seq_id"])

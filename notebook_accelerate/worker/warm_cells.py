@@ -17,7 +17,7 @@ from notebook_accelerate.worker import debug_agent
 
 
 class InterruptGate:
-    """Allows interrupts only during cells, because an interrupt after a cell must not discard its reply."""
+    """Allows interrupts only while a cell runs, because an interrupt after a cell must not discard its reply."""
 
     def __init__(self) -> None:
         self.open = False
@@ -33,7 +33,7 @@ def warm_rank() -> None:
 
     The process group is open from the start, so that collectives work in the first cell.
     """
-    # Create it first: an interrupt of the first cell may arrive while this rank is still importing.
+    # Create the gate first, because an interrupt of the first cell may arrive during the imports below.
     gate = InterruptGate()
     from notebook_accelerate.state import PartialState  # imported here, because the kernel must not import it
 
@@ -74,7 +74,7 @@ def _run(request: CellRequest, namespace: dict[str, Any], gate: InterruptGate) -
 
 def run_cell(source: str, filename: str, namespace: dict[str, Any]) -> Any:
     """Run a cell and return its last expression's value, or None if it ends with a statement or a semicolon."""
-    # Not ast.parse: its frame would be the last one of a SyntaxError's traceback.
+    # Don't use ast.parse, whose frame would be the last one in a SyntaxError's traceback.
     tree: Any = compile(source, filename, "exec", ast.PyCF_ONLY_AST)
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
     exec(compile(tree, filename, "exec"), namespace)  # noqa: S102 - the user's own cell
