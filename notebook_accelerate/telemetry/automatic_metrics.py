@@ -1,9 +1,9 @@
 """Metrics recorded without a call of ``log``: loss, learning rates, gradient norm and steps per second of a rank.
 
-They are sampled at the end of an optimizer's step, a few times a second, at steps that are multiples of a power of two,
-so that ranks sample the same steps. A step without a sample only costs one reading of a clock. A number on a CUDA
-device is copied without waiting for the device, and sent with a later sample. Numbers on devices other than the CPU and
-CUDA are omitted, because reading them would wait for the device or compile a graph.
+They are sampled at the end of an optimizer step, a few times a second. Only steps that are multiples of a power of two
+are sampled, so that all ranks sample the same steps. A step without a sample costs only one reading of a clock. A
+number on a CUDA device is copied without waiting for the device, and sent with a later sample. Numbers on other
+accelerators are omitted, because reading them would wait for the device or compile a graph.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 
 PERIOD = 0.25
-"""Minimum seconds between two samples. Most samples are taken within twice that time."""
+"""Minimum seconds between two samples. Most samples follow within twice that time."""
 LATEST = 4 * PERIOD
-"""After this time, any step is sampled, because the training has become slower."""
+"""Seconds after which the next step is sampled in any case, because the training has become slower."""
 LOSS, RATE, NORM, SPEED = "auto/loss", "auto/lr", "auto/grad_norm", "auto/steps_per_second"
 CPU, MEMORY, GPU, GPU_MEMORY = "system/cpu_percent", "system/memory_gb", "system/gpu_percent", "system/gpu_memory_gb"
-"""Samples of the ranks' hosts and devices. Sizes are in units of 1e9 bytes."""
+"""The names of the metrics of ranks' hosts and devices. Sizes are in units of 1e9 bytes."""
 MAX_RATES = 4
 """Maximum number of parameter groups that are sampled if their learning rates differ."""
 
 
 @dataclass(slots=True)
 class AutomaticMetricEvent(Event):
-    """Numbers of one training step that the rank did not log itself."""
+    """Numbers of one training step that the rank's function did not log."""
 
     droppable: ClassVar[bool] = True
     boundary: ClassVar[bool] = True
@@ -70,7 +70,7 @@ class TrainingSampler:
     _readings: list[_Reading] = field(default_factory=list)
 
     def start(self, *, enabled: bool) -> None:
-        """Start to sample a new run, or stop."""
+        """Start sampling a new run, or stop sampling."""
         self._armed, self._due, self._step, self._stride = enabled, math.inf, None, 1
         self._before = perf_counter()
         self._send_readings()  # Send the readings of the run that ends.
@@ -91,7 +91,7 @@ class TrainingSampler:
 
         Args:
             step: The number of the step, from 1.
-            optimizer: The optimizer.
+            optimizer: The optimizer that has taken the step.
         """
         now = perf_counter()
         if not self._armed:
@@ -113,14 +113,14 @@ class TrainingSampler:
             emit(AutomaticMetricEvent(values, step))
 
     def _read_devices(self, step: int) -> None:
-        """Send the numbers that have arrived from a CUDA device, and start to copy those of this step."""
+        """Send the numbers that have arrived from a CUDA device, and start copying those of this step."""
         found = {name: number for name, number in self._numbers.items() if _is_cuda(number)}
         if not (found or self._readings):
             return
         import torch
 
         if torch.cuda.is_current_stream_capturing():
-            return  # These calls would break the user's CUDA graph.
+            return  # The calls below would break the user's CUDA graph.
         self._send_readings()
         if not found or len(self._readings) > 1:
             return
@@ -137,10 +137,10 @@ class TrainingSampler:
 
 
 def event_on(device: torch.device) -> Any:
-    """Record an event on the current stream of a CUDA device, which may not be the thread's current device.
+    """Record an event on the current stream of a CUDA device, even if it is not the thread's current device.
 
     Args:
-        device: The device.
+        device: The CUDA device on whose stream to record.
     """
     import torch
 
@@ -150,7 +150,7 @@ def event_on(device: torch.device) -> Any:
 
 
 def learning_rates(optimizer: Any) -> dict[str, float]:
-    """Return the learning rate of an optimizer's first parameter group, and of groups with another rate.
+    """Return the learning rate of an optimizer's first parameter group, and those of groups with a different rate.
 
     Args:
         optimizer: An optimizer. The result is empty if it has no ``param_groups``.
@@ -186,20 +186,20 @@ def _on_host(number: Any) -> float | None:
 
 
 sampler = TrainingSampler()
-"""The sampler of this process, which runs only one training."""
+"""The sampler of this process. A process trains only one model at a time."""
 
 
-# ---- which source and which optimizer count a rank's steps, and whether numbers are reported twice
+# ---- which source and which optimizer count a rank's steps, and which numbers have already been reported
 
 OPTIMIZER, LIBRARY, ACCELERATOR = range(3)
-"""Sources of steps, from torch's optimizers up to this package's Accelerator. The highest one that reports counts."""
+"""Sources of steps, from torch's optimizers up to this package's Accelerator. The highest one that reports is used."""
 
 _source = OPTIMIZER
 _copied: ContextVar[bool] = ContextVar("copied", default=False)
 
 
 def claim_steps(source: int) -> bool:
-    """Return whether ``source`` counts this rank's steps. A lower source stops counting."""
+    """Return whether ``source`` counts this rank's steps from now on. If so, a lower source stops counting."""
     global _source  # noqa: PLW0603 - one training per process
     _source = max(_source, source)
     return source == _source
@@ -211,14 +211,14 @@ def step_source() -> int:
 
 
 def reset_step_source() -> None:
-    """Let any source count again, because a new rank inherits the kernel's source."""
+    """Let any source count steps again. A new rank calls this, because it inherits the kernel's source."""
     global _source  # noqa: PLW0603 - one training per process
     _source = OPTIMIZER
 
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Mark everything that trackers and writers receive in the block as reported, so that it is not copied again."""
+    """Mark everything that trackers and writers receive in the block as reported, so that it is not reported again."""
     token = _copied.set(True)
     try:
         yield
@@ -232,15 +232,15 @@ def is_reported() -> bool:
 
 
 PHASE_STEPS = 8
-"""After this many consecutive steps, an optimizer counts, whatever the other one has done."""
+"""After this many consecutive steps, an optimizer's steps are counted, whatever another one has done."""
 
 
 class StepCounter:
     """Counts the steps of a run that may have several optimizers.
 
-    The first optimizer that takes a step counts. Another one replaces it by taking more consecutive steps than the
-    first one ever did, or more than `PHASE_STEPS`. In a training with several phases, the steps of all phases are
-    counted.
+    The steps of the first optimizer that takes one are counted. Another optimizer replaces it by taking more
+    consecutive steps than the first one ever did, or more than `PHASE_STEPS`. If a training run has several phases, the
+    steps of all phases are counted.
     """
 
     def __init__(self) -> None:
@@ -250,7 +250,7 @@ class StepCounter:
         self._in_a_row = self._longest = self._steps = 0
 
     def count(self, optimizer: Any) -> int:
-        """Return the number of the step that an optimizer has taken, from 1, or 0 if another optimizer counts."""
+        """Return the number of an optimizer's latest step, from 1, or 0 if another optimizer's steps are counted."""
         if self._sink is not (sink := current_sink()):  # A new run has started in this process.
             self._sink, self._counted, self._last = sink, None, None
             self._in_a_row = self._longest = self._steps = 0

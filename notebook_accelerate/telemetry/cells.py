@@ -63,24 +63,24 @@ _NOT_DEFINED = frozenset(
         "__annotate_func__",
     )
 )
-"""Attributes that differ between a class and its copy in another process."""
+"""Attributes that may differ between a class and its copy in another process."""
 _CONSTANTS = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis))
 _METHODS = (FunctionType, property, classmethod, staticmethod)
 _MAX_DIGEST_PARTS = 20_000
 _MAX_DIGEST_BYTES = 4 << 20
-"""Larger classes are not compared by their definition, and neither are classes with larger arrays."""
+"""Classes whose definitions or arrays are larger than this are not compared by their definitions."""
 
 
 # ---- tokens
 
-_MODULES = ("__main__", "types")  # make_dataclass creates classes in the module types.
-_namespace = type.__dict__["__dict__"].__get__  # vars() would call the metaclass.
+_MODULES = ("__main__", "types")  # "types" is the module of classes created by make_dataclass.
+_namespace = type.__dict__["__dict__"].__get__  # Unlike vars(), this does not call the metaclass.
 
 
 def note_classes() -> None:
-    """Give each class of a cell a token. Call it before forking processes that pickle instances of the class.
+    """Give each class of a cell a token. Call this before forking processes that pickle instances of these classes.
 
-    This includes classes created inside functions of cells, because every class is a subclass of ``object``.
+    Classes created inside the cells' functions are found too, because every class is a subclass of ``object``.
     """
     # Keyed by identity, because a metaclass may define equality without a hash.
     found: dict[int, type] = {id(object): object}
@@ -94,7 +94,7 @@ def note_classes() -> None:
         found |= below
     for kind in found.values():
         if _namespace(kind).get("__module__") in _MODULES:
-            with suppress(Exception):  # Metaclasses of the user may raise any error.
+            with suppress(Exception):  # The user's metaclasses may raise any error.
                 token_of(kind)
 
 
@@ -113,9 +113,9 @@ def find(name: str, token: str, digest: str, *, warn: bool = False) -> type | No
     """Return this process's counterpart of a class in another process, or None.
 
     Args:
-        name: Its qualified name.
-        token: Its token.
-        digest: The result of ``definition_digest`` in the other process.
+        name: The qualified name of the class.
+        token: The token of the class.
+        digest: The result of ``definition_digest`` for the class in the other process.
         warn: Whether to warn if ``__main__`` has another class of that name.
     """
     ours = known(token)
@@ -126,13 +126,13 @@ def find(name: str, token: str, digest: str, *, warn: bool = False) -> type | No
         return ours or _made.get((name, digest))
     if (here := definition_digest(current)) == digest:
         return current  # type: ignore[no-any-return]
-    if warn and current_sink() is None:  # Do not warn in a rank, which receives new definitions.
+    if warn and current_sink() is None:  # Don't warn in a rank, because a rank receives new definitions.
         _warn_once(name, (token, here))
     return ours or _made.get((name, digest))
 
 
 _warned: set[tuple[str, str]] = set()
-"""The tokens of the classes that users were warned about, with the digest of the class that had the name."""
+"""The tokens of the classes that the user was warned about, each with the digest of the class that had the name."""
 
 
 def _warn_once(name: str, pair: tuple[str, str]) -> None:
@@ -147,7 +147,7 @@ def _warn_once(name: str, pair: tuple[str, str]) -> None:
     while frame is not None and frame.f_globals.get("__name__", "").startswith("notebook_accelerate."):
         frame = frame.f_back
     place = ("notebook_accelerate", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-    # Without a registry, the warning is shown again when the class changes again.
+    # Pass an empty registry, so that the warning is shown again when the class changes again.
     warnings.warn_explicit(text, UserWarning, *place, registry={})
 
 
@@ -157,13 +157,13 @@ def _warn_once(name: str, pair: tuple[str, str]) -> None:
 def definition_digest(kind: type) -> str:
     """Return a digest that is equal for two executions of the same class statement, in any process.
 
-    Two classes with equal digests behave the same. A class with an attribute that has no digest equals no other class.
+    Two classes with equal digests behave the same. If an attribute has no digest, the class is not equal to any other.
     """
     return _Digest().of_definition(kind)
 
 
 class _NoDigestError(Exception):
-    """A value is too large, or can only be compared by identity."""
+    """Raised if a value is too large, or can only be compared by identity."""
 
 
 class _Digest:
@@ -173,7 +173,7 @@ class _Digest:
         self._hash = hashlib.blake2b(digest_size=16)
         self._left = _MAX_DIGEST_PARTS
         self._open: set[int] = set()
-        """Ids of the values that contain the current one."""
+        """The ids of the values that contain the current one."""
 
     def of_definition(self, kind: type) -> str:
         """Return the digest of a class."""
@@ -204,7 +204,7 @@ class _Digest:
             self._inside(value, self._add_definition if is_class(value) else self._add_parts)
 
     def _add_parts(self, value: Any) -> None:
-        if isinstance(value, (set, frozenset)):  # The order of a set differs between processes.
+        if isinstance(value, (set, frozenset)):  # A set may have a different order in each process.
             if len(value) > self._left:
                 raise _NoDigestError
             for each in sorted(_Digest._of(part) for part in value):
@@ -235,7 +235,7 @@ class _Digest:
         self._write(kind.__qualname__)
         for base in (type(kind), *kind.__bases__):
             self._add(base)
-        with suppress(Exception):  # Annotations may be evaluated here.
+        with suppress(Exception):  # Reading annotations may evaluate them, which may raise any error.
             annotations = dict(getattr(kind, "__annotations__", ()))
             self._add_attribute(kind, "__annotations__", annotations)
         for name, value in sorted(_attributes(kind).items(), key=lambda item: str(item[0])):
@@ -248,13 +248,13 @@ class _Digest:
             self._add(value)
         except Exception:  # noqa: BLE001 - classes of the user may raise any error, and values may not be picklable
             self._hash, self._open = before, inside
-            # Libraries store values derived from the other attributes under such names.
+            # Libraries store values that they derive from the other attributes under such names.
             if not name.startswith("__") or callable(value):
                 self._hash.update(token_of(kind).encode())
 
 
 def _is_imported(value: Any) -> bool:
-    """Return whether a class or function is found by its name in a module that each process has."""
+    """Return whether a class or function is found by its name in a module that every process can import."""
     if not is_class(value) and type(value) not in (FunctionType, BuiltinFunctionType):
         return False
     module = getattr(value, "__module__", None)
@@ -265,7 +265,7 @@ def _is_imported(value: Any) -> bool:
 
 
 def _attributes(kind: type) -> dict[str, Any]:
-    """Return the attributes that a class statement gives to a class."""
+    """Return the attributes that a class statement gives the class."""
     found = {name: value for name, value in vars(kind).items() if name not in _NOT_DEFINED}
     if not issubclass(kind, enum.Enum):
         return found
@@ -282,7 +282,7 @@ def _content(cell: CellType) -> list[Any]:
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """Return the parts of a value."""
+    """Return the values whose digests determine the digest of ``value``."""
     kind = type(value)
     if kind is FunctionType:
         cells = [_content(cell) for cell in value.__closure__ or ()]
@@ -306,18 +306,18 @@ def _parts(value: Any) -> Iterable[Any]:
     reduce = copyreg.dispatch_table.get(kind)
     reduced: Any = value.__reduce_ex__(4) if reduce is None else reduce(value)
     if isinstance(reduced, str):
-        return reduced, getattr(value, "__wrapped__", None)  # Set by functools.lru_cache.
+        return reduced, getattr(value, "__wrapped__", None)  # functools.lru_cache sets this attribute.
     return [list(part) if isinstance(part, Iterator) else part for part in reduced]
 
 
 def reduce_definition(kind: type, reduced: Reduced, *, by_digest: bool) -> Reduced:
-    """Reduce a class to its definition. The reader builds the class only if it does not have it yet.
+    """Reduce a class to its definition. The reader creates the class only if it does not have it yet.
 
     Args:
-        kind: The class.
-        reduced: The result of cloudpickle's reducer.
-        by_digest: Whether a class with the same name and definition is the same class. This is wrong for a new process,
-            because its different classes of one name must remain different.
+        kind: The class to reduce.
+        reduced: The result of cloudpickle's reducer for that class.
+        by_digest: Whether a class with the same name and definition is the same class. Must be false for a new process,
+            in which different classes of the same name must remain different.
     """
     make, arguments, state, _, _, set_state = reduced
     found = (kind.__qualname__, token_of(kind), definition_digest(kind) if by_digest else "")
@@ -325,11 +325,11 @@ def reduce_definition(kind: type, reduced: Reduced, *, by_digest: bool) -> Reduc
 
 
 _incomplete: dict[int, weakref.ref[type]] = {}
-"""Classes, by id, that were created and have no attributes yet. Classes that were found have all of theirs."""
+"""Classes, by id, that were created here and have no attributes yet. Classes that were found are complete."""
 
 
 _made: weakref.WeakValueDictionary[tuple[str, str], type] = weakref.WeakValueDictionary()
-"""Classes that exist only in ranks, by name and digest. Tokens differ between ranks, but here it is a single class."""
+"""Classes that were defined in ranks, by name and digest. Each rank has its own token, but here each is one class."""
 
 
 def _find_or_make(identity: tuple[str, str, str], make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
@@ -338,7 +338,7 @@ def _find_or_make(identity: tuple[str, str, str], make: Callable[..., type], arg
         kind = make(*arguments)
         kind.__qualname__ = identity[0]
         _incomplete[id(kind)] = weakref.ref(kind)
-        if identity[2] and "<locals>" not in identity[0]:  # Each call of a function creates a different class.
+        if identity[2] and "<locals>" not in identity[0]:  # In a function, each call creates a different class.
             _made[identity[0], identity[2]] = kind
     return kind
 
@@ -353,12 +353,12 @@ def _complete(kind: type, state: tuple[Callable[[type, Any], Any], Any]) -> None
 # ---- names
 
 Reduced = tuple[Any, ...]
-"""The result of a reducer: callable, arguments, state, None, None, and the callable that sets the state."""
+"""What a reducer returns: callable, arguments, state, None, None, and the callable that sets the state."""
 _MODULE_NAMES = ("__name__", "__package__", "__file__")
 
 
 def is_class(value: object) -> bool:
-    """Return whether a value is a class. Unlike ``isinstance``, this does not run code of the value."""
+    """Return whether a value is a class. Unlike ``isinstance``, this does not run code of the value's class."""
     return issubclass(type(value), type)
 
 
@@ -368,7 +368,7 @@ def names_of_main() -> dict[str, Any]:
 
 
 def renew_main() -> None:
-    """Replace ``__main__`` with an empty module for the names of the user's cells."""
+    """Replace ``__main__`` with an empty module, which will hold the names of the user's cells."""
     main = ModuleType("__main__")
     main.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = main
@@ -378,7 +378,7 @@ def owner_in_main(value: Any) -> Any:
     """Return the value under the first part of a class's or function's name in ``__main__``.
 
     Returns:
-        ``value`` itself, or the class that it is nested in, or None if it is not found by its name.
+        ``value`` itself, or the outermost class that contains it, or None if ``value`` is not found by its name.
     """
     if getattr(value, "__module__", None) != "__main__":
         return None
@@ -390,7 +390,7 @@ def owner_in_main(value: Any) -> Any:
 
 
 _INDIRECT_READS = frozenset(("globals", "eval", "exec", "__main__", "modules", "import_module", "__import__"))
-"""Code that uses one of these names may read names of ``__main__`` from strings or as attributes."""
+"""Code that uses one of these names may read names of ``__main__`` by way of strings or attributes."""
 _READS = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"))
 _READS_ATTRIBUTE = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
 _LOADS = _READS | _READS_ATTRIBUTE | {"LOAD_CONST"}
@@ -416,7 +416,7 @@ def undetected_names(code: CodeType) -> set[str]:
 
 
 class _Uses:
-    """How code uses names. ``co_names`` does not distinguish a global from an attribute, as in ``model.eval()``."""
+    """The names that code uses as globals, attributes or texts, because ``co_names`` does not distinguish these."""
 
     def __init__(self) -> None:
         self._read: set[str] = set()
@@ -429,7 +429,7 @@ class _Uses:
         """Whether the code gets the module ``__main__``."""
 
     def add(self, code: CodeType) -> None:
-        """Add the uses in one code object, but not in the code objects among its constants."""
+        """Add the names that one code object uses, without those of the code objects among its constants."""
         self._texts.update(_texts(code.co_consts))
         stored: set[str] = set()  # In the body of a class, stored names are attributes of the class.
         loaded: list[Any] = []
@@ -454,11 +454,11 @@ class _Uses:
                 loaded.clear()
 
     def undetected(self, main: dict[str, Any]) -> set[str]:
-        """Return the names that cloudpickle does not detect. Some of them may be texts with another meaning."""
+        """Return the names that cloudpickle does not detect. Some may be unrelated texts that only look like names."""
         found = self._read_in_bodies | self._imported
         if self._has_main:
             found |= self._attributes | self._texts
-        builtin = self._read - main.keys()  # A notebook may define its own eval.
+        builtin = self._read - main.keys()  # The notebook may define its own eval.
         if "globals" in builtin:
             found |= self._texts
         if builtin & {"eval", "exec"}:
@@ -514,7 +514,7 @@ def _enter_names(module_names: dict[str, Any], omitted: dict[str, str]) -> dict[
 
 
 def explain_omitted(error: BaseException) -> None:
-    """Add a note to an error about a missing name if the notebook has that name but could not send it."""
+    """If an error is about a missing name that the notebook has but could not send, add a note that says so."""
     text = describe_error(error)
     of_main = issubclass(type(error), (ImportError, AttributeError)) and "'__main__'" in text
     if not of_main and not issubclass(type(error), (NameError, KeyError)):
@@ -522,12 +522,12 @@ def explain_omitted(error: BaseException) -> None:
     for name, reason in _omitted.items():
         if name not in names_of_main() and re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text):
             note = f"The notebook has {name!r}, but it could not be sent to this rank: {reason}"
-            with suppress(Exception):  # Classes of the user may raise any error.
+            with suppress(Exception):  # The user's classes may raise any error.
                 error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
 
 
 def put_into_main(value: Any, state: Reduced) -> None:
-    """Set the state of a class or function, and enter it in ``__main__``."""
+    """Set the state of a class or function, and put it into ``__main__`` under its name."""
     set_state, inner, owner = state
     set_state(value, inner)
     if value is owner:

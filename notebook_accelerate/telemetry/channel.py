@@ -1,9 +1,9 @@
 """The duplex channel between the kernel and one rank.
 
 Ranks send events; the kernel sends requests, replies and standard input. The channel is a stream of frames over any
-connected stream socket, which locally is a socket pair. A frame is ``!IQ`` (length of the JSON, length of the payload),
-the JSON ``[[type, time, fields...], ...]``, and the payload bytes of its last event. The channel does not unpickle
-anything.
+connected stream socket; on one machine, a socket pair is used. A frame consists of the struct ``!IQ`` (length of the
+JSON, length of the payload), the JSON ``[[type, time, fields...], ...]``, and the payload bytes of its last event. The
+channel never unpickles anything.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
 
 _HEADER = struct.Struct("!IQ")
 READ_BYTES = 1 << 16
-"""Bytes per read. For more than 64 KiB, the C library may map new memory each time, which takes 12 µs."""
+"""Bytes per read. For more than 64 KiB, the C library may map new memory each time, which would take 12 µs."""
 MAX_ROWS = 500
-"""Maximum events per frame. Parsing JSON holds the reader's GIL, for half a millisecond with this many events."""
+"""Maximum number of events per frame. Parsing this many holds the reader's GIL for half a millisecond."""
 MAX_UNSENT_BYTES = 64 << 20
-"""Maximum bytes queued for a rank behind the message that it is reading. With more, messages to it are refused."""
+"""Maximum bytes queued for a rank behind the message that it is reading. Beyond that, messages to it are refused."""
 CHECK_CLOSED_SECONDS = 1.0
-"""Seconds after which the sending thread checks whether this end was closed."""
+"""Seconds between two checks of the sending thread for whether this end has been closed."""
 _ANCILLARY = socket.CMSG_SPACE(16 * array.array("i").itemsize)
 _CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _WITHOUT_WAITING = int(socket.MSG_DONTWAIT) | _CLOSE_ON_EXEC
-"""Plain integers, because combining the flags, which are enums, takes a microsecond."""
+"""The flags as a plain integer, because combining enum members takes a microsecond."""
 MAX_JSON_BYTES = 1 << 28
 """A longer JSON part violates the protocol: the stream is broken or hostile."""
 
 
 class Stamped(NamedTuple):
-    """An event and its time, in seconds since the epoch."""
+    """An event and the time at which it was emitted, in seconds since the epoch."""
 
     time: float
     event: Event
@@ -54,7 +54,7 @@ class Stamped(NamedTuple):
 def encode(messages: Iterable[Stamped]) -> bytes:
     """Return the frames for ``messages``.
 
-    Events without a payload share frames, and one with a payload ends its frame.
+    Events without a payload share frames. An event with a payload is the last one of its frame.
     """
     parts: list[bytes] = []
     rows: list[list[Any]] = []
@@ -88,7 +88,8 @@ class Decoder:
     """Decodes events from bytes as they arrive.
 
     Args:
-        max_bytes: Maximum bytes of a frame. A rank may return a result of any size, so its channel has no limit.
+        max_bytes: Maximum size of a frame in bytes. The channels of ranks have no limit, because a result may have any
+            size.
     """
 
     def __init__(self, max_bytes: int = sys.maxsize) -> None:
@@ -104,7 +105,7 @@ class Decoder:
         if self._buffer:
             self._buffer += data
             del self._buffer[: _decode_frames(self._buffer, found, self._max_bytes)]
-        elif (end := _decode_frames(data, found, self._max_bytes)) < len(data):  # Whole frames need no buffer.
+        elif (end := _decode_frames(data, found, self._max_bytes)) < len(data):  # Complete frames need no buffer.
             self._buffer += data[end:]
         return found
 
@@ -139,7 +140,7 @@ def _decode_frames(data: bytes | bytearray, found: list[Stamped], max_bytes: int
 
 
 _parse = json.JSONDecoder().raw_decode
-"""Does not detect the encoding or skip white space, because frames are UTF-8 without white space."""
+"""Parses JSON without detecting the encoding or skipping white space, because frames are UTF-8 without white space."""
 
 
 _TIMES = frozenset({int, float})
@@ -154,7 +155,7 @@ def _decode_frame(text: bytes | bytearray, payload: bytes | bytearray, found: li
         rows = escape_surrogates(rows)
     for name, stamp, *values in rows:
         kind = Event.registry.get(name)
-        if kind is None:  # Skip an event of a newer peer.
+        if kind is None:  # Skip an event that only a newer version has.
             continue
         if type(stamp) not in _TIMES:
             raise ValueError(f"a {name} has the time {stamp!r:.80}")
@@ -162,7 +163,7 @@ def _decode_frame(text: bytes | bytearray, payload: bytes | bytearray, found: li
         if kind.has_payload:
             arguments = {**dict(zip(names, values, strict=False)), "payload": bytes(payload)}
             found.append(Stamped(stamp, kind(**arguments)))
-        else:  # Ignore additional fields of a newer peer.
+        else:  # Ignore additional fields that only a newer version has.
             found.append(Stamped(stamp, kind(*values[: len(names)])))
 
 
@@ -181,7 +182,7 @@ class Sender(Protocol):
     """Sends events to a rank."""
 
     def send(self, *events: Event) -> None:
-        """Send events now. Safe from any thread. Raises ``ChannelClosedError`` after the end of the rank."""
+        """Send events now. Safe to call from any thread. Raises ``ChannelClosedError`` after the rank has ended."""
 
 
 class Channel:
@@ -189,13 +190,13 @@ class Channel:
 
     Args:
         connection: A connected stream socket, which the channel owns from now on.
-        max_bytes: Maximum bytes of a received frame.
+        max_bytes: Maximum size of a received frame in bytes.
 
     Attributes:
-        descriptors: Received file descriptors, in order, or None if this end does not receive any. Unused ones are
-            closed with the channel.
-        queues: Whether sending returns before the other end has read. Data that does not fit into the socket is queued
-            in memory. A suspended rank must not block the threads of its kernel.
+        descriptors: The received file descriptors, in order, or None if this end does not receive any. Those that
+            nobody has taken are closed along with the channel.
+        queues: Whether sending returns before the other end has read the data. If so, data that does not fit into the
+            socket is queued in memory, because a suspended rank must not block the threads of its kernel.
     """
 
     def __init__(self, connection: socket.socket, max_bytes: int = sys.maxsize) -> None:
@@ -210,7 +211,7 @@ class Channel:
 
     @classmethod
     def pair(cls) -> tuple[Channel, socket.socket]:
-        """Return the kernel's end, and the socket of the rank's end."""
+        """Create a channel. Return the kernel's end, and the socket for the rank's end."""
         ours, theirs = socket.socketpair()
         with contextlib.suppress(OSError):
             ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
@@ -220,7 +221,7 @@ class Channel:
         return channel, theirs
 
     def fileno(self) -> int:
-        """Return the descriptor to wait on."""
+        """Return the descriptor to wait on for data."""
         return self._socket.fileno()
 
     def send(self, *events: Event) -> None:
@@ -233,21 +234,21 @@ class Channel:
         self.send_stamped([Stamped(now, event) for event in events])
 
     def send_stamped(self, messages: list[Stamped]) -> None:
-        """Send events with the times they already carry."""
+        """Send events with the times that they already have."""
         self.send_bytes(encode(messages))
 
     def receive(self, timeout: float | None = None) -> list[Stamped]:
-        """Wait up to ``timeout`` seconds (None: no limit) and return the received events, possibly none.
+        """Wait up to ``timeout`` seconds (None means forever) and return the received events, possibly none.
 
         Raises:
-            ChannelClosedError: The other end has closed, and everything it sent was returned.
+            ChannelClosedError: The other end has closed, and everything it sent has been returned.
         """
         if self._closed:
             raise ChannelClosedError("the channel is closed")
         return self.receive_available() if self._poll(select.POLLIN, timeout) else []
 
     def readable(self) -> bool:
-        """Return whether something can be read now: messages, a part of one, or the end of the stream."""
+        """Return whether something can be read now: messages, part of a message, or the end of the stream."""
         return not self._closed and self._poll(select.POLLIN, 0)
 
     def _poll(self, events: int, timeout: float | None) -> bool:
@@ -263,7 +264,7 @@ class Channel:
         """Return the undecoded bytes that can be read without waiting, to relay them.
 
         Raises:
-            ChannelClosedError: The end of the stream.
+            ChannelClosedError: The stream has ended.
         """
         try:
             if self.descriptors is None:
@@ -290,14 +291,14 @@ class Channel:
         return data
 
     def decode(self, data: bytes) -> list[Stamped]:
-        """Return the events that ``data`` completes. It follows the bytes decoded before."""
+        """Return the events that ``data`` completes. These bytes must follow those decoded before."""
         return self._decoder.feed(data)
 
     def send_bytes(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send encoded frames, with copies of ``descriptors`` over a local socket. Safe to call from any thread.
+        """Send encoded frames, and over a local socket copies of ``descriptors``. Safe to call from any thread.
 
         Raises:
-            ChannelClosedError: The other end has closed, or does not read.
+            ChannelClosedError: The other end has closed, or no longer reads.
         """
         with self._send_lock:
             try:
@@ -347,12 +348,12 @@ class Channel:
                 if self._poll(select.POLLOUT, CHECK_CLOSED_SECONDS):
                     with self._send_lock:
                         self._send_some()
-        except (OSError, ValueError):  # The channel was closed. The next message raises the error.
+        except (OSError, ValueError):  # The channel was closed. Sending the next message will raise the error.
             with self._send_lock:
                 self._discard_unsent()
 
     def shut(self) -> None:
-        """End the stream in both directions, which wakes all threads that wait on either end."""
+        """End the stream in both directions. This wakes all threads that wait on either end."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 

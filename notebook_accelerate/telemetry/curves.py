@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 class MetricSeries(NamedTuple):
-    """One metric over all ranks, in order of time.
+    """The points of one metric on all ranks, in order of time.
 
     Attributes:
-        name: The metric.
-        steps: int64, shape (n,); -1 for a point without a step.
-        times: Seconds since the epoch, float64, shape (n,).
-        ranks: int64, shape (n,).
-        values: float64, shape (n,).
+        name: The name of the metric.
+        steps: The step of each point, or -1 for a point without a step. int64, shape (n,).
+        times: The time of each point, in seconds since the epoch. float64, shape (n,).
+        ranks: The rank that logged each point. int64, shape (n,).
+        values: The value of each point. float64, shape (n,).
         thinned: Whether points were removed to stay within the store's bounds (extremes are kept).
     """
 
@@ -33,7 +33,7 @@ class MetricSeries(NamedTuple):
     thinned: bool
 
     def rank(self, rank: int) -> MetricSeries:
-        """Return the points that ``rank`` logged."""
+        """Return only the points that ``rank`` logged."""
         mask = self.ranks == rank
         return MetricSeries(
             self.name, self.steps[mask], self.times[mask], self.ranks[mask], self.values[mask], self.thinned
@@ -47,7 +47,7 @@ class MetricSeries(NamedTuple):
         return pd.DataFrame(columns)
 
     def plot(self, ax: Axes | None = None) -> Any:
-        """Plot the values over the steps, or over seconds if points have no step.
+        """Plot the values against steps, or against seconds if points have no step.
 
         Each rank has a line. For more than eight ranks, the plot shows their mean and range.
 
@@ -68,7 +68,7 @@ _plotter: Plotter | None = None
 
 
 def plot_with(plotter: Plotter) -> None:
-    """Set the function that plots metrics. Ranks import this module, too, and must not import chart code."""
+    """Set the function that plots metrics. Ranks import this module too, and must not import the code of charts."""
     global _plotter  # noqa: PLW0603 - a kernel has one kind of chart
     _plotter = plotter
 
@@ -79,14 +79,14 @@ def plot_series(several: Sequence[MetricSeries], ax: Axes | None = None) -> Any:
     return _plotter(several, ax)
 
 
-# ---- the envelope of many ranks: the smallest, the mean and the largest value of each range of steps
+# ---- the envelope of many ranks: the smallest, the mean and the largest value in each range of steps
 #
-# Hundreds of curves are illegible, and too many for a front end. The store updates an envelope with every point, at the
-# cost of one addition, in at most `MAX_BUCKETS` buckets. When more would be needed, pairs of neighbours are merged, so
-# that each bucket covers twice as many steps.
+# Hundreds of curves are illegible, and too many for a front end. Instead, the store keeps an envelope of at most
+# `MAX_BUCKETS` buckets, and adds every point to its bucket. When more buckets would be needed, pairs of neighbours are
+# merged, so that each bucket covers twice as many steps.
 
 FEW_RANKS = 8
-"""Metrics that more ranks log have an envelope."""
+"""A metric that is logged by more ranks than this has an envelope."""
 MAX_BUCKETS = 512
 _PER_SECOND = 4.0
 """Initial buckets per second, for a metric that is logged without steps."""
@@ -96,13 +96,13 @@ class EnvelopeTail(NamedTuple):
     """The buckets of an envelope that changed since a cursor.
 
     Attributes:
-        steps: Middle of each bucket, float64, shape (n,); NaN if the metric has no steps.
-        times: Mean time of the points, in seconds since the epoch, float64, shape (n,).
-        low: Smallest finite value, float64, shape (n,).
-        mean: Mean, float64, shape (n,); not finite if one of the values is not finite.
-        high: Largest finite value, float64, shape (n,).
-        cut: Results of earlier calls remain valid up to here, in ``steps``, or in ``times`` if there are no steps.
-        cursor: The cursor for the next call.
+        steps: The middle of each bucket, or NaN if the metric has no steps. float64, shape (n,).
+        times: The mean time of each bucket's points, in seconds since the epoch. float64, shape (n,).
+        low: The smallest finite value in each bucket. float64, shape (n,).
+        mean: The mean of each bucket, which is not finite if one of the values is not finite. float64, shape (n,).
+        high: The largest finite value in each bucket. float64, shape (n,).
+        cut: The step up to which the results of earlier calls remain valid, or the time if there are no steps.
+        cursor: The cursor to pass to the next call.
     """
 
     steps: np.ndarray
@@ -115,7 +115,7 @@ class EnvelopeTail(NamedTuple):
 
 
 class MetricEnvelope:
-    """The smallest, mean and largest value of a metric over ranks, in buckets of equal width from the first point."""
+    """The smallest, mean and largest value of a metric over all ranks, in buckets of equal width."""
 
     def __init__(self) -> None:
         self._begin: int | None = None
@@ -133,7 +133,7 @@ class MetricEnvelope:
         Args:
             step: The step, or -1 for a point without a step.
             time: Seconds since the epoch.
-            value: Any float.
+            value: The value, which may be NaN or infinite.
         """
         if self._begin is None:
             self._timed, self._origin = step < 0, time
@@ -141,7 +141,7 @@ class MetricEnvelope:
         key = int((time - self._origin) * _PER_SECOND) if self._timed else step
         index = (key - self._begin) // self._width
         if not 0 <= index < len(self._count):
-            if key < 0 and not self._timed:  # A point without a step, in a metric whose other points have one.
+            if key < 0 and not self._timed:  # Ignore a point without a step if the metric's other points have one.
                 return
             index = self._create_bucket(key)
         self._count[index] += 1
@@ -179,7 +179,7 @@ class MetricEnvelope:
         )
 
     def _create_bucket(self, key: int) -> int:
-        """Create the bucket of ``key`` and return its index."""
+        """Create the bucket that contains ``key``, and return its index."""
         assert self._begin is not None
         while key < self._begin:
             missing = -(-(self._begin - key) // self._width)
@@ -230,14 +230,14 @@ _COLUMNS = (
 
 
 def m4(values: np.ndarray, points: int) -> np.ndarray:
-    """Return the indices that M4 keeps.
+    """Return the indices of the values that M4 keeps.
 
     Args:
-        values: float64, shape (n,), in drawing order.
-        points: The approximate number of points to keep, at least 4. NaN values may add a quarter.
+        values: The values in drawing order. float64, shape (n,).
+        points: The approximate number of points to keep, at least 4. NaN values may add a quarter of it.
 
     Returns:
-        Ascending indices, int64. All indices if n is at most ``points``.
+        The indices in ascending order, int64. If n is at most ``points``, all indices.
     """
     import numpy as np
 
@@ -257,8 +257,8 @@ def extremes(values: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray, np.
     """Return the indices of each group's smallest and largest value, and of one NaN for each group that has any.
 
     Args:
-        values: float64, shape (n,), with n a multiple of ``size``.
-        size: Number of neighbours in a group.
+        values: The values in drawing order. float64, shape (n,), where n is a multiple of ``size``.
+        size: The number of neighbouring values in each group.
     """
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""Requests of the kernel to a rank's agent, and the replies."""
+"""The kernel's requests to a rank's agent, and the replies."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Collective(NamedTuple):
     """A collective operation, as torch's flight recorder records it.
 
     Attributes:
-        group: Name of the process group.
-        number: Sequence number in that group, from 1.
+        group: The name of the process group.
+        number: The sequence number in that group, from 1.
         operation: "all_reduce", "broadcast", ...
-        shapes: Shapes of the inputs.
-        dtypes: Element types of the inputs, such as "f32".
-        since: When this rank entered it, in seconds since the epoch.
+        shapes: The shapes of the inputs.
+        dtypes: The element types of the inputs, such as "f32".
+        since: When this rank entered the collective, in seconds since the epoch.
     """
 
     group: str
@@ -45,21 +45,21 @@ class Collective(NamedTuple):
 
 @dataclass(slots=True)
 class Request(Event):
-    """Base of the kernel's requests. The reply has the same number."""
+    """Base class of the kernel's requests. The reply to a request has the same number."""
 
     number: int
 
 
 @dataclass(slots=True)
 class Reply(Event):
-    """Base of a rank's replies. Each answers the request with the same number."""
+    """Base class of a rank's replies. Each answers the request with the same number."""
 
     number: int
 
 
 @dataclass(slots=True)
 class StacksRequest(Request):
-    """Return the stacks of all threads."""
+    """Asks for the stacks of all threads."""
 
 
 @dataclass(slots=True)
@@ -67,12 +67,12 @@ class StacksReply(Reply):
     """The stacks and collectives of a rank.
 
     Attributes:
-        threads: Frames by thread name, outermost first. The main thread comes first.
-        moved: Time of the main thread's last movement, in seconds since the epoch.
+        threads: The frames of each thread, outermost first, by thread name. The main thread comes first.
+        moved: When the main thread last moved, in seconds since the epoch.
         waiting: The collectives that this rank has entered but not left.
         last: The number of the last collective entered, by process group.
-        paused: Where the rank waits for ``run.unpause()`` or at a breakpoint, or "".
-        by_user: Whether it waits for ``run.unpause()``.
+        paused: Where the rank is waiting for ``run.unpause()`` or at a breakpoint, or "" if it is not paused.
+        by_user: Whether the rank is waiting for ``run.unpause()``.
     """
 
     threads: dict[str, tuple[FrameInfo, ...]]
@@ -100,7 +100,7 @@ def to_collective(row: Any) -> Collective:
 
 @dataclass(slots=True)
 class SampleRequest(Request):
-    """Sample the main thread's stack for ``seconds``, ``rate`` times a second."""
+    """Asks to sample the main thread's stack for ``seconds``, ``rate`` times a second."""
 
     seconds: float
     rate: float
@@ -108,12 +108,13 @@ class SampleRequest(Request):
 
 @dataclass(slots=True)
 class SampleReply(Reply):
-    """The main thread's activity while it was sampled.
+    """What the main thread did while it was sampled.
 
     Attributes:
         frames: The file name, line and function of each frame that occurred.
-        stacks: The seconds, samples, and frames (as indices, outermost first) of each stack that occurred.
-        seconds: How long it was sampled.
+        stacks: The seconds, the number of samples, and the frames (as indices, outermost first) of each stack that
+            occurred.
+        seconds: How long the main thread was sampled.
     """
 
     frames: list[tuple[str, int, str]]
@@ -123,15 +124,16 @@ class SampleReply(Reply):
 
 @dataclass(slots=True)
 class ProfileRequest(Request):
-    """Record ``steps`` steps with torch's profiler, from the next step boundary on.
+    """Asks to record ``steps`` steps with torch's profiler, from the next step boundary on.
 
     Attributes:
-        steps: The number of steps.
-        seconds: Start even without a step boundary, and end after this many seconds. 0.0 means to wait for the steps.
+        steps: The number of steps to record.
+        seconds: If positive, recording starts even without a step boundary, and ends after this many seconds. If 0.0,
+            it waits for the steps.
         memory: Whether to record allocations.
-        folder: A folder of the kernel for the trace. If the rank cannot access it, the reply contains the trace.
-        token: The name of a file in that folder, which lets the rank recognise the folder.
-        samples: Sample the stacks for at least this many seconds, continuing after the last recorded step if necessary.
+        folder: The kernel's folder for the trace. If the rank cannot access it, the reply contains the trace.
+        token: The name of a file in that folder, by which the rank recognises the folder.
+        samples: The minimum number of seconds for which stacks are sampled, after the last recorded step if necessary.
     """
 
     steps: int
@@ -147,8 +149,8 @@ class ProfileReply(Reply):
     """A rank's trace, or the reason why it is missing.
 
     Attributes:
-        path: The trace in the kernel's folder, or "" if ``payload`` contains it, compressed with gzip.
-        error: Why there is no trace.
+        path: The trace's file in the kernel's folder, or "" if ``payload`` contains the trace, compressed with gzip.
+        error: Why there is no trace, or "" if there is one.
         steps: How many steps were recorded.
         seconds: How long the recording took.
         clock: Seconds to add to the trace's times, which are the rank's system time, to get the run's clock.
@@ -167,12 +169,12 @@ class ProfileReply(Reply):
 
 @dataclass(slots=True)
 class MemoryRequest(Request):
-    """Request a report of the rank's memory."""
+    """Asks for a report of the rank's memory."""
 
 
 @dataclass(slots=True)
 class MemoryReply(Reply):
-    """The report of the rank's memory; see ``worker.memory_report`` for the fields of ``report``."""
+    """The report of the rank's memory. See ``worker.memory_report`` for the keys of ``report``."""
 
     report: dict[str, Any] = field(default_factory=dict)
     error: str = ""
@@ -180,7 +182,7 @@ class MemoryReply(Reply):
 
 @dataclass(slots=True)
 class AskRequest(Request):
-    """Evaluate an expression in a frame of the main thread, at the next step boundary."""
+    """Asks to evaluate an expression in a frame of the main thread, at the next step boundary."""
 
     expression: str
     frame: str = ""
@@ -188,7 +190,7 @@ class AskRequest(Request):
 
 @dataclass(slots=True)
 class AskReply(Reply):
-    """The pickled value, or an error's text."""
+    """The pickled value of an expression, or the text of an error."""
 
     error: str = ""
     shown: str = ""
@@ -197,7 +199,7 @@ class AskReply(Reply):
 
 @dataclass(slots=True)
 class CompleteRequest(Request):
-    """Complete a text with the names in a frame of the main thread."""
+    """Asks to complete a text with the names in a frame of the main thread."""
 
     text: str
     frame: str = ""
@@ -205,29 +207,29 @@ class CompleteRequest(Request):
 
 @dataclass(slots=True)
 class CompleteReply(Reply):
-    """The text, completed by each matching name."""
+    """The text of a `CompleteRequest`, completed by each matching name."""
 
     matches: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class PauseRequest(Request):
-    """Pause at the next step boundary."""
+    """Asks a rank to pause at the next step boundary."""
 
 
 @dataclass(slots=True)
 class UnpauseRequest(Request):
-    """Unpause."""
+    """Asks a paused rank to continue."""
 
 
 @dataclass(slots=True)
 class BreakRequest(Request):
-    """Open the debugger at the main thread's next bytecode."""
+    """Asks to open the debugger at the main thread's next bytecode."""
 
 
 @dataclass(slots=True)
 class DebugpyRequest(Request):
-    """Start debugpy."""
+    """Asks a rank to start debugpy."""
 
 
 @dataclass(slots=True)
@@ -240,7 +242,7 @@ class DoneReply(Reply):
 
 @dataclass(slots=True)
 class HeartbeatEvent(Event):
-    """Sent by a rank's agent every second: when its main thread last moved, and the collective it waits in."""
+    """Tells, once a second, when a rank's main thread last moved, and the collective in which it is waiting."""
 
     droppable: ClassVar[bool] = True
 
@@ -264,8 +266,8 @@ class CheckEvent(Event):
     Attributes:
         check: "parameters", "batch", "loss", "gradients" or "mistake".
         key: The step or batch, from 1.
-        values: The values to compare.
-        text: The warning, if one rank is enough to find the mistake.
+        values: The values to compare between ranks.
+        text: The warning, if a single rank can detect the mistake.
     """
 
     check: str
@@ -276,14 +278,14 @@ class CheckEvent(Event):
 
 @dataclass(slots=True)
 class DumpReadyEvent(Event):
-    """The file to which a rank writes its stacks on SIGUSR1, readable on the same machine."""
+    """Names the file to which a rank writes its stacks on SIGUSR1. Processes on the same machine can read it."""
 
     path: str
 
 
 @dataclass(slots=True)
 class PausedEvent(Event):
-    """The rank waits for ``run.unpause()``, or no longer waits."""
+    """The rank has started or stopped waiting for ``run.unpause()``."""
 
     paused: bool
 
@@ -295,9 +297,9 @@ class DebuggerLeftEvent(Event):
 
 @dataclass(slots=True)
 class CellRequest(Request):
-    """Run a cell in a warm rank.
+    """Asks a warm rank to run a cell.
 
-    ``payload`` contains variables to set first, and ``fetch`` names those to send back.
+    ``payload`` contains the variables to set first, and ``fetch`` names the variables to send back.
     """
 
     source: str
@@ -308,7 +310,7 @@ class CellRequest(Request):
 
 @dataclass(slots=True)
 class CellReply(Reply):
-    """A cell has finished, with the ``repr`` of its value or exceptions. ``payload`` contains the fetched variables."""
+    """The ``repr`` of a finished cell's value, or its exceptions. ``payload`` contains the fetched variables."""
 
     shown: str = ""
     chain: tuple[ExceptionInfo, ...] = ()
@@ -325,12 +327,12 @@ class CellReply(Reply):
 # ---- names that a rank writes into the trace of a profile, and that its readers search for
 
 TRACE_KEY = "notebook_accelerate"
-"""The key in the trace file for data that torch's profiler does not record: samples and other facts of the rank."""
+"""The key in the trace file for data that torch's profiler does not record: samples and other facts about the rank."""
 AFTER_STEPS = "after the last ProfilerStep"
-"""The operations after the last step of a trace. HTA omits the last event with such a name and all later events."""
+"""Names the operations after a trace's last step. HTA omits the last event with "ProfilerStep" and all later ones."""
 
 
-# ---- the memory of a rank as text, for the notebook and for the note of an out-of-memory error in the rank itself
+# ---- the memory of a rank as text, for the notebook and for the note that the rank adds to an out-of-memory error
 
 
 def size_cell(nbytes: float) -> str:
@@ -342,7 +344,7 @@ def size_cell(nbytes: float) -> str:
 
 
 def memory_rows(report: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Return the contents of a rank's memory as names and bytes, without empty ones."""
+    """Return the names and bytes of what a rank's memory contains, without empty ones."""
     rows = [(str(name), int(nbytes)) for name, nbytes in report["parts"].items()]
     if peak := report.get("activations at the peak"):
         rows.append(("activations at the peak", int(peak)))

@@ -1,6 +1,6 @@
 """Bounds on the size of events that a rank may send.
 
-Without them, a metric's name, a display or an exception's text of 300 MB would fill the kernel's memory, the notebook,
+Without bounds, a metric's name, a display or an exception's text of 300 MB would fill the kernel's memory, the notebook
 and the front end. Anything that exceeds its bound is shortened or omitted, and a note in the rank's output says so.
 """
 
@@ -33,15 +33,15 @@ MAX_TEXT_CHARS = 100_000
 MAX_CHAIN = 20
 """Maximum number of exceptions in a chain. The first and the last half are kept."""
 MAX_DISPLAY_CHARS = 16 << 20
-"""Maximum characters of the texts and pictures of one rich display."""
+"""Maximum number of characters in the texts and pictures of one rich display."""
 MAX_EXCEPTION_BYTES = 16 << 20
 """Maximum size of a pickled exception. For a larger one, only the type, message and frames are sent."""
 MAX_EVENT_CHARS = 32 << 20
-"""Maximum length of any event as JSON. A longer one is omitted."""
+"""Maximum length of any event's JSON. Longer events are omitted."""
 
 
 def shorten_name(name: str) -> str:
-    """Return a name within ``MAX_NAME_CHARS``. Different names remain different."""
+    """Shorten a name to at most ``MAX_NAME_CHARS``. Different names remain different."""
     if len(name) <= MAX_NAME_CHARS:
         return name
     mark = "…" + hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:12]
@@ -49,7 +49,7 @@ def shorten_name(name: str) -> str:
 
 
 def shorten_text(text: str) -> str:
-    """Return a text within about ``MAX_TEXT_CHARS``: its beginning, its end, and the number of omitted characters."""
+    """Shorten a text to about ``MAX_TEXT_CHARS``: its beginning, its end, and the number of omitted characters."""
     if len(text) <= MAX_TEXT_CHARS:
         return text
     half = MAX_TEXT_CHARS // 2
@@ -84,7 +84,7 @@ def _texts(event: Event) -> tuple[Event, str]:
 
 
 def _display(event: DisplayEvent) -> tuple[Event, str]:
-    """Replace a display that is too large by a text with its size, because a partial picture cannot be drawn."""
+    """Replace a display that is too large with a text that tells its size. A partial picture could not be drawn."""
     size = _text_size(event.data) + _text_size(event.metadata)
     if size <= MAX_DISPLAY_CHARS:
         return event, ""
@@ -97,7 +97,7 @@ def _text_size(values: dict[Any, Any]) -> int:
 
 
 def _failure(event: FailureEvent) -> tuple[Event, str]:
-    """Shorten messages. No note is needed, because the failure itself shows that they are shortened."""
+    """Shorten the messages of a failure. No note is needed, because the messages show that they are shortened."""
     chain = event.chain
     if len(chain) > MAX_CHAIN:
         half = MAX_CHAIN // 2
@@ -132,4 +132,4 @@ BOUNDS: dict[type[Event], Callable[[Any], tuple[Event, str]]] = {
     TraceEvent: _texts,
     CheckpointEvent: _texts,
 }
-"""Functions that return an event within its bounds, with a note about what was shortened or omitted, or ""."""
+"""Functions that return an event within its bounds, and a note about what was shortened or omitted, or ""."""

@@ -1,6 +1,6 @@
 """The messages between the kernel and a rank, as named dataclasses.
 
-Fields hold JSON values. One field named ``payload`` may hold bytes, which follow the JSON unchanged and are never
+Fields hold JSON values. Only a field named ``payload`` may hold bytes, which follow the JSON unchanged and are never
 unpickled by the channel. Every subclass of ``Event`` is part of the protocol.
 """
 
@@ -16,7 +16,7 @@ from notebook_accelerate.errors import ExceptionInfo, FrameInfo
 
 @dataclass(slots=True)
 class Event:
-    """Base of all messages on a channel. Subclasses register themselves by name."""
+    """Base class of all messages on a channel. Subclasses are registered by name."""
 
     registry: ClassVar[dict[str, type[Event]]] = {}
     droppable: ClassVar[bool] = False
@@ -24,15 +24,15 @@ class Event:
     boundary: ClassVar[bool] = False
     """Whether the event marks the boundary between two training steps."""
     latest_by: ClassVar[tuple[str, ...] | None] = None
-    """The fields that identify events replaced by newer ones in a kept run, or None if every event counts."""
+    """Fields by which a kept run recognises events that a newer one replaces, or None if it keeps every event."""
     field_names: ClassVar[tuple[str, ...]] = ()
     """The names of the fields in the JSON, in order."""
     has_payload: ClassVar[bool] = False
     """Whether the event has the field ``payload``."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        # dataclass(slots=True) creates the class again, and the later class replaces the earlier one in the registry.
-        # (Zero-argument super() would use the replaced class.)
+        # dataclass(slots=True) creates the class a second time, and the second class replaces the first one in the
+        # registry. (Zero-argument super() would use the first class.)
         super(Event, cls).__init_subclass__(**kwargs)
         Event.registry[cls.__name__] = cls
         if "__dataclass_fields__" in cls.__dict__:
@@ -57,7 +57,7 @@ class MetricEvent(Event):
 
 @dataclass(slots=True)
 class ProgressEvent(Event):
-    """Progress of a loop."""
+    """The progress of a loop, as shown by a progress bar."""
 
     droppable: ClassVar[bool] = True
     boundary: ClassVar[bool] = True
@@ -77,7 +77,7 @@ class ProgressEvent(Event):
 class EpochEvent(Event):
     """A prepared loader starts a pass, which takes ``steps`` optimizer steps. ``epoch`` counts from 0.
 
-    ``steps`` is None for a loader without a length.
+    If the loader has no length, ``steps`` is None.
     """
 
     droppable: ClassVar[bool] = True
@@ -89,9 +89,9 @@ class EpochEvent(Event):
 
 @dataclass(slots=True)
 class FailureEvent(Event):
-    """The function raised an exception. ``chain`` ends with it, and ``payload`` is the pickled exception.
+    """The function raised an exception, the last one in ``chain``. ``payload`` is the pickled exception.
 
-    If the exception cannot be pickled, ``payload`` is empty and ``note`` has the reason.
+    If the exception cannot be pickled, ``payload`` is empty and ``note`` gives the reason.
     """
 
     chain: tuple[ExceptionInfo, ...]
@@ -117,7 +117,7 @@ def to_chain(rows: Iterable[Any]) -> tuple[ExceptionInfo, ...]:
 
 @dataclass(slots=True)
 class StatusEvent(Event):
-    """A rank changed state: "starting", "running", "succeeded", "failed" or "stopped"."""
+    """A rank's new state: "starting", "running", "succeeded", "failed" or "stopped"."""
 
     state: str
     detail: str = ""
@@ -135,7 +135,7 @@ class LogEvent(Event):
 
 @dataclass(slots=True)
 class ResourceEvent(Event):
-    """Use of a rank's process: percent of one core, and bytes of memory."""
+    """What a rank's process uses: a percentage of one core, and bytes of memory."""
 
     droppable: ClassVar[bool] = True
     latest_by: ClassVar[tuple[str, ...]] = ()
@@ -149,7 +149,8 @@ class DeviceMemoryEvent(Event):
     """Memory that a rank holds on one device, in bytes, as counted by torch in that rank.
 
     ``device`` is the rank's name for the device ("cuda:0"), ``name`` its model, and ``uuid`` its identity without a
-    prefix such as "GPU-". Both are "" if torch does not know them. ``total`` is the device's own size, or 0 if unknown.
+    prefix such as "GPU-". ``name`` and ``uuid`` are "" if torch does not know them. ``total`` is the size of the
+    device's own memory, or 0 if unknown.
     """
 
     droppable: ClassVar[bool] = True
@@ -166,10 +167,10 @@ class DeviceMemoryEvent(Event):
 
 @dataclass(slots=True)
 class DeviceUseEvent(Event):
-    """Use of one GPU by all its processes, as the driver measures it. A host sends it under any of its ranks.
+    """Use of one GPU by all its processes, as measured by the driver. A host sends this as one of its ranks.
 
-    ``percent`` is its utilisation (None if the driver does not report it), and ``used`` and ``total`` are bytes of its
-    memory.
+    ``percent`` is the GPU's utilisation, or None if the driver does not report it. ``used`` and ``total`` are bytes of
+    its memory.
     """
 
     droppable: ClassVar[bool] = True
@@ -185,8 +186,8 @@ class DeviceUseEvent(Event):
 class DisplayEvent(Event):
     """Rich output of ``display()`` in a rank: a MIME bundle for the kernel to publish.
 
-    ``mark`` is the number of its marks in the rank's standard streams, or 0 without marks. ``clear`` is "now" or "wait"
-    for a call of ``clear_output``, which is not a display.
+    ``mark`` is the number in the display's marks in the rank's standard streams, or 0 if it has no marks. For a call of
+    ``clear_output``, which displays nothing, ``clear`` is "now" or "wait".
     """
 
     data: dict[str, Any]
@@ -216,7 +217,7 @@ class InputRequest(Event):
 class InputReply(Event):
     """The user's line, without the line break. None means end of file.
 
-    ``number`` is the prompt's number: two notebooks may show the same prompt, and only the first answer counts.
+    ``number`` is the prompt's number, because two notebooks may show the same prompt, and only the first answer counts.
     """
 
     text: str | None
@@ -232,7 +233,7 @@ class AnsweredEvent(Event):
 
 @dataclass(slots=True)
 class AgentFailedEvent(Event):
-    """This package's thread in a rank has failed with ``error``, and has either ``ended`` or continues."""
+    """This package's thread in a rank has failed with ``error``. It has ``ended``, or continues."""
 
     error: str
     ended: bool
@@ -258,9 +259,9 @@ class DroppedEvent(Event):
 class ResultEvent(Event):
     """The function returned. ``payload`` is its pickled value.
 
-    A large value is in two files, whose descriptors are sent with this event: its pickle, and its buffers with their
-    ``sizes``. ``error`` is why the value cannot be sent, or "". ``advice`` is what to return instead of a value that
-    cannot be read.
+    A large value is in two files, one with its pickle and one with its buffers, whose sizes are ``sizes``. Their
+    descriptors are sent with this event. ``error`` tells why the value cannot be sent, or is "". ``advice`` tells what
+    to return instead of a value that the kernel cannot read.
     """
 
     payload: bytes
@@ -273,8 +274,8 @@ class ResultEvent(Event):
 class GroupTimeoutEvent(Event):
     """The requested time limit of the default process group's collectives, in seconds.
 
-    The kernel enforces it and stops its clock at a breakpoint, because torch cannot extend the limit of a waiting
-    operation.
+    The kernel enforces the limit, and stops its clock at a breakpoint, because torch cannot extend the limit of an
+    operation that is already waiting.
     """
 
     seconds: float
@@ -282,7 +283,7 @@ class GroupTimeoutEvent(Event):
 
 @dataclass(slots=True)
 class TraceEvent(Event):
-    """A rank has written a profiler trace, with its absolute path on the rank's machine and its size in bytes."""
+    """The absolute path of a profiler trace that a rank has written on its machine, and the trace's size in bytes."""
 
     latest_by: ClassVar[tuple[str, ...]] = ("path",)
 
@@ -294,8 +295,8 @@ class TraceEvent(Event):
 class CheckpointEvent(Event):
     """A checkpoint is complete, at this absolute path or URL.
 
-    ``time`` is when all ranks had reached ``save_state``, in seconds since the epoch. Everything logged before belongs
-    to the training that the checkpoint continues.
+    ``time`` is when all ranks had reached ``save_state``, in seconds since the epoch. Everything logged before that
+    belongs to the training that is saved in the checkpoint.
     """
 
     latest_by: ClassVar[tuple[str, ...]] = ("path",)
@@ -309,12 +310,12 @@ class CheckpointEvent(Event):
 
 @dataclass(slots=True)
 class ShardingEvent(Event):
-    """The shards of a rank, sent when it has been prepared; see `ShardReport`.
+    """The shards of a rank, sent when its model has been prepared; see `ShardReport`.
 
     ``axes`` are the sizes of the mesh of ranks, outermost first, and ``place`` is the rank's position on each axis.
-    ``stages`` names the axis along which ranks have different layers, or is "". ``held`` maps each kind to its bytes
-    ``whole`` and ``here`` (None: unknown), the axes over which it is ``sharded``, where it is stored while
-    ``offloaded``, and a ``note``. ``units`` is the number of ``unit``: units of FSDP, layers of a stage.
+    ``stages`` names the axis along which ranks have different layers, or is "". ``held`` maps each kind of tensors to
+    its bytes ``whole`` and ``here`` (None if unknown), the axes along which it is ``sharded``, where it is stored while
+    ``offloaded``, and a ``note``. ``units`` counts what ``unit`` names: units of FSDP, or layers of a stage.
     """
 
     latest_by: ClassVar[tuple[str, ...]] = ()
@@ -331,8 +332,8 @@ class ShardingEvent(Event):
 
 # ---- marks in a rank's standard streams
 #
-# They indicate where in a stream a rich display belongs, which is sent over the channel. A mark is an operating system
-# command of ECMA-48, which a terminal ignores.
+# A mark indicates where in a stream a rich display belongs, because displays are sent over the channel. It is an
+# "operating system command" of ECMA-48, which terminals ignore.
 
 BEGIN, END = b"\x1b]notebook_accelerate:", b"\x07"
 _MARK = re.compile(re.escape(BEGIN) + rb"(\d{1,15})" + END)
@@ -348,8 +349,8 @@ def split_at_mark(data: bytes, *, complete: bool) -> tuple[bytes, int | None, by
     """Return the output before the next mark, the mark's number, and the output after it.
 
     Args:
-        data: Output of a rank.
-        complete: Whether nothing follows ``data``. Otherwise, a possible start of a mark is left for later.
+        data: The output of a rank.
+        complete: Whether no more output follows ``data``. Otherwise, what may be the start of a mark is left for later.
 
     Returns:
         The three parts. If there is no mark, the number is None, and the last part is the data left for later.

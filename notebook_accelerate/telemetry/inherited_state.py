@@ -1,9 +1,9 @@
-"""The kernel's state that every rank starts with, whatever its start method.
+"""The part of the kernel's state that every rank starts with, whatever its start method.
 
-A rank starts as a function called in the cell would: with the kernel's random number generators, and with the torch and
-numpy settings of the process and of the cell's thread. All ranks start from the same random state, so a model built in
-the function is the same on every rank, and a seeded kernel repeats a run. A launch does not advance the kernel's own
-generators.
+A rank starts as a function called in the cell would: with the state of the kernel's random number generators, and with
+the torch and numpy settings of the process and of the cell's thread. All ranks start from the same random state, so a
+model built in the function is the same on every rank, and a run in a seeded kernel can be repeated. A launch does not
+advance the kernel's own generators.
 
 Two settings are not inherited: the number of threads, which the launch plan decides, and the index of the default
 device, which would put all ranks on one device.
@@ -37,16 +37,16 @@ _SETTINGS: dict[str, str] = {
     "backends.cudnn.deterministic": "",
     "set_float32_matmul_precision": "get_float32_matmul_precision",
     "backends.cudnn.allow_tf32": "",
-    # After the two older settings, which change these.
+    # This must come after the two older settings, which change it too.
     "backends.cuda.matmul.fp32_precision": "",
     "backends.mkldnn.matmul.fp32_precision": "",
     "backends.cudnn.conv.fp32_precision": "",
     "backends.cudnn.rnn.fp32_precision": "",
     "multiprocessing.set_sharing_strategy": "multiprocessing.get_sharing_strategy",
 }
-"""Torch's process settings that a rank which is not forked from the kernel would miss, by name.
+"""Torch's process-wide settings that a rank would lack if it is not forked from the kernel, by name.
 
-They are functions that set a value, with the functions that return it, and attributes.
+The names are functions that set a value, each with the function that returns it, and attributes.
 """
 
 _PYTHON_SETTINGS: dict[str, str] = {
@@ -55,10 +55,10 @@ _PYTHON_SETTINGS: dict[str, str] = {
     "sys.set_int_max_str_digits": "sys.get_int_max_str_digits",
     "socket.setdefaulttimeout": "socket.getdefaulttimeout",
 }
-"""Functions of Python's modules that set a value, each with the function that returns it."""
+"""Functions of Python's modules that change a setting, each with the function that returns it."""
 
 _entered: list[AbstractContextManager[Any]] = []
-"""Contexts that this rank never leaves. Inference mode would end if its guard were collected."""
+"""Contexts that this rank never leaves. They are kept, because inference mode ends when its guard is collected."""
 
 
 @dataclass
@@ -66,15 +66,15 @@ class InheritedState:
     """The state of a kernel and of one of its threads. Fields are None or empty if the library is not loaded.
 
     Attributes:
-        python_rng: State of ``random``.
-        python: Python's settings of the process, by name.
-        umask: The permission mask of new files, or None if it cannot be read.
-        numpy_rng: State of ``numpy.random``.
-        numpy_errors: Result of ``numpy.geterr`` on the thread.
-        torch_rng: State of torch's CPU generator.
-        device_seed: Seed of the generators of CUDA devices, or None if the kernel did not seed them.
-        settings: Torch's settings of the process, by name.
-        thread: Torch's settings of the thread, by name.
+        python_rng: The state of ``random``.
+        python: Python's process-wide settings, by name.
+        umask: The permission mask for new files, or None if it cannot be read.
+        numpy_rng: The state of ``numpy.random``.
+        numpy_errors: The result of ``numpy.geterr`` on the thread.
+        torch_rng: The state of torch's CPU generator.
+        device_seed: The seed of the CUDA devices' generators, or None if the kernel has not seeded them.
+        settings: Torch's process-wide settings, by name.
+        thread: Torch's settings for the thread, by name.
     """
 
     python_rng: Any = None
@@ -89,9 +89,9 @@ class InheritedState:
 
 
 def capture_inherited_state() -> InheritedState:
-    """Return the state of this process and of the calling thread. Call it on the thread of the cell.
+    """Return the state of this process and of the calling thread. Call this on the cell's thread.
 
-    It does not import anything or start an accelerator.
+    This does not import anything, nor start an accelerator.
     """
     state = InheritedState(random.getstate(), _python_settings(), _umask())
     numpy: Any = sys.modules.get("numpy")
@@ -134,13 +134,13 @@ def _python_settings() -> dict[str, Any]:
     found = {}
     for name, source in _PYTHON_SETTINGS.items():
         module, _, getter = source.partition(".")
-        if hasattr(sys.modules.get(module), getter):  # Python 3.10.6 has no limit for the digits of integers.
+        if hasattr(sys.modules.get(module), getter):  # Python 3.10.6 does not limit the digits of integers.
             found[name] = getattr(sys.modules[module], getter)()
     return found
 
 
 def _umask() -> int | None:
-    """Return this process's mask, or None if the system returns it only when it is set, which affects other threads."""
+    """Return this process's mask. None if the system only returns the mask when setting it, for all threads."""
     with suppress(OSError, ValueError, IndexError):
         text = Path("/proc/self/status").read_text()
         return int(text.partition("Umask:")[2].split()[0], 8)
@@ -148,7 +148,7 @@ def _umask() -> int | None:
 
 
 def _process_settings(torch: Any) -> dict[str, Any]:
-    # Store names instead of torch's objects, because a spawned rank reads them before its environment is complete.
+    # Store names, not torch's objects, because a spawned rank reads this state before its environment is complete.
     found: dict[str, Any] = {
         "default_dtype": _name(torch.get_default_dtype()),
         "determinism": torch.get_deterministic_debug_mode(),
@@ -170,7 +170,7 @@ def _apply_process_settings(torch: Any, settings: dict[str, Any]) -> None:
 
 
 def _read(torch: Any, name: str) -> Any:
-    """Return a setting, or None if this torch does not have it, or cannot express it in the older of its two ways."""
+    """Return a setting, or None if this torch lacks it or cannot express its value in the older of two ways."""
     with suppress(AttributeError, RuntimeError):
         value = attrgetter(_SETTINGS[name] or name)(torch)
         return value() if _SETTINGS[name] else value
@@ -211,7 +211,7 @@ def _autocast(torch: Any) -> dict[str, str]:
     """Return the autocast data type of each device type with autocast enabled."""
     found = {}
     for row in device_table.ROWS:
-        with suppress(RuntimeError):  # Torch does not know the device type before its extension is imported.
+        with suppress(RuntimeError):  # Torch may not know the device type until its extension is imported.
             if torch.is_autocast_enabled(row.type):
                 found[row.type] = _name(torch.get_autocast_dtype(row.type))
     return found
@@ -221,23 +221,23 @@ def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# ---- the shared state of `Accelerator`s, which a rank must not inherit. It is accessed by name from this lower
-# package.
+# ---- the shared state of `Accelerator`s, which a rank must not inherit. Its module is looked up by name, because this
+# package must not import a higher one.
 
 _STATE = "notebook_accelerate.state"
 
 
 def reset_inherited_state() -> None:
-    """Reset the shared state that the parent process had set up."""
+    """Reset the shared state that this process has inherited from its parent."""
     _call_if_loaded("reset_shared_state")
 
 
 def isolated_state() -> AbstractContextManager[object]:
-    """Give an inline run its own shared state, and restore the kernel's state afterwards."""
+    """Give an inline run its own shared state, and restore the kernel's shared state afterwards."""
     stack = ExitStack()
     if _STATE in sys.modules:
         stack.enter_context(sys.modules[_STATE].isolated_shared_state())
-    else:  # The run itself may be the first to load the module.
+    else:  # The run itself may load the module for the first time.
         stack.callback(_call_if_loaded, "start_afresh")
     return stack
 

@@ -1,7 +1,7 @@
 """The notebook's warning filters and logging setup, for ranks that are not forked from the kernel.
 
-They are applied before the rank loads its function, whose imports may warn, and again afterwards, because libraries set
-up their loggers and filters when they are imported.
+They are applied before the rank loads its function, because the function's imports may warn, and again afterwards,
+because libraries set up their loggers and filters when they are imported.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _NOT_CARRIED = ("lock", "stream")
 """Attributes of handlers that are specific to a process."""
 _STREAMS = ("stdout", "stderr")
 _MAX_BYTES = 1 << 20
-"""Larger handlers, such as those that keep records in memory, are sent without their own attributes.
+"""Handlers whose pickles are larger than this, for example because they keep records, are sent without attributes.
 
-Larger filters and formatters are not sent.
+Filters and formatters whose pickles are larger are not sent.
 """
 
 
@@ -42,13 +42,13 @@ def _set_showwarning(value: Any) -> None:
 
 
 _HOOKS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
-    # The logger class comes first, because loggers are created below.
+    # The logger class must come first, because applying the settings creates loggers.
     "the logger class": (logging.getLoggerClass, logging.setLoggerClass),
     "the log record factory": (logging.getLogRecordFactory, logging.setLogRecordFactory),
     "warnings.formatwarning": (lambda: warnings.formatwarning, _set_formatwarning),
     "warnings.showwarning": (lambda: warnings.showwarning, _set_showwarning),
 }
-"""Functions and classes that a notebook can replace for all modules, each with its getter and its setter."""
+"""The getter and the setter of each function and class that a notebook can replace for all modules."""
 
 
 @dataclass
@@ -56,12 +56,13 @@ class LoggerSettings:
     """The settings of a logger.
 
     Attributes:
-        level: Its level.
-        propagate: Whether its records reach the loggers above it.
+        level: The logger's level.
+        propagate: Whether its records are passed to the loggers above it.
         disabled: Whether it drops its records.
         handlers: Its handlers, each pickled.
         filters: Its filters, each pickled, without those that its library adds.
-        imported: Whether it is named after a module that the kernel has imported, which may add its handlers itself.
+        imported: Whether the logger is named after a module that the kernel has imported. Such a module may add the
+            handlers itself.
     """
 
     level: int
@@ -78,9 +79,9 @@ class NotebookSettings:
 
     Attributes:
         filters: Action, message, category (by module and name), module and line of each warning filter, in order.
-        warnings_logged: Whether warnings are written to the log.
+        warnings_logged: Whether warnings are written to the log (``logging.captureWarnings``).
         disabled_level: The level up to which all logging is disabled.
-        raises: Whether errors of handlers are printed.
+        raises: Whether errors in handlers are printed (``logging.raiseExceptions``).
         level_names: The name of each level.
         loggers: The settings of each logger, by name ("" for the root logger).
         hooks: The pickled values for `_HOOKS`, by name.
@@ -101,7 +102,7 @@ class NotebookSettings:
 def capture_notebook_settings() -> bytes:
     """Return the pickled settings of this process. Handlers that cannot be pickled write to standard error instead.
 
-    A warning names filters, formatters and hooks that cannot be pickled.
+    A warning names the filters, formatters and hooks that cannot be pickled.
     """
     loggers: dict[str, LoggerSettings] = {"": _logger_settings("", logging.root)}
     for name, logger in list(logging.root.manager.loggerDict.items()):
@@ -144,7 +145,7 @@ def _logger_settings(name: str, logger: logging.Logger) -> LoggerSettings:
 
 
 def _root(value: Any) -> str:
-    """Return the package of a logger, or the package that defines a filter."""
+    """Return the top-level package that a logger is named after, or in which a filter is defined."""
     if isinstance(value, logging.Logger):
         return value.name.partition(".")[0]
     module = (value if isinstance(value, FunctionType) else type(value)).__module__
@@ -152,7 +153,7 @@ def _root(value: Any) -> str:
 
 
 def _writes(handler: logging.Handler) -> bool:
-    """Return whether a handler's output is visible outside the rank. A StringIO's is not."""
+    """Return whether a handler's output is visible outside the rank, unlike that of a handler for a StringIO."""
     if isinstance(handler, logging.NullHandler):
         return False
     stream = getattr(handler, "__dict__", {}).get("stream")
@@ -174,7 +175,7 @@ _warned: set[str] = set()
 def _pickled(value: Any, what: str) -> bytes:
     """Return a pickled value, or b"" if it cannot be pickled. The first time, issue a warning."""
     try:
-        # Include the id, so that equal parts of several loggers remain separate objects.
+        # Include the id, so that equal handlers and filters of different loggers remain separate objects.
         data = dump_bytes((id(value), value), "it", "launch")
         reason = f"it has more than {_MAX_BYTES >> 20} MiB" if len(data) > _MAX_BYTES else ""
     except Exception as error:  # noqa: BLE001 - classes of the user may raise any error
@@ -248,9 +249,9 @@ def _pattern(pattern: Any) -> str:
 
 
 def apply_notebook_settings(data: bytes) -> None:
-    """Apply settings captured in another process to this one.
+    """Apply settings that were captured in another process to this one.
 
-    A second call keeps handlers that exist.
+    A second call keeps the handlers that already exist.
     """
     settings: NotebookSettings = load_bytes(data)
     warnings.resetwarnings()
@@ -275,7 +276,7 @@ def apply_notebook_settings(data: bytes) -> None:
 
 @cache
 def _loaded(data: bytes) -> Any:
-    """Return a pickled value, the same one for both calls in a rank, or None if it cannot be loaded here."""
+    """Load a pickled value, or return None if this fails. A second call in a rank returns the same object."""
     try:
         return load_bytes(data)[1]
     except Exception as error:  # noqa: BLE001 - its class may need a module that this machine does not have
@@ -290,7 +291,7 @@ def _add_filters(owner: logging.Filterer, filters: Sequence[bytes]) -> None:
 
 
 class _CategoryByName(type):
-    """A warning category whose module is not imported. Importing IPython's and torch's takes a quarter of a second."""
+    """A warning category whose module is not imported. Importing IPython and torch would take a quarter of a second."""
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         name = cls.__module__, cls.__qualname__
@@ -298,7 +299,7 @@ class _CategoryByName(type):
 
 
 def _category(module: str, name: str) -> type[Warning]:
-    """Return a category, or a placeholder if its module has not been imported."""
+    """Return a warning category, or a placeholder for it if its module has not been imported."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)

@@ -1,8 +1,8 @@
-"""Pickling of functions, arguments, return values and answers for another process.
+"""Pickle functions, arguments, return values and answers for another process.
 
 cloudpickle supports notebook classes, closures and lambdas. The bytes of tensors and arrays are stored outside the
-pickle, in one anonymous file that every rank maps privately. They are copied once for any number of ranks, and a rank's
-writes to its tensors do not change the tensors of other ranks.
+pickle, in one anonymous file that every rank maps privately. The bytes are copied only once for any number of ranks,
+and when a rank writes to its tensors, the tensors of other ranks do not change.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from notebook_accelerate.torch_internals import storage_key
 _HEADER = struct.Struct("!QQ")
 _ALIGN = 64
 MAX_ANSWER_BYTES = 16 << 20
-"""For a larger value that the user evaluates on a rank, only the ``repr`` is sent."""
+"""If a value that the user evaluates on a rank is larger than this, only its ``repr`` is sent."""
 MAX_DEFINITION_BYTES = 4 << 20
-"""Classes of cells with a larger definition, for example because their methods use a large table, are sent without it.
+"""Classes of cells whose definitions are larger, for example because they use a large table, are sent without them.
 
 Only a process that has the class can read their instances.
 """
@@ -44,7 +44,7 @@ Purpose = Literal["launch", "values", "definition"]
 """Decides how a pickle holds the classes and functions of cells.
 
 - "launch": A function and its arguments for a new process, which gets their names in its ``__main__``.
-- "values": Values for a process that has most of the classes. It finds them, or creates them from their definitions.
+- "values": Values for a process that has most of the classes already, and creates the others from their definitions.
 - "definition": The definition of one class.
 """
 
@@ -57,7 +57,7 @@ class Payload:
     buffers: tuple[memoryview, ...]
 
     def to_file(self) -> int:
-        """Write everything to an anonymous file and return its descriptor, which the caller owns."""
+        """Write the pickle and its buffers to an anonymous file. Return the descriptor, which the caller must close."""
         sizes = [buffer.nbytes for buffer in self.buffers]
         index = json.dumps(sizes).encode()
         descriptor = anonymous_file()
@@ -70,7 +70,7 @@ class Payload:
 
 
 def load_file(descriptor: int) -> Any:
-    """Return the object of a ``Payload``, with its buffers mapped privately, and close ``descriptor``."""
+    """Load the object that a ``Payload`` has written, with its buffers mapped privately, and close ``descriptor``."""
     size = os.fstat(descriptor).st_size
     view = memoryview(mmap.mmap(descriptor, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE))
     os.close(descriptor)
@@ -88,7 +88,7 @@ def load_file(descriptor: int) -> Any:
 
 
 def anonymous_file() -> int:
-    """Return the descriptor of an unnamed file, which is deleted when its last descriptor is closed."""
+    """Create a file without a name, which is deleted when its last descriptor is closed. Return its descriptor."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("notebook-accelerate-payload", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     with tempfile.TemporaryFile() as file:
@@ -96,7 +96,7 @@ def anonymous_file() -> int:
 
 
 class _StorageHandle:
-    """Represents one torch storage, so that it is copied once and its views remain views."""
+    """Represents a torch storage in a pickle, so that it is copied only once and its views remain views."""
 
     def __init__(self, storage: Any) -> None:
         self.storage = storage
@@ -140,7 +140,7 @@ def _rebuild_tensor(
 def _own_device(device: str) -> str:
     """Return this rank's device in place of the kernel's device.
 
-    Otherwise every rank would create a context on the kernel's device. With torch_xla, every process has the device
+    Otherwise every rank would create a context on the kernel's device. With torch_xla, the device of every process is
     xla:0.
     """
     local_rank = os.environ.get("LOCAL_RANK", "")
@@ -157,15 +157,15 @@ class Writer(Protocol):
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle with plain dense tensors out of band, which keeps the identity of classes from cells.
+    """A cloudpickle pickler that keeps plain dense tensors out of band, and preserves the identity of cells' classes.
 
     Args:
-        file: Receives the pickle through its ``write``.
-        buffers: Called with each buffer.
-        keep_device: Whether tensors are restored on their device. Results are restored on the CPU, so that the kernel
-            does not start an accelerator runtime.
+        file: The file-like object whose ``write`` receives the pickle.
+        buffers: Called with each out-of-band buffer.
+        keep_device: Whether tensors are restored on their devices. Results are restored on the CPU instead, so that the
+            kernel does not start an accelerator runtime.
         purpose: Decides how the pickle holds classes and functions of cells.
-        omitted: Names of ``__main__`` that cannot be pickled and that a function may not need, each with the reason.
+        omitted: Names in ``__main__`` that cannot be pickled and that a function may not need, each with the reason.
     """
 
     def __init__(
@@ -182,10 +182,10 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self._keep_device, self._purpose = keep_device, purpose
         self._definitions: dict[str, bytes | str] = {}
         self.defined: set[str] = set()
-        """Tokens of the classes whose definition is in the pickle."""
+        """The tokens of the classes whose definitions are in the pickle."""
         self._omitted = omitted
         self.undetected: dict[str, Any] = {}
-        """The values of ``__main__`` that functions seem to read in ways that cloudpickle does not detect."""
+        """The values in ``__main__`` that functions seem to read in ways that cloudpickle does not detect."""
         if purpose == "launch":
             self.globals_ref[id(vars(sys.modules["__main__"]))] = cells.MainNames(dict(omitted))
 
@@ -210,7 +210,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def _reduce_definition(self, value: Any, reduced: Any) -> Any:
         """Reduce a class or function. ``reduced`` is the result of cloudpickle's reducer."""
-        if reduced is NotImplemented or len(reduced) < 6:  # It is imported by its name.
+        if reduced is NotImplemented or len(reduced) < 6:  # The reader imports the value by its name.
             return reduced
         if cells.is_class(value):
             if self._purpose == "values":
@@ -306,14 +306,14 @@ def _find_or_load(name: str, token: str, digest: str, definition: bytes | str) -
             f"{name} is a class of a cell that this process does not have, and that could not be sent: {definition}. "
             f"Run the cell that defines {name}, then read the value again"
         )
-    made = load_bytes(definition)  # Keep a reference, because it keeps all classes of the definition alive.
+    made = load_bytes(definition)  # Hold a reference, because this keeps all classes of the definition alive.
     found = cells.known(token) or cells.find(name, token, digest)
     assert found is not None, made
     return found
 
 
 def _reduce_exception(error: BaseException) -> Any:
-    """Reduce an exception such that its constructor is not called, because the constructor's arguments are lost."""
+    """Reduce an exception such that loading it does not call its constructor, whose arguments are not known."""
     kind: Any = type(error)
     base = next(each for each in kind.__mro__ if not each.__flags__ & _HEAP_TYPE)
     if kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not base.__reduce__:
@@ -325,7 +325,7 @@ def _reduce_exception(error: BaseException) -> Any:
 
 
 _HEAP_TYPE = 1 << 9
-"""Flag of classes that were created by a class statement (Py_TPFLAGS_HEAPTYPE)."""
+"""The flag of classes that were created by a class statement (Py_TPFLAGS_HEAPTYPE)."""
 
 
 def _new_exception(kind: type[BaseException], base: type[BaseException], arguments: tuple[Any, ...]) -> BaseException:
@@ -337,7 +337,7 @@ def _new_exception(kind: type[BaseException], base: type[BaseException], argumen
 _NAMED_TYPES = tuple(
     getattr(typing, name) for name in ("NewType", "ParamSpec", "TypeVarTuple") if hasattr(typing, name)
 )
-"""Types whose objects are pickled by name, which a new ``__main__`` lacks.
+"""Types whose objects are pickled by name, even though a new process does not have the name in ``__main__``.
 
 cloudpickle handles type variables itself.
 """
@@ -362,7 +362,7 @@ def _replacement_of(value: Any) -> tuple[str, str] | None:
     """Return the module and name of the replacement for an IPython-only object, or None for other values."""
     kind = type(value)
     if kind is MethodType and value.__name__ == "get_ipython" and hasattr(value.__self__, "user_ns"):
-        # By name, because this package must not import the module.
+        # Return the name, because this package must not import the module.
         return "notebook_accelerate.worker.debug_agent", "get_ipython"
     if kind.__name__.endswith("ExitAutocall") and kind.__module__.startswith(("IPython", "ipykernel")):
         return "sys", "exit"
@@ -393,8 +393,8 @@ def dump(value: Any, what: str, *, keep_device: bool = True, purpose: Purpose = 
 
     Args:
         value: Any value that cloudpickle supports.
-        what: Name of the value in an error, such as "the function or its arguments".
-        keep_device: Whether tensors are restored on their device rather than on the CPU.
+        what: How an error names the value, such as "the function or its arguments".
+        keep_device: Whether tensors are restored on their devices rather than on the CPU.
         purpose: Decides how the pickle holds classes and functions of cells.
 
     Raises:
@@ -422,9 +422,9 @@ def dump(value: Any, what: str, *, keep_device: bool = True, purpose: Purpose = 
 def _unpicklable_name(value: Any) -> str:
     """Return the user's variable that makes a function and its arguments unpicklable, or "" if it is not found."""
     function = value[0] if type(value) is tuple and value else None
-    if type(function) is not FunctionType:  # Not isinstance: it would run code of the class, which may fail.
+    if type(function) is not FunctionType:  # Don't use isinstance, which would run code of the class. It may fail.
         return ""
-    with suppress(Exception):  # Values of the user may raise any error.
+    with suppress(Exception):  # The user's values may raise any error.
         used = inspect.getclosurevars(function)
         named = {**used.globals, **used.nonlocals}
         named |= dict(inspect.signature(function).bind_partial(*value[1]).arguments)
@@ -442,7 +442,7 @@ def _unpicklable(values: Mapping[str, Any], omitted: Mapping[str, str]) -> dict[
 
 
 def _why_unpicklable(value: Any, omitted: Mapping[str, str] = MappingProxyType({})) -> str:
-    """Return the error raised by pickling a value, or "" if the value can be pickled."""
+    """Return the error that pickling a value raises, or "" if the value can be pickled."""
     try:
         Pickler(io.BytesIO(), id, keep_device=True, purpose="launch", omitted=omitted).dump(value)
     except Exception as error:  # noqa: BLE001 - any class of the user may raise any error
@@ -451,13 +451,13 @@ def _why_unpicklable(value: Any, omitted: Mapping[str, str] = MappingProxyType({
 
 
 def dump_bytes(value: Any, what: str, purpose: Purpose = "values") -> bytes:
-    """Pickle ``value`` in band, with tensors as CPU tensors. Raises ``SerializationError`` like ``dump``."""
+    """Pickle ``value`` in band, with tensors as CPU tensors. Like ``dump``, this may raise ``SerializationError``."""
     payload = dump(value, what, keep_device=False, purpose=purpose)
     return pickle_in_band(payload.pickled, payload.buffers)
 
 
 def pickle_in_band(pickled: bytes, buffers: Sequence[memoryview]) -> bytes:
-    """Return a pickle and its buffers as the bytes that ``load_bytes`` reads."""
+    """Combine a pickle and its buffers into bytes that ``load_bytes`` can read."""
     return pickle.dumps((pickled, [bytearray(buffer) for buffer in buffers]), protocol=5)
 
 
@@ -468,7 +468,7 @@ def load_bytes(data: bytes) -> Any:
 
 
 def dump_answer(value: Any) -> bytes:
-    """Pickle a value that the user evaluates on a rank. Return b"" if it cannot be pickled, or is too large."""
+    """Pickle a value that the user evaluates on a rank. Return b"" if the value cannot be pickled or is too large."""
     try:
         data = dump_bytes(_detached(value), "the value")
     except Exception:  # noqa: BLE001 - its repr is always sent

@@ -1,4 +1,4 @@
-"""The devices of a run's ranks. Combines the memory that each rank holds with the use measured by the driver."""
+"""The devices of a run's ranks: the memory that each rank holds on them, and their use as measured by the driver."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from notebook_accelerate.telemetry.events import DeviceMemoryEvent, DeviceUseEvent
 
 MAX_DEVICES = 64
-"""Maximum devices kept per rank, and GPUs per rank of the run, because a rank may send any name."""
+"""Maximum number of devices kept per rank, and of GPUs per rank of the run, because a rank may send any name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,15 +17,15 @@ class RankDevice:
     """One device of a rank. Sizes are in bytes, or None if unknown.
 
     Attributes:
-        device: The rank's name for it, such as "cuda:0".
-        name: Its model, such as "Tesla T4", or "" if unknown.
-        uuid: Its identity, equal for two ranks on the same device, or "" if unknown.
-        allocated: Memory of the rank's tensors.
-        reserved: Memory that torch's allocator in the rank has taken from the device.
-        peak: The maximum that was allocated at any time.
-        total: Memory of the device.
-        used: Memory in use by all processes on the device.
-        percent: Utilisation of the device by all processes.
+        device: The rank's name for the device, such as "cuda:0".
+        name: The device's model, such as "Tesla T4", or "" if unknown.
+        uuid: The device's identity, equal for two ranks on the same device, or "" if unknown.
+        allocated: The memory of the rank's tensors.
+        reserved: The memory that torch's allocator in the rank has taken from the device.
+        peak: The most memory that was allocated at any time.
+        total: The size of the device's memory.
+        used: The memory that all processes together use on the device.
+        percent: The device's utilisation by all processes.
     """
 
     device: str
@@ -66,13 +66,13 @@ class RankDevices:
                 del self._on[before.uuid]
 
     def add_use(self, event: DeviceUseEvent) -> None:
-        """Store a host's report."""
+        """Store a host's report of the use of a GPU."""
         known = event.uuid in self._use or len(self._use) < MAX_DEVICES * max(1, len(self._memory))
         if known and isinstance(event.uuid, str) and _numbers((event.used, event.total, event.percent or 0)):
             self._use[event.uuid] = event
 
     def of_rank(self, rank: int) -> list[RankDevice]:
-        """Return the devices that have held memory of a rank, in order."""
+        """Return the devices on which a rank has held memory, in order."""
         return [self._joined(event) for _, event in sorted(self._memory.get(rank, {}).items(), key=_order)]
 
     def ranks_on(self, uuid: str) -> list[int]:

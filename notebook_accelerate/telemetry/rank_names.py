@@ -1,4 +1,4 @@
-"""How messages name ranks."""
+"""Name ranks in messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MIN_RANGE = 3
 
 
 def rank_names(ranks: Iterable[int]) -> str:
-    """Return a text such as "rank 1", "ranks 0, 2" or "ranks 0–5, 8"."""
+    """Return the names of ranks as text, such as "rank 1", "ranks 0, 2" or "ranks 0–5, 8"."""
     runs: list[list[int]] = []
     ordered = sorted(set(ranks))
     for rank in ordered:

@@ -23,7 +23,7 @@ from notebook_accelerate.telemetry.tracebacks import describe_error
 COPIED_BYTES = 1 << 16
 """Smaller buffers are copied when a value is read, so that a small tensor does not keep the whole file in memory."""
 RESERVED_PART = 16
-"""This fraction of the memory stays free, up to `RESERVED_BYTES`. With less, the system might kill processes."""
+"""One part in this many of the memory stays free, up to `RESERVED_BYTES`, so that the system kills no process."""
 RESERVED_BYTES = 1 << 30
 _WRITE_BYTES = 1 << 26
 _ALIGN = 64
@@ -35,8 +35,8 @@ class PickledResult(NamedTuple):
 
     Attributes:
         payload: The bytes for `load_bytes`, or b"" if the value is in files.
-        sizes: Bytes of each buffer in the second file, or None if the value is in the payload.
-        descriptors: The files of the pickle and of its buffers, owned by the holder.
+        sizes: The size in bytes of each buffer in the second file, or None if the value is in the payload.
+        descriptors: The files with the pickle and with its buffers, to be closed by the holder.
     """
 
     payload: bytes
@@ -52,8 +52,8 @@ def dump_result(value: object, what: str, in_channel: int | None) -> PickledResu
 
     Args:
         value: Any value that cloudpickle supports.
-        what: Name of the value in an error.
-        in_channel: Larger pickles (in bytes) are written to files. None: never use files.
+        what: How an error names the value.
+        in_channel: The maximum size in bytes of a pickle that is not written to files. If None, files are never used.
 
     Raises:
         SerializationError: A part of ``value`` cannot be pickled, or it takes more memory than is available.
@@ -70,18 +70,18 @@ def dump_result(value: object, what: str, in_channel: int | None) -> PickledResu
     except (SerializationError, KeyboardInterrupt):
         stream.close()
         raise
-    except BaseException as error:  # A __reduce__ may raise SystemExit too.
+    except BaseException as error:  # A __reduce__ may even raise SystemExit.
         stream.close()
         text = f"{what} cannot be pickled: {describe_error(error)}; {advice(value)}"
         raise SerializationError(text) from error
 
 
 class _Spool:
-    """A file for the pickler, kept in memory up to a limit.
+    """A file for the pickler, whose contents stay in memory up to a limit.
 
     Args:
-        limit: Bytes to keep in memory, or None for no limit.
-        what: Name of the value in an error.
+        limit: The number of bytes to keep in memory, or None for no limit.
+        what: How an error names the value.
     """
 
     def __init__(self, limit: int | None, what: str) -> None:
@@ -102,7 +102,7 @@ class _Spool:
         return count
 
     def contents(self) -> bytes:
-        """Return the data written so far, if it is in memory."""
+        """Return the data written so far. Only valid while it is in memory."""
         return self._memory.getvalue()
 
     def spill(self) -> int:
@@ -128,10 +128,10 @@ def _write_buffers(buffers: Sequence[memoryview], what: str) -> int:
 
 
 class _File:
-    """Writes an anonymous file while there is enough memory.
+    """Writes to an anonymous file as long as there is enough memory.
 
     Args:
-        what: Name of the value in an error.
+        what: How an error names the value.
     """
 
     def __init__(self, what: str) -> None:
@@ -162,7 +162,7 @@ class _File:
             self.descriptor = -1
 
     def require(self, size: int) -> None:
-        """Check that ``size`` more bytes can be written.
+        """Check that there is enough memory to write ``size`` more bytes.
 
         Raises:
             SerializationError: There is not enough memory. The file is closed.
@@ -209,11 +209,11 @@ def _holds_model(value: object, depth: int) -> bool:
 
 
 class ResultFiles:
-    """A large return value in the files that a rank has written.
+    """A large return value, in the files that a rank has written.
 
     Args:
-        descriptors: The files of the pickle and of its buffers, closed with this object.
-        sizes: Bytes of each buffer.
+        descriptors: The files with the pickle and with its buffers. This object closes them.
+        sizes: The size of each buffer in bytes.
     """
 
     def __init__(self, descriptors: tuple[int, ...], sizes: Sequence[int]) -> None:
@@ -225,14 +225,14 @@ class ResultFiles:
         return sum(os.fstat(descriptor).st_size for descriptor in self._descriptors)
 
     def load(self) -> Any:
-        """Return the value, whose tensors and arrays own the mapped file."""
+        """Load the value. Its tensors and arrays keep the mapped file alive."""
         stream, buffers = self._descriptors
         _keep_contents(self._descriptors)
         with io.BufferedReader(_Reader(stream), 1 << 16) as file:
             return pickle.load(file, buffers=_mapped(buffers, self._sizes))
 
     def in_band(self) -> bytes:
-        """Return the value's pickle with its buffers, for `load_bytes`. The files are unchanged."""
+        """Return the value's pickle and buffers as bytes for `load_bytes`. The files are not changed."""
         stream, buffers = self._descriptors
         pickled = os.pread(stream, os.fstat(stream).st_size, 0)
         position, parts = 0, []
@@ -245,8 +245,8 @@ class ResultFiles:
     def close(self) -> None:
         """Close the files. A value that was loaded remains valid.
 
-        Forked ranks inherit the descriptors, and may read the value. Files that no process has read are therefore
-        emptied, or their memory would be in use until the last of these ranks ends.
+        Forked ranks inherit the descriptors, and may read the value. Only files that no process has read are therefore
+        emptied. Otherwise their memory would be in use until the last of these ranks ends.
         """
         descriptors, self._descriptors = self._descriptors, ()
         for descriptor in descriptors:
@@ -260,7 +260,7 @@ class ResultFiles:
 
 
 def _keep_contents(descriptors: Sequence[int]) -> None:
-    """Seal files against emptying, because reading a mapped page that was removed kills the process."""
+    """Seal files so that no process can empty them, because reading a mapped page that was removed kills the reader."""
     with suppress(OSError, ImportError, AttributeError):
         import fcntl
 
@@ -269,12 +269,12 @@ def _keep_contents(descriptors: Sequence[int]) -> None:
 
 
 def _empty(descriptor: int) -> None:
-    """Remove the contents of a file that no process has read. This is only possible if the system supports seals."""
+    """Remove a file's contents, unless a process has read the file. This only works if the system supports seals."""
     with suppress(OSError, ImportError, AttributeError):
         import fcntl
 
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) == 0:
-            os.ftruncate(descriptor, 0)  # Refused if another process has sealed the file in between.
+            os.ftruncate(descriptor, 0)  # This fails if another process has sealed the file in the meantime.
 
 
 class _Reader(io.RawIOBase):
@@ -293,9 +293,9 @@ class _Reader(io.RawIOBase):
 
 
 def _mapped(descriptor: int, sizes: Sequence[int]) -> list[Any]:
-    """Return the buffers of a file. Large ones are mapped privately, and small ones copied.
+    """Return the buffers in a file. Large buffers are mapped privately, and small ones are copied.
 
-    The pages are shared with the file until they are written to, as after a fork.
+    As after a fork, pages are shared with the file until they are written to.
     """
     length = os.fstat(descriptor).st_size
     if not length:

@@ -22,7 +22,7 @@ PERIOD = 1.0
 
 
 def proportional_memory(pid: int) -> int:
-    """Return the PSS of a process in bytes (RSS if the system has no PSS), or 0 if it has exited.
+    """Return the PSS of a process in bytes (RSS if the system has no PSS), or 0 if the process has exited.
 
     Forked ranks share most pages with the kernel. PSS divides each shared page among them, so that the sum is right.
     """
@@ -43,9 +43,9 @@ class ResourceSampler:
     The records contain ``ResourceEvent`` and ``DeviceUseEvent``.
 
     Args:
-        pids: Maps ranks to process ids.
-        sink: Called with the records of one sample.
-        period: Seconds between samples.
+        pids: The process id of each rank.
+        sink: Called with the records of each sample.
+        period: Seconds between two samples.
     """
 
     def __init__(self, pids: Mapping[int, int], sink: Callable[[list[Record]], None], period: float = PERIOD) -> None:
@@ -57,7 +57,7 @@ class ResourceSampler:
         self._thread = threading.Thread(target=self._run, name="notebook-accelerate-sampler", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start to take samples on the thread."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -76,7 +76,7 @@ class ResourceSampler:
         gpus.close()
 
     def sample(self, gpus: GpuReader) -> list[Record]:
-        """Return one record per running process, and one per GPU if there is a running process."""
+        """Take a sample. Return a record per running process and, if any process is running, a record per GPU."""
         import psutil
 
         records = []
@@ -85,7 +85,7 @@ class ResourceSampler:
                 process = self._processes.get(rank) or self._processes.setdefault(rank, psutil.Process(pid))
                 cpu = process.cpu_percent()
                 memory = proportional_memory(pid)
-            except (psutil.Error, OSError):  # The process has exited, or this process has no free descriptor.
+            except (psutil.Error, OSError):  # The process may have exited, or this process may lack a free descriptor.
                 continue
             if memory:
                 records.append(Record(rank, steady_time.now(), ResourceEvent(cpu, memory)))

@@ -16,13 +16,13 @@ KINDS = ("parameters", "gradients", "optimizer state")
 
 @dataclass(frozen=True)
 class ShardSizes:
-    """One kind of tensors on one rank.
+    """The sizes of one kind of tensors on one rank.
 
     Attributes:
         whole: Bytes of all shards of the model or of the rank's pipeline stage, or None if unknown.
         here: Bytes that this rank holds, including padding, or None if unknown.
-        sharded: The axes of the mesh over which it is sharded. Along the others, all ranks hold the same data.
-        offloaded: Where it is stored while unused: "cpu", "nvme", or "" for the device.
+        sharded: The axes of the mesh along which the tensors are sharded. Along other axes, ranks hold the same data.
+        offloaded: Where the tensors are stored while they are not used: "cpu", "nvme", or "" for the device.
         note: Additional information, such as "gathered unit by unit".
     """
 
@@ -38,14 +38,14 @@ class ShardReport:
     """The shards of one rank.
 
     Attributes:
-        strategy: The strategy's name.
-        variant: The strategy's variant, such as FULL_SHARD or ZeRO-2, or "" if there is only one.
-        axes: Sizes of the mesh of ranks by axis, outermost first. Empty for one rank.
+        strategy: The name of the strategy.
+        variant: The variant of the strategy, such as FULL_SHARD or ZeRO-2, or "" if there is only one.
+        axes: The size of each axis of the mesh of ranks, outermost first. Empty for a single rank.
         place: The rank's position on each axis.
-        held: Sizes by kind, in the order of ``KINDS``.
-        stages: The axis along which ranks have different layers, or "".
-        units: Number of units that the rank computes, or 0 if not counted.
-        unit: The name of a unit: units, layers.
+        held: The sizes of each kind of tensors, in the order of ``KINDS``.
+        stages: The axis along which ranks have different layers, or "" if there is none.
+        units: The number of units that the rank computes, or 0 if they are not counted.
+        unit: What the units are called: "units" or "layers".
     """
 
     strategy: str
@@ -89,11 +89,11 @@ def _bytes(given: Any) -> int | None:
 
 
 def states_per_parameter(optimizer: Any, group: Mapping[str, Any]) -> int | None:
-    """Return how many tensors of a parameter's shape an optimizer keeps for it, or None for unknown optimizers.
+    """Return how many tensors of its shape an optimizer keeps per parameter, or None for unknown optimizers.
 
     Args:
-        optimizer: The optimizer.
-        group: One of its parameter groups.
+        optimizer: The optimizer, which may be of any class.
+        group: The parameter group to which the parameter belongs.
     """
     names = [kind.__name__ for kind in type(optimizer).__mro__]
     if "SGD" in names:

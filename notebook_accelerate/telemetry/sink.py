@@ -24,27 +24,27 @@ from notebook_accelerate.telemetry.tracebacks import describe_error
 
 T = TypeVar("T")
 QUEUE_LIMIT = 50_000
-"""Maximum number of queued events. With more, every second droppable event of the older half is dropped."""
+"""Maximum number of queued events. Beyond it, every second droppable event in the older half is dropped."""
 
 FREED_EVENTS = QUEUE_LIMIT // 8
-"""Minimum number of events to drop when the queue is full, because each time costs the training thread milliseconds."""
+"""Minimum number of events to drop at a time when the queue is full, because each time takes milliseconds."""
 
 
 class Sink:
     """A queue in front of a channel, flushed by the rank's agent.
 
     Attributes:
-        urgent: Whether the queue has events that the user waits for. The numbers of steps can wait until the panel is
-            next repainted.
-        last_step: When the last step ended whose event was sent, in seconds since the epoch, or 0 before the first.
+        urgent: Whether the queue has events that the user waits for. Numbers of steps are not urgent, because panels
+            do not show them before the next repaint.
+        last_step: The time of the latest step event that was sent, in seconds since the epoch, or 0 before the first.
     """
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.urgent = False
         self.last_step = 0.0
-        # Pairs instead of `Stamped`: after a training step, no code is in the processor's caches, and each function
-        # call costs microseconds.
+        # Queue pairs instead of `Stamped` tuples, because creating one is a function call, which costs microseconds
+        # after a training step, when no code is in the CPU's caches.
         self._queue: deque[tuple[float, Event]] = deque()
         self._dropped = 0
         self._full = False
@@ -66,15 +66,15 @@ class Sink:
             on_step()
 
     def _make_room(self) -> bool:
-        """Drop older events. Return whether to queue the new one, which otherwise counts as dropped."""
-        # This may be a signal handler, or another thread may be making room.
+        """Drop older events. Return whether to queue the new one. If it is not queued, it counts as dropped."""
+        # Don't wait for the lock: this may run in a signal handler, and another thread may be making room.
         if not self._take_lock.acquire(blocking=False):
             return True
         try:
             if not self._full:
-                # The end of a curve is more valuable, so the older half is thinned. If that frees little, because every
-                # event has a different name, the oldest events are dropped. If that fails too, it is not tried again
-                # before a flush.
+                # The end of a curve is more valuable, so thin the older half. If that frees too little, because every
+                # event has a different name, drop the oldest events. If that fails too, don't try again before the
+                # next flush.
                 freed = self._drop(QUEUE_LIMIT // 2, lambda old: thin(old, lambda queued: drop_key(queued[1])))
                 if freed < FREED_EVENTS:
                     freed += self._drop(QUEUE_LIMIT, lambda old: _without_oldest(old, FREED_EVENTS))
@@ -115,7 +115,7 @@ class Sink:
             self.last_step = stamp
         bound = BOUNDS.get(type(event))
         if bound is not None:
-            # A value may not have its field's type. Then it cannot be encoded either, which is noted there.
+            # A value may not have its field's type. Such an event cannot be encoded either, and `_encode` notes that.
             with suppress(Exception):
                 event, note = bound(event)
                 if note:
@@ -146,14 +146,14 @@ class Sink:
         return data
 
     def _note(self, kind: str, text: str) -> None:
-        """Write one line for each kind of event to the rank's output, which does not need the channel."""
+        """Write a note about an event to the rank's output, only once per kind. This does not need the channel."""
         if kind not in self._noted:
             self._noted.add(kind)
             with suppress(OSError):  # The function has closed the descriptor.
                 os.write(2, f"notebook_accelerate: {text}; further ones are not reported\n".encode(errors="replace"))
 
     def send(self, event: Event) -> None:
-        """Queue ``event`` and send everything now."""
+        """Queue ``event``, and send everything in the queue now."""
         self._queue.append((steady_time.now(), event))
         self.flush()
 
@@ -198,7 +198,7 @@ def _without_oldest(queued: list[tuple[float, Event]], count: int) -> list[tuple
 
 
 def _substitute_for(message: Stamped) -> bytes:
-    """Return what to send instead of an event. For a display it is not empty, because the streams contain its marks."""
+    """Return the frame to send instead of an event. Displays need one, because the streams contain their marks."""
     mark = message.event.mark if isinstance(message.event, DisplayEvent) else 0
     return encode([Stamped(message.time, DisplayEvent({}, mark=mark))]) if mark else b""
 
@@ -207,7 +207,7 @@ _sink: Sink | None = None
 
 
 def install_sink(sink: Sink | None) -> None:
-    """Make ``emit`` send to ``sink`` in this process. None removes the sink."""
+    """Make ``emit`` send events to ``sink`` in this process. If None, remove the current sink."""
     global _sink  # noqa: PLW0603 - one sink per worker
     _sink = sink
 

@@ -1,4 +1,4 @@
-"""Seconds since the epoch, by a clock that ignores changes of the system's clock and counts during sleep."""
+"""A clock that gives seconds since the epoch, ignores changes of the system's time, and counts during sleep."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _offset = time.time() - _uptime()
 
 
 def now() -> float:
-    """Return the seconds since the epoch, based on the system's time when this clock was set."""
+    """Return the seconds since the epoch, counted from the system's time when this clock was set."""
     return _uptime() + _offset
 
 
 def set_to_system_time() -> None:
-    """Adopt the system's time, in case it was changed. Call it only while no run depends on the order of its times."""
+    """Adopt the system's time, in case it was changed. Call this only while no run needs its times to be in order."""
     set_offset(time.time() - _uptime())
 
 
 def offset() -> float:
-    """Return the argument that ``set_offset`` needs in another process of this machine for the same time."""
+    """Return the argument with which ``set_offset`` gives another process on this machine the same time."""
     return _offset
 
 

@@ -1,9 +1,10 @@
-"""Measures how a rank's step time is divided into five parts.
+"""Measure how a rank's step time is divided into five parts.
 
 The worker's side calls ``switch`` whenever one part ends and another starts. The time since the last call belongs to
-the previous part. The clock runs only while a sink is installed (``running``), and emits its sums once a second.
+the part that ends. Time is measured only while a sink is installed (``running``), and its sums are emitted once a
+second.
 
-It measures the host's time. Asynchronous kernels of an accelerator count when the host waits for them, and the
+Only the host's time is measured. Asynchronous kernels of an accelerator count while the host waits for them, and the
 all-reduce that DistributedDataParallel overlaps with backward counts as backward.
 """
 
@@ -28,10 +29,11 @@ PERIOD = 1.0
 
 @dataclass(slots=True)
 class StepTimeEvent(Event):
-    """The time since the last such event: seconds by part, over ``steps`` steps that end with ``step``.
+    """The seconds spent on each part since the last such event, in ``steps`` steps that end with ``step``.
 
-    ``own`` is the time in which the rank cannot have waited for others, outside of collectives and of backward, which
-    exchanges gradients. It distinguishes a straggler from the ranks that wait for it. 0.0 means unknown.
+    ``own`` is the time in which the rank cannot have waited for others: the time outside of collectives and of
+    backward, which exchanges gradients. It distinguishes a straggler from the ranks that wait for it. 0.0 means
+    unknown.
     """
 
     droppable: ClassVar[bool] = True
@@ -43,7 +45,8 @@ class StepTimeEvent(Event):
     own: float = 0.0
 
 
-# Reported in "forward and backward", but counted separately, because a rank may wait for others in it.
+# The time in backward is reported in "forward and backward", but counted separately, because a rank may wait for other
+# ranks in backward.
 BACKWARD = len(PARTS)
 _seconds = [0.0] * (len(PARTS) + 1)
 _part = OTHER
@@ -53,9 +56,9 @@ _steps = 0
 _total_steps = 0
 _sink: Sink | None = None
 _short: StepTimeEvent | None = None
-"""The sums after the latest step of a run's first second."""
+"""The sums after the latest step within a run's first second."""
 at_end: set[Callable[[], None]] = set()
-"""Called at the end of each optimizer step, on the training thread. Used by profiles and waiting requests."""
+"""Functions called on the training thread at the end of each optimizer step. Profiles and waiting requests use them."""
 
 
 def running() -> bool:
@@ -64,7 +67,7 @@ def running() -> bool:
 
 
 def steps() -> int:
-    """Return how many steps of an optimizer this run has counted on this rank."""
+    """Return how many optimizer steps of this run have been counted on this rank."""
     return _total_steps if _sink is not None and _sink is current_sink() else 0
 
 
@@ -96,7 +99,7 @@ def end_step() -> None:
         for callback in tuple(at_end):  # A signal handler may remove callbacks during the loop.
             callback()
     sink = current_sink()
-    if sink is not _sink:  # This is a new run, and the time before it does not belong to a step.
+    if sink is not _sink:  # This is a new run, and the time before now does not belong to one of its steps.
         _sink, _reported, _steps, _total_steps, _short = sink, _since, 0, 1, None
         _seconds[:] = [0.0] * len(_seconds)
         return
@@ -111,7 +114,7 @@ def end_step() -> None:
 
 
 def end_run() -> None:
-    """Emit the sums of a run that ends within its first second, which is too short to compare the ranks' own work."""
+    """Emit the sums of a run that ends within its first second. That is too short to compare the ranks' own work."""
     global _short  # noqa: PLW0603 - as in switch
     if _short is not None and _sink is current_sink():
         _short.own = 0.0
@@ -120,7 +123,7 @@ def end_run() -> None:
 
 
 def backward(function: Function) -> Function:
-    """Return a backward pass that counts its time. Without a sink, return the function itself."""
+    """Decorate a backward pass so that its time is counted. Without a sink, return the function unchanged."""
     if not running():
         return function
 
@@ -136,7 +139,7 @@ def backward(function: Function) -> Function:
 
 
 def collective(function: Function) -> Function:
-    """Decorate a collective. While a sink is installed, its time counts as time in collectives."""
+    """Decorate a collective so that its time counts as time in collectives while a sink is installed."""
 
     @wraps(function)
     def measured(*args: Any, **kwargs: Any) -> Any:

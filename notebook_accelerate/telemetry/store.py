@@ -4,9 +4,9 @@ The bounds are:
 
 - ``max_points`` points per metric and rank. A full series is thinned: of every four neighbours, the smallest and the
 largest are kept, so that extremes survive.
-- ``MAX_TOTAL_POINTS`` over all series. With more series, each may have fewer points, but always ``MIN_POINTS``.
+- ``MAX_TOTAL_POINTS`` in all series together. With more series, each may have fewer points, but always ``MIN_POINTS``.
 - ``max_series`` metrics.
-- ``RUN_LOG_BYTES`` of text. Each rank may use its share of it, and in any case ``max_log_bytes``.
+- ``RUN_LOG_BYTES`` of text. Each rank may use its share of this, and in any case ``max_log_bytes``.
 
 A point takes 24 bytes in an array with an eighth to spare, so a run of any length needs at most 108 MB for curves, and
 64 MB of text for up to eight ranks. An envelope over more than eight ranks adds 24 KB per metric. Failures and results
@@ -60,9 +60,9 @@ MAX_LOG_BYTES = 8 << 20
 RUN_LOG_BYTES = 64 << 20
 MAX_TOTAL_POINTS = 4_000_000
 AUTOMATIC_POINTS = 10_000
-"""Maximum points per series of automatic metrics, which arrive four times a second, and once a second from hosts."""
+"""Maximum points per series of automatic metrics. Ranks send four points a second, and hosts one."""
 MIN_POINTS = 64
-"""Number of points that a series may always have."""
+"""Number of points that each series may have, however many series there are."""
 MAX_TRACES = 1_000
 """Maximum number of listed traces. The latest ones are kept."""
 MAX_CHECKPOINTS = 1_000
@@ -74,7 +74,7 @@ _HOST_EVENTS = frozenset({ResourceEvent, DeviceUseEvent})
 
 
 class Record(NamedTuple):
-    """One event of one rank."""
+    """An event, with the rank that sent it and its time."""
 
     rank: int
     time: float
@@ -82,7 +82,7 @@ class Record(NamedTuple):
 
 
 class LogLine(NamedTuple):
-    """One line that a rank wrote."""
+    """A line that a rank wrote to one of its streams."""
 
     time: float
     stream: str
@@ -94,8 +94,8 @@ class Epoch(NamedTuple):
 
     Attributes:
         number: The number of the epoch, from 0.
-        steps: Optimizer steps of the pass, or None if unknown.
-        done: Steps taken.
+        steps: The number of optimizer steps in the pass, or None if unknown.
+        done: The number of steps taken so far.
     """
 
     number: int
@@ -132,11 +132,11 @@ class SeriesTail(NamedTuple):
     """The points of one metric and rank since a cursor.
 
     Attributes:
-        steps: int64, shape (n,), with -1 for points without a step.
-        times: Seconds since the epoch, float64, shape (n,).
-        values: float64, shape (n,).
-        cursor: The cursor for the next call.
-        whole: Whether these are all points, which replace earlier results.
+        steps: The step of each point, or -1 for a point without a step. int64, shape (n,).
+        times: The time of each point, in seconds since the epoch. float64, shape (n,).
+        values: The value of each point. float64, shape (n,).
+        cursor: The cursor to pass to the next call.
+        whole: Whether these are all points of the series, so that they replace earlier results.
     """
 
     steps: np.ndarray
@@ -158,7 +158,7 @@ class _Points:
         self.thinned = 0
 
     def append(self, step: int, time: float, value: float, limit: int) -> int:
-        """Add a point. Return the change in the number of points."""
+        """Add a point. Return by how much the number of points has changed."""
         self.steps.append(step)
         self.times.append(time)
         self.values.append(value)
@@ -177,7 +177,7 @@ class _Points:
         self.thin_to(limit)
 
     def thin_to(self, limit: int) -> None:
-        """Thin until there are at most ``limit`` points."""
+        """Thin the points until at most ``limit`` are left."""
         while len(self.values) > max(4, limit):
             self._thin()
 
@@ -218,7 +218,7 @@ class Store:
     """The events of a run's ranks, within bounds. Safe to use from any thread.
 
     Attributes:
-        changes: How many times something was added. Views poll at fixed intervals and compare this number.
+        changes: How many times something was added. Views compare this number at fixed intervals.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class Store:
         self.log_total = 0
         self.changes = 0
         self._step_times: dict[int, deque[StepTimeEvent]] = {}
-        # The optimizer's latest step by rank, because logged steps may be counted differently.
+        # The optimizer's latest step on each rank, kept separately because logged steps may be counted differently.
         self._counted: dict[int, int] = {}
         self._automatic: Store | None = None
         self._samples: list[Record] = []  # Samples for the automatic store, collected by the current call of `add`.
@@ -324,12 +324,12 @@ class Store:
     def _add_device_memory(self, record: Record, event: DeviceMemoryEvent) -> None:
         self.devices.add_memory(record.rank, event)
         devices = self.devices.of_rank(record.rank)
-        if devices and event.device == devices[0].device:  # Add one point for all devices of the rank.
+        if devices and event.device == devices[0].device:  # Add only one point for all devices of the rank.
             reserved = sum(device.reserved for device in devices)
             self._add_host_sample(record.rank, record.time, {automatic_metrics.GPU_MEMORY: reserved / 1e9})
 
     def _add_device_use(self, record: Record, event: DeviceUseEvent) -> None:
-        """Store the use of a GPU, also as a curve of each rank that holds memory on it."""
+        """Store the use of a GPU, and add it to a curve for each rank that holds memory on that GPU."""
         self.devices.add_use(event)
         for rank in self.devices.ranks_on(event.uuid) if event.percent is not None else ():
             used = [device.percent for device in self.devices.of_rank(rank) if device.percent is not None]
@@ -346,7 +346,7 @@ class Store:
         return points
 
     def _limit(self) -> int:
-        """Return the current limit of points per series."""
+        """Return the current limit on the number of points per series."""
         share = max(MIN_POINTS, MAX_TOTAL_POINTS // max(1, self._series_count))
         return min(self._max_points, share)
 
@@ -374,7 +374,7 @@ class Store:
         self._passes[record.rank] = event
 
     def _count_steps(self, rank: int, count: int) -> None:
-        """Count optimizer steps in the latest pass. Passes without steps, such as an evaluation, are not epochs."""
+        """Count optimizer steps in the latest pass. A pass without steps, such as an evaluation, is not an epoch."""
         begun = self._passes.pop(rank, None)
         epoch = self.epochs.get(rank) if begun is None else Epoch(begun.epoch, begun.steps, 0)
         if epoch is not None:
@@ -416,10 +416,10 @@ class Store:
         lines = self._logs.setdefault(record.rank, deque())
         self._log_count[record.rank] += 1
         self.log_total += 1
-        # A text of many lines is stored as one object until it is read, so that a flood does not cost an object per
-        # line.
+        # Store a text of many lines as one object until it is read, so that a flood of lines does not cost an object
+        # per line.
         lines.append(LogLine(record.time, event.stream, event.text))
-        self._log_bytes[record.rank] += len(event.text) + 200  # The approximate size of the tuple and its parts.
+        self._log_bytes[record.rank] += len(event.text) + 200  # The tuple and its parts take about 200 bytes.
         most = max(self._max_log_bytes, self._run_log_bytes // len(self._logs))
         while self._log_bytes[record.rank] > most and len(lines) > 1:
             self._log_bytes[record.rank] -= len(lines.popleft().text) + 200
@@ -428,10 +428,10 @@ class Store:
         """Add many points of one metric and rank, in order, from another store.
 
         Args:
-            name: The metric.
-            rank: Global index.
-            tail: The points.
-            thinned: Whether points are missing between them.
+            name: The name of the metric.
+            rank: The rank's global index.
+            tail: The points to add.
+            thinned: Whether points between them were removed.
         """
         if not len(tail.values):
             return
@@ -467,7 +467,7 @@ class Store:
 
     @property
     def automatic(self) -> Store:
-        """The curves recorded without a call of ``log``: samples of the training and of the ranks' hosts."""
+        """The curves that are recorded without a call of ``log``: samples of the training and of the ranks' hosts."""
         with self._lock:
             if self._automatic is None:
                 self._automatic = Store(AUTOMATIC_POINTS)
@@ -479,7 +479,7 @@ class Store:
             return list(self._metrics)
 
     def series(self, name: str) -> MetricSeries:
-        """Return one metric over all ranks.
+        """Return the points of one metric on all ranks.
 
         Raises:
             KeyError: The metric is unknown. The message lists the known ones.
@@ -508,7 +508,7 @@ class Store:
             return points.values[-1] if points is not None and points.values else None
 
     def tail(self, name: str, rank: int, cursor: tuple[int, int] = (0, 0)) -> SeriesTail:
-        """Return the points of ``name`` on ``rank`` since ``cursor``, or all points after thinning.
+        """Return the points of ``name`` on ``rank`` since ``cursor``, or all points if they were thinned since then.
 
         Raises:
             KeyError: The rank has not logged the metric.
@@ -533,13 +533,13 @@ class Store:
             return sorted((rank, path, size) for (rank, path), size in self._traces.items())
 
     def latest_step_time(self, rank: int) -> StepTimeEvent | None:
-        """Return the last of ``step_times``, or None."""
+        """Return the rank's latest step time, or None if it has not sent any."""
         with self._lock:
             events = self._step_times.get(rank)
             return events[-1] if events else None
 
     def step_times(self, rank: int) -> list[StepTimeEvent]:
-        """Return the rank's step times of the last seconds, oldest first."""
+        """Return the rank's step times of the last few seconds, oldest first."""
         with self._lock:
             return list(self._step_times.get(rank, ()))
 
@@ -547,9 +547,9 @@ class Store:
         """Return the lines that ``rank`` wrote since ``cursor``.
 
         Args:
-            rank: Global index.
-            cursor: The cursor from the last call, or 0 for all lines.
-            limit: Maximum number of lines to return. The newest ones are returned.
+            rank: The rank's global index.
+            cursor: The cursor that the last call returned, or 0 for all lines.
+            limit: The maximum number of lines to return. If there are more, the newest ones are returned.
 
         Returns:
             The lines, the cursor for the next call, and the number of omitted lines (excluding those that the store has
@@ -576,7 +576,7 @@ class Store:
             return sorted(self._logs)
 
     def log_chunks(self, rank: int) -> list[LogLine]:
-        """Return the kept texts of ``rank``, oldest first. Each has one or more lines, as it was added."""
+        """Return the kept texts of ``rank``, oldest first. Each has one or more lines, just as it was added."""
         with self._lock:
             return list(self._logs.get(rank, ()))
 
@@ -608,14 +608,14 @@ class Metrics(Mapping[str, MetricSeries]):
         """Plot metrics side by side.
 
         Args:
-            names: The metrics, in this order. Without names, plot all.
+            names: The metrics to plot, in this order. Without names, all metrics are plotted.
 
         Returns:
             One of matplotlib's axes, or an array of them. If matplotlib is not installed, the images that reports show.
 
         Raises:
             KeyError: A metric was not logged.
-            ValueError: There is no metric.
+            ValueError: No metric has been logged.
         """
         return plot_series([self[name] for name in names or self])
 

@@ -1,4 +1,4 @@
-"""Exceptions as data in a rank, and as text with the lines of notebook cells in the kernel."""
+"""Turn exceptions into data in a rank, and into text with the lines of notebook cells in the kernel."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from notebook_accelerate._collection import gc_paused
 from notebook_accelerate.errors import ExceptionInfo, FrameInfo
 
 MAX_FRAMES = 60
-"""Maximum number of frames kept of an exception. For a deeper one, the first and the last half are kept."""
+"""Maximum number of frames kept per exception. If there are more, half of this number is kept at each end."""
 MAX_MEMBERS = 50
-"""Maximum number of exceptions of a group that are shown."""
+"""Maximum number of a group's exceptions that are shown."""
 _OWN = tuple(
     str(Path(__file__).parents[1] / room) + "/" for room in ("launch", "worker", "debug", "telemetry", "commands")
 )
@@ -30,7 +30,7 @@ _LIBRARY = ("site-packages", "dist-packages", "/lib/python", "<frozen", "<string
 
 @lru_cache(maxsize=1000)
 def is_user_code(filename: str) -> bool:
-    """Return whether a file name is the user's: a cell, or a file outside the installed libraries."""
+    """Return whether a file contains the user's code: a cell, or a file outside the installed libraries."""
     return not any(part in filename for part in _LIBRARY)
 
 
@@ -62,7 +62,7 @@ def _type_name(error: BaseException) -> str:
 
 
 def _message(error: BaseException) -> str:
-    """Return the text of an exception, of a group's members, and its notes. Its class may define all of them."""
+    """Return an exception's text, its group's members and its notes, all of which its class may define."""
     members: list[Any] = [part for part in _items(error, "exceptions") if issubclass(type(part), BaseException)]
     text = built_in_attribute(error, "msg", SyntaxError) if _is_located(error) else _text(error)
     lines = [text, *(f"  {_type_name(part)}: {_message(part)}" for part in members[:MAX_MEMBERS])]
@@ -87,8 +87,8 @@ def _items(error: BaseException, name: str) -> Sequence[object]:
 
 
 def _is_located(error: BaseException) -> TypeGuard[SyntaxError]:
-    """Return whether an error names a place in a source that is not one of its frames, as a SyntaxError does."""
-    if not issubclass(type(error), SyntaxError):  # Not isinstance: it would run code of the class.
+    """Return whether an error names a place in source code that is not in its frames, as a SyntaxError does."""
+    if not issubclass(type(error), SyntaxError):  # Don't use isinstance, which would run code of the class.
         return False
     places = built_in_attribute(error, "filename", SyntaxError), built_in_attribute(error, "lineno", SyntaxError)
     return type(places[0]) is str and type(places[1]) is int
@@ -114,14 +114,14 @@ def _frames(error: BaseException) -> tuple[FrameInfo, ...]:
 # ---- in the kernel
 
 _foreign_cells: dict[str, str] = {}
-"""Names of other kernels' cells, by file name."""
+"""The names of cells that other kernels have run, by file name."""
 
 
 def name_foreign_cells(names: Mapping[str, str]) -> None:
     """Register the names of cells that another kernel has run.
 
     Args:
-        names: Maps the file name of each cell's code to a name such as "Cell In[7]".
+        names: The name of each cell, such as "Cell In[7]", by the file name of its code.
     """
     _foreign_cells.update(names)
 
@@ -150,14 +150,14 @@ def cell_name(filename: str) -> str:
 
 
 def _number_in_history(shell: Any, filename: str) -> int | None:
-    """Return the number of the last cell with this file's source, because IPython 7 has no table of numbers."""
+    """Return the number of the last cell whose source is that of the file. IPython 7 has no table of these numbers."""
     source = "".join(linecache.getlines(filename)).strip()
     history = getattr(shell, "history_manager", None)
     if not source or history is None:
         return None
     for number in range(len(history.input_hist_raw) - 1, 0, -1):
         raw = history.input_hist_raw[number]
-        # Compare with the source as it ran or, for a cell magic, with the lines below its first.
+        # Compare with the source as it ran or, for a cell magic, with the lines below the first.
         if source in (history.input_hist_parsed[number].strip(), raw.partition("\n")[2].strip()):
             return number
     return None
@@ -168,7 +168,7 @@ def with_named_cells(chain: tuple[ExceptionInfo, ...], where: str) -> tuple[Exce
 
     Args:
         chain: Exceptions with the file names of cells in their frames.
-        where: Suffix for the names of cells, such as " of node 1".
+        where: The suffix to add to the names of cells, such as " of node 1".
     """
     return tuple(
         info._replace(
@@ -219,7 +219,7 @@ _LINKS = {
 
 
 def format_frame(frame: FrameInfo) -> list[str]:
-    """Return the location of a frame and, if known, its source line."""
+    """Return the lines that show a frame: its location and, if known, its source line."""
     if not frame.filename:
         return [f"  {frame.function}"]
     source = frame.source or linecache.getline(frame.filename, frame.lineno).strip()
@@ -229,10 +229,11 @@ def format_frame(frame: FrameInfo) -> list[str]:
 
 # ---- frames of threads that are running
 #
-# Python 3.11 makes the object of a frame when it is asked for, which may start a garbage collection. A finalizer may
-# then let the thread run on: its function returns, the new object refers to memory that other frames use, and reading
-# it ends the process with a segmentation fault. No collection runs while frames are read. Python 3.10 has an object for
-# each frame from the beginning, and from 3.12 on collections start between bytecodes only.
+# Python 3.11 creates a frame's object only when something asks for it, and this may start a garbage collection. A
+# finalizer may then let the frame's thread run on. If its function returns, the new object refers to memory that other
+# frames use, and reading the object crashes the process with a segmentation fault. Garbage collection is therefore off
+# while frames are read. Python 3.10 has an object for each frame from the beginning, and since Python 3.12, collections
+# start only between bytecodes.
 
 _FRAMES_ARE_MADE = sys.version_info[:2] == (3, 11)
 
@@ -271,7 +272,7 @@ def callers(frame: FrameType | None) -> Iterator[FrameType]:
 # ---- descriptions of exceptions, even if their attributes or ``__str__`` raise errors
 
 MAX_TEXT = 2000
-"""Maximum characters of an exception's text in an error about it."""
+"""Maximum number of characters of an exception's text in an error about this exception."""
 
 
 def class_name(error: BaseException) -> str:
@@ -280,12 +281,12 @@ def class_name(error: BaseException) -> str:
 
 
 def built_in_attribute(error: BaseException | None, name: str, base: type[BaseException] = BaseException) -> Any:
-    """Return an attribute that an exception has from a built-in class, whatever its own class does.
+    """Return an attribute that an exception inherits from a built-in class, whatever its own class does.
 
     Args:
-        error: The exception, an instance of ``base``.
-        name: The attribute, such as "__cause__".
-        base: The class that defines it.
+        error: The exception, which must be an instance of ``base``.
+        name: The name of the attribute, such as "__cause__".
+        base: The built-in class that defines the attribute.
     """
     return base.__dict__[name].__get__(error)
 
@@ -294,8 +295,8 @@ def describe_error(error: BaseException, limit: int = MAX_TEXT) -> str:
     """Return an exception's class and the start of its text, or only the class if it fails to produce the text.
 
     Args:
-        error: The exception.
-        limit: Maximum number of characters.
+        error: The exception to describe.
+        limit: The maximum number of characters of its text.
     """
     try:
         text = f"{class_name(error)}: {error}"
@@ -305,7 +306,7 @@ def describe_error(error: BaseException, limit: int = MAX_TEXT) -> str:
 
 
 def exit_code(error: BaseException | None) -> str:
-    """Return the repr of a ``SystemExit``'s code, which may be any object of the user."""
+    """Return the repr of a ``SystemExit``'s code, which may be any object."""
     code = built_in_attribute(error, "code", SystemExit)
     try:
         return repr(code)
@@ -316,7 +317,7 @@ def exit_code(error: BaseException | None) -> str:
 # ---- the sources of cells, which a launch sends to its ranks
 
 MAX_SOURCE_BYTES = 8 << 20
-"""Maximum size of cell sources. Beyond it, the oldest are omitted."""
+"""Maximum size of all cell sources together. Beyond it, the oldest sources are omitted."""
 
 
 def cell_sources() -> dict[str, str]:
@@ -335,7 +336,7 @@ def cell_sources() -> dict[str, str]:
 
 
 NAMED_CELL = "Cell In["
-"""Prefix of the file name of another notebook's cell, whose file does not exist in this kernel."""
+"""The prefix of the file names of other notebooks' cells, for which this kernel has no files."""
 
 
 def is_cell(filename: str) -> bool:

@@ -1,4 +1,4 @@
-"""The order from which a rank starts."""
+"""The order that a rank receives when it starts."""
 
 from __future__ import annotations
 
@@ -9,32 +9,34 @@ from typing import Any
 from notebook_accelerate.telemetry import inherited_state
 
 CHANNEL_BYTES = 1 << 20
-"""Larger return values are sent in files alongside the channel."""
+"""Return values larger than this are sent in files alongside the channel."""
 
 
 @dataclass
 class WorkerOrder:
-    """The order from which one rank starts.
+    """The order that tells one rank how to start.
 
     Attributes:
-        rank: Global index.
+        rank: The rank's global index.
         environment: Variables that override the process's variables.
-        threads: CPU threads of torch's operators. None keeps torch's number.
+        threads: The number of CPU threads for torch's operators. None keeps torch's number.
         inherited: The kernel's random state, and its torch and numpy settings.
         base_environment: The kernel's whole environment, or None if the process inherited it.
         cwd: Working directory, or None if inherited.
         sys_path: Import path, or None if inherited.
         sources: Sources of notebook cells by file name. Empty if inherited.
         hold: Whether the rank keeps the frames of a failure for inspection until the kernel releases it.
-        accelerator: Arguments of every `Accelerator()` that passes none. Pickled if the process inherits nothing.
+        accelerator: Arguments for each `Accelerator()` that is created without any. Pickled if the process inherits
+            nothing.
         as_accelerate: Whether the rank provides this package under the name ``accelerate``.
         report_from: Libraries whose numbers, steps and progress the rank reports.
         automatic_metrics: Whether the rank samples its loss, learning rate and speed.
-        time_offset: Offset that gives the rank the kernel's clock. None if inherited, or on another machine.
-        result_bytes: Larger pickled return values (in bytes) are sent in files alongside the channel. None: never use
-            files.
+        time_offset: The offset with which the rank uses the kernel's clock. None if inherited, or on another machine.
+        result_bytes: Pickled return values with more bytes than this are sent in files alongside the channel. If None,
+            files are never used.
         notebook_settings: Result of ``capture_notebook_settings``, or b"" if inherited.
-        mark: The mark of the rank's process and all that it starts, or 0; see ``worker.exit_handlers.set_mark``.
+        mark: The mark for the rank's process and all processes that it starts, or 0; see
+            ``worker.exit_handlers.set_mark``.
     """
 
     rank: int
