@@ -1,4 +1,4 @@
-"""Explain why a run is stuck, given the positions of all ranks. Pure."""
+"""Explain why a run is stuck, given the positions of all ranks. The code is pure: it does not ask the ranks itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.telemetry.tracebacks import is_user_code
 
 MOVING_SECONDS = 2.0
-"""A rank is not stuck if it moved or entered a collective within this many seconds."""
+"""A rank that has moved or entered a collective within this many seconds is not stuck."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class RankPosition:
     Attributes:
         rank: The rank's global index.
         state: "running", "succeeded", "failed", "stopped", ...
-        frames: The main thread's frames, outermost first; empty if the rank has exited or they could not be read.
-        moved: The time of its last movement, in seconds since the epoch; None if unknown.
-        waiting: The collectives that it has entered and not left.
-        last: By process group, the number of the last collective that it entered; empty if unknown.
+        frames: The main thread's frames, outermost first. Empty if the rank has exited or its frames could not be read.
+        moved: When the rank last moved, in seconds since the epoch, or None if unknown.
+        waiting: The collectives that the rank has entered and not left.
+        last: The number of the last collective that the rank entered, by process group. Empty if unknown.
         note: Additional information, such as "it holds the GIL in native code".
-        answered: Whether its interpreter replied; if not, the collectives are unknown.
-        paused: Whether it waits for ``run.unpause()``.
+        answered: Whether the rank's interpreter replied. If not, its collectives are unknown.
+        paused: Whether the rank is waiting for ``run.unpause()``.
         native: The main thread's frames including native ones, if py-spy could read them.
     """
 
@@ -47,7 +47,7 @@ class RankPosition:
 
     @property
     def user_frame(self) -> FrameInfo | None:
-        """The innermost frame of user code, which is in a cell or in a file outside the installed libraries."""
+        """The innermost frame in the user's code: in a cell, or in a file outside the installed libraries."""
         for frame in reversed(self.frames):
             if is_user_code(frame.filename):
                 return frame
@@ -65,11 +65,11 @@ class Diagnosis:
     Attributes:
         verdict: One sentence that explains why the run is stuck.
         places: The positions of all ranks, ordered by rank.
-        groups: Ranks at the same position, largest group first.
+        groups: The groups of ranks at the same position, largest group first.
         time: The time of the diagnosis, in seconds since the epoch.
         name_place: Returns the location of a frame as text.
-        mistake: The common mistake that causes it and the fix, in one line; "" if no mistake was found.
-        cause: The verdict without waiting times, for a view that shows the time passed since then.
+        mistake: The common mistake that is the cause, and its fix, in one line, or "" if no mistake was found.
+        cause: The verdict without waiting times, for a view that itself shows how much time has passed.
     """
 
     verdict: str
@@ -185,7 +185,7 @@ class _Verdict:
         return "no rank is stuck: all are moving" if self._all_move() else self._absent(first, here)
 
     def _paused(self, paused: Sequence[RankPosition]) -> str:
-        """Describe the lines at which the user paused ranks. The other ranks may wait for them."""
+        """Describe the lines at which the user has paused ranks. Other ranks may be waiting for these."""
         lines: dict[str, list[int]] = {}
         for place in paused:
             frame = place.user_frame
@@ -196,7 +196,7 @@ class _Verdict:
         return f"paused by you: {', '.join(sides)}; run.unpause() continues"
 
     def _all_move(self) -> bool:
-        """Return whether every rank is running and moved or entered its collective within `MOVING_SECONDS`."""
+        """Return whether every rank is running, and has moved or entered its collective within `MOVING_SECONDS`."""
         return len(self._running) == len(self._places) and all(self._moves(place) for place in self._places)
 
     def _moves(self, place: RankPosition) -> bool:
@@ -216,7 +216,7 @@ class _Verdict:
         return "no rank waits in a collective; " + "; ".join(self._position(place) for place in stuck)
 
     def _mismatch(self, first: Collective, here: Sequence[RankPosition]) -> str:
-        """Describe ranks whose collectives with the same number differ in operation, shape or type."""
+        """Describe ranks that have entered different collectives with the same number: operation, shape or type."""
         calls: dict[object, list[int]] = {}
         texts: dict[object, str] = {}
         for place in here:
@@ -251,7 +251,7 @@ class _Verdict:
         return f"{ranks} never reached {first.text()}; {rest}; {who}{guard}"
 
     def _guard(self, first: Collective, here: Sequence[RankPosition]) -> str:
-        """Describe the fix if the waiting ranks call the collective under a condition on the rank."""
+        """Describe the fix if the waiting ranks have called the collective under a condition on the rank."""
         for place in here:
             frame = place.user_frame
             guard = rank_condition(linecache.getlines(frame.filename), frame.lineno) if frame is not None else ""
@@ -280,7 +280,7 @@ _GUARD = re.compile(
 
 
 def rank_condition(lines: Sequence[str], number: int) -> str:
-    """Return the condition on the rank that surrounds a line within its function; "" if there is no condition.
+    """Return the condition on the rank that surrounds a line within its function, or "" if there is none.
 
     Args:
         lines: The lines of the file.

@@ -1,7 +1,7 @@
 """Read the stacks of a rank that cannot reply, from another process on the same machine.
 
-The rank's signal handler writes the stacks to a file, even while native code holds the GIL. If py-spy is installed and
-has permission, it reads the native frames.
+The rank's signal handler writes the stacks to a file, even while native code holds the GIL. The native frames are read
+with py-spy, if it is installed and has permission.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from typing import NamedTuple
 from notebook_accelerate.telemetry import FrameInfo
 
 DUMP_SECONDS = 0.5
-"""Time limit in seconds for the signal handler."""
+"""Time limit in seconds for the signal handler to write the stacks."""
 SETTLE_SECONDS = 0.05
 """A dump counts as complete if it has not grown for this many seconds."""
 SLEEP_SECONDS = 0.2
 """A process counts as stuck if it is still in uninterruptible sleep after this many seconds."""
 
 PY_SPY_SECONDS = 5.0
-"""Time limit in seconds for py-spy, which stops the process while it runs.
+"""Time limit in seconds for py-spy, which stops the process while it reads.
 
-It reads the symbols of torch's libraries, which takes 0.8 s with a CUDA build, and longer if the main thread is inside
-them.
+py-spy reads the symbols of torch's libraries. This takes 0.8 s with a CUDA build, and longer if the main thread is
+inside these libraries.
 """
 IN_KERNEL = (
     "in uninterruptible sleep (state D): a driver or a file system does not answer, and signals do not end the process "
@@ -44,10 +44,10 @@ class ProcessStacks(NamedTuple):
     """The stacks of a process.
 
     Attributes:
-        dump: The output of faulthandler; "" if the rank has not installed it.
-        native: The main thread's frames as read by py-spy; empty if py-spy is missing or lacks permission.
-        suspended: Why the process cannot run, for example after SIGSTOP, and what to do; "" if it can run.
-        problem: Why the stacks could not be read; "" if they were read.
+        dump: The output of faulthandler, or "" if the rank has not installed it.
+        native: The main thread's frames as read by py-spy. Empty if py-spy is missing or lacks permission.
+        suspended: Why the process cannot run, for example after SIGSTOP, and what to do, or "" if it can run.
+        problem: Why the stacks could not be read, or "" if they were read.
     """
 
     dump: str = ""
@@ -60,7 +60,7 @@ class ProcessInspector:
     """Reads the stacks of one process.
 
     Args:
-        pid: The process.
+        pid: The process id.
     """
 
     def __init__(self, pid: int) -> None:
@@ -69,14 +69,14 @@ class ProcessInspector:
         self._lock = threading.Lock()
 
     def open_dump(self, path: str) -> None:
-        """Open the rank's dump file. Do this as soon as the rank sends ``path``: a later signal may end the rank."""
+        """Open the rank's dump file. Call this as soon as the rank sends ``path``, because a signal may end the rank."""
         with suppress(OSError), self._lock:
             if self._dump is not None:
                 os.close(self._dump)
             self._dump = os.open(path, os.O_RDONLY)
 
     def read_stacks(self, send_signal: Callable[[int], None]) -> ProcessStacks:
-        """Make the rank's signal handler write its stacks, and return them with the native stack."""
+        """Make the rank's signal handler write its stacks, and return them together with the native stack."""
         if self._sleeps_in_kernel():  # The signal handler would not run, and py-spy would wait for the process.
             return ProcessStacks("", (), IN_KERNEL)
         native = native_stack(self._pid)
@@ -85,7 +85,7 @@ class ProcessInspector:
         return ProcessStacks(self._read_dump(send_signal), native)
 
     def _sleeps_in_kernel(self) -> bool:
-        """Return whether the process is stuck in uninterruptible sleep. Each disk read causes a short one."""
+        """Return whether the process is stuck in uninterruptible sleep, which any disk read causes for a short time."""
         if self._status() != "disk-sleep":
             return False
         time.sleep(SLEEP_SECONDS)
@@ -94,7 +94,7 @@ class ProcessInspector:
     def _status(self) -> str:
         import psutil
 
-        with suppress(psutil.Error, OSError):  # The process has exited, or this system has no /proc.
+        with suppress(psutil.Error, OSError):  # The process may have exited, or the system may have no /proc.
             return str(psutil.Process(self._pid).status())
         return ""
 
@@ -128,13 +128,13 @@ def read_new_bytes(descriptor: int, before: int, timeout: float) -> str:
     Args:
         descriptor: The rank's dump file, open for reading.
         before: The size of the file when the signal was sent.
-        timeout: The time to wait for the first bytes, in seconds.
+        timeout: The maximum number of seconds to wait for the first bytes.
     """
     deadline = time.monotonic() + timeout
     size, settled = before, False
     while not settled:
         time.sleep(SETTLE_SECONDS)
-        # Read the clock before the size, so that bytes that arrive in between are not missed.
+        # Read the clock before the size, so that bytes arriving in between are not missed.
         over = time.monotonic() >= deadline
         now = os.fstat(descriptor).st_size
         settled, size = over or now == size > before, now
@@ -167,10 +167,10 @@ def native_stack(pid: int) -> tuple[str, ...]:
     """Return the frames of a process's main thread, including native ones, as "name (file:line)", outermost first.
 
     Args:
-        pid: The process.
+        pid: The process id.
 
     Returns:
-        The frames; empty if py-spy is missing or lacks permission. (Many containers forbid ptrace.)
+        The frames. Empty if py-spy is missing or lacks permission. (Many containers forbid ptrace.)
     """
     spy = py_spy_path()
     if spy is None:

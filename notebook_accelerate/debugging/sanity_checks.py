@@ -1,4 +1,4 @@
-"""The kernel's part of the checks for common mistakes. Pure: it compares facts of the ranks and returns warnings."""
+"""The kernel's part of the checks for common mistakes. It only compares facts from ranks, and returns warnings."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from notebook_accelerate.telemetry.debug_protocol import CheckEvent
 from notebook_accelerate.telemetry.rank_names import rank_names
 
 RELATIVE = 1e-4
-"""Parameters with a smaller relative difference count as equal: kernels of different devices round differently."""
+"""Parameters with a smaller relative difference count as equal, because different devices round differently."""
 COMPARE_SECONDS = 1.5
 """Seconds to wait for other ranks to report a number that is not finite, before the first ranks are named."""
 BEHIND_STEPS = 20
 BEHIND_SHARE = 0.1
 BEHIND_SECONDS = 3.0
-"""A rank is far behind if, for this many seconds, it trails the leading rank by 20 steps and a tenth of its steps."""
+"""A rank is far behind if it trails the leading rank by 20 steps and a tenth of its steps for this many seconds."""
 CONFIRMED_BATCH = 2
 
 
@@ -26,15 +26,15 @@ _NUMBERS = {
     "gradients": ("gradients' norm", "clip_grad_norm_"),
     "local gradients": ("gradients (before they are averaged)", "backward"),
 }
-"""Numbers that should be finite: the name of each in a warning, and the call that is counted."""
+"""For each check of numbers that should be finite, what a warning calls them, and the call that is counted."""
 
 
 class SanityChecks:
-    """The facts of one group of ranks, and the warnings already given.
+    """The facts from one group of ranks, and the warnings that have already been given.
 
     Args:
         world: The number of ranks.
-        clock: Returns seconds. Tests pass a fake clock.
+        clock: Returns the current time in seconds. Tests pass a fake clock.
     """
 
     def __init__(self, world: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -79,10 +79,10 @@ class SanityChecks:
         return [text]
 
     def _of_all_ranks(self, rank: int, event: CheckEvent) -> dict[int, list[float]] | None:
-        """Return a fact of all ranks if the last rank has sent it, or None if a rank is missing.
+        """Return a fact from all ranks if every rank has sent it, or None if it is still missing from some rank.
 
-        Facts are queued, because a rank sends the same fact again for another model or Accelerator, possibly before the
-        other ranks have sent the first one.
+        Facts are queued, because a rank sends the same kind of fact again for another model or Accelerator, possibly
+        before the other ranks have sent the first one.
         """
         waiting = self._facts.setdefault((event.check, event.key), {})
         waiting.setdefault(rank, deque()).append(event.values)
@@ -111,7 +111,7 @@ class SanityChecks:
         if number != CONFIRMED_BATCH or not all(each and _all_equal(list(each.values())) for each in batches):
             return []
         first, second = (next(iter(rows.values())) for rows in batches)
-        if first == second or len(set(first[1:])) < 2:  # Constant data is generated, or one batch is used on purpose.
+        if first == second or len(set(first[1:])) < 2:  # The data is constant, or the same batch is used on purpose.
             return []
         fix = "loader = accelerator.prepare(loader) gives each rank its share"
         return self._once("batch", f"every rank trains on the same data (batches 1 and 2 are equal everywhere); {fix}")
@@ -124,7 +124,7 @@ class SanityChecks:
         if len(ranks) == self._world:
             return []
         lost = {rank for rank, (key, _) in self._numbers.get("loss", {}).items() if key <= first}
-        if check == "local gradients" and lost.issuperset(ranks):  # Their cause is a loss that was already reported.
+        if check == "local gradients" and lost.issuperset(ranks):  # The cause is a loss that was already reported.
             return []
         value = numbers[ranks[0]][1]
         what, where = _NUMBERS[check]

@@ -1,4 +1,4 @@
-"""Debug a run from the kernel: stacks, evaluation, pauses and breakpoints, and the requests to its ranks."""
+"""Debug a run from the kernel: stacks, evaluation, pauses, breakpoints, and the requests to the ranks."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.telemetry.tracebacks import frame_location
 
 REPLY_SECONDS = 1.0
-"""Time limit in seconds for a rank's agent to send its stacks. After that, the rank's signal handler writes them."""
+"""Time limit in seconds for a rank's agent to send stacks. After that, the rank's signal handler must write them."""
 SAMPLE_REPLY_SECONDS = 10.0
-"""Time limit in seconds for the reply after the sampling. A rank that holds the GIL replies when it releases it."""
+"""Time limit in seconds for the reply after sampling. A rank cannot reply while its code holds the GIL."""
 PROFILE_REPLY_SECONDS = 400.0
-"""Time limit in seconds for a profile. A rank replies earlier if it sees no steps or is stuck."""
+"""Time limit in seconds for a profile. A rank replies earlier if it takes no steps or is stuck."""
 LIVE_SECONDS = 5.0
-"""Time limit in seconds for a sign of life before a profile. Ranks that send none are not profiled."""
+"""Time limit in seconds for a rank to reply before it is profiled. Ranks that do not reply are not profiled."""
 ROUND_SECONDS = 1.5
 """Seconds for all ranks to reach a step boundary. After that, paused ranks resume until their next boundary."""
 
@@ -59,8 +59,8 @@ class Session:
     """Debugs the ranks of one run.
 
     Args:
-        requests: Sends requests and receives replies.
-        states: Returns every rank's state.
+        requests: Sends requests to the ranks and receives their replies.
+        states: Returns the state of every rank.
     """
 
     def __init__(self, requests: RankRequests, states: Callable[[], dict[int, str]]) -> None:
@@ -108,14 +108,14 @@ class Session:
         return {rank: self._value(rank, reply) for rank, reply in replies.items()}
 
     def sample(self, seconds: float, ranks: Iterable[int] | None, rate: float) -> dict[int, SampleReply | str]:
-        """Sample the stacks of ranks. For a rank that does not reply, return the reason. See ``Run.sample``."""
+        """Sample the stacks of ranks. If a rank does not reply, its result is the reason. See ``Run.sample``."""
         limit = seconds + SAMPLE_REPLY_SECONDS
         return self._ask(SampleReply, lambda number: SampleRequest(number, seconds, rate), ranks, limit)
 
     def profile(
         self, make: Callable[[int], ProfileRequest], ranks: Iterable[int] | None
     ) -> dict[int, ProfileReply | str]:
-        """Record steps of ranks. For a rank without a trace, return the reason. See ``Run.profile``.
+        """Record steps of ranks. If a rank has no trace, its result is the reason. See ``Run.profile``.
 
         Args:
             make: Creates the request, given its number.
@@ -127,7 +127,7 @@ class Session:
         return {rank: _or_its_error(reply) for rank, reply in self._replies(ProfileReply, wanted, replies).items()}
 
     def memory(self, ranks: Iterable[int] | None, timeout: float) -> dict[int, MemoryReply | str]:
-        """Return the contents of the memory of ranks, or why they are unknown. See ``Run.memory``."""
+        """Return what the memory of ranks contains, or why this is unknown. See ``Run.memory``."""
         return {
             rank: _or_its_error(reply) for rank, reply in self._ask(MemoryReply, MemoryRequest, ranks, timeout).items()
         }
@@ -158,7 +158,7 @@ class Session:
         if reply.error:
             return AskError(f"rank {rank}: {reply.error}")
         if reply.payload:
-            with suppress(Exception):  # The kernel may lack the value's class. It then shows the repr.
+            with suppress(Exception):  # If the kernel lacks the value's class, it shows the repr.
                 return load_bytes(reply.payload)
         return RemoteRepr(reply.shown)
 
@@ -175,7 +175,7 @@ class Session:
         """Pause ranks at their next step boundary, and return each rank's reply.
 
         Ranks are rarely at the same line. One may be a step ahead, in a collective that it cannot leave while another
-        rank is paused. The paused ranks then resume until their next boundary. This repeats until all ranks are paused.
+        rank is paused. The paused ranks are then resumed until their next boundary, until all ranks are paused.
         """
         wanted = self._wanted(ranks)
         deadline = time.monotonic() + timeout
@@ -227,7 +227,7 @@ class Session:
 
 
 class Stacks(dict[int, tuple[FrameInfo, ...]]):
-    """The main thread's frames by rank, outermost first. The ``repr`` groups ranks with equal stacks."""
+    """The main thread's frames on each rank, outermost first. The ``repr`` groups ranks with equal stacks."""
 
     def __init__(self, stacks: Mapping[int, tuple[FrameInfo, ...]], name_place: Callable[[FrameInfo], str]) -> None:
         super().__init__(stacks)
@@ -266,10 +266,10 @@ class RemoteRepr(str):
 class RankRequests:
     """The open requests of a run.
 
-    Use it on any thread except the supervisor's, which delivers the replies.
+    Use this on any thread except the supervisor's, which delivers the replies.
 
     Attributes:
-        elsewhere: Why this notebook cannot send requests, as the text of an error; "" if it can.
+        elsewhere: The text of the error that says why this notebook cannot send requests, or "" if it can.
         relay: Called with replies that no request in this process waits for.
         on_change: Called on the supervisor's thread when a rank starts or stops accepting requests.
     """
@@ -306,7 +306,7 @@ class RankRequests:
         self.on_change()
 
     def capture_stacks(self, rank: int) -> ProcessStacks:
-        """Read the stacks of a rank that cannot reply. They are empty if the rank has exited."""
+        """Read the stacks of a rank that cannot reply. If the rank has exited, the stacks are empty."""
         with self._changed:
             capture_stacks = self._captures.get(rank)
         return capture_stacks() if capture_stacks is not None else ProcessStacks()
@@ -322,7 +322,7 @@ class RankRequests:
             return sorted(self._channels)
 
     def deliver(self, rank: int, reply: Reply) -> None:
-        """Handle a reply. If no request here waits for it, relay it."""
+        """Handle a reply. If no request in this process waits for the reply, relay it."""
         with self._changed:
             if (rank, reply.number) in self._awaited:
                 self._replies[rank, reply.number] = reply
@@ -331,7 +331,7 @@ class RankRequests:
         self.relay(rank, reply)
 
     def forward(self, rank: int, events: Iterable[Event]) -> None:
-        """Forward another process's requests to a rank and relay its replies. Do nothing if the rank has exited."""
+        """Forward another process's requests to a rank, and relay its replies. Do nothing if the rank has exited."""
         with self._changed:
             channel = self._channels.get(rank)
         if channel is not None:
@@ -342,9 +342,9 @@ class RankRequests:
         """Send a request to each rank and return the replies that arrive within ``timeout`` seconds.
 
         Args:
-            ranks: The ranks.
+            ranks: The global indices of the ranks.
             make: Creates a request, given its number.
-            timeout: The time to wait for all replies, in seconds.
+            timeout: The maximum number of seconds to wait for all replies.
         """
         keys = set(self.send(ranks, make).items())
         deadline = time.monotonic() + timeout
@@ -398,7 +398,7 @@ class RankRequests:
         return None
 
     def _missing(self, keys: set[tuple[int, int]]) -> bool:
-        """Return whether a reply may still arrive. A restarted rank has another channel, and will not reply."""
+        """Return whether a reply may still arrive. A restarted rank has another channel, so it will not reply."""
         return any(
             key not in self._replies
             and (channel := self._channels.get(key[0])) is not None
