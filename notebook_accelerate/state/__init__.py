@@ -1,4 +1,4 @@
-"""The state of a process: rank and device, precision and plugins, gradient accumulation.
+"""The state of a process: its rank and device, precision and plugins, and gradient accumulation.
 
 As in Accelerate, all instances of a class share one dictionary per process, which the first instance fills.
 """

@@ -1,4 +1,4 @@
-"""The state of the current `Accelerator`: precision and plugins; and how the state of a process is reset."""
+"""The state of the current `Accelerator`, its precision and plugins, and functions that reset a process's state."""
 
 from __future__ import annotations
 
@@ -34,20 +34,21 @@ _TYPE_OF_PLUGIN = {
 class AcceleratorState(PartialState):
     """`PartialState` plus precision and plugins. All instances share one dictionary per process.
 
-    An instance that is created later with other settings changes the shared settings, and a warning lists the changes.
-    Settings that it does not pass stay the same, and objects that are already prepared keep working as before.
+    Creating another instance with other settings changes the shared settings, and a warning lists the changes. Settings
+    that are not passed stay the same, and objects that are already prepared keep working as before.
 
     Args:
-        mixed_precision: no, fp16, bf16 or fp8. None means the value of ACCELERATE_MIXED_PRECISION, or no.
+        mixed_precision: The precision: no, fp16, bf16 or fp8. None means the value of ACCELERATE_MIXED_PRECISION, or no
+            if it is not set.
         cpu: Whether to use the CPU.
         dynamo_plugin: How models are compiled (`TorchDynamoPlugin`).
         deepspeed_plugin: A `DeepSpeedPlugin`, or a dict of several by name, of which the first is active.
         fsdp_plugin: A `FullyShardedDataParallelPlugin`.
         torch_tp_plugin: A `TorchTensorParallelPlugin`.
         megatron_lm_plugin: A `MegatronLMPlugin`.
-        parallelism_config: A `ParallelismConfig`.
-        _from_accelerator: Whether an `Accelerator` creates this object.
-        kwargs: Arguments of `torch.distributed.init_process_group`.
+        parallelism_config: The parallel layout, a `ParallelismConfig`.
+        _from_accelerator: Whether an `Accelerator` is creating this object.
+        kwargs: Arguments for `torch.distributed.init_process_group`.
 
     Attributes:
         dynamo_plugin: How models are compiled, or None if they are not compiled.
@@ -135,7 +136,7 @@ class AcceleratorState(PartialState):
         """Clear the shared dictionary, so that the next instance reads the environment again.
 
         Args:
-            reset_partial_state: Whether to reset `PartialState`, too.
+            reset_partial_state: Whether to reset `PartialState` too.
         """
         AcceleratorState._shared_state.clear()
         if reset_partial_state:
@@ -143,7 +144,7 @@ class AcceleratorState(PartialState):
 
     @property
     def mixed_precision(self) -> str:
-        """The precision: no, fp16, bf16 or fp8. The precision in a DeepSpeed configuration has precedence."""
+        """The precision: no, fp16, bf16 or fp8. The precision in a DeepSpeed configuration takes precedence."""
         enabled = None if self.deepspeed_plugin is None else self.deepspeed_plugin.precision
         return self._mixed_precision if enabled is None or self._mixed_precision == "fp8" else str(enabled)
 
@@ -159,13 +160,13 @@ class AcceleratorState(PartialState):
         return self.distributed_type == DistributedType.FSDP and self.fsdp_plugin.fsdp_version == 2
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
-        """Return the DeepSpeed plugin that has a name.
+        """Return the DeepSpeed plugin with this name.
 
         Args:
             name: The key of the plugin in the dict that was passed to the `Accelerator`.
 
         Returns:
-            The plugin.
+            The plugin, whether or not it is the active one.
 
         Raises:
             ValueError: No plugin has that name.
@@ -177,7 +178,7 @@ class AcceleratorState(PartialState):
         return plugins[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Make the DeepSpeed plugin that has a name the active plugin.
+        """Make the DeepSpeed plugin with this name the active one.
 
         Args:
             name: The key of the plugin in the dict that was passed to the `Accelerator`.
@@ -218,7 +219,7 @@ def check_precision(name: Any) -> str | None:
 
 
 def precision_from_environ() -> str:
-    """Return the precision that the launch has set in ACCELERATE_MIXED_PRECISION, or "no"."""
+    """Return the precision that the launch has set in ACCELERATE_MIXED_PRECISION, or "no" if it has not set one."""
     return check_precision(environ.text("ACCELERATE_MIXED_PRECISION")) or "no"
 
 
@@ -240,7 +241,7 @@ def _deciding_plugin(slots: Slots) -> str:
     """Return the name of the plugin that determines the distributed type, or "" if there is no such plugin.
 
     Raises:
-        ValueError: There are several of these plugins, which contradict each other.
+        ValueError: Several plugins determine the type, and so contradict each other.
     """
     given = [name for name in _TYPE_OF_PLUGIN if slots.get(name) is not None]
     if len(given) > 1:
@@ -260,28 +261,28 @@ def _describe_change(name: str, old: Any, new: Any) -> str:
     return f"{name.lstrip('_')} from {shown[0]} to {shown[1]}"
 
 
-# ---- resetting the state, so that new and inline workers start afresh
+# ---- resetting the state, so that new workers and inline runs start afresh
 
 
 def reset_shared_state() -> None:
     """Clear this process's state, so that the next `Accelerator` or `PartialState` reads the environment again.
 
-    A process group that this process started is destroyed. A group that was inherited by a fork is only dropped,
-    because its threads and sockets belong to the parent.
+    A process group that this process has started is destroyed. A group that it has inherited in a fork is only dropped,
+    because the group's threads and sockets belong to the parent.
     """
     AcceleratorState._shared_state.clear()
     PartialState._shared_state.clear()
-    # Start a new dictionary instead of clearing it: objects that are already prepared keep the old one.
+    # Start a new dictionary instead of clearing the old one, which objects that are already prepared keep.
     GradientState._shared_state = {}
     process_group.forget_group()
     reset_warnings()
 
 
 def replace_shared_state(with_: tuple[Slots, Slots, Slots] | None = None) -> tuple[Slots, Slots, Slots]:
-    """Replace the dictionaries of the state classes; existing objects keep the previous dictionaries.
+    """Replace the dictionaries of the state classes. Existing objects keep the previous dictionaries.
 
     Args:
-        with_: The dictionaries of `PartialState`, `AcceleratorState` and `GradientState`; None means empty ones.
+        with_: The dictionaries of `PartialState`, `AcceleratorState` and `GradientState`. If None, new empty ones.
 
     Returns:
         The previous dictionaries.
@@ -293,7 +294,7 @@ def replace_shared_state(with_: tuple[Slots, Slots, Slots] | None = None) -> tup
 
 
 def start_afresh() -> None:
-    """Discard the state that an inline run has left behind if it was the first to import this package."""
+    """Discard the state that an inline run leaves behind if that run was the first to import this package."""
     process_group.end_group_of_one()
     replace_shared_state()
 

@@ -15,7 +15,7 @@ class GradientState:
     latest one.
 
     Args:
-        gradient_accumulation_plugin: A `GradientAccumulationPlugin`; None keeps the current settings.
+        gradient_accumulation_plugin: A `GradientAccumulationPlugin`. If None, the current settings are kept.
 
     Attributes:
         sync_gradients: Whether this step completes a window, so that gradients are reduced and the optimizer steps.
@@ -69,7 +69,7 @@ class GradientState:
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether the scheduler counts the batches that do not complete a window."""
+        """Whether the scheduler also counts batches that do not complete a window."""
         return bool(self.plugin_kwargs.get("adjust_scheduler", False))
 
     @property
@@ -79,7 +79,7 @@ class GradientState:
 
     @property
     def sync_each_batch(self) -> bool:
-        """Whether gradients are exchanged in every batch, not only in the one that completes the window."""
+        """Whether gradients are exchanged for every batch, not only for the one that completes the window."""
         return bool(self.plugin_kwargs.get("sync_each_batch", False))
 
     @property
@@ -102,7 +102,8 @@ class GradientState:
     def remainder(self) -> int:
         """The number of samples in the active loader's last round that are not padding.
 
-        0 means all samples. -1 means that the number is unknown, or that no loader is being read.
+        A value of 0 means that none are padding. A value of -1 means that the number is unknown, or that no loader is
+        being read.
         """
         loader = self.dataloader_references[-1]
         return -1 if loader is None else loader.remainder
@@ -114,7 +115,7 @@ class GradientState:
             step: The number of batches before this one.
 
         Returns:
-            The number of batches including this one, or 0 if the end of a loader completes the window.
+            The number of batches including this one, or 0 if this batch completes the window by ending its loader.
         """
         if self.end_of_dataloader and self.sync_with_dataloader:
             self.sync_gradients = True
@@ -127,7 +128,7 @@ class GradientState:
         self.sync_gradients = sync_gradients
 
     def _add_dataloader(self, dataloader: Any) -> None:
-        """Register a loader that is being read."""
+        """Register a loader whose iteration has started."""
         # Register a loader only once, even if it is read again before its end.
         self._remove_dataloader(dataloader)
         self.dataloader_references.append(dataloader)

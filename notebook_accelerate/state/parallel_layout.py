@@ -1,6 +1,6 @@
-"""The parallel layout of ranks: plugins that the launch requests or a layout implies, and the device mesh.
+"""The parallel layout of ranks: the plugins that the launch requests or a layout implies, and the device mesh.
 
-The plugins are imported when they are used, because importing their modules takes milliseconds.
+Plugin classes are imported only when they are used, because importing their modules takes milliseconds.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _FROM_ENVIRON: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 def plugins_from_environ(requested: Slots) -> Slots:
-    """Create the plugins that the launch requests through environment variables and the user has not passed.
+    """Create the plugins that the launch requests in environment variables and that the user has not passed.
 
     Args:
-        requested: The user's plugins by name.
+        requested: The plugins that the user has passed, by name.
 
     Returns:
         The new plugins by name.
@@ -62,7 +62,7 @@ def offloads_gradients(requested: Slots) -> bool:
     """Return whether FSDP 2 offloads gradients, so that clipping them needs collectives on the CPU (pytorch#148532).
 
     Args:
-        requested: The plugins by name.
+        requested: The plugins that the user has passed, by name.
     """
     plugin = requested.get("fsdp_plugin")
     if plugin is not None:
@@ -75,16 +75,16 @@ def offloads_gradients(requested: Slots) -> bool:
 
 
 def arrange_ranks(slots: Slots) -> Slots:
-    """Check the parallel layout against the world size and create its mesh; every rank must call this.
+    """Check the parallel layout against the world size, and create its mesh; every rank must call this.
 
     Args:
-        slots: The state's settings.
+        slots: The settings of the `AcceleratorState`.
 
     Returns:
         The layout, the mesh, and the FSDP plugin, which the layout may imply if the user has not passed one.
 
     Raises:
-        ValueError: The degrees do not match the world size, or need another plugin.
+        ValueError: The layout's degrees do not match the world size, or need another plugin.
     """
     layout, tp_plugin = slots.get("parallelism_config"), slots.get("torch_tp_plugin")
     if layout is None and tp_plugin is not None and tp_plugin.tp_size > 1:
@@ -120,7 +120,7 @@ def arrange_ranks(slots: Slots) -> Slots:
 
 
 def _check_no_engine(layout: ParallelismConfig, slots: Slots) -> None:
-    """Check that the ranks are not arranged by both the layout and the engine of a plugin."""
+    """Check that the layout does not arrange ranks that a plugin's engine also arranges."""
     given = [name for name in ("deepspeed_plugins", "megatron_lm_plugin") if slots.get(name) is not None]
     if given and layout.total_size > 1:
         name = given[0].removesuffix("s")
@@ -132,7 +132,7 @@ def _check_no_engine(layout: ParallelismConfig, slots: Slots) -> None:
 
 
 def _arrange_sequence_ranks(layout: ParallelismConfig, slots: Slots) -> Slots:
-    """Create the mesh of sequence parallel ranks, for DeepSpeed's attention."""
+    """Create the mesh of sequence-parallel ranks for DeepSpeed's attention."""
     if layout.tp_enabled:
         raise ValueError(
             f"sp_size={layout.sp_size} with tp_size={layout.tp_size} is not allowed: DeepSpeed's sequence parallelism "
@@ -150,7 +150,7 @@ def _arrange_sequence_ranks(layout: ParallelismConfig, slots: Slots) -> Slots:
 
 
 def _arrange_pipeline_ranks(layout: ParallelismConfig, slots: Slots) -> Slots:
-    """Create the mesh of pipeline ranks, for inference."""
+    """Create the mesh of pipeline ranks for inference."""
     given = [name for name in ("fsdp_plugin", "deepspeed_plugins", "megatron_lm_plugin") if slots.get(name) is not None]
     if given:
         raise ValueError(

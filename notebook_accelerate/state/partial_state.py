@@ -24,7 +24,7 @@ Slots = dict[str, Any]
 
 
 SharedDict: Callable[[], Slots] = dict
-"""The type of the dictionary that all instances of a state class share; there is one per process."""
+"""The type of the dictionary that all instances of a state class in a process share."""
 
 _Inputs = TypeVar("_Inputs")
 
@@ -32,21 +32,21 @@ _Inputs = TypeVar("_Inputs")
 class PartialState(RankExecution):
     """The rank, the world size and the device. All instances share one dictionary per process.
 
-    The first instance reads the environment: RANK, WORLD_SIZE, ... as set by torchrun and by this package's launchers.
-    With several ranks it starts the process group, so every rank must create an instance.
+    The first instance reads RANK, WORLD_SIZE and other environment variables, which torchrun and this package's
+    launchers set. With several ranks, it starts the process group, so every rank must create an instance.
 
     Args:
         cpu: Whether to use the CPU.
-        kwargs: Arguments of `torch.distributed.init_process_group`, for example from
+        kwargs: Arguments for `torch.distributed.init_process_group`, for example from
             `InitProcessGroupKwargs(...).to_kwargs()`.
 
     Attributes:
         device: The `torch.device` of this rank.
-        distributed_type: The `DistributedType`.
+        distributed_type: How the ranks are distributed, a `DistributedType`.
         num_processes: The number of ranks.
-        process_index: The number of this rank, counted from 0.
+        process_index: The index of this rank, counted from 0.
         local_process_index: The index of this rank on its machine.
-        backend: The name of the process group's back end, or None without a group.
+        backend: The name of the process group's backend, or None without a group.
         communicator: The name of the implementation of collectives: none, torch or xla.
         debug: Whether the arguments of collectives are compared between ranks before they run (ACCELERATE_DEBUG_MODE).
         fork_launched: Whether a notebook launch forked this process.
@@ -80,7 +80,7 @@ class PartialState(RankExecution):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # When it is unpickled in another process, it becomes the state of that process.
+        # When an instance is unpickled in another process, it becomes the state of that process.
         return type(self), ()
 
     def __getattr__(self, name: str) -> Any:
@@ -94,7 +94,7 @@ class PartialState(RankExecution):
 
     @staticmethod
     def _reset_state() -> None:
-        """Clear the shared dictionary, so that the next instance reads the environment; keep the process group."""
+        """Clear the shared dictionary, so that the next instance reads the environment. Keep the process group."""
         PartialState._shared_state.clear()
 
     @property
@@ -147,8 +147,8 @@ class PartialState(RankExecution):
         """Print on one rank of each machine.
 
         Args:
-            args: The arguments of the built-in print.
-            kwargs: The keyword arguments of the built-in print.
+            args: Positional arguments for the built-in `print`.
+            kwargs: Keyword arguments for the built-in `print`.
         """
         if self.is_local_main_process:
             print(*args, **kwargs)  # noqa: T201 - the purpose of this method
@@ -157,8 +157,8 @@ class PartialState(RankExecution):
         """Destroy a process group; every rank in the group must call this.
 
         Args:
-            group: The group. None means the default group, which is kept if a notebook launch forked this process,
-                because the launch destroys it.
+            group: The group to destroy. None means the default group, which is kept if a notebook launch forked this
+                process, because the launch destroys it.
         """
         if self.fork_launched and group is None:
             return
@@ -197,7 +197,7 @@ def _world_of_group() -> World | None:
 
 
 def _start_group(world: World, row: Row, device: torch.device, kwargs: dict[str, Any]) -> str | None:
-    """Start the process group unless one exists or the device does not use one, and return the back end's name."""
+    """Start the process group unless one exists or the device does not use one, and return the backend's name."""
     if row.communicator != "torch":
         return row.backend
     wait_for_idle_at_exit()
@@ -212,7 +212,7 @@ def _start_group(world: World, row: Row, device: torch.device, kwargs: dict[str,
 
 
 def _existing_backend(backend: str, row: Row, with_cpu: bool) -> str:
-    """Return the back end of the existing process group, and warn if it lacks a back end for the CPU."""
+    """Return the backend of the existing process group, and warn if the group lacks a backend for the CPU."""
     if with_cpu and "gloo" not in backend:
         wanted = choose_backend(row, None, with_cpu)
         warn_once(
@@ -224,7 +224,7 @@ def _existing_backend(backend: str, row: Row, with_cpu: bool) -> str:
 
 
 def _apply_settings(state: PartialState, cpu: bool, kwargs: dict[str, Any]) -> None:
-    """Apply the settings of a later instance if they differ from the current ones."""
+    """Apply the settings with which a later instance is created, if they differ from the current ones."""
     requested = kwargs.get("backend")
     row = device_row(cpu=cpu or state._cpu)
     usable = choose_backend(row, requested) if requested and state.backend else state.backend
@@ -245,7 +245,7 @@ def _apply_settings(state: PartialState, cpu: bool, kwargs: dict[str, Any]) -> N
     _initialize(state, cpu, kwargs)
 
 
-# ---- device and back end
+# ---- device and backend
 
 Row = device_table.DeviceRow
 
@@ -255,11 +255,11 @@ def device_row(*, cpu: bool, world: World | None = None) -> Row:
 
     Args:
         cpu: Whether to use the CPU.
-        world: The rank and world size, if known. If there are several ranks, but devices of this type cannot be
+        world: The rank and world size, if known. If there are several ranks but devices of this type cannot be
             connected, the CPU is used.
 
     Returns:
-        The row for the type in ACCELERATE_TORCH_DEVICE if it is set, otherwise for this machine's accelerator or CPU.
+        The row of the type in ACCELERATE_TORCH_DEVICE if it is set, otherwise of this machine's accelerator or the CPU.
     """
     requested = _requested_device()
     kind = hardware.detect().accelerator if requested is None else requested.type
@@ -314,15 +314,16 @@ def _requested_device() -> torch.device | None:
 
 
 def choose_backend(row: Row, requested: str | None, with_cpu: bool = False) -> str:
-    """Return the back end that connects the ranks.
+    """Return the backend that connects the ranks.
 
     Args:
         row: The row of the device type.
-        requested: The user's choice. nccl, the default of `InitProcessGroupKwargs`, means the device's default.
-        with_cpu: Whether ranks on accelerators also exchange tensors in main memory, which NCCL does not support.
+        requested: The backend that the user has chosen. "nccl" is the default of `InitProcessGroupKwargs`, and means
+            the default of the device type.
+        with_cpu: Whether ranks on accelerators also exchange tensors in CPU memory, which NCCL does not support.
 
     Returns:
-        The name of the back end for `torch.distributed.init_process_group`, such as "nccl" or "cuda:nccl,cpu:gloo".
+        The name of the backend for `torch.distributed.init_process_group`, such as "nccl" or "cuda:nccl,cpu:gloo".
     """
     if requested not in {None, "nccl"}:
         return str(requested)
@@ -330,7 +331,7 @@ def choose_backend(row: Row, requested: str | None, with_cpu: bool = False) -> s
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Accept any arguments and do nothing. It replaces a function on the ranks that must not run it."""
+    """Accept any arguments and do nothing. This replaces a function on the ranks that must not run it."""
 
 
 class ThreadLocalSharedDict(threading.local):

@@ -1,4 +1,4 @@
-"""Start the process group, wait for its ranks and destroy it, and read rank and world size from the environment."""
+"""Start, wait for and destroy the process group, and read the rank and world size from the environment."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.torch_internals import drop_process_groups
 from notebook_accelerate.worker import collective_timeouts
 
-# Whether this process inherited the default group through a fork. It must never use the group's handles, because their
-# sockets and threads belong to the parent.
+# Whether this process has inherited the default group in a fork. It must then never use the group's handles, because
+# their sockets and threads belong to the parent.
 _inherited = False
 
 
@@ -49,11 +49,11 @@ def start_group(backend: str, world: World, device: torch.device, **kwargs: Any)
     """Start the default process group; every rank must call this.
 
     Args:
-        backend: The back end: gloo, nccl, xccl, ...
-        world: The rank and world size. If one launch started all ranks on one machine, they find each other in its
-            private folder. All other ranks find each other at MASTER_ADDR and MASTER_PORT.
-        device: The rank's device. A group on an accelerator is bound to it.
-        kwargs: Further arguments of `torch.distributed.init_process_group`.
+        backend: The backend's name: gloo, nccl, xccl, ...
+        world: The rank and world size. If a single launch has started all ranks on one machine, the ranks find each
+            other in its private folder. Otherwise they find each other at MASTER_ADDR and MASTER_PORT.
+        device: The rank's device. If it is an accelerator, the group is bound to it.
+        kwargs: Further arguments for `torch.distributed.init_process_group`.
     """
     timeout = kwargs.get("timeout") or DEFAULT_TIMEOUT
     if device.type == "cuda":
@@ -64,7 +64,7 @@ def start_group(backend: str, world: World, device: torch.device, **kwargs: Any)
     if folder and not {"store", "init_method"} & set(kwargs):
         kwargs["store"] = _file_store(folder, number, world, timeout)
     dist.init_process_group(backend=backend, rank=world.rank, world_size=world.size, **kwargs)
-    if _is_launched() and backend != "mpi":  # The back end mpi has no store.
+    if _is_launched() and backend != "mpi":  # The backend mpi has no store.
         _wait_for_all(number, world)
     if telemetry.current_sink() is not None:
         _let_kernel_time_out()
@@ -83,7 +83,7 @@ def _avoid_peer_to_peer() -> None:
 
 
 _numbers = itertools.count()
-"""Numbers this process's groups, so that each has its own keys or store. All ranks create groups in the same order."""
+"""Numbers for this process's groups, each of which needs its own keys or store. All ranks create them in this order."""
 
 
 def _is_launched() -> bool:
@@ -94,8 +94,8 @@ def _is_launched() -> bool:
 def _file_store(folder: str, number: int, world: World, timeout: timedelta) -> Any:
     """Return a store in the private folder of the run.
 
-    torch's own store would listen at MASTER_PORT on all interfaces, regardless of MASTER_ADDR, and execute the requests
-    of any client. Another user of the machine could join the group, and send pickled objects to its ranks.
+    torch's own store would listen on MASTER_PORT on all interfaces, regardless of MASTER_ADDR, and serve any client.
+    Another user of the machine could then join the group, and send pickled objects to its ranks.
     """
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     store = dist.FileStore(str(Path(folder, f"{attempt}-{number}")), world.size)  # type: ignore[attr-defined]
@@ -106,9 +106,9 @@ def _file_store(folder: str, number: int, world: World, timeout: timedelta) -> A
 def _wait_for_all(number: int, world: World) -> None:
     """Wait until every rank has connected to the group.
 
-    gloo returns to a rank as soon as the rank's own connections exist. If the rank's function ended at this point,
-    ranks that are still connecting would miss its connections. Rank 0, which may serve the store, waits until no other
-    rank needs the store.
+    With gloo, creating the group returns as soon as the rank's own connections exist. If the rank's function ended at
+    this point, ranks that are still connecting could not connect to the rank. Rank 0, which may serve the store, also
+    waits until no other rank needs the store.
     """
     from notebook_accelerate.torch_internals import default_store
 
@@ -125,12 +125,12 @@ def start_group_of_one(backend: str, device: torch.device) -> None:
     """Start a default process group with a single rank, for libraries that require a group.
 
     Args:
-        backend: The back end: gloo, nccl, xccl, ...
-        device: The rank's device. A group on an accelerator is bound to it.
+        backend: The backend's name: gloo, nccl, xccl, ...
+        device: The rank's device. If it is an accelerator, the group is bound to it.
     """
     global _group_of_one  # noqa: PLW0603 - there is one default group per process
-    # Import this before the group exists: it imports functions that take the current group as a default argument, and
-    # would keep the group open.
+    # Import this before the group exists, because it imports functions with the current group as a default argument.
+    # These would keep the group open.
     from notebook_accelerate.torch_internals import HashStore
 
     store = HashStore()
@@ -143,7 +143,7 @@ _group_of_one: Any = None
 
 
 def end_group_of_one() -> None:
-    """Destroy the default group if `start_group_of_one` started it."""
+    """Destroy the default group if `start_group_of_one` has started it."""
     if _group_of_one is not None and group_exists() and dist.group.WORLD is _group_of_one():
         end_group()
 
@@ -154,8 +154,8 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 def _let_kernel_time_out() -> None:
     """Let the kernel enforce the time limit of collectives, because it can pause the limit at a breakpoint.
 
-    torch cannot extend the limit of an operation that is already waiting, so torch's own limit is raised before the
-    first operation. The rendezvous has still used the requested limit.
+    torch cannot extend the limit of an operation that is already waiting, so torch's own limit is increased before the
+    first operation. The rendezvous has already used the requested limit.
     """
     if (requested := collective_timeouts.lengthen(dist.group.WORLD)) is not None:
         telemetry.emit(telemetry.GroupTimeoutEvent(requested))
@@ -165,7 +165,7 @@ def end_group(group: Any = None) -> None:
     """Destroy a process group if this process has one; every rank must call this.
 
     Args:
-        group: The group; None means the default group.
+        group: The group to destroy. None means the default group.
     """
     if not group_exists():
         return
@@ -175,7 +175,7 @@ def end_group(group: Any = None) -> None:
         _end_callbacks.pop()()
     dist.destroy_process_group(group)
     if has_callbacks:
-        gc.collect()  # Reference cycles contain groups, and would keep their sockets open.
+        gc.collect()  # Groups in reference cycles would keep their sockets open.
 
 
 _end_callbacks: list[Callable[[], None]] = []
@@ -185,7 +185,7 @@ def call_before_group_ends(release: Callable[[], None]) -> None:
     """Register a function that makes a library release the default group. It is called once, before the group ends.
 
     Args:
-        release: The function, which is called without arguments.
+        release: A function that takes no arguments.
     """
     _end_callbacks.append(release)
 
@@ -198,15 +198,15 @@ def keep_group_for(group: Any, *owners: Any) -> None:
     owner is DDP's reducer, which is freed after `destroy_process_group`, both wait forever (torch 2.13 and earlier).
 
     Args:
-        group: The group.
-        owners: The objects that may outlive all other references to it.
+        group: The process group to keep.
+        owners: The objects that own the group and may outlive all other references to it.
     """
     for owner in owners:
         weakref.finalize(owner, _drop_reference, group).atexit = False
 
 
 def _drop_reference(group: Any) -> None:
-    """Do nothing: returning drops the reference in the argument."""
+    """Do nothing. The reference in the argument is dropped when the function returns."""
 
 
 def forget_group() -> None:
@@ -253,16 +253,16 @@ BARRIERS: dict[str, Callable[[torch.device], None]] = {
 # ---- gloo's threads, which must be idle before the interpreter exits or their process group is destroyed
 
 _NAME = "pt_gloo_runloop"
-"""The name of the threads in torch 2.13 and later; torch 2.9 does not name them."""
+"""The name of the threads in torch 2.13 and later. In torch 2.9, the threads have no name."""
 _TASKS = Path("/proc/self/task")
 _CHECK_PERIOD = 0.001
-"""Seconds between two checks of the threads, during which they can acquire the GIL."""
+"""Seconds between two checks of the threads. In this time, the threads can acquire the GIL."""
 _IDLE_CHECKS = 2
-"""How many consecutive checks must find all threads asleep."""
+"""The number of consecutive checks that must find all threads asleep."""
 LIMIT = 5.0
 """Seconds after which threads that are still busy are ignored."""
 _GRACE = 0.02
-"""Seconds to wait if no thread has this name, because of another system or an older torch, or without gloo."""
+"""Seconds to wait if no thread has this name: on other systems, with an older torch, or without gloo."""
 
 
 @functools.cache  # The cache makes sure that the function is registered only once per process.
@@ -272,10 +272,10 @@ def wait_for_idle_at_exit() -> None:
 
 
 def wait_for_idle(limit: float = LIMIT) -> None:
-    """Wait until gloo's threads are idle. If they are idle already, this takes one to two milliseconds.
+    """Wait until gloo's threads are idle. If they already are, this takes one to two milliseconds.
 
-    A thread that has run a collective frees the collective's tensors after `wait` has returned, and needs the GIL for
-    that. If the interpreter is exiting, Python terminates the thread, and this kills the process ("terminate called
+    A thread that has run a collective frees the collective's tensors after `wait` has returned, and needs the GIL to do
+    so. If the interpreter is exiting, Python terminates the thread, and this kills the process ("terminate called
     without an active exception"). If the group's destructor holds the GIL and joins the thread, both wait forever.
     See https://github.com/pytorch/pytorch/issues/190489 (torch 2.13 and earlier).
 
@@ -286,7 +286,7 @@ def wait_for_idle(limit: float = LIMIT) -> None:
     threads = _threads()
     asleep = 0
     while threads and asleep < _IDLE_CHECKS and time.monotonic() < end:
-        time.sleep(_CHECK_PERIOD)  # This releases the GIL, so a thread that waits for it can run now.
+        time.sleep(_CHECK_PERIOD)  # Sleeping releases the GIL, so that a thread that waits for it can run.
         asleep = asleep + 1 if all(_is_asleep(thread) for thread in threads) else 0
     if not threads:
         time.sleep(_GRACE)
@@ -329,7 +329,7 @@ def world_from_environ() -> World:
     """Read the rank and world size from the environment.
 
     Returns:
-        The values. If no variable is set, rank 0 of 1.
+        The rank and world size. If no variable is set, rank 0 of a single rank.
 
     Raises:
         ValueError: A variable is not a number, or the rank is not below the world size.
@@ -349,7 +349,7 @@ def _first(value_name: str, default: int) -> int:
     return environ.get_int_from_env(RANK_VARIABLES[value_name], default)
 
 
-# The variables of torchrun, followed by those of Intel MPI and MPICH, Open MPI, and MVAPICH2.
+# The variables of torchrun come first, followed by those of Intel MPI and MPICH, Open MPI, and MVAPICH2.
 RANK_VARIABLES = {
     "rank": ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"),
     "world_size": ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"),
@@ -371,7 +371,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
     Args:
         local_process_index: The index of this rank on its machine.
-        verbose: Whether to print the cores; None means only with ACCELERATE_DEBUG_MODE.
+        verbose: Whether to print the cores. If None, they are printed only with ACCELERATE_DEBUG_MODE.
     """
     cores = _near_cores(local_process_index)
     if not cores or not hasattr(os, "sched_setaffinity"):
@@ -382,7 +382,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
 
 def _near_cores(local_process_index: int) -> set[int]:
-    """Return the allowed cores near a GPU, which Linux lists for its PCI slot, or an empty set if there is no list."""
+    """Return the allowed cores near a GPU, which Linux lists for the GPU's PCI slot, or an empty set without a list."""
     if not device_counts.count("cuda"):
         return set()
     gpu = nvml.visible_gpu(local_process_index)
@@ -399,7 +399,7 @@ def parse_cpu_list(text: str) -> set[int]:
     """Parse a list of cores such as ``0-3,8,10-11``.
 
     Args:
-        text: The list in the format of Linux.
+        text: The list, in the format that Linux uses.
     """
     cores: set[int] = set()
     for part in filter(None, text.strip().split(",")):

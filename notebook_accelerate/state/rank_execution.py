@@ -1,4 +1,4 @@
-"""Choose the ranks that run a function and their order, and split inputs between ranks."""
+"""Choose which ranks run a function, and in which order, and split inputs between ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RankDecorator(Protocol):
 
 
 class RankExecution:
-    """Mixin of `PartialState`, `AcceleratorState` and `Accelerator` that selects the ranks that run a function.
+    """A mixin of `PartialState`, `AcceleratorState` and `Accelerator` that selects the ranks that run a function.
 
     Subclasses define num_processes, process_index, local_process_index and wait_for_everyone.
     """
@@ -55,7 +55,7 @@ class RankExecution:
         """Let rank 0 run the block before the others; every rank must enter it.
 
         Returns:
-            A context manager. The other ranks start when rank 0 has left the block, even if it raised an exception.
+            A context manager. The other ranks start when rank 0 has left the block, even by an exception.
         """
         return self._runs_first(self.is_main_process)
 
@@ -63,7 +63,7 @@ class RankExecution:
         """Let the first rank of each machine run the block before the others; every rank must enter it.
 
         Returns:
-            A context manager.
+            A context manager. The other ranks start when the first one has left the block.
         """
         return self._runs_first(self.is_local_main_process)
 
@@ -87,10 +87,10 @@ class RankExecution:
         """Make `function` run only on rank 0.
 
         Args:
-            function: The function; None returns the decorator.
+            function: The function to decorate. If None, the decorator is returned.
 
         Returns:
-            The function. On other ranks, it does nothing and returns None.
+            The decorated function. On other ranks, it does nothing and returns None.
         """
         return _only_if(lambda: self.is_main_process, function)
 
@@ -104,10 +104,10 @@ class RankExecution:
         """Make `function` run only on the first rank of each machine.
 
         Args:
-            function: The function; None returns the decorator.
+            function: The function to decorate. If None, the decorator is returned.
 
         Returns:
-            The function. On other ranks, it does nothing and returns None.
+            The decorated function. On other ranks, it does nothing and returns None.
         """
         return _only_if(lambda: self.is_local_main_process, function)
 
@@ -115,10 +115,10 @@ class RankExecution:
         """Make `function` run only on the last rank.
 
         Args:
-            function: The function.
+            function: The function to decorate.
 
         Returns:
-            The function. On other ranks, it does nothing and returns None.
+            The decorated function. On other ranks, it does nothing and returns None.
         """
         return _only_if(lambda: self.is_last_process, function)
 
@@ -134,11 +134,11 @@ class RankExecution:
         """Make `function` run only on one rank.
 
         Args:
-            function: The function; None returns the decorator.
-            process_index: The rank; None means every rank. With a single rank, the function always runs.
+            function: The function to decorate. If None, the decorator is returned.
+            process_index: The rank that runs the function. None means every rank. With a single rank, it always runs.
 
         Returns:
-            The function. On other ranks, it does nothing and returns None.
+            The decorated function. On other ranks, it does nothing and returns None.
         """
         return _only_if(lambda: process_index in {None, self.process_index} or self.num_processes == 1, function)
 
@@ -164,13 +164,13 @@ class RankExecution:
         """Make `function` run only on one rank of each machine.
 
         Args:
-            function: The function; None returns the decorator.
-            local_process_index: The index of the rank on its machine; None means every rank. With a single rank, the
+            function: The function to decorate. If None, the decorator is returned.
+            local_process_index: The index of that rank on its machine. None means every rank. With a single rank, the
                 function always runs.
             local_process_idx: The deprecated name of local_process_index.
 
         Returns:
-            The function. On other ranks, it does nothing and returns None.
+            The decorated function. On other ranks, it does nothing and returns None.
         """
         if local_process_idx is not None:
             warn_once("on_local_process(local_process_idx=...) is deprecated: pass local_process_index=...")
@@ -182,7 +182,7 @@ class RankExecution:
 def _only_if(condition: Callable[[], bool], function: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return a function that calls `function` only if `condition` is true.
 
-    The condition is evaluated at each call, because the process may be forked after the function was decorated.
+    The condition is evaluated at each call, because the process may be forked after it has decorated the function.
     """
     if function is None:
         return functools.partial(_only_if, condition)
@@ -208,7 +208,7 @@ def share_bounds(length: int, rank: int, size: int) -> tuple[int, int]:
         size: The number of ranks.
 
     Returns:
-        The begin and the end of the share. The first `length % size` ranks have one item more than the others.
+        The start and the end of the share. The first `length % size` ranks have one item more than the others.
     """
     base, extra = divmod(length, size)
     begin = rank * base + min(rank, extra)
@@ -223,7 +223,7 @@ def split_share(inputs: Any, rank: int, size: int, *, padding: bool, device: tor
         rank: The rank, counted from 0.
         size: The number of ranks.
         padding: Whether to repeat the last item of `inputs` until all shares have the same length.
-        device: The device to which a tensor is moved with `padding`, so that it can be gathered.
+        device: The device to which a tensor is moved if `padding` is true, so that it can be gathered.
 
     Returns:
         The share, which has the same type as `inputs` and may be empty without padding. As in Accelerate, strings and
@@ -266,7 +266,7 @@ def _slice_and_pad(inputs: Any, begin: int, end: int, pad: int, device: torch.de
         if pad:
             share = torch.cat([share, inputs[-1:].expand(pad, *inputs.shape[1:])])
         return share if device is None else share.to(device)
-    if hasattr(inputs, "select") and hasattr(inputs, "column_names"):  # A datasets.Dataset, recognized without import.
+    if hasattr(inputs, "select") and hasattr(inputs, "column_names"):  # Recognise a datasets.Dataset without importing.
         return inputs.select([*range(begin, end), *[len(inputs) - 1] * pad])
     share = inputs[begin:end]
     if not pad:

@@ -15,7 +15,7 @@ def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
     """Issue a warning that points at the user's code, unless this process has shown the same message before.
 
     Args:
-        message: The message.
+        message: The text of the warning.
         category: The category of the warning.
     """
     if message not in _shown:
@@ -27,7 +27,7 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
     """Issue a warning that points at the user's code.
 
     Args:
-        message: The message.
+        message: The text of the warning.
         category: The category of the warning.
     """
     depth, _ = user_frame()
