@@ -69,7 +69,7 @@ class ProcessInspector:
         self._lock = threading.Lock()
 
     def open_dump(self, path: str) -> None:
-        """Open the rank's dump file. Call this as soon as the rank sends ``path``, because a signal may end the rank."""
+        """Open the rank's dump file. Call this when the rank has sent ``path``, because a signal may end the rank."""
         with suppress(OSError), self._lock:
             if self._dump is not None:
                 os.close(self._dump)
