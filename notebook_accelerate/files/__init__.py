@@ -1,1 +1,1 @@
-"""Files: at URLs, of weights, from untrusted sources; guarded from other users, and temporary."""
+"""Access to files: at URLs, with weights, from untrusted sources, protected from other users, and temporary."""

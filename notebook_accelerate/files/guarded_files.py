@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 MAX_LINKS = 40
-"""Maximum number of symbolic links on the way to a folder, as in Linux."""
+"""The maximum number of symbolic links on the way to a folder, as in Linux."""
 MAX_DEPTH = 50
-"""Maximum nesting of JSON."""
+"""The maximum nesting depth of JSON."""
 MIN_CONTAINERS = 1 << 16
-"""Number of lists and objects that is always allowed. Longer JSON may have one per eight bytes."""
+"""The number of lists and objects that is always allowed. Longer JSON may have one per eight bytes."""
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
 """A JSON string, terminated or not. Matching unterminated ones keeps the search linear."""
 
@@ -39,11 +39,11 @@ def make_folder(folder: Path, *, private: bool = True) -> None:
     """Create a folder with mode 0700, including missing parents, or check an existing folder.
 
     Args:
-        folder: The folder.
+        folder: The folder to create or check.
         private: Whether to require that other users cannot read it either.
 
     Raises:
-        OSError: It cannot be created, another user owns it, or other users can replace its contents.
+        OSError: The folder cannot be created, another user owns it, or other users can replace its contents.
     """
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     for each in reversed(missing):
@@ -56,12 +56,12 @@ def check_folder(folder: Path, *, private: bool = False) -> None:
     """Check that a folder belongs to the user, and that no other user can replace it or its contents.
 
     Args:
-        folder: The folder.
+        folder: The folder to check.
         private: Whether to require that other users cannot read it either.
 
     Raises:
         FileNotFoundError: There is no such folder.
-        ForeignFileError: Another user can modify or replace it. The message says what to do.
+        ForeignFileError: Another user can modify or replace the folder. The message says what to do.
     """
     here = Path(folder.absolute().anchor)
     found = here.stat()
@@ -151,7 +151,7 @@ def _is_private_group(number: int) -> bool:
     user = os.getuid()
     try:
         group = grp.getgrgid(number)
-    except KeyError:  # For example in a container that runs with an arbitrary user id.
+    except KeyError:  # This happens, for example, in a container that runs with an arbitrary user ID.
         return number == os.getgid() == user
     is_users = (number == 0) if user == 0 else _name_of(user) == group.gr_name
     return is_users and all(_uid_of(name) in (user, 0) for name in group.gr_mem)
@@ -183,14 +183,14 @@ def read_limited(path: Path, most: int, *, own: bool = False) -> bytes:
     """Read a regular file of limited size.
 
     Args:
-        path: The file.
+        path: The file to read.
         most: The maximum size in bytes.
         own: Whether to require that the file belongs to the user or root, and is not a symbolic link.
 
     Raises:
         ForeignFileError: The file belongs to another user.
-        OSError: It is not a regular file, or it cannot be read.
-        ValueError: The file is larger.
+        OSError: The path is not a regular file, or the file cannot be read.
+        ValueError: The file is larger than the maximum.
     """
     descriptor = open_regular(path, own=own)
     with os.fdopen(descriptor, "rb") as file:
@@ -207,7 +207,7 @@ def open_regular(path: Path, *, own: bool = False) -> int:
     The checks are made on the open file, so that nobody can replace it in between.
 
     Args:
-        path: The file.
+        path: The file to open.
         own: Whether to require that the file belongs to the user or root, and is not a symbolic link.
 
     Returns:
@@ -215,7 +215,7 @@ def open_regular(path: Path, *, own: bool = False) -> int:
 
     Raises:
         ForeignFileError: The file belongs to another user.
-        OSError: It is not a regular file, or it cannot be opened.
+        OSError: The path is not a regular file, or the file cannot be opened.
     """
     # Check before opening too, because opening some devices changes their state.
     if not stat.S_ISREG((path.lstat() if own else path.stat()).st_mode):
@@ -240,16 +240,16 @@ def parse_json(data: bytes, most_containers: int | None = None) -> Any:
 
     Args:
         data: The JSON, in UTF-8.
-        most_containers: The maximum number of lists and objects. None means only the limit based on the length.
+        most_containers: The maximum number of lists and objects. If None, only the limit based on the length applies.
 
     Raises:
-        ValueError: It is not JSON, is nested too deeply, or has too many lists and objects, which take at least 64
-            bytes each.
+        ValueError: The data is not JSON, is nested too deeply, or has too many lists and objects, each of which takes
+            at least 64 bytes.
     """
     limit = max(MIN_CONTAINERS, len(data) // 8)
     limit = limit if most_containers is None else min(limit, most_containers)
     if data.count(b"[") + data.count(b"{") > limit:
-        bare = _STRING.sub(b"", data)  # Texts may contain any number of brackets.
+        bare = _STRING.sub(b"", data)  # Strings may contain any number of brackets.
         if bare.count(b"[") + bare.count(b"{") > limit:
             raise ValueError(f"it has more than {limit:,} lists and objects")
     try:
@@ -262,11 +262,11 @@ def check_depth(value: Any, most: int = MAX_DEPTH) -> None:
     """Check how deeply a value from JSON is nested.
 
     Args:
-        value: The value.
-        most: The maximum nesting.
+        value: The value to check.
+        most: The maximum nesting depth.
 
     Raises:
-        ValueError: The value is nested more deeply.
+        ValueError: The value is nested more deeply than allowed.
     """
     level = [value]
     for _ in range(most + 1):

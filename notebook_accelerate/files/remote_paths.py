@@ -1,4 +1,4 @@
-"""Files and folders at URLs that fsspec supports (s3://, gs://, ...), with the methods of pathlib used here."""
+"""Files and folders at URLs that fsspec supports (s3://, gs://, ...), with the pathlib methods that are used here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STORES = {
     "oss": ("ossfs", "its credentials"),
     "oci": ("ocifs", "its credentials"),
 }
-"""The package and the credentials for each protocol. These stores have no folders: creating one may create a bucket."""
+"""The package and the credentials for each protocol. These stores have no folders, so making one may make a bucket."""
 _REFUSALS = (
     "AccessDenied",
     "Access Denied",
@@ -44,7 +44,7 @@ class RemotePath:
     """A file or folder at a URL. Nothing is cached, because other ranks change the store.
 
     Args:
-        url: The URL, in a form that fsspec accepts.
+        url: The URL of the file or folder, in a form that fsspec accepts.
     """
 
     def __init__(self, url: str) -> None:
@@ -90,7 +90,7 @@ class RemotePath:
         return re.split(r"::|:", self._scheme)[0].lower()
 
     def absolute(self) -> RemotePath:
-        """Return the path itself."""
+        """Return this path unchanged, because a URL is always absolute."""
         return self
 
     # ---- queries
@@ -171,7 +171,7 @@ class RemotePath:
             source: The path on the disk.
 
         Raises:
-            CheckpointError: The store has not received all bytes.
+            CheckpointError: The store did not receive all bytes.
         """
         with self._access("write") as (fs, path):
             self._make_parent(fs, path)
@@ -225,7 +225,7 @@ class RemotePath:
     # ---- fsspec
 
     def filesystem(self) -> tuple[Any, str]:
-        """Return fsspec's file system and the path in it. It is not cached, because a forked process needs its own.
+        """Return fsspec's file system and the path in it. Neither is cached, because a forked process needs its own.
 
         Raises:
             ImportError: The protocol needs a package that is not installed.
@@ -286,9 +286,9 @@ class RemotePath:
 
 @contextmanager
 def _same_randomness() -> Iterator[None]:
-    """Restore the state of Python's random numbers, because stores' packages draw some on import and for retries.
+    """Restore the state of Python's random numbers, because the stores' packages draw some on import and for retries.
 
-    This works only in the main thread. In any other thread, it would undo draws of the training.
+    This has no effect outside the main thread, where it could undo the training's own draws.
     """
     is_main = threading.current_thread() is threading.main_thread()
     state = random.getstate() if is_main else None
@@ -306,7 +306,7 @@ def path_of(location: str | os.PathLike[str] | RemotePath) -> AnyPath:
     """Return a path on the disk or at a URL.
 
     Args:
-        location: A path or a URL. ``file://`` means the disk.
+        location: A path or a URL. A ``file://`` URL means a path on the disk.
 
     Raises:
         ImportError: The URL's protocol needs a package that is not installed.

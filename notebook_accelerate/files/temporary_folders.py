@@ -1,6 +1,7 @@
 """Private temporary folders for the ranks of a run, for traces, and for files in transit to or from remote stores.
 
-Each folder is locked by its process. The next process removes folders left by killed ones, which may take gigabytes.
+Each folder is locked by its process. The next process that creates such a folder removes those of killed processes,
+which may contain gigabytes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def make_private_folder(parent: Path | None = None) -> Path:
     See `remove_private_folder`.
 
     Args:
-        parent: The parent folder. None means the system's folder for temporary files.
+        parent: The parent folder. If None, the system's folder for temporary files.
     """
     parent = parent or Path(tempfile.gettempdir())
     _remove_abandoned(parent)
@@ -38,7 +39,7 @@ def make_private_folder(parent: Path | None = None) -> Path:
                 folder.mkdir(mode=0o700)
                 _locks[folder] = descriptor
                 return folder
-        except FileExistsError:  # Another user saw the name of the lock, and used it.
+        except FileExistsError:  # Another user has seen the name of the lock, and taken the folder's name.
             pass
         finally:
             if folder not in _locks:
@@ -54,7 +55,7 @@ def make_private_folder_for(owner: object) -> Path:
 
 
 def _remove_of(process: int, folder: Path) -> None:
-    if os.getpid() == process:  # Do nothing in a fork of this process.
+    if os.getpid() == process:  # A forked process must not remove its parent's folder.
         remove_private_folder(folder)
 
 
@@ -62,7 +63,7 @@ def remove_private_folder(folder: Path) -> None:
     """Remove a folder and its contents.
 
     Args:
-        folder: A folder from `make_private_folder`. It may be missing.
+        folder: A folder from `make_private_folder`, which may already be gone.
     """
     shutil.rmtree(folder, ignore_errors=True)
     descriptor = _locks.pop(folder, None)
@@ -87,7 +88,7 @@ def _lock_of(folder: Path) -> Path:
 
 def _remove_abandoned(parent: Path) -> None:
     for lock in parent.glob(f"{_PREFIX}{os.getuid()}-*{_LOCK}"):
-        with suppress(OSError):  # The folder is in use, or another process is removing it too.
+        with suppress(OSError):  # The folder may be in use, or another process may be removing it, too.
             descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
                 if os.fstat(descriptor).st_uid != os.getuid():  # Other users can create files in /tmp too.

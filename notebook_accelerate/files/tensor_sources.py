@@ -1,4 +1,4 @@
-"""The sources of offloaded tensors: memory, or a part of a file."""
+"""The sources from which offloaded tensors are read: memory, or a part of a file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TensorSource:
     """
 
     pinned: torch.Tensor | None = None
-    """The tensor in pinned memory."""
+    """The tensor in pinned memory, or None if it is not pinned."""
     mappable = False
     """Whether `map` is possible and faster than `read_into`."""
     address: int | None = None
@@ -103,7 +103,7 @@ class MemorySource(TensorSource):
         return id(self._tensor), tensor_version(self._tensor)
 
     def read_into(self, tensor: torch.Tensor) -> None:
-        """Copy the tensor."""
+        """Copy this tensor into the given one."""
         tensor.data.copy_(self._tensor.detach())
 
     def pin(self, known: dict[int, torch.Tensor]) -> None:
@@ -131,7 +131,7 @@ class FileSource(TensorSource):
     """A tensor in a file.
 
     Args:
-        path: The file.
+        path: The file that contains the tensor.
         offset: The offset of the tensor's first byte.
         shape: The shape of the tensor.
         dtype: The dtype of the tensor.
@@ -140,7 +140,7 @@ class FileSource(TensorSource):
     def __init__(self, path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         super().__init__(shape, dtype)
         self.path, self.offset = path, offset
-        # Kernels are chosen by alignment, which affects the last bits of results.
+        # Kernels are chosen by the alignment of tensors, so it affects the last bits of results.
         self._is_aligned = offset % _ALIGNMENT == 0
         large = self.nbytes >= MIN_BYTES
         self.mappable = large and self._is_aligned and can_read_ahead()
@@ -149,7 +149,7 @@ class FileSource(TensorSource):
         """Read the tensor without holding the GIL."""
         if not self.nbytes:
             return
-        # Use .data, because the tensor may be a parameter, and nothing computes with it now.
+        # Use .data, because the tensor may be a parameter. This is safe because nothing computes with the tensor now.
         flat: Any = tensor.data.reshape(-1).view(torch.uint8).numpy()
         view = memoryview(flat)
         done = 0
@@ -168,7 +168,7 @@ class FileSource(TensorSource):
         return data.view(self.dtype).view(self.shape)
 
     def load(self, device: torch.device) -> torch.Tensor:
-        """Return the tensor on a device. On the CPU, it is a mapping of its file if kernels see no difference."""
+        """Return the tensor on a device. On the CPU, map the file if its alignment makes no difference to kernels."""
         return self.map(read_ahead=False) if device.type == "cpu" and self._is_aligned else super().load(device)
 
 
@@ -225,8 +225,8 @@ def _madvise() -> Any:
 def _has_large_folios() -> bool:
     """Return whether the system reads mappings marked as huge in folios of 2 MB, if the file system supports this.
 
-    Reading 1 GB from disk in such folios took 20 ms of processor time instead of 285 ms after MADV_WILLNEED, mapping it
-    again 1 ms instead of 70 ms, and ending the mapping 1 ms instead of 30 ms (Linux 6.18, ext4).
+    With such folios, reading 1 GB from disk took 20 ms of CPU time instead of 285 ms with MADV_WILLNEED, mapping the
+    file again took 1 ms instead of 70 ms, and removing the mapping took 1 ms instead of 30 ms (Linux 6.18, ext4).
     """
     version = re.match(r"(\d+)\.(\d+)", platform.release()) if sys.platform == "linux" else None
     return version is not None and (int(version[1]), int(version[2])) >= (5, 18)
@@ -236,10 +236,11 @@ def _has_large_folios() -> bool:
 def opened(path: Path) -> Iterator[int]:
     """Open a file for reading, and yield its descriptor.
 
-    Files are opened for each read, because an open descriptor would outlive the model and keep a replaced file.
+    Files are opened anew for each read. A descriptor that stayed open would outlive the model, and keep a file that has
+    been replaced.
 
     Args:
-        path: The file.
+        path: The file to open.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -252,14 +253,14 @@ def map_file(path: Path, offset: int, nbytes: int, *, read_ahead: bool = False) 
     """Map a part of a file into memory. The mapping is private: writes to it do not reach the file.
 
     Args:
-        path: The file.
+        path: The file to map.
         offset: The offset of the part's first byte.
-        nbytes: The size of the part, at least 1.
-        read_ahead: Whether to read the part now, instead of page by page on first access. This needs `can_read_ahead`.
-            Other threads run while it is read.
+        nbytes: The size of the part in bytes, at least 1.
+        read_ahead: Whether to read the part now, instead of page by page on first access. This requires that
+            `can_read_ahead` returns True. Other threads can run while the part is read.
 
     Returns:
-        The bytes. The mapping is removed together with the last tensor that uses it.
+        The bytes of the part. The mapping is removed together with the last tensor that uses it.
 
     Raises:
         BrokenCheckpointError: The file is too short.
@@ -276,7 +277,7 @@ def map_file(path: Path, offset: int, nbytes: int, *, read_ahead: bool = False) 
     if size >= MIN_BYTES and _has_large_folios():
         _madvise()(begin, size, mmap.MADV_HUGEPAGE)
     elif read_ahead:
-        # This reads all of it, whereas populating alone reads a little at a time.
+        # Request the whole part at once, because populating alone reads only a little at a time.
         _madvise()(begin, size, mmap.MADV_WILLNEED)
     if read_ahead and _madvise()(begin, size, _POPULATE_READ):
         code = ctypes.get_errno()

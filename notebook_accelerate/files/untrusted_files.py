@@ -49,7 +49,7 @@ UNREADABLE: tuple[type[Exception], ...] = (OSError, *MALFORMED)
 MAX_JSON_BYTES = 1 << 26
 """The size of the largest index or manifest to read. 64 MiB are enough for half a million files."""
 _EXPANSION = 1 << 26
-"""How many bytes larger than the file the content of a file in torch's format may be. torch does not compress."""
+"""By how many bytes the content of a file in torch's format may exceed the file's size. torch does not compress."""
 _ENTRY = re.compile(rb"PK\x01\x02.{20}(.{4})", re.DOTALL)
 ZIP_BEGIN = b"PK\x03\x04"
 """The first bytes of a file in torch's format. Files from before torch 1.6 have another format."""
@@ -58,7 +58,7 @@ _END_64 = b"PK\x06\x06"
 _LOCATOR_64 = b"PK\x06\x07"
 _END_BYTES = (1 << 16) + 22
 _UNKNOWN = 0xFFFFFFFF
-"""The size that is stored for an entry above 4 GiB, whose actual size is stored in an extension."""
+"""The size stated for an entry above 4 GiB, whose actual size is in an extension of the directory."""
 
 
 @contextmanager
@@ -66,7 +66,7 @@ def naming_file(path: object, kinds: tuple[type[Exception], ...] = MALFORMED) ->
     """Convert the errors that malformed content causes to one class, with the name of the file.
 
     Args:
-        path: The file or folder.
+        path: The file or folder that is read in the block.
         kinds: The errors that mean malformed content in this block.
 
     Raises:
@@ -84,8 +84,8 @@ def broken_file(path: object, error: BaseException) -> BrokenCheckpointError:
     """Return the error for a file with unexpected content.
 
     Args:
-        path: The file or folder.
-        error: The error of the reader.
+        path: The file or folder with the unexpected content.
+        error: The error that the reader raised.
     """
     first_line = describe_error(error).splitlines()[0][:500]
     return BrokenCheckpointError(f"{path} is broken: {first_line}".rstrip(": "))
@@ -95,7 +95,7 @@ def read_json(path: AnyPath) -> Any:
     """Read a JSON file of limited size.
 
     Args:
-        path: The file.
+        path: The file to read.
 
     Raises:
         BrokenCheckpointError: The file is too large, nested too deeply, or not JSON in UTF-8.
@@ -113,7 +113,8 @@ def read_json(path: AnyPath) -> Any:
 def check_expansion(file: str | Path | BinaryIO) -> None:
     """Reject a zip file whose content is much larger than the file, and accept all other files.
 
-    Before reading, torch allocates the size that the file's directory states: 2 MB of compressed zeros took 4 GB.
+    Before it reads anything, torch allocates the size that the file's directory states. With 2 MB of compressed zeros,
+    this took 4 GB.
 
     Args:
         file: The file, in any form that `torch.load` accepts.
@@ -124,7 +125,7 @@ def check_expansion(file: str | Path | BinaryIO) -> None:
     if not isinstance(file, (str, Path)):
         return
     with Path(file).open("rb") as opened:
-        if opened.read(4) != ZIP_BEGIN:  # It is not a zip file.
+        if opened.read(4) != ZIP_BEGIN:  # The file is not a zip file.
             return
         size = opened.seek(0, 2)
         directory = _read_directory(opened, size)
@@ -139,14 +140,14 @@ def check_expansion(file: str | Path | BinaryIO) -> None:
 
 
 def _read_directory(file: BinaryIO, size: int) -> bytes:
-    """Return the directory of a zip file, which is located by the last bytes, or an empty one if it has none."""
+    """Return the directory of a zip file, which the last bytes locate, or b"" if the file has no directory."""
     file.seek(max(size - _END_BYTES, 0))
     tail = file.read()
     at = tail.rfind(_END)
     if at < 0 or len(tail) < at + 22:
         return b""
     length, start = struct.unpack_from("<II", tail, at + 12)
-    if at >= 20 and tail[at - 20 : at - 16] == _LOCATOR_64:  # torch always writes both.
+    if at >= 20 and tail[at - 20 : at - 16] == _LOCATOR_64:  # torch always writes both kinds of records.
         (record,) = struct.unpack_from("<Q", tail, at - 12)
         file.seek(min(record, size))
         end = file.read(56)
@@ -157,16 +158,16 @@ def _read_directory(file: BinaryIO, size: int) -> bytes:
 
 
 def _stated_bytes(directory: bytes) -> int | None:
-    """Return at least the sum of the sizes that a directory states, or None if an entry's size is not in it."""
+    """Return at least the sum of the sizes that a directory states, or None if it does not state an entry's size."""
     sizes = np.frombuffer(b"".join(_ENTRY.findall(directory)), dtype="<u4")
     return None if (sizes == _UNKNOWN).any() else int(sizes.sum(dtype=np.uint64))
 
 
 # ---- a restricted unpickler
 #
-# It creates plain values, and never imports or calls anything else that a file names. With pickle, a checkpoint could
-# run its author's code. torch.load with `weights_only` reads tensors, numbers and dictionaries, but rejects other data
-# of a training state: dates, paths, deques, enum members. This module reads both kinds of files.
+# The unpickler creates plain values, and never imports or calls anything else that a file names. With pickle, a
+# checkpoint could run its author's code. torch.load with `weights_only` reads tensors, numbers and dictionaries, but
+# rejects other data of a training state, such as dates, paths, deques and enum members. This unpickler reads them, too.
 
 _BUILTINS = (
     "set", "frozenset", "complex", "bytearray", "slice", "range",
@@ -177,7 +178,7 @@ _CLASSES: tuple[type, ...] = (
     dt.datetime, dt.date, dt.time, dt.timedelta, dt.timezone,
     decimal.Decimal, uuid.UUID,
 )  # fmt: skip
-"""Creating one of these takes time and memory in proportion to its arguments, which is not true of fractions."""
+"""Creating an instance takes time and memory in proportion to the arguments. This is not true of, say, Fraction."""
 _PATHS = ("PurePath", "PurePosixPath", "PureWindowsPath", "Path", "PosixPath", "WindowsPath")
 _CONTAINERS = {
     list, tuple, set, frozenset, collections.deque, torch.Size,
@@ -219,8 +220,8 @@ class PlainUnpickler(_PythonUnpickler):  # type: ignore[misc]
     it allocate gigabytes for an index.
 
     Args:
-        file: The pickle.
-        options: The arguments of `pickle.Unpickler`.
+        file: The pickle, open for reading.
+        options: Further arguments of `pickle.Unpickler`.
 
     Attributes:
         known: The known classes and functions (see `load_plain`), set in a subclass.
@@ -338,7 +339,7 @@ class _UserClass:
     Enum members and named tuples are created without calling the class. Other objects are rejected.
 
     Args:
-        cls: The class.
+        cls: The class to stand in for.
     """
 
     def __init__(self, cls: type) -> None:
@@ -363,7 +364,7 @@ class _UserClass:
             if type(member.value) is type(value) and member.value == value:
                 return member
         if issubclass(self._cls, enum.Flag) and type(value) is int:
-            return self._cls(value)  # It is a combination of flags.
+            return self._cls(value)  # The value is a combination of flags.
         raise UnsafePickleError(f"GLOBAL {self._cls.__qualname__} has no member with the value {value!r:.100}.")
 
     def attribute(self, name: str) -> Any:
@@ -384,10 +385,10 @@ def _stand_in(module: str, name: str) -> _UserClass:
 
 
 def unreadable_classes(value: Any) -> set[type]:
-    """Return the classes of a state's values that `load_state` would reject.
+    """Return the classes of the values in a state that `load_state` would reject.
 
     Args:
-        value: The state.
+        value: The state to check.
     """
     allowed = (*_LEAVES, *(each for each in torch.serialization.get_safe_globals() if isinstance(each, type)))
     found, seen, pending = set(), set(), [value]

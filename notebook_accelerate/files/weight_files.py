@@ -1,4 +1,4 @@
-"""Read files of weights (safetensors and torch's format) and indexes, and keep file names inside their folder."""
+"""Read weights (in safetensors and torch's format) and their indexes, and reject file names outside the folder."""
 
 from __future__ import annotations
 
@@ -59,18 +59,18 @@ _DTYPES = {
     "C64": torch.complex64,
 }
 _MAX_PART = 255
-"""The length in bytes of the longest file name. Most systems report longer names with a different error."""
+"""The maximum length of a file name in bytes. Systems report longer names with different errors."""
 _CALLERS = (TypeError, AttributeError, ValueError)
 _MAX_HEADER_BYTES = 100_000_000
-"""The limit of safetensors' own reader."""
+"""The maximum size of a header, which is also the limit of safetensors' own reader."""
 
 
 def inside(folder: Path, name: str) -> Path:
     """Resolve a file name from an index or a manifest, and reject names outside the folder.
 
     Args:
-        folder: The checkpoint.
-        name: A relative path.
+        folder: The folder of the checkpoint.
+        name: The name of the file, a path relative to the folder.
 
     Returns:
         The path of the file.
@@ -134,7 +134,7 @@ def safetensors_sources(path: Path) -> Mapping[str, FileSource]:
     """Return the source of each tensor in a safetensors file. Only the header is read.
 
     Args:
-        path: The file.
+        path: The safetensors file.
 
     Raises:
         BrokenCheckpointError: The file is broken, truncated or missing.
@@ -148,7 +148,7 @@ def safetensors_sources(path: Path) -> Mapping[str, FileSource]:
 
 @functools.lru_cache(maxsize=64)
 def _sources(path: Path, _modified: int, size: int) -> dict[str, FileSource]:
-    # Don't use safetensors' own reader, which makes a writable mapping of the complete file to read the header.
+    # Don't use safetensors' own reader, which maps the whole file as writable to read the header.
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(_MAX_HEADER_BYTES, size - 8):
@@ -173,8 +173,8 @@ def read_torch(file: str | Path | BinaryIO, map_location: Any = "cpu", **options
     """Read a file in torch's format. With `weights_only=True`, only tensors, numpy arrays and plain data are read.
 
     Args:
-        file: The file, as `torch.load` accepts it.
-        map_location: The device of the tensors.
+        file: The file, in any form that `torch.load` accepts.
+        map_location: The device to put the tensors on.
         options: Further arguments of `torch.load`, for example ``weights_only=False`` for a file that you trust.
 
     Raises:
@@ -194,12 +194,12 @@ def read_torch(file: str | Path | BinaryIO, map_location: Any = "cpu", **options
         raise BrokenCheckpointError(f"{file} is broken: {detail}") from error
     except MALFORMED as error:
         if isinstance(error, _CALLERS) and (not options["weights_only"] or options.keys() - {"weights_only", "mmap"}):
-            raise  # A class in the file has raised this, or it is about the options.
+            raise  # The error comes from a class in the file, or is about the options.
         raise broken_file(file, error) from error
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        raise broken_file(file, error) from error  # torch has jumped to an offset stated in the file.
+        raise broken_file(file, error) from error  # torch has followed a wrong offset that the file states.
 
 
 _torch_load = torch.load
@@ -229,7 +229,7 @@ def _read_plain(file: Any, map_location: Any, options: dict[str, Any]) -> Any:
 
 
 def _is_zip_of_torch_save(file: BinaryIO) -> bool:
-    """Return whether torch reads a file as one pickle, unlike files in an old format and TorchScript programs."""
+    """Return whether torch reads a file as one pickle, unlike files in the old format and TorchScript programs."""
     if file.read(len(ZIP_BEGIN)) != ZIP_BEGIN:
         return False
     with zipfile.ZipFile(file) as archive:
@@ -292,10 +292,10 @@ def trusted_files() -> Iterator[None]:
 
 
 def read_metadata(file: BinaryIO) -> Any:
-    """Read the metadata of a distributed checkpoint of torch, which is a pickle of a few classes of torch.
+    """Read the metadata of a torch distributed checkpoint, which is a pickle of instances of a few torch classes.
 
     Args:
-        file: The file ``.metadata``.
+        file: The file ``.metadata``, open for reading.
 
     Raises:
         CheckpointError: The file contains other objects.
