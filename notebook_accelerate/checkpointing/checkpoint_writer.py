@@ -1,9 +1,9 @@
 """Write one captured checkpoint: first the files of all ranks, then the manifest, then the commit.
 
-Ranks report through small files in the staging folder instead of collectives, because a thread must not use collectives
-while training uses them. Only sharded states, which torch's distributed checkpoints write, need collectives; for these,
-the threads have a separate process group. One rank per file system commits: the main rank, or the first rank of a
-machine that has separate disks.
+Ranks report through small files in the staging folder, because a thread must not use the process group that training
+uses. Only sharded states, which torch's distributed checkpoints write, need collectives. For these, the threads have a
+separate process group. One rank per file system commits: the main rank, or the first rank of each machine that has a
+separate disk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from notebook_accelerate.hardware.process_liveness import ProcessIdentity
 from notebook_accelerate.state.warn_once import warn_once
 
 _SILENCE_LIMIT = 600.0
-"""Seconds without any change in the staging folder after which a rank that does not report counts as dead."""
+"""How many seconds the staging folder may stay unchanged before a rank that has not reported counts as dead."""
 _EXIT_GRACE = 2.0
 """Seconds to wait for a process to exit after its connections were closed, before it counts as alive."""
 _log = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class SaveTarget:
 
 @dataclass
 class PendingSave:
-    """The work that one rank has to do for a checkpoint after its state was captured.
+    """The work that one rank has to do for a checkpoint once its state has been captured.
 
     Attributes:
         target: Where the files go, and whether this rank commits them.
@@ -69,10 +69,10 @@ class PendingSave:
         snapshot: The copies to write, or None if the tensors of the training itself are written.
         optimizers: The optimizers whose next step must wait until the snapshot is filled.
         step_hooks: The hooks that make these optimizers wait.
-        process_group: The process group of the ranks' threads; None means torch's default group, in the caller's
-            thread.
+        process_group: The process group of the ranks' threads. If None, the work is done in the caller's thread with
+            torch's default group.
         thread: The thread that does the work, or None if the caller's thread does it.
-        error: The error if the work failed, otherwise None.
+        error: The error if the work failed, or None.
     """
 
     target: SaveTarget
@@ -90,7 +90,7 @@ class PendingSave:
     _failure_shared: bool = False
 
     def start(self) -> None:
-        """Run in a thread. The thread is not a daemon, so the interpreter waits until the checkpoint is written."""
+        """Start `run` in a thread, which is not a daemon, so the interpreter waits until the checkpoint is written."""
         if self.snapshot is not None:
             copied = self.snapshot.copied
             self.step_hooks = [
@@ -115,7 +115,7 @@ class PendingSave:
             hook.remove()
 
     def run(self) -> None:
-        """Write this rank's files, report, and commit if this rank commits. An error is stored in `error`."""
+        """Write this rank's files, report the result, and commit if this rank commits. Errors are kept in `error`."""
         try:
             if self.thread is not None:
                 device_table.select_again()
@@ -129,14 +129,14 @@ class PendingSave:
         except BaseException as error:  # noqa: BLE001 - any error in a writer makes this checkpoint fail
             self._record_failure(error)
             own = getattr(error, "failures", {}).get(self.target.rank, error)
-            if not isinstance(own, Exception):  # An interrupt, which was wrapped to send it to the other ranks.
+            if not isinstance(own, Exception):  # This is an interrupt, which was wrapped to send it to the other ranks.
                 raise own from None
         finally:
             self.state_files, self.snapshot = [], None  # Free them: they may hold gigabytes.
             self._finished.set()
 
     def _fill_snapshot(self) -> None:
-        """Fill the deferred copies. Ranks that write together either all continue or all raise."""
+        """Fill the deferred copies. If ranks write together, either all of them continue or all raise."""
         failure: CheckpointError | None = None
         try:
             if self.snapshot is not None:
@@ -170,7 +170,7 @@ class PendingSave:
         if self.thread is not None:
             # Training continues. Log the error now; it is raised at the next save or at the end of training.
             _log.error("%s", self.error)
-        # If the failure was shared, the committing rank knows it already, and may be removing the staging folder.
+        # If the failure was shared, the committing rank already knows about it, and may be removing the staging folder.
         shared = self._failure_shared or hasattr(error, "failures")
         if not (shared or self.target.commits):
             # If the store cannot be reached, the committing rank fails, too.
@@ -193,7 +193,7 @@ class PendingSave:
         if self.process_group is None or not isinstance(error, RuntimeError) or hasattr(error, "failures"):
             return None
         deadline = time.monotonic() + _EXIT_GRACE
-        while True:  # A process closes its connections a moment before it has exited.
+        while True:  # A dying process closes its connections a moment before it has exited.
             for rank, peer in self.target.peers.items():
                 if peer.has_ended():
                     return self._unfinished_error(rank, f"its process {peer.pid} has ended")
@@ -220,7 +220,7 @@ class PendingSave:
         self.target.store.commit(self.manifest, parts)
         try:
             self.after_commit()
-        except (CheckpointError, OSError) as error:  # Old checkpoints may be in use, or may have been removed already.
+        except (CheckpointError, OSError) as error:  # Old checkpoints may be in use, or already gone.
             written = f"{self.target.folder} is written"
             warn_once(f"{written}, but checkpoints above total_limit could not be removed: {error}")
 
@@ -229,7 +229,7 @@ class PendingSave:
         watch = _PeerWatch(store, rank, peer)
         while (content := store.read_report(rank)) is None:
             if reason := watch.death_reason():
-                if (content := store.read_report(rank)) is not None:  # It may have reported just before it exited.
+                if (content := store.read_report(rank)) is not None:  # The rank may have reported just before exiting.
                     break
                 raise self._unfinished_error(rank, reason)
             time.sleep(store.poll_interval)

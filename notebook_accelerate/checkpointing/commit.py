@@ -1,22 +1,22 @@
 """The protocol that commits a checkpoint completely or not at all, to a file system or to an object store.
 
-1. `CheckpointStore.open`: one rank claims the place. It finishes the commit of a process that died during step 4, and
-   removes the files of a process that died before step 3 was complete.
+1. `CheckpointStore.open`: one rank claims the place. If an earlier process died during step 4, the rank finishes that
+   commit. If one died before step 3 was complete, the rank removes the files.
 2. Every rank writes its files to a folder on a disk. `deliver` transfers them to the store, unless the store is this
    disk, and `write_report` reports their sizes and checksums.
 3. `commit`, on the rank that called `open`: the manifest of all files is written last. A folder without a manifest is
    not a checkpoint, so a save that fails before this point has changed nothing.
 4. If the place already had files, the new files are in a folder inside it, ``.committing``. They now replace the old
-   files: old files that the new checkpoint does not have are removed, and the new files get their final names, the
+   ones: old files that the new checkpoint does not have are removed, and then the new files get their final names, the
    manifest last. If the process dies during this step, another process finds the manifest in ``.committing`` and
    completes the step.
 
 Ranks exchange messages through files, because a thread must not use collectives while training uses them.
 
-The two kinds of stores have different abilities. A file system can rename, so files have another name until their
-manifest is written, and its locks show whether a writer is alive (`DiskStore`). An object store cannot rename, but a
-file becomes visible only when it is complete, so writing the manifest under its final name creates the checkpoint
-(`ObjectStore`).
+The two kinds of stores have different abilities. A file system can rename files, so the files have other names until
+their manifest is written, and its locks show whether a writer is alive (`DiskStore`). An object store cannot rename
+files, but a file becomes visible only when it is complete, so writing the manifest under its final name creates the
+checkpoint (`ObjectStore`).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class CheckpointStore(ABC):
     """
 
     poll_interval: float
-    """Seconds between two checks for another rank's report."""
+    """How many seconds to wait between two checks for another rank's report."""
     target: AnyPath
     """The folder of the checkpoint."""
     committing: AnyPath
@@ -92,7 +92,7 @@ class CheckpointStore(ABC):
         """Prepare the place for a new checkpoint, and remove the files that a dead process left behind.
 
         Args:
-            token: A unique name. A rank that sees this name sees the same place.
+            token: A unique name. Any rank that sees this name sees the same place.
 
         Raises:
             CheckpointError: Another process is saving here, or the place cannot be written to.
@@ -107,10 +107,10 @@ class CheckpointStore(ABC):
         """Return whether this rank sees the place that the main rank has opened, and set `folder` and `delivered`.
 
         Args:
-            token: The main rank's argument of `open`.
+            token: The name that the main rank passed to `open`.
 
         Raises:
-            CheckpointError: The rank does not see the place, although this kind of store requires it.
+            CheckpointError: The rank does not see the place, even though this kind of store requires that it does.
         """
 
     @abstractmethod
@@ -118,7 +118,7 @@ class CheckpointStore(ABC):
         """Flush a file in the folder to the disk, if the checkpoint's durability depends on that disk.
 
         Args:
-            path: The file.
+            path: The file to flush.
         """
 
     def deliver(self, rank: int, records: FileRecords) -> FileRecords:
@@ -126,7 +126,8 @@ class CheckpointStore(ABC):
 
         Args:
             rank: The number of this rank.
-            records: The records of its files that are already known. Hooks and strategies may have written more files.
+            records: The records of the rank's files that are already known. Hooks and strategies may have written more
+                files.
 
         Returns:
             The records of all files that this rank has delivered.
@@ -143,10 +144,10 @@ class CheckpointStore(ABC):
         write_text(self._report(rank), json.dumps(content))
 
     def read_report(self, rank: int) -> dict[str, Any] | None:
-        """Return a rank's report, or None if it has not reported yet.
+        """Return a rank's report, or None if the rank has not reported yet.
 
         Args:
-            rank: The rank.
+            rank: The number of the rank.
         """
         content = read_message(self._report(rank))
         return content if isinstance(content, dict) else None
@@ -159,7 +160,7 @@ class CheckpointStore(ABC):
         """Return a value that changes while a rank is working, or None if the place no longer exists.
 
         Args:
-            rank: The rank.
+            rank: The number of the rank.
         """
 
     def commit(self, manifest: Manifest, parts: Sequence[FileRecords]) -> None:
@@ -188,7 +189,7 @@ class CheckpointStore(ABC):
         return records
 
     def _replace_old_files(self) -> None:
-        """Replace the old files with the files in ``.committing`` if these are complete. It is safe to repeat this.
+        """Replace the old files with the files in ``.committing`` if the latter are complete. This is safe to repeat.
 
         Only the process that has claimed the place may call this.
 
@@ -197,7 +198,7 @@ class CheckpointStore(ABC):
         """
         if not self._is_committing():
             return
-        # The manifest is moved last, so if it is missing, only the folder is left to remove.
+        # The manifest is moved last, so if it is not here, only the folder is left to remove.
         if (new := read_manifest(self.committing)) is not None:
             self._remove(self._old_entries() - {self._entry_of(name) for name in new.files})
             self._move_to_target(self._committing_entries(new))
@@ -205,7 +206,7 @@ class CheckpointStore(ABC):
         self._remove_committing()
 
     def _old_entries(self) -> set[str]:
-        """Return the entries of the previous checkpoint in this folder, without the user's own files."""
+        """Return the entries of this folder that belong to the previous checkpoint, without the user's own files."""
         try:
             old = read_manifest(self.target)
         except CheckpointError:
@@ -226,7 +227,7 @@ class CheckpointStore(ABC):
         """Remove numbered checkpoints of the same project, and the remains of interrupted removals.
 
         Args:
-            surplus: The folders of the checkpoints.
+            surplus: The folders of the checkpoints to remove.
         """
 
     def write_error(self, error: BaseException) -> CheckpointError:
@@ -241,7 +242,7 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def _claim(self) -> None:
-        """Claim the place for this process, or raise if another process that is alive is saving there."""
+        """Claim the place for this process, or raise if another live process is saving there."""
 
     @abstractmethod
     def _check_claim(self) -> None:
@@ -249,7 +250,7 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def _release(self) -> None:
-        """Remove the messages of the ranks, and give up the claim."""
+        """Remove the ranks' messages, and give up the claim."""
 
     @abstractmethod
     def _remove_unfinished(self) -> None:
@@ -295,7 +296,7 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def is_checkpoint(self) -> bool:
-        """Return whether the folder contains a checkpoint. The folder has the name of one."""
+        """Return whether the folder, which has the name of a checkpoint, contains one."""
 
     @abstractmethod
     def is_occupied(self) -> bool:
@@ -307,7 +308,7 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def finish_commit(self) -> None:
-        """Finish the commit of a process that died in the middle of it, if the files cannot be read otherwise.
+        """Finish the commit of a process that died while committing, if the files cannot be read without this.
 
         The first rank of each machine calls this before a load.
         """
@@ -320,7 +321,7 @@ class CheckpointStore(ABC):
         """
 
     def source(self) -> AnyPath:
-        """Return the folder with the files of the newest complete save that `generation` has found."""
+        """Return the folder that contains the files of the newest complete save, as found by `generation`."""
         return self.target
 
     @abstractmethod
@@ -336,8 +337,8 @@ class CheckpointStore(ABC):
         """Copy this rank's share of the files to the disk, unless they are on it already.
 
         Args:
-            names: The files of the checkpoint in sorted order; None means all files that exist.
-            location: The destination.
+            names: The files of the checkpoint in sorted order. If None, all files that exist.
+            location: The folder to copy to, and this rank's share.
 
         Returns:
             The names of the files in this rank's share.
@@ -350,7 +351,7 @@ def read_message(path: AnyPath) -> Any:
     A message can be incomplete if the store behind the URL is a file system.
 
     Args:
-        path: The file.
+        path: The file with the message.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))

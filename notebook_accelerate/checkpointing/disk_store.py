@@ -1,9 +1,10 @@
-"""A checkpoint on a file system, which is written to a staging folder under a lock, and renamed when it is complete.
+"""A checkpoint on a file system. It is written to a staging folder under a lock, and renamed when it is complete.
 
-A new checkpoint is written under another name next to its final place, and then renamed. An existing folder keeps its
-mode and its other files, and it may be a mount point or the working directory, which cannot be renamed. The new files
-are therefore written to a folder inside it, which is renamed to ``.committing`` when it is complete. A process that
-finds this folder finishes the commit if the writer is dead, which the lock of the staging folder shows.
+A new checkpoint is written under another name next to its final place, and then renamed. If the folder exists already,
+it must keep its mode and its other files, and it may be a mount point or the working directory, which cannot be
+renamed. The new files are therefore written to a folder inside it, which is renamed to ``.committing`` when it is
+complete. A process that finds this folder finishes the commit if the writer is dead, which the lock of the staging
+folder shows.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from notebook_accelerate.files.weight_files import inside
 from notebook_accelerate.state.process_group import world_from_environ
 
 _MOVE_LIMIT = 60.0
-"""Seconds to wait for another process to move its new files, which only takes renaming and removing files."""
+"""How many seconds to wait while another process moves its new files, which only renames and removes files."""
 _MOVE_PAUSE = 0.01
 _MAX_STEM = 240
 
@@ -118,7 +119,7 @@ class DiskStore(CheckpointStore):
     def can_see(self, token: str) -> bool:
         """Return whether this rank sees the folder that the main rank has opened.
 
-        It does not if this machine has a separate disk.
+        If the rank's machine has a separate disk, the rank does not see the folder.
         """
         if self._lock is None:
             self._write_into(_folder_for_files(_staging_folder(self.target), self.target, token))
@@ -128,7 +129,7 @@ class DiskStore(CheckpointStore):
         sync_file(path)
 
     def write_report(self, rank: int, content: dict[str, Any]) -> None:
-        """Report success or failure. If an error cannot be written, removing the staging folder reports it."""
+        """Report success or failure. If an error cannot be written, the removal of the staging folder reports it."""
         try:
             super().write_report(rank, content)
         except OSError:
@@ -160,7 +161,7 @@ class DiskStore(CheckpointStore):
         if self._become_target():
             return
         inner = self.target / STAGING_SUFFIX
-        # If the staging folder is outside the target, the target was created during the save: lock it, too.
+        # If the staging folder is outside the target, the target was created during the save, so lock it, too.
         with nullcontext() if self._staging == inner else self._locked(inner):
             self.folder.rename(self.committing)
             self._remove_emptied()
@@ -168,21 +169,21 @@ class DiskStore(CheckpointStore):
             self._replace_old_files()
 
     def _become_target(self) -> bool:
-        """Rename the folder of files to the checkpoint. Return False if the checkpoint's folder exists already."""
+        """Give the folder of files the checkpoint's name. Return False if the checkpoint's folder exists already."""
         if self.target.is_dir():
             return False
         self.target.parent.mkdir(parents=True, exist_ok=True)
         try:
             self.folder.rename(self.target)
         except OSError:
-            if self.target.is_dir():  # It was created during the save, and is not empty.
+            if self.target.is_dir():  # The folder was created during the save, and is not empty.
                 return False
             raise
         _sync_folder(self.target.parent)
         return True
 
     def _remove_emptied(self) -> None:
-        """Remove the folder of reports, and the staging folder if it is empty, after the files in it were renamed."""
+        """Remove the folder of reports once the files are renamed, and the staging folder if it is now empty."""
         shutil.rmtree(self.messages, ignore_errors=True)
         with suppress(OSError):
             self._staging.rmdir()
@@ -212,7 +213,7 @@ class DiskStore(CheckpointStore):
         checkpoint.
 
         Args:
-            surplus: The folders of the checkpoints.
+            surplus: The folders of the checkpoints to remove.
 
         Raises:
             OSError: Some checkpoints could not be removed. All others have been removed.
@@ -259,10 +260,10 @@ class DiskStore(CheckpointStore):
         _sync_folder(self.target)
 
     def finish_commit(self) -> None:
-        """Finish a commit if its writer is dead, or wait for a writer that is alive.
+        """Finish a commit whose writer is dead, or wait for a writer that is alive.
 
         Raises:
-            CheckpointError: The writer does not finish, or this process may not write to the folder.
+            CheckpointError: The writer did not finish in time, or this process may not write to the folder.
         """
         lock = self.target / LOCK_SUFFIX
         deadline = time.monotonic() + _MOVE_LIMIT
@@ -303,7 +304,7 @@ class DiskStore(CheckpointStore):
 
     def generation(self) -> Any:
         """Return the identity of the manifest, or a new value each time while a save is moving its files."""
-        # Check this before the manifest: a save that finishes in between has a new manifest.
+        # Check this before the manifest, because a save that finishes in between leaves a new manifest.
         if self.committing.exists():
             return object()
         try:
@@ -318,7 +319,7 @@ class DiskStore(CheckpointStore):
         yield ReadLocation(self.target, slice(local_rank, None, world_from_environ().local_size))
 
     def fetch(self, names: Sequence[str] | None, location: ReadLocation) -> list[str]:
-        """Return the names of this rank's share. The files are already on the disk."""
+        """Return the names of this rank's share without copying, because the files are already on the disk."""
         return list(names or ())[location.share]
 
 
@@ -328,10 +329,10 @@ class DiskStore(CheckpointStore):
 def _staging_folder(target: Path) -> Path:
     """Return the folder where the checkpoint `target` is written before it gets its final name.
 
-    An existing folder is filled in place: it keeps its mode, owner and group, may be a link or a mount point, and its
-    parent may be read-only. The staging folder of a new checkpoint is next to the checkpoint, on the same file system.
-    Accelerate reads every folder inside ``checkpoints`` as a checkpoint, so an automatically named checkpoint is staged
-    one level higher.
+    If `target` exists, the staging folder is inside it, because `target` keeps its mode, owner and group, may be a link
+    or a mount point, and may have a read-only parent. Otherwise, the staging folder is next to `target`, on the same
+    file system. Accelerate reads every folder inside ``checkpoints`` as a checkpoint, so an automatically named
+    checkpoint is staged one level higher.
     """
     return target / STAGING_SUFFIX if target.is_dir() else _next_to(target)
 
@@ -359,8 +360,8 @@ def _lock_of(staging: Path) -> Path:
 def _folder_for_files(staging: Path, target: Path, token: str) -> Path:
     """Return the folder inside a staging folder that becomes the checkpoint.
 
-    It already has the checkpoint's final name, because hooks receive this folder. The token in its path keeps a rank of
-    an earlier save, which may still be writing, out of the new checkpoint.
+    The folder already has the checkpoint's final name, because hooks receive it. The token in its path keeps the ranks
+    of an earlier save, which may still be writing, out of the new checkpoint.
     """
     # The root folder has no name.
     name = Path(os.path.normpath(target.absolute())).name or "checkpoint"
@@ -371,7 +372,7 @@ def _folder_for_files(staging: Path, target: Path, token: str) -> Path:
 
 
 def _delete(path: Path) -> None:
-    """Delete a file, a folder, or a link without its target, if it exists."""
+    """Delete a file, a folder or a link (but not its target), if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,4 +1,4 @@
-"""The manifest, which commits a checkpoint and lists the sizes and checksums of its files, and the reserved names."""
+"""The reserved names, and the manifest, which commits a checkpoint and lists the sizes and checksums of its files."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ STAGING_SUFFIX = ".incomplete"
 REMOVED_SUFFIX = ".removed"
 """The suffix of the hidden name of a checkpoint that is being removed."""
 COMMITTING_NAME = ".committing"
-"""The folder inside an existing checkpoint with complete new files that are being moved to their final names."""
+"""The folder inside an existing checkpoint that holds the complete new files until they get their final names."""
 LOCK_SUFFIX = ".saving"
-"""The suffix of the file that the saving process locks; inside an existing folder, this is the whole name."""
+"""The suffix of the file that the saving process locks. Inside an existing folder, this is the whole name."""
 RESERVED = {MANIFEST_NAME, STAGING_SUFFIX, COMMITTING_NAME, LOCK_SUFFIX}
 """Names that a checkpoint's own files cannot have."""
 WHOLE = "whole"
-"""The layout if every rank has the complete state, so that one rank writes it to single files."""
+"""The layout used if every rank has the complete state, so that one rank writes it to single files."""
 
 _NUMBERED = re.compile(r"checkpoint_(\d{1,18})", re.ASCII)
 
@@ -60,7 +60,7 @@ _CHUNK = 1 << 22
 _MAX_SIZE = 1 << 63
 _MAX_NAME = 4096
 _MAX_LINES = 20
-"""How many damaged files an error lists."""
+"""The maximum number of damaged files that an error lists."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class FileRecord:
 
 @dataclass(kw_only=True)
 class Manifest:
-    """The files of a complete checkpoint, and the training that wrote it."""
+    """The files of a complete checkpoint, and facts about the training run that wrote it."""
 
     world_size: int
     """The number of ranks that wrote the checkpoint."""
@@ -95,7 +95,7 @@ def make_record(path: Path) -> FileRecord:
     """Read a file and return its size and checksum.
 
     Args:
-        path: The file.
+        path: The file to read.
     """
     checksum, size = 0, 0
     with path.open("rb") as file:
@@ -111,7 +111,7 @@ def files_below(folder: Path) -> list[Path]:
 
 
 def manifest_json(manifest: Manifest) -> str:
-    """Return the text of a manifest's file."""
+    """Return a manifest as the JSON text of its file."""
     return json.dumps(asdict(manifest), indent=1, sort_keys=True)
 
 
@@ -119,10 +119,10 @@ def read_manifest(folder: AnyPath) -> Manifest | None:
     """Read a checkpoint's manifest.
 
     Args:
-        folder: The checkpoint.
+        folder: The folder of the checkpoint.
 
     Returns:
-        The manifest, or None if the folder has no manifest because Accelerate wrote it.
+        The manifest, or None if the folder has none because Accelerate wrote it.
 
     Raises:
         BrokenCheckpointError: The manifest cannot be read.
@@ -132,7 +132,7 @@ def read_manifest(folder: AnyPath) -> Manifest | None:
         return None
     try:
         return _parse(read_json(path), path)
-    except FileNotFoundError:  # It existed a moment ago, so another process is replacing the checkpoint.
+    except FileNotFoundError:  # The file existed a moment ago, so another process is replacing the checkpoint.
         return None
     except MALFORMED as error:
         raise _unreadable(folder, str(error)) from error
@@ -179,12 +179,12 @@ def find_damage(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[
     """Compare files with the manifest.
 
     Args:
-        folder: The checkpoint.
+        folder: The folder of the checkpoint.
         manifest: The manifest of the checkpoint.
-        names: The files to read.
+        names: The files to compare.
 
     Returns:
-        One line for each file that is missing, truncated, too long or changed; empty if all files match.
+        One line for each file that is missing, truncated, too long or changed, so an empty list if all files match.
 
     Raises:
         CheckpointError: The manifest names a file outside the folder.

@@ -45,14 +45,14 @@ def save(
 ) -> None:
     """Write an object to a file on the main rank. This replaces `torch.save`.
 
-    A file is written under another name first, and a file behind a URL (s3://, gs://, ...) is uploaded from this
-    machine's disk, so that it is either complete or unchanged.
+    The file is always either complete or unchanged: it is first written under another name or, for a URL (s3://,
+    gs://, ...), to this machine's disk, from which it is uploaded.
 
     Args:
-        obj: The object. For safetensors, it must be a dictionary of named tensors.
+        obj: The object to write. For safetensors, it must be a dictionary of named tensors.
         f: A path, a URL, or an open binary file.
-        save_on_each_node: Whether to write on the first rank of each machine. A URL, which all machines see, is always
-            written on the main rank only.
+        save_on_each_node: Whether to write on the first rank of each machine. All machines see a URL, so only the main
+            rank writes to it.
         safe_serialization: Whether to write safetensors instead of torch's format.
 
     Raises:
@@ -82,11 +82,11 @@ def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwarg
 
     Args:
         f: A path or URL (safetensors files are recognized by their suffix), or an open binary file.
-        map_location: The device of the tensors; None means the device that they were saved from.
-        kwargs: Arguments of torch.load, for example ``weights_only=False`` for a file that you trust.
+        map_location: The device to put the tensors on. If None, each tensor is put on the device it was saved from.
+        kwargs: Further arguments of torch.load, for example ``weights_only=False`` for a file that you trust.
 
     Returns:
-        The object.
+        The object that was saved.
 
     Raises:
         CheckpointError: The file is broken, or contains objects that `weights_only` loading rejects.
@@ -109,14 +109,14 @@ def save_model(
     """Save a model's weights, in several files if they are large; every rank must call this.
 
     Args:
-        accelerator: The Accelerator.
-        model: The model, prepared or not. Parts of it may be offloaded.
+        accelerator: The Accelerator of this rank.
+        model: The model to save, prepared or not. Parts of it may be offloaded.
         save_directory: The folder or URL, which is created if it does not exist.
-        max_shard_size: The largest size of a file, in bytes or as a string such as "10GB".
+        max_shard_size: The maximum size of a file, in bytes or as a string such as "10GB".
         safe_serialization: Whether to write safetensors instead of torch's format.
 
     Raises:
-        ValueError: The folder is a file, the size is invalid, or the model has no weights in memory.
+        ValueError: The path is an existing file, the size is invalid, or the model has no weights in memory.
         CheckpointError: The files could not be written.
     """
     parse_size(max_shard_size)
@@ -135,7 +135,7 @@ def save_model(
             "accelerator.save_model: load_checkpoint_in_model(model, folder)"
         )
     make_folder(folder)
-    # A layer may declare an extra state but leave it empty (None).
+    # A layer may declare an extra state and leave it empty (None).
     filled = {name: value for name, value in state.items() if value is not None}
     write_weights(filled, folder, max_shard_size, safe_serialization)
 
@@ -144,13 +144,13 @@ def write_weights(state: Mapping[str, Any], folder: AnyPath, max_shard_size: int
     """Write named tensors and their index to a folder, then remove the remaining weights of an earlier save.
 
     Args:
-        state: The tensors.
-        folder: An existing folder.
-        max_shard_size: The largest size of a file, in bytes or as a string such as "10GB".
+        state: The tensors, by name.
+        folder: The folder, which must exist.
+        max_shard_size: The maximum size of a file, in bytes or as a string such as "10GB".
         safe: Whether to write safetensors instead of torch's format.
 
     Returns:
-        The names of the files.
+        The names of the files with weights.
     """
     pattern = constants.SAFE_WEIGHTS_PATTERN_NAME if safe else constants.WEIGHTS_PATTERN_NAME
     index_name = constants.SAFE_WEIGHTS_INDEX_NAME if safe else constants.WEIGHTS_INDEX_NAME
@@ -171,7 +171,7 @@ def write_weights(state: Mapping[str, Any], folder: AnyPath, max_shard_size: int
 
 
 def _remove_stale(folder: AnyPath, pattern: str, index_name: str, keep: set[str]) -> None:
-    """Remove the shards of an earlier save, because readers would take them for parts of this one."""
+    """Remove the shards of an earlier save, because readers would otherwise take them for parts of this one."""
     expression = re.escape(pattern).replace(re.escape("{suffix}"), r"(-\d{5}-of-\d{5})?")
     for path in folder.iterdir():
         weights = path.name == index_name or re.fullmatch(expression, path.name)
@@ -262,14 +262,14 @@ class _Shard:
 
 
 def split_into_shards(state: Mapping[str, Any], max_shard_size: int | str) -> list[dict[str, Any]]:
-    """Divide named tensors among files of a limited size in their order; tensors that share memory stay together.
+    """Divide named tensors, in their order, among files of a limited size. Tensors that share memory stay together.
 
     Args:
-        state: Named tensors.
+        state: The tensors, by name.
         max_shard_size: The limit, in bytes or as a string such as "10GB". A larger tensor gets a separate file.
 
     Returns:
-        One dictionary for each file, and at least one.
+        A dictionary of named tensors for each file. There is at least one.
     """
     limit = parse_size(max_shard_size)
     shards = [_Shard()]
@@ -320,9 +320,10 @@ def shard_checkpoint(
     """Divide a model's weights among files of a limited size.
 
     Args:
-        state_dict: Named tensors.
+        state_dict: The model's tensors, by name.
         max_shard_size: The limit, in bytes or as a string such as "10GB".
-        weights_name: The name of the file if one file is enough. Shards have their number before its suffix.
+        weights_name: The name of the file if one file is enough. In the names of shards, the number is inserted before
+            its suffix.
 
     Returns:
         The named tensors by file name, and the content of the index, or None if one file is enough.
@@ -354,15 +355,15 @@ def merge_fsdp_weights(
         remove_checkpoint_dir: Whether to remove the sharded folder afterwards.
 
     Raises:
-        ValueError: The folder contains no sharded model, or several.
-        CheckpointError: A store could not be read, its metadata contains more than plain data, or the files could not
+        ValueError: The folder contains no sharded model, or several of them.
+        CheckpointError: The store could not be read, its metadata contains more than plain data, or the files could not
             be written.
     """
     if not PartialState().is_main_process:
         return
     shards, output = _shards_in(path_of(checkpoint_dir)), path_of(output_path)
     make_folder(output)
-    # If the output is local, use its disk for the temporary file, which is as large as the result.
+    # If the output is local, put the temporary file on the same disk, because it is as large as the result.
     scratch: AbstractContextManager[str | Path] = (
         tempfile.TemporaryDirectory(dir=output) if isinstance(output, Path) else scratch_folder()
     )

@@ -1,8 +1,8 @@
 """A checkpoint in a store that fsspec reaches. Ranks write to the disks of their machines and upload their files.
 
-An object store cannot rename. New files are uploaded under their final names if the folder is empty. Otherwise they are
-uploaded to ``.committing``, and the store copies them from there. During a save, ``.incomplete`` contains the messages
-of the ranks: which process is saving, which files to remove if it dies, heartbeats, and the reports.
+An object store cannot rename files. If the folder is empty, new files are uploaded under their final names. Otherwise,
+they are uploaded to ``.committing``, and the store copies them from there. During a save, ``.incomplete`` contains the
+ranks' messages: which process is saving, which files to remove if it dies, heartbeats, and reports.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from notebook_accelerate.hardware.process_liveness import parse_identity, this_p
 from notebook_accelerate.state.process_group import world_from_environ
 
 _HEARTBEAT = 30.0
-"""Seconds between two heartbeats of a rank that is uploading, because a store does not show partial files."""
+"""Seconds between two heartbeats of a rank that is uploading. They are needed because stores hide partial files."""
 
 
 class ObjectStore(CheckpointStore):
-    """A folder behind a URL.
+    """The folder of a checkpoint at a URL. Each rank writes its files to a temporary folder, and uploads them.
 
     Args:
         target: The folder of the checkpoint.
@@ -172,7 +172,7 @@ class ObjectStore(CheckpointStore):
             self.messages.remove_tree()
 
     def discard(self, opened: bool, delivering: bool = True) -> None:
-        """Abandon a save. Uploaded files are left to the next save, because other ranks may still be uploading."""
+        """Abandon a save. The next save removes the uploaded files, because other ranks may still be uploading now."""
         if hasattr(self, "folder"):
             remove_private_folder(self.folder.parent)
         if not opened:
@@ -180,18 +180,18 @@ class ObjectStore(CheckpointStore):
         with contextlib.suppress(CheckpointError, FileNotFoundError):
             if not delivering:
                 self.messages.remove_tree()
-            elif self._message.is_file():  # Remove the owner from the message, so that the next save may start.
+            elif self._message.is_file():  # Remove the owner from the message, so that the next save can start.
                 into = COMMITTING_NAME if self.delivered == self.committing else ""
                 self._message.write_text(json.dumps({"into": into}))
 
     def remove_checkpoints(self, surplus: Sequence[RemotePath]) -> None:
         """Remove numbered checkpoints, and saves that never finished.
 
-        Each removal is recorded in the project first, and the manifest is removed before the other files. If a removal
-        is interrupted, the remaining files are therefore not a checkpoint, and the next removal completes it.
+        Each removal is first recorded in the project, and the manifest is removed before the other files. If a removal
+        is interrupted, the files that are left are therefore not a checkpoint, and the next removal deletes them.
 
         Args:
-            surplus: The folders of the checkpoints.
+            surplus: The folders of the checkpoints to remove.
         """
         for folder in surplus:
             (folder.parent.parent / removal_name(folder.name)).write_text("")
@@ -223,7 +223,7 @@ class ObjectStore(CheckpointStore):
         self.target.remove_files(entries)
 
     def _remove_committing(self) -> None:
-        (self.committing / MANIFEST_NAME).unlink(missing_ok=True)  # Remove this first: without it, the rest is ignored.
+        (self.committing / MANIFEST_NAME).unlink(missing_ok=True)  # Remove this first, so that the rest is ignored.
         self.committing.remove_tree()
 
     # ---- existing checkpoints
@@ -249,7 +249,7 @@ class ObjectStore(CheckpointStore):
         """Do nothing, because complete files in ``.committing`` can be read in place (see `source`)."""
 
     def generation(self) -> Any:
-        """Return the text and the folder of the manifest. Complete files in ``.committing`` are read instead."""
+        """Return the manifest's text and folder, which is ``.committing`` if the files there are complete."""
         for folder in (self.committing, self.target):
             self._source = folder
             with contextlib.suppress(FileNotFoundError):
@@ -272,7 +272,7 @@ class ObjectStore(CheckpointStore):
             yield ReadLocation(folder if shared else own, share)
 
     def fetch(self, names: Sequence[str] | None, location: ReadLocation) -> list[str]:
-        """Download this rank's share. The verification reports files that are missing in the store."""
+        """Download this rank's share. Files that are missing in the store are skipped, and reported by verification."""
         if names is None:
             names = sorted(
                 name for name in self._source.files() if not name.startswith((STAGING_SUFFIX, COMMITTING_NAME))

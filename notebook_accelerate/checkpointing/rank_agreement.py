@@ -16,7 +16,7 @@ from notebook_accelerate.state import PartialState
 
 T = TypeVar("T")
 _WARN_AFTER = 60.0
-"""Seconds that a rank waits for the others before it logs a warning."""
+"""How many seconds a rank waits for the others before it logs a warning."""
 _log = logging.getLogger(__name__)
 
 
@@ -125,10 +125,11 @@ _background: dict[str, Any] = {}
 def background_group() -> Any:
     """Return a process group for the writing threads, which training does not use; every rank must call this.
 
-    The group is created once. It uses the CPU, because ranks exchange only plans and results while they write.
+    The group is created once. It communicates through the CPU, because ranks exchange only plans and results while
+    they write.
 
     Returns:
-        The group, or None with a single process.
+        The group, or None if there is only one process.
     """
     if not dist.is_initialized():
         return None

@@ -1,4 +1,4 @@
-"""The lock of a checkpoint's folder, which lets one process at a time write there, and shows whether it is alive.
+"""The lock of a checkpoint's folder, which lets only one process write there, and shows whether that process is alive.
 
 The lock is a file that the process has locked with flock. The system releases it when the process exits, even on
 network file systems. If flock is not supported, or if a forked child still holds it, the lock belongs to the process
@@ -24,7 +24,7 @@ from notebook_accelerate.files.remote_paths import AnyPath
 from notebook_accelerate.hardware.process_liveness import UNKNOWN, ProcessIdentity, parse_identity, this_process
 
 _TRIES = 200
-"""How often to try before a lock counts as held, because another process may be inspecting or removing it."""
+"""How often to try a lock before it counts as held, because other processes may be inspecting or removing it."""
 _PAUSE = 0.005
 _MAX_BYTES = 4096
 _UNSUPPORTED = {errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP}
@@ -47,8 +47,8 @@ def second_writer_error(target: AnyPath, owner: str) -> str:
     """Return the message for a run that saves to the folder of another run.
 
     Args:
-        target: The folder.
-        owner: The process of the other run.
+        target: The folder of the checkpoint.
+        owner: The process of the other run, in words.
     """
     return (
         f"The checkpoint {target} was not written: {owner} is saving to this folder. Its previous content is "
@@ -57,10 +57,10 @@ def second_writer_error(target: AnyPath, owner: str) -> str:
 
 
 class SaveLock:
-    """A lock that this process holds. Use `acquire_lock` to create it.
+    """A lock that this process holds. Use `acquire_lock` to create one.
 
     Args:
-        path: The file.
+        path: The file of the lock.
         descriptor: The descriptor of the open file.
     """
 
@@ -74,7 +74,7 @@ class SaveLock:
         return self._descriptor is not None and _same_file(self.path, self._descriptor)
 
     def release(self) -> None:
-        """Remove the file and release the lock, unless this has been done already."""
+        """Remove the file and release the lock, unless this was done before."""
         if self._descriptor is None:
             return
         if self.is_held():
@@ -147,7 +147,7 @@ def _remove_of_another_user(path: Path) -> None:
     """Remove the lock of another user's process if that process has exited.
 
     Raises:
-        LockHeldError: The process is alive.
+        LockHeldError: The other process is alive.
         PermissionError: The folder is not writable.
     """
     if not path.exists():
@@ -160,7 +160,7 @@ def _remove_of_another_user(path: Path) -> None:
 def live_owner(path: Path) -> ProcessIdentity | None:
     """Return the process that holds a lock, or None if no process holds it.
 
-    This does not change anything, and needs no write permission.
+    This function does not change anything, and needs no write permission.
 
     Args:
         path: The file of the lock.
@@ -200,7 +200,7 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _try_without_flock(descriptor: int) -> bool:
-    """Acquire the lock by writing this process into its file. Of two processes at the same time, the later wins."""
+    """Acquire the lock by writing this process to its file. If two processes write at once, the later one wins."""
     owner = _read_owner(descriptor)
     if owner is not None and not owner.has_ended():
         return False
@@ -223,7 +223,7 @@ def _write_owner(descriptor: int) -> None:
 
 
 def _read_owner(descriptor: int) -> ProcessIdentity | None:
-    """Return the process that is named in a lock's file, or None if no process is."""
+    """Return the process that is named in a lock's file, or None if the file does not name one."""
     try:
         return parse_identity(json.loads(os.pread(descriptor, _MAX_BYTES, 0)))
     except (OSError, ValueError, RecursionError):

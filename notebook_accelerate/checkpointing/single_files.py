@@ -1,4 +1,4 @@
-"""Read and write single files in safetensors' or torch's format. A file is always either complete or unchanged."""
+"""Read and write single files in safetensors' or torch's format. A written file is either complete or unchanged."""
 
 from __future__ import annotations
 
@@ -41,21 +41,21 @@ _DTYPES = {
 """The names of dtypes in safetensors files. safetensors sorts the tensors in a file by dtype, in reverse order."""
 _ORDER = {dtype: -place for place, dtype in enumerate(_DTYPES)}
 _MAX_CALL = 1 << 30
-"""The most bytes to write in one system call, because macOS rejects 2 GiB."""
+"""The maximum number of bytes to write in one system call, because macOS rejects 2 GiB."""
 _JOINED = 1 << 18
-"""Tensors with up to this many bytes are joined before they are written."""
+"""Tensors of up to this many bytes are joined before they are written."""
 
 
 def write_file(value: Any, path: Path) -> None:
-    """Write `value` as safetensors if the file has this suffix, otherwise in torch's format."""
+    """Write a value as safetensors if the file has that suffix, or in torch's format otherwise."""
     (write_safetensors if path.suffix == ".safetensors" else torch.save)(value, path)
 
 
 def read_file(path: Path, **options: Any) -> Any:
-    """Read a file into main memory, in the format that its suffix indicates.
+    """Read a file into CPU memory, in the format that its suffix indicates.
 
     Args:
-        path: The file.
+        path: The file to read.
         options: Arguments of torch.load. They are ignored for safetensors files, which contain only tensors.
 
     Raises:
@@ -80,7 +80,7 @@ def atomic_write(path: AnyPath) -> Iterator[Path]:
     """Yield a temporary file on the disk that replaces `path` at the end of the block. On failure, `path` is unchanged.
 
     Args:
-        path: The destination. For a URL, the file is uploaded.
+        path: The destination. If it is a URL, the file is uploaded at the end of the block.
 
     Raises:
         CheckpointError: The file could not be written or uploaded.
@@ -106,7 +106,7 @@ def atomic_write(path: AnyPath) -> Iterator[Path]:
 def _as_checkpoint_error(path: Path) -> Iterator[None]:
     try:
         yield
-    except (ValueError, AttributeError, TypeError):  # The object caused these, not the disk.
+    except (ValueError, AttributeError, TypeError):  # These errors are caused by the object, not by the disk.
         raise
     except Exception as error:
         raise write_error(path, error) from error
@@ -117,7 +117,7 @@ def write_text(path: AnyPath, text: str) -> None:
 
     Args:
         path: The destination.
-        text: The text.
+        text: The content to write.
     """
     if not isinstance(path, Path):
         path.write_text(text)
@@ -132,7 +132,7 @@ def local_copy(path: AnyPath) -> Iterator[Path]:
     """Yield a file on the disk to read: `path` itself, or a temporary copy of a remote file.
 
     Args:
-        path: The file.
+        path: The file, local or remote.
     """
     if isinstance(path, Path):
         yield path
@@ -143,10 +143,10 @@ def local_copy(path: AnyPath) -> Iterator[Path]:
 
 
 def make_folder(folder: AnyPath) -> None:
-    """Create a folder if it does not exist. Object stores have no folders to create.
+    """Create a folder if it does not exist. Object stores have no folders, so nothing is created there.
 
     Args:
-        folder: The folder.
+        folder: The folder to create.
 
     Raises:
         CheckpointError: The folder cannot be created.
@@ -159,10 +159,10 @@ def make_folder(folder: AnyPath) -> None:
 
 
 def is_writer(path: AnyPath, state: RankExecution, each_node: bool) -> bool:
-    """Return whether this rank writes a file that one rank writes for all others.
+    """Return whether this rank is the one that writes a file on behalf of other ranks.
 
     Args:
-        path: The destination. All machines see the same object store, so only the main rank writes to it.
+        path: The destination. All machines see the same remote store, so only the main rank writes to one.
         state: The state of the world, or the Accelerator.
         each_node: Whether the first rank of each machine writes, because machines have separate disks.
     """
@@ -180,7 +180,7 @@ def write_error(target: Path, error: BaseException) -> CheckpointError:
 
     Args:
         target: The folder of the checkpoint, or the file.
-        error: The error of the writer. torch and safetensors have their own exception types for a full disk.
+        error: The error that the writer raised. torch and safetensors have their own exception types for a full disk.
     """
     free = _free_bytes(target)
     wrapped = any(f"os error {number}" in str(error) for number in _DISK_FULL)
@@ -206,8 +206,8 @@ def _free_bytes(target: Path) -> float:
 def write_safetensors(value: Mapping[str, Any], path: Path) -> None:
     """Write named tensors as safetensors. Tensors that share memory are written once.
 
-    The files are the same as from safetensors.torch.save_file, which spends 30 us in Python for each tensor.
-    Writing 10,000 tensors of 64 numbers takes 45 ms of processor time here instead of 330 ms (safetensors 0.8).
+    The files are the same as those of safetensors.torch.save_file, which spends 30 us in Python for each tensor.
+    Writing 10,000 tensors of 64 numbers takes 45 ms of CPU time here instead of 330 ms (safetensors 0.8).
 
     Raises:
         ValueError: The value is not a dictionary of tensors.
@@ -260,7 +260,7 @@ def _pieces(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor as bytes in main memory, after resolving a pending conjugation or negation."""
+    """Return a contiguous tensor as bytes in CPU memory, after resolving a pending conjugation or negation."""
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -273,21 +273,21 @@ def _write_all(file: Any, content: Any) -> None:
         view = view[file.write(view[:_MAX_CALL]) :]
 
 
-# ---- tensors that share memory, which are saved once, and tied again on loading
+# ---- tensors that share memory, which are saved once and tied again when they are loaded
 
 
 def names_of_same_memory(state: Mapping[str, Any]) -> list[list[str]]:
     """List groups of names whose tensors are the same view of the same memory, in the order of the state.
 
     Args:
-        state: Named tensors. Other values are ignored.
+        state: The tensors, by name. Other values are ignored.
     """
     names: dict[Any, list[str]] = defaultdict(list)
     for name, tensor in state.items():
         if isinstance(tensor, torch.Tensor) and _has_address(tensor) and tensor.numel():
             names[tensor.data_ptr()].append(name)
     views: dict[Any, list[str]] = defaultdict(list)
-    # Compare whole views only for these few tensors, because describing a view takes longer.
+    # Compare whole views only for these few tensors, because describing a view takes longer than reading an address.
     for name in (name for group in _groups(names) for name in group):
         tensor = state[name]
         views[tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype].append(name)
@@ -315,10 +315,10 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
     copied.
 
     Args:
-        state_dict: Named tensors.
+        state_dict: The tensors, by name.
 
     Returns:
-        A new dictionary. Tensors that need no change are the same objects.
+        A new dictionary. Tensors that need no change are not copied.
 
     Raises:
         ValueError: A value is not a tensor.
@@ -345,10 +345,10 @@ def add_tied_names(state: dict[str, Any], model: torch.nn.Module) -> dict[str, A
 
     Args:
         state: The named tensors of a file.
-        model: The model into which they will be loaded. Its own ties are used.
+        model: The model that the tensors will be loaded into. Its own ties decide which names are added.
 
     Returns:
-        `state` with the names added.
+        The state with the missing names.
     """
     wanted = model.state_dict(keep_vars=True)
     if wanted.keys() <= state.keys():  # No names are missing.

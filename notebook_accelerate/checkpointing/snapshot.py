@@ -35,7 +35,7 @@ class _CopyJob:
     version: int
 
     def run(self) -> None:
-        """Copy the whole storage, if possible in units of eight bytes, which is a sixth faster than single bytes."""
+        """Copy the whole storage, if possible in units of eight bytes, which is a sixth faster than byte by byte."""
         size = self.target.numel()
         dtype = torch.int64 if size % 8 == 0 and self.source.data_ptr() % 8 == 0 else torch.uint8
         storage = self.source.untyped_storage()
@@ -45,10 +45,10 @@ class _CopyJob:
 
 @dataclass
 class Snapshot:
-    """Copied states.
+    """Copies of states.
 
     Attributes:
-        values: The copies, with tensors in main memory. Deferred copies are not filled before `finish`.
+        values: The copies, with tensors in CPU memory. Deferred copies are not filled before `finish`.
         copied: An event that is set when all copies are filled.
     """
 
@@ -71,7 +71,7 @@ class Snapshot:
             self.copied.set()
 
     def _run(self) -> None:
-        """Run the copies, on a separate stream for each CUDA device because training uses the default stream."""
+        """Run the copies. CUDA devices use separate streams, because training uses the default stream."""
         streams: dict[torch.device, Any] = {}
         for job in self._deferred:
             device = job.source.device
@@ -97,7 +97,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 class SnapshotBuffers:
-    """Copies nested states into buffers that stay allocated, because fresh memory costs ten times the copying itself.
+    """Copies nested states to buffers that stay allocated, because new memory takes ten times as long as the copying.
 
     A snapshot is valid until the next one is taken. Tensors that share memory also share it in the copy. Copies of CUDA
     tensors are stored in page-locked memory, which devices access at the full speed of their bus.
@@ -110,12 +110,12 @@ class SnapshotBuffers:
         """Copy nested states.
 
         Args:
-            values: Dicts, lists and tuples of tensors and other objects. Other objects are deep-copied.
+            values: Dicts, lists and tuples of tensors and other objects. The other objects are deep-copied.
             deferred: Parts of the values (the same objects) whose tensors may be copied later by `Snapshot.finish`.
                 Code that changes them must first wait for `Snapshot.copied`.
 
         Returns:
-            The same structures with tensors in main memory.
+            The same structures with tensors in CPU memory.
         """
         now = {_storage_key(tensor): tensor for tensor in tensors_in(list(values), {id(part) for part in deferred})}
         found = {_storage_key(tensor): tensor for tensor in tensors_in(list(deferred))}
@@ -124,7 +124,7 @@ class SnapshotBuffers:
         for key in now:
             jobs[key].run()
         for device in {tensor.device for tensor in (*now.values(), *later.values()) if tensor.device.type == "cuda"}:
-            torch.cuda.synchronize(device)  # Deferred copies run on another stream, so queued work must finish first.
+            torch.cuda.synchronize(device)  # Deferred copies use another stream, so queued work must finish first.
         storages = {key: job.target.untyped_storage() for key, job in jobs.items()}
         copied = [map_tensors(value, lambda tensor: _view(tensor, storages[_storage_key(tensor)])) for value in values]
         return Snapshot(copied, _deferred=[jobs[key] for key in later])
@@ -135,7 +135,7 @@ class SnapshotBuffers:
             self._buffers.pop(locked).unlock()
 
     def _plan_copies(self, tensors: dict[Any, torch.Tensor]) -> dict[Any, _CopyJob]:
-        """Assign a place in a buffer to each storage, as a separate storage: torch.save writes whole storages."""
+        """Assign each storage a place in a buffer, as a separate storage because torch.save writes whole storages."""
         sizes = {True: 0, False: 0}
         offsets = {}
         for key, tensor in tensors.items():
@@ -165,10 +165,10 @@ class SnapshotBuffers:
 
 
 class _Pages:
-    """Memory that consists of whole pages, which can be locked in main memory.
+    """Memory that consists of whole pages, which can be page-locked.
 
-    torch's own page-locked memory is rounded up to a power of two, and its allocator keeps it: 9 GB of state take 16
-    GiB until the process exits. Registered memory has the requested size, and is returned to the system.
+    torch rounds its own page-locked memory up to a power of two, and keeps it allocated, so that 9 GB of state take
+    16 GiB until the process exits. Registered memory has the requested size, and is returned to the system.
 
     Args:
         size: The size in bytes.
@@ -195,8 +195,8 @@ class _Pages:
             device_table.select_again()
             errors.append(int(_cuda_runtime().cudaHostRegister(address, len(self.memory), _FOR_ALL_DEVICES)))
 
-        # Use a separate thread: CUDA keeps the last error of each thread, and torch would raise this error at the next
-        # kernel of the training.
+        # Use a separate thread, because CUDA keeps the last error of each thread. In this thread, torch would raise the
+        # error at the training's next kernel.
         thread = threading.Thread(target=register, name="save_state locks memory")
         thread.start()
         thread.join()
@@ -215,7 +215,7 @@ class _Pages:
 
 
 def _unregister(address: int, process: int) -> None:
-    if os.getpid() == process:  # A forked process has registered nothing, and CUDA does not work in it.
+    if os.getpid() == process:  # A forked process has registered nothing, and cannot use CUDA.
         _cuda_runtime().cudaHostUnregister(address)
 
 
@@ -255,7 +255,7 @@ def tensors_in(value: Any, excluded: Collection[int] = ()) -> Iterator[torch.Ten
     """Iterate over the plain tensors of a nested state.
 
     Args:
-        value: The state.
+        value: The state to search.
         excluded: The IDs of containers to skip.
     """
     if isinstance(value, torch.Tensor):
@@ -270,11 +270,11 @@ def map_tensors(value: Any, replace: Callable[[torch.Tensor], torch.Tensor]) -> 
     """Copy a nested state, replacing its plain tensors and deep-copying all other objects.
 
     Args:
-        value: The state.
-        replace: A function that returns the replacement of a plain tensor.
+        value: The state to copy.
+        replace: A function that returns the replacement for a plain tensor.
 
     Returns:
-        The same structure. The state dict of a module keeps its metadata.
+        A copy with the same structure. The state dict of a module keeps its metadata.
     """
     if isinstance(value, torch.Tensor):
         return replace(value) if is_plain_tensor(value) else value.detach().cpu().clone()

@@ -35,12 +35,12 @@ class StateFile:
     value: Any
     """The content. The suffix of the name decides the format."""
     optimizer: torch.optim.Optimizer | None = None
-    """The optimizer of torch if only its steps change the content, otherwise None."""
+    """The torch optimizer if only its steps change the content, otherwise None."""
     write: Callable[[Any, Path, Any], dict[str, tuple[int, int]]] | None = None
-    """A function that writes a folder together with the other ranks (see `StatePart.write`), or None for a file."""
+    """The function that writes a folder together with the other ranks (see `StatePart.write`), or None for a file."""
 
     def optimizer_state(self) -> Any:
-        """Return the part of the value that only the optimizer's steps change, or None if there is no such part."""
+        """Return the part of the content that only the optimizer's steps change, or None if there is no such part."""
         if self.optimizer is None:
             return None
         state = self.value if self.write is None else self.value.get("optimizer", {})
@@ -86,10 +86,10 @@ def model_files(weights: Sequence[Any], safe: bool) -> list[StateFile]:
 def training_files(accelerator: AcceleratorProperties, with_optimizers: bool) -> list[StateFile]:
     """Return the files that one rank writes for all ranks.
 
-    These are the optimizers, the schedulers, the loaders, the scaler and the registered objects.
+    The files contain the optimizers, the schedulers, the loaders, the scaler and the registered objects.
 
     Args:
-        accelerator: The Accelerator.
+        accelerator: The Accelerator whose objects are written.
         with_optimizers: Whether to include the optimizers. Some strategies write them themselves.
     """
     files = [
@@ -159,7 +159,7 @@ def sampler_state(loader: Any) -> dict[str, Any]:
         loader: The prepared loader.
 
     Returns:
-        Plain data with the key `iteration`, and others that depend on the loader: `epoch` and `initial_seed` of a
+        Plain data with the key `iteration`, and with keys that depend on the loader: `epoch` and `initial_seed` of a
         seedable sampler, or the state `generator` of another sampler that has a generator; the sampler's `state_dict`
         if it has one; within an epoch, the random state `order` that the order was drawn from; `exhausted` after the
         last batch of an epoch; and `workers_seeded` if workers are persistent.
@@ -210,10 +210,10 @@ def rng_file(rank: int) -> str:
 
 
 def rank_file(accelerator: AcceleratorProperties) -> StateFile:
-    """Return the file that every rank writes, with its step and its random states.
+    """Return the file that each rank writes, with the number of its step and its random states.
 
     Args:
-        accelerator: The Accelerator.
+        accelerator: The Accelerator of this rank.
     """
     state = {"step": accelerator.step, **rng_state(accelerator.device.type)}
     return StateFile(rng_file(accelerator.process_index), state)
@@ -250,7 +250,7 @@ class SavesOwnState(HasOwnLayout, Protocol):
     def save_state(self, folder: Path, safe_serialization: bool, **options: Any) -> None:
         """Write models and optimizers to files with any names in a folder; every rank calls this.
 
-        All files must be complete when this returns.
+        All files must be complete when this method returns.
 
         Args:
             folder: An existing staging folder, shared by all ranks on a file system.
@@ -260,7 +260,7 @@ class SavesOwnState(HasOwnLayout, Protocol):
 
 
 class ReturnsStateParts(HasOwnLayout, Protocol):
-    """A strategy that returns its shards for a thread to write."""
+    """A strategy that returns the shards of models and optimizers, so that a thread can write them."""
 
     def state_parts(self, safe_serialization: bool, **options: Any) -> Sequence[StatePart]:
         """Return the parts of models and optimizers that this rank writes; every rank calls this.
@@ -298,7 +298,7 @@ def schedulers_to_save(schedulers: Sequence[Any]) -> list[Any]:
     return [scheduler for scheduler in schedulers if not getattr(scheduler, "saved_by_strategy", False)]
 
 
-# ---- the random states of one rank: of Python, numpy, torch and the rank's device
+# ---- the random states of one rank: those of Python, numpy, torch and the rank's device
 
 
 class _Generator(NamedTuple):
@@ -308,7 +308,8 @@ class _Generator(NamedTuple):
     restore: Callable[[Any], None]
 
 
-# The keys are the same as in Accelerate's files. Of numpy's generators, training code uses the global one.
+# The keys are the same as in Accelerate's files. Of numpy's generators, only the global one is saved, because training
+# code uses that one.
 _HOST_GENERATORS = {
     "random_state": _Generator(random.getstate, random.setstate),
     "numpy_random_seed": _Generator(np.random.get_state, np.random.set_state),
@@ -337,7 +338,8 @@ def restore_rng_state(state: dict[str, Any], device_type: str) -> None:
     """Set the random states of this process.
 
     Args:
-        state: The states from `rng_state` or from a file of Accelerate. States of other device types are ignored.
+        state: The states from `rng_state` or from a file that Accelerate wrote. States of other device types are
+            ignored.
         device_type: The type of the device that this rank trains on.
     """
     for key, generator in _generators(device_type).items():
@@ -358,8 +360,8 @@ def _own_device(device_type: str) -> str:
 def _restore_devices(state: dict[str, Any], device_type: str) -> None:
     """Set the generators of the devices that this process sees, which may differ from the saved devices.
 
-    The rank's own device gets the state of the device that the rank used when it was saved. Accelerate's files do not
-    record which device this was.
+    The rank's own device gets the state of the device that the rank used when the checkpoint was saved. Accelerate's
+    files do not record which device this was.
     """
     module, saved = getattr(torch, device_type), state[_all_states(device_type)]
     own = module.current_device()
@@ -396,6 +398,6 @@ def _restore_tpu(state: torch.Tensor) -> None:
 
 
 def _tpu_generator() -> torch.Generator:
-    """Return the generator of this process's TPU. torch_tpu allows only torch to call ``torch.tpu.get_rng_state``."""
+    """Return the generator of this process's TPU, because only torch may call ``torch.tpu.get_rng_state``."""
     accelerator: Any = torch.accelerator
     return torch.tpu.default_generators[accelerator.current_device_index()]  # type: ignore[attr-defined, no-any-return]

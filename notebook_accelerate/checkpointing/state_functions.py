@@ -28,14 +28,14 @@ def save_accelerator_state(
     save_on_each_node: bool = False,
     safe_serialization: bool = True,
 ) -> Path:
-    """Write the files of a checkpoint into an existing folder; every rank must call this.
+    """Write the files of a checkpoint to an existing folder; every rank must call this.
 
     Args:
-        output_dir: The folder.
+        output_dir: The folder to write to.
         model_states: One state dict for each model.
-        optimizers: The optimizers.
-        schedulers: The schedulers.
-        dataloaders: The prepared loaders.
+        optimizers: The optimizers to save.
+        schedulers: The schedulers to save.
+        dataloaders: The prepared loaders whose positions are saved.
         process_index: The number of the rank, for the name of the file with its random states.
         step: The number of batches, as in `Accelerator.step`.
         scaler: The loss scaler, if there is one.
@@ -43,7 +43,7 @@ def save_accelerator_state(
         safe_serialization: Whether to write models as safetensors.
 
     Returns:
-        The folder.
+        The folder as a path.
     """
     folder, state = Path(output_dir), PartialState()
     objects: Any = _objects(optimizers, schedulers, dataloaders, scaler, process_index, step)
@@ -74,11 +74,11 @@ def load_accelerator_state(
     """Read the files of a checkpoint into the same objects; every rank must call this.
 
     Args:
-        input_dir: The folder.
-        models: The models.
-        optimizers: The optimizers.
-        schedulers: The schedulers.
-        dataloaders: The prepared loaders.
+        input_dir: The folder to read.
+        models: The models to load, in the order in which they were saved.
+        optimizers: The optimizers to load, in the order in which they were saved.
+        schedulers: The schedulers to load, in the order in which they were saved.
+        dataloaders: The prepared loaders whose positions are restored.
         process_index: The rank whose random states are restored.
         scaler: The loss scaler, if there is one.
         map_location: "cpu" or "on_device", which changes nothing.
@@ -86,7 +86,7 @@ def load_accelerator_state(
         load_model_func_kwargs: Arguments of ``model.load_state_dict``.
 
     Returns:
-        The attributes of the Accelerator that the checkpoint contains, which is `step`.
+        The attributes of the Accelerator that the checkpoint contains. The only one is `step`.
 
     Raises:
         TypeError: `map_location` has another value.
@@ -111,9 +111,9 @@ def save_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0, sa
     """Write the state of an object to ``custom_checkpoint_{index}.pkl`` in a folder.
 
     Args:
-        obj: The object, with a `state_dict`.
-        path: The folder.
-        index: The number of the object.
+        obj: The object to save, which must have a `state_dict` method.
+        path: The folder to write to.
+        index: The number of the object, for the name of the file.
         save_on_each_node: Whether to write on the first rank of each machine.
     """
     if is_writer(Path(path), PartialState(), save_on_each_node):
@@ -125,9 +125,9 @@ def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) ->
     """Load the state of an object from a folder, if it is plain data.
 
     Args:
-        obj: The object, with a `load_state_dict`.
-        path: The folder.
-        index: The number of the object.
+        obj: The object to load, which must have a `load_state_dict` method.
+        path: The folder that contains the file.
+        index: The number of the object, for the name of the file.
 
     Raises:
         CheckpointError: The file is broken, or contains more than plain data.

@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 _CALL = "load_state"
 _STRUCTURE = (*(kind for kind in MALFORMED if kind is not ValueError), UnicodeError)
-"""Errors of objects that load a state of another form. For torch, ValueError means a state for other parameters."""
+"""The errors of objects that load a malformed state. torch's ValueError means that it is for other parameters."""
 _UNREADABLE = (LookupError, UnicodeError, RecursionError, EOFError, pickle.UnpicklingError)
 _ATTEMPTS = 10
-"""How often to read a checkpoint that another process replaces at the same time."""
+"""The maximum number of attempts to read a checkpoint that another process is replacing."""
 
 
 def load_state(
@@ -56,12 +56,13 @@ def load_state(
     """Load a checkpoint of `save_state` or of Accelerate into the same prepared objects; every rank must call this.
 
     Args:
-        accelerator: The Accelerator.
+        accelerator: The Accelerator whose objects are loaded.
         input_dir: The folder, or a URL that fsspec supports. The files behind a URL are first downloaded to the
-            temporary folder of each machine, once per machine. None loads the newest automatically named checkpoint.
+            temporary folder of each machine, once per machine. If None, the newest automatically named checkpoint is
+            loaded.
         load_kwargs: Arguments of torch.load, for example ``{"weights_only": False}`` for a folder that you trust.
-        elastic: Whether to accept a checkpoint of another number of ranks. Ranks that have no file in the checkpoint
-            keep their random states.
+        elastic: Whether to accept a checkpoint that another number of ranks saved. Ranks that have no file in the
+            checkpoint keep their random states.
         load_model_func_kwargs: Arguments of ``model.load_state_dict``, for example ``strict=False``, and
             ``map_location``, which can be "cpu" or "on_device" and has no effect, because weights are read into the
             model's memory.
@@ -94,7 +95,7 @@ def load_state(
 
 
 class _LoadAttempt:
-    """An attempt to read a checkpoint that another process may be replacing.
+    """One attempt to read a checkpoint that another process may be replacing.
 
     Args:
         checkpoint: The folder of the checkpoint.
@@ -106,11 +107,11 @@ class _LoadAttempt:
         self._generation: Any = None
 
     def begin(self) -> None:
-        """Record which save the folder contains. This is called before the manifest is read."""
+        """Record which save the folder contains. Ranks call this before they read the manifest."""
         self._generation = self.store.generation()
 
     def has_changed(self) -> bool:
-        """Return whether another save has replaced files. Ranks call this after all of them have read their files."""
+        """Return whether another save has replaced files. Ranks call this once all of them have read their files."""
         return self._generation is not None and self.store.generation() != self._generation
 
 
@@ -167,7 +168,7 @@ class _Files:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """List the files and folders in a folder, without pipes and devices, because reading these could block forever."""
+    """List the files and folders in a folder, but not pipes and devices, because reading these could block forever."""
     return [path.name for path in folder.iterdir() if path.is_file() or path.is_dir()]
 
 
@@ -225,7 +226,7 @@ def _find_mismatch(
     manifest: Manifest | None,
     elastic: bool,
 ) -> CheckpointError | None:
-    """Compare the training that wrote the checkpoint with this one."""
+    """Compare this training run with the one that wrote the checkpoint. Return an error if they do not match."""
     here, layout = accelerator.num_processes, accelerator.strategy.checkpoint_layout
     found = manifest.layout if manifest is not None else _guess_layout(names)
     if found != layout:
@@ -297,12 +298,12 @@ def load_files(
     options: dict[str, Any],
     model_options: dict[str, Any],
 ) -> None:
-    """Load a folder of single files into objects, without comparing it with a manifest.
+    """Load a folder of single files into objects, without comparing the files with a manifest.
 
     Args:
         accelerator: The Accelerator, or an object that has its lists. Its `step` is set.
-        models: The models.
-        folder: The folder.
+        models: The models to load.
+        folder: The folder that contains the files.
         map_location: See `load_state`.
         options: The arguments of torch.load.
         model_options: The arguments of ``model.load_state_dict``.
@@ -336,9 +337,9 @@ def load_model(model: torch.nn.Module, path: Path, options: dict[str, Any]) -> N
     """Load a file of weights into a model, prepared or not.
 
     Args:
-        model: The model. If it is wrapped, the inner module is loaded.
-        path: The file.
-        options: The arguments of ``load_state_dict``.
+        model: The model to load. If it is wrapped, the inner module is loaded.
+        path: The file with the weights.
+        options: Further arguments of ``load_state_dict``.
     """
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     with naming_file(path, _STRUCTURE if not options else (LookupError, AttributeError)):
@@ -347,7 +348,7 @@ def load_model(model: torch.nn.Module, path: Path, options: dict[str, Any]) -> N
 
 
 def _fitted(state: Mapping[str, Any], model: torch.nn.Module) -> dict[str, Any]:
-    """Return a state whose names fit a model, although it may be compiled only now, or only when it was saved."""
+    """Return a state whose names fit the model, even if only the saved model or only this one is compiled."""
     names = fit_compiled_names(state, model.state_dict(keep_vars=True))
     return {names[name]: value for name, value in state.items()}
 
@@ -401,7 +402,7 @@ def _load_loaders(accelerator: AcceleratorProperties, files: _Files) -> None:
 
 
 def _load_sampler(loader: Any, files: _Files, name: str) -> dict[str, Any]:
-    """Restore a loader's epoch and sampler, and return the values that a stateful loader needs in addition."""
+    """Restore a loader's epoch and sampler. Return the additional values that a stateful loader needs."""
     try:
         state = files.read(name)
     except CheckpointError as error:
@@ -439,10 +440,10 @@ def _load_rank(accelerator: AcceleratorProperties, files: _Files) -> None:
 
 
 def resumed_checkpoint() -> str | None:
-    """Return the checkpoint that this run continues from, or None if the launch starts a new training.
+    """Return the checkpoint that this run continues from, or None if the launch starts a new training run.
 
     Call this in the launched function. ``notebook_launcher(..., resume=run)`` chooses the newest complete checkpoint
-    of the earlier run. It is the same on all ranks.
+    of the earlier run, so the result is the same on all ranks.
 
     Returns:
         The absolute path or the URL, to pass to ``accelerator.load_state`` or

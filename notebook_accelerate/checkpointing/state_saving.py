@@ -69,23 +69,23 @@ def save_state(
     """Save the complete training state; every rank must call this.
 
     The state consists of models, optimizers, schedulers, loaders, the scaler, random states and registered objects. The
-    folder is either complete or absent: files are written under another name, and a manifest of sizes and checksums is
-    written last.
+    checkpoint is either complete or absent, because files are written under another name, and a manifest of sizes and
+    checksums is written last.
 
     Args:
-        accelerator: The Accelerator.
+        accelerator: The Accelerator whose state is saved.
         output_dir: The folder, or a URL that fsspec supports (s3://, gs://, ...). For a URL, ranks write to the
             temporary folders of their machines (TMPDIR) and upload from there. The argument is ignored with automatic
             naming, and may be None only then.
         safe_serialization: Whether to write models as safetensors instead of torch's format.
         blocking: Whether to return only when the checkpoint is complete. If False, the state is copied and a thread
             writes it. The next save, load or `wait_for_saves` waits for the thread and raises its error. The copy takes
-            as much main memory as the files that this rank writes. The memory is kept for the next save, until
+            as much CPU memory as the files that this rank writes. The memory is kept for later saves, until
             `end_training`.
         save_model_func_kwargs: Arguments for strategies that write models themselves.
 
     Returns:
-        The folder.
+        The folder of the checkpoint.
 
     Raises:
         ValueError: No folder was passed, or the automatic name is taken.
@@ -147,7 +147,7 @@ def wait_for_saves(call: str = "wait_for_saves", release: bool = False) -> None:
 
     Args:
         call: The name of the function that the user called, for messages.
-        release: Whether to free the memory for copies of states, too.
+        release: Whether to also free the memory for copies of states.
 
     Raises:
         CheckpointError: The save failed on a rank.
@@ -174,7 +174,7 @@ def _capture_on_all_ranks(target: SaveTarget, capture: Callable[[], PendingSave]
 
 
 def _run_in_foreground(save: PendingSave) -> None:
-    """Write in the caller's thread. An interrupt ends the save, and the next call does not raise its error."""
+    """Write the files in the caller's thread. If an interrupt ends the save, the next call does not raise its error."""
     try:
         save.run()
     except BaseException:
@@ -183,7 +183,7 @@ def _run_in_foreground(save: PendingSave) -> None:
 
 
 def _path_for_user(accelerator: AcceleratorProperties, output_dir: Any, target: SaveTarget) -> str:
-    """Return the folder's path as Accelerate does, which is relative if the user's path was relative."""
+    """Return the folder's path as Accelerate does: relative if the user's path was relative."""
     project = accelerator.project_configuration
     if project.automatic_checkpoint_naming:
         return str(path_of(project.project_dir or "") / CHECKPOINTS_FOLDER / target.folder.name)
@@ -231,7 +231,7 @@ def _peers_of(rank: int, views: list[_View]) -> dict[int, ProcessIdentity]:
 
 
 def _named_as_given(accelerator: AcceleratorProperties, model: nn.Module) -> dict[str, Any]:
-    """Return a model's state with the names that Accelerate writes: the names in the model given to `prepare`."""
+    """Return a model's state with the names that Accelerate writes, those of the model that was passed to `prepare`."""
     state = accelerator.get_state_dict(model)
     compiled = model in accelerator.strategy.compiled_models
     return {compiled_name(name): tensor for name, tensor in state.items()} if compiled else state
@@ -249,7 +249,7 @@ def _weights_after_hooks(accelerator: AcceleratorProperties, target: SaveTarget)
 def _write_engine_state(
     strategy: SavesOwnState, target: SaveTarget, safe: bool, blocking: bool, options: dict[str, Any]
 ) -> None:
-    """Have the strategy's engine write models and optimizers, which takes as long as writing the whole state."""
+    """Have the strategy's engine write models and optimizers in the foreground. This blocks until they are written."""
     if not blocking:
         warn_once(
             f"save_state(blocking=False): the strategy {strategy.name!r} writes models and optimizers itself, in "
@@ -279,7 +279,7 @@ def _collect_files(
 
 
 def _warn_of_unreadable_values(file: StateFile) -> None:
-    """Warn about values that `load_state` would reject, while the training can still be changed."""
+    """Warn about values that `load_state` would reject, while the user can still change the training."""
     if found := unreadable_classes(file.value):
         names = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}" for cls in found))
         warn_once(
@@ -319,7 +319,7 @@ def _manifest_of(accelerator: AcceleratorProperties) -> Manifest:
 
 @functools.cache  # Reading the version takes 2 ms.
 def _producer() -> str:
-    version = installed_version("notebook-accelerate") or "(not installed)"  # It may be imported from a folder.
+    version = installed_version("notebook-accelerate") or "(not installed)"  # The package may be used from a folder.
     return f"notebook_accelerate {version}"
 
 
@@ -374,7 +374,7 @@ def next_target(project: ProjectConfiguration, output_dir: str | os.PathLike[str
         output_dir: The folder that the user passed, or None.
 
     Returns:
-        The absolute folder.
+        The absolute path of the folder.
 
     Raises:
         ValueError: No folder was passed, or the automatic name is taken.
@@ -419,7 +419,7 @@ def checkpoints_above_limit(project_dir: AnyPath, total_limit: int | None) -> li
 
     Args:
         project_dir: The folder of the project.
-        total_limit: How many checkpoints to keep; None keeps all.
+        total_limit: How many checkpoints to keep. If None, all are kept.
     """
     if total_limit is None:
         return []
