@@ -1,4 +1,4 @@
-"""Models larger than a device: created empty, measured, dispatched, loaded, offloaded, quantized."""
+"""Create, measure, load, dispatch, offload and quantize models that are larger than a device."""
 
 from __future__ import annotations
 

@@ -26,14 +26,14 @@ class AlignDevicesHook(ModelHook):
     """Moves a module's inputs to the device where it computes, and its weights if they are offloaded.
 
     Args:
-        execution_device: The device that the module computes on; None means that nothing is moved.
+        execution_device: The device that the module computes on. If None, nothing is moved.
         offload: Whether to offload the weights between forward passes. `Prefetcher` reads them ahead.
         io_same_device: Whether to move the output to the device of the input.
-        weights_map: The offloaded weights by name; None means that a copy is kept on the CPU.
+        weights_map: The offloaded weights by name. If None, a copy is kept on the CPU.
         offload_buffers: Whether to offload buffers, too.
         place_submodules: Whether to handle the tensors of all submodules, instead of only the module's own.
         skip_keys: The keyword arguments that are not moved.
-        tied_params_map: The copies of tied parameters by address and device, which hooks share.
+        tied_params_map: The copies of tied parameters, by address and device. Several hooks share this map.
     """
 
     def __init__(
@@ -110,8 +110,8 @@ class AlignDevicesHook(ModelHook):
         self._plan_ahead()
 
     def _plan_ahead(self) -> None:
-        """Register the weights for reading ahead if they are in files or are copied to an accelerator."""
-        # Compare with None, because 0 is an accelerator.
+        """Register the weights for reading ahead, if they are in files or need to be copied to an accelerator."""
+        # Compare with None, because 0 is the first accelerator.
         device = torch.device("cpu" if self.execution_device is None else self.execution_device)
         loader, prefix = unprefixed(self.weights_map)
         if not isinstance(loader, OffloadedWeightsLoader) or not self._slots:
@@ -173,12 +173,12 @@ class AlignDevicesHook(ModelHook):
                 own[key] = self._load_weight(name, placeholder, value)
 
     def _is_planned(self) -> bool:
-        """Return whether the plan is still valid. For example, peft assigns merged weights to `weights_map`."""
+        """Return whether the plan is still valid. It is not if, for example, peft has assigned to `weights_map`."""
         weights, device = self._planned
         return weights is self.weights_map and device is self.execution_device
 
     def _load_weight(self, name: str, placeholder: Any, value: torch.Tensor) -> Any:
-        """Return a weight in the form that its module expects, kept for the next pass if it shares the memory."""
+        """Return a weight in the form that its module expects. It is kept for the next pass if it shares the memory."""
         device = self.execution_device if self.execution_device is not None else value.device
         moved = value.detach().to(device=device, dtype=placeholder.dtype if value.is_floating_point() else None)
         is_parameter = isinstance(placeholder, torch.nn.Parameter)
@@ -205,7 +205,7 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def _release_weights(self) -> None:
-        held = [own[key] for own, key, _, _ in self._slots if key in own]  # The forward pass may have deleted a weight.
+        held = [own[key] for own, key, _, _ in self._slots if key in own]  # The forward pass may have deleted one.
         for own, key, _, placeholder in self._slots:
             own[key] = placeholder
         if self._prefetcher is not None and self._unit is not None:
@@ -216,7 +216,7 @@ class AlignDevicesHook(ModelHook):
         """Load the weights for a purpose other than a forward pass, without disturbing the plan for reading ahead.
 
         Args:
-            device: The device to load them to; None means the device that the module computes on.
+            device: The device to load the weights to. If None, the device that the module computes on.
         """
         usual = self.execution_device, self._planned
         self.execution_device, self._planned = usual[0] if device is None else device, (None, None)
@@ -270,11 +270,11 @@ def attach_execution_device_hook(
     preload_module_classes: Any = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Attach hooks that move inputs to one device to all modules inside a module.
+    """Attach hooks to all modules inside a module, which move their inputs to one device.
 
     Args:
-        module: The module.
-        execution_device: The device.
+        module: The module to attach hooks to.
+        execution_device: The device that all of these modules compute on.
         skip_keys: The keyword arguments that are not moved.
         preload_module_classes: The classes whose submodules need no hook.
         tied_params_map: See `AlignDevicesHook`.
@@ -300,12 +300,12 @@ def attach_align_device_hook(
     preload_module_classes: Any = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Attach an `AlignDevicesHook` to every module with its own tensors inside a module.
+    """Attach an `AlignDevicesHook` to every module inside a module that has tensors of its own.
 
     Args:
-        module: The module.
+        module: The module to attach hooks to.
         execution_device: The device that all of these modules compute on.
-        offload: Whether to offload their weights between forward passes.
+        offload: Whether to offload the modules' weights between forward passes.
         weights_map: The weights by name.
         offload_buffers: Whether to offload buffers, too.
         module_name: The name of the module in `weights_map`.
@@ -350,9 +350,9 @@ def attach_align_device_hook_on_blocks(
     """Attach hooks to the blocks of a device map.
 
     Args:
-        module: The model.
-        execution_device: The device that each block computes on, by name, or one device for all.
-        offload: Whether each block's weights are offloaded, by name, or one value for all.
+        module: The model that contains the blocks.
+        execution_device: The device that each block computes on, by name, or one device for all of them.
+        offload: Whether each block's weights are offloaded, by name, or one value for all of them.
         weights_map: The weights by name.
         offload_buffers: Whether to offload buffers, too.
         module_name: The name of `module` in these mappings.

@@ -15,12 +15,12 @@ _IS_WAITING, _IS_PLACED = 1, 2
 class Allocation:
     """Assigns the modules of a tree to devices in order. The last device is the disk, which has no limit.
 
-    Entries are modules and single tensors, and have numbers: modules have their index in the tree, and tensors the
-        numbers after
-    the last module. Lists hold the properties of each number, so that a step takes about a microsecond.
+    An entry is a module or a single tensor, and has a number: a module has its index in the tree, and tensors are
+    numbered after the last module. The properties of entries are in lists, by number, so that a step takes about a
+    microsecond.
 
     Args:
-        tree: The model's modules.
+        tree: The tree of the model's modules.
         totals: The size of each module in bytes, and the tied parameters.
         limits: The limit of each device in bytes, in the order that devices are filled in.
         no_split: The names of classes that are not split among devices.
@@ -143,7 +143,7 @@ class Allocation:
         self._assign(entry)
 
     def _split_ties(self, entry: int, room: Any) -> bool:
-        """Split the modules that share parameters with an entry, until the parts that share them would fit."""
+        """Split the modules that share parameters with an entry, until the parts that share them fit with the entry."""
         divided: dict[int, list[int]] = {}
         while self._size_with_ties(entry, ties := self._tied_with(entry, divided)) > room:
             others = {other: parts for other in ties.values() if (parts := self._parts_of(other))}
@@ -153,7 +153,7 @@ class Allocation:
             }
             if not sizes:
                 return False
-            # Split the first module that makes enough room, or else the one that saves most.
+            # Split the first module that makes enough room, or else the one that saves the most.
             enough = (other for other, size in sizes.items() if size <= room)
             chosen = next(enough, min(sizes, key=lambda other: sizes[other]))
             divided[chosen] = others[chosen]
@@ -165,7 +165,7 @@ class Allocation:
         return True
 
     def _size_with_ties(self, entry: int, ties: Mapping[str, int]) -> Any:
-        """Return the size of an entry and the entries tied to it. Totals already count a shared parameter once."""
+        """Return the total size of an entry and the entries tied to it, counting shared parameters once."""
         return self._sizes[entry] + sum(self._sizes[other] for other in set(ties.values()))
 
     def _next_device(self, entry: int) -> None:
@@ -177,7 +177,7 @@ class Allocation:
         self._push([entry])
 
     def _fill_empty_device(self, entry: int) -> bool:
-        """Place the first module in breadth-first order that fits the empty device."""
+        """Place the first module, in breadth-first order, that fits on the empty device."""
         limit = self.limits[self._device()]
         if self._device() in self._main:
             limit -= self._layers[0]
@@ -223,7 +223,7 @@ class Allocation:
             self._state[part] = _IS_WAITING
 
     def _parts_of(self, entry: int) -> list[int]:
-        """Return the parts of an entry. Layers, tensors and classes that are not split have no parts."""
+        """Return the parts of an entry. Layers, tensors and modules of classes that are not split have no parts."""
         if entry >= self._modules or self.tree.ends[entry] == entry + 1:
             return []
         return [] if type(self.tree.modules[entry]).__name__ in self._no_split else self._parts(entry)
@@ -282,7 +282,7 @@ class Allocation:
         return room
 
     def _large_tensors(self, top: Sequence[int]) -> dict[int, Any]:
-        """Return the model's own tensors larger than any layer, for which memory is reserved until the first split."""
+        """Return the model's own tensors that exceed every layer. Memory is reserved for them until the first split."""
         tensors = {entry: self._sizes[entry] for entry in top if entry >= self._modules}
         largest = max(tensors.values(), default=0)
         return {entry: size for entry, size in tensors.items() if size == largest and size > self._layers[0]}
@@ -291,14 +291,14 @@ class Allocation:
         """Return the bytes that a device reserves for the largest offloaded layer.
 
         Args:
-            device: An accelerator.
+            device: The accelerator that would compute with offloaded layers.
         """
         if device not in self._main:
             return 0
         return max((max(self._own[node : self.tree.ends[node]]) for node in self.offloaded), default=0)
 
     def _largest_from(self) -> list[Any]:
-        """Return the size of the largest layer from each index on. It is computed once, to make placing linear."""
+        """Return the size of the largest layer from each index on. Computing it once makes the placement linear."""
         ends, modules, no_split, sizes = self.tree.ends, self.tree.modules, self._no_split, self._sizes
         own: list[Any] = [
             size if end == index + 1 else 0 for index, (size, end) in enumerate(zip(sizes, ends, strict=True))
@@ -329,8 +329,8 @@ class Allocation:
         """Return the waiting entries that share parameters with an entry, directly or through others.
 
         Args:
-            entry: The entry.
-            divided: Waiting entries to replace with their parts.
+            entry: The entry whose ties are searched.
+            divided: The waiting entries that count as replaced by their parts.
 
         Returns:
             The entries, by the parameter's name in each.
@@ -362,13 +362,13 @@ class Allocation:
         return {name: device for name, device in zip(self._names, self._device_of, strict=True) if device is not None}
 
     def clean_device_map(self) -> dict[str, Any]:
-        """Return the device of each name, with entries that share a device joined under their parent's name."""
+        """Return the device of each name. Entries that share a device are joined under their parent's name."""
         devices, counts = self._devices_of_nodes()
         placed, ends, found = self._device_of, self.tree.ends, {}
         node = 0
         while node < self._modules:
             device = devices[node]
-            # A single entry keeps its own name, because Accelerate joins only two or more entries.
+            # An entry without siblings keeps its own name, because Accelerate only joins two or more entries.
             if device is not None and device is not MIXED and (counts[node] > 1 or placed[node] is not None):
                 found[self._names[node]] = device
                 node = ends[node]
@@ -381,7 +381,7 @@ class Allocation:
         return found
 
     def _devices_of_nodes(self) -> tuple[list[Any], list[int]]:
-        """Return the device of each module's entries (MIXED if several, None if no entries) and their number."""
+        """Return the device of each module's entries (MIXED for several, None for no entries), and their number."""
         placed, parents = self._device_of, self.tree.parents
         devices = placed[: self._modules]
         counts = [0 if device is None else 1 for device in devices]
@@ -405,7 +405,7 @@ MIXED = object()
 
 
 def _groups_by_prefix(tied: Sequence[Sequence[str]]) -> dict[str, list[Sequence[str]]]:
-    """Return the tied groups of each module that have names both inside and outside of it."""
+    """Return, for each module, the groups of tied names that have names both inside and outside of the module."""
     found: dict[str, list[Sequence[str]]] = defaultdict(list)
     for group in tied:
         members: dict[str, int] = defaultdict(int)

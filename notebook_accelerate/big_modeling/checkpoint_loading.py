@@ -1,4 +1,4 @@
-"""Load checkpoints into models, one tensor at a time and directly to its device."""
+"""Load checkpoints into models, one tensor at a time, and each tensor directly to its device."""
 
 from __future__ import annotations
 
@@ -50,12 +50,13 @@ def load_state_dict(
     """Read a file of weights.
 
     Args:
-        checkpoint_file: The path or URL of a file in safetensors' or torch's format (read with `weights_only=True`).
+        checkpoint_file: The path or URL of a file in safetensors' or torch's format. The latter is read with
+            `weights_only=True`.
         device_map: The device of each module by name. Tensors on "disk", and all tensors without a map, are loaded to
             the CPU.
 
     Returns:
-        The named tensors.
+        The tensors, by name.
 
     Raises:
         CheckpointError: The file is broken, or contains more than plain data.
@@ -73,9 +74,9 @@ def load_offloaded_weights(model: torch.nn.Module, index: Mapping[str, Any], off
     """Load the weights of an offload folder into a model on the CPU.
 
     Args:
-        model: The model.
+        model: The model to load the weights into.
         index: The dtype and shape, or the file, of each weight by name.
-        offload_folder: The folder.
+        offload_folder: The folder to read the weights from.
     """
     if not index:
         return
@@ -98,9 +99,9 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load a checkpoint into a model, one tensor at a time and directly to its device.
+    """Load a checkpoint into a model, one tensor at a time, and each tensor directly to its device.
 
-    On the CPU, empty weights become mappings of a safetensors file, which must not change while the model is used.
+    On the CPU, empty weights become mappings of a safetensors file, which must not change while the model is in use.
 
     All names and shapes are checked before anything is loaded, except that the shapes in a pickled shard are checked
     just before that shard is loaded. Weights on "disk" stay in the checkpoint's safetensors files, and the offload
@@ -110,9 +111,9 @@ def load_checkpoint_in_model(
         model: The model on any device, including the meta device.
         checkpoint: A file, an index, or a folder that contains one of them. URLs (s3://, gs://, ...) are downloaded
             first, once per machine, and kept in ``$HF_HOME/accelerate/remote``.
-        device_map: The device of each module by name; None means the model's device, or the CPU for meta tensors.
+        device_map: The device of each module by name. If None, the model's device, or the CPU for meta tensors.
         offload_folder: The folder for modules on "disk".
-        dtype: The dtype that floating-point weights are converted to; None means the model's dtype.
+        dtype: The dtype that floating-point weights are converted to. If None, the model's dtype.
         offload_state_dict: Accepted for compatibility. Weights for the CPU are never in memory twice.
         offload_buffers: Whether to offload the buffers of modules on disk, too.
         keep_in_fp32_modules: Parts of the names of modules that stay in float32.
@@ -124,7 +125,7 @@ def load_checkpoint_in_model(
         broadcast_from_rank0: Whether only rank 0 reads the files; every rank must call this.
 
     Raises:
-        ValueError: The checkpoint contains no weights, the map lacks some or exceeds a device's free memory, or
+        ValueError: The checkpoint contains no weights, the map lacks some weights or exceeds a device's free memory, or
             `offload_folder` is missing.
         CheckpointMismatchError: Shapes differ or, with `strict`, names differ.
         CheckpointError: A file is broken, contains more than plain data, or is outside its folder.
@@ -183,7 +184,7 @@ class _Loading:
             )
 
     def _bytes_to_allocate(self, sources: dict[str, TensorSource]) -> dict[torch.device, int]:
-        """Return the bytes that loading allocates on each device, without mapped, overwritten and offloaded tensors."""
+        """Return the bytes that loading allocates on each device, except mapped, overwritten and offloaded tensors."""
         found: dict[torch.device, int] = {}
         for name, source in sources.items():
             target = device_of(name, self._map)
@@ -197,7 +198,7 @@ class _Loading:
         return found
 
     def load_all(self) -> None:
-        """Check the files, then load them in order. If one is broken, report how much was loaded before it."""
+        """Check the files, then load them in order. If one is broken, the error says how much was loaded before it."""
         shards = find_shards(self._checkpoint, self._state)
         known: dict[str, TensorSource] = {}
         for shard in shards:
@@ -264,7 +265,7 @@ class _Loading:
         if self._fits(old, source, torch.device(device), dtype):
             source.read_into(old.detach())
         else:
-            # On the CPU, map the file: nothing is read before its first use, and the memory belongs to the page cache.
+            # On the CPU, map the file, so that values are read on first use, and the page cache provides the memory.
             maps = isinstance(source, FileSource) and torch.device(device).type == "cpu"
             value = source.map(read_ahead=False) if maps else source.load(torch.device(device))
             set_module_tensor_to_device(self._model, name, device, value=value, dtype=dtype)
@@ -345,15 +346,15 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> torch.nn.Module:
-    """Load a checkpoint into a model and dispatch its modules to their devices.
+    """Load a checkpoint into a model, and dispatch its modules to their devices.
 
     Args:
-        model: The model, usually from `init_empty_weights`.
+        model: The model to load, usually created under `init_empty_weights`.
         checkpoint: A file, an index, or a folder that contains one of them.
         device_map: The device of each module by name, or a strategy for creating a map: "auto", "balanced",
-            "balanced_low_0" or "sequential". None means that the model is only loaded.
-        max_memory: The limit of each device, in bytes or as a string such as "10GB". A given map is checked against the
-            limits.
+            "balanced_low_0" or "sequential". If None, the model is only loaded.
+        max_memory: The limit of each device, in bytes or as a string such as "10GB". If a map is given, it is checked
+            against the limits.
         no_split_module_classes: The names of classes that are not divided among devices.
         offload_folder: The folder for modules on "disk".
         offload_buffers: Whether to offload buffers, too.
@@ -367,7 +368,7 @@ def load_checkpoint_and_dispatch(
         broadcast_from_rank0: Whether only rank 0 reads the files; every rank must call this.
 
     Returns:
-        The model.
+        The loaded model.
 
     Raises:
         ValueError: The map is not valid, or exceeds a device's free memory or `max_memory`.
@@ -418,9 +419,10 @@ def load_on_ranks(
         model: The model, replicated or with distributed tensors. It may be on the meta device.
         checkpoint: A file, an index, or a folder. If rank 0 broadcasts, only rank 0 needs it.
         check: A function that raises if the tensors of a file do not fit the model.
-        check_names: A function that does the same for the names in all files, before the first file is loaded.
+        check_names: A function that raises if the names in all files do not fit the model. It is called before the
+            first file is loaded.
         full_state_dict: Whether the files contain full tensors. If False, each rank has files with distributed tensors.
-        broadcast_from_rank0: Whether only rank 0 reads.
+        broadcast_from_rank0: Whether only rank 0 reads the files, and broadcasts the tensors.
 
     Returns:
         The names of all tensors in the files.

@@ -28,9 +28,9 @@ class Shard:
     """A file of a checkpoint.
 
     Attributes:
-        path: The file.
-        names: The names in the file of the tensors to load; None means all.
-        wanted: The names in the model. Tensors are renamed to these if only `torch.compile` makes the difference.
+        path: The path of the file.
+        names: The names, in the file, of the tensors to load. If None, all tensors are loaded.
+        wanted: The names in the model. A tensor gets the model's name if only `torch.compile` makes the names differ.
     """
 
     path: Path
@@ -38,10 +38,10 @@ class Shard:
     wanted: frozenset[str] = frozenset()
 
     def sources(self) -> dict[str, TensorSource]:
-        """Return the source of each tensor. Of a safetensors file, only the header is read.
+        """Return the source of each tensor. If the file has safetensors' format, only its header is read.
 
         Raises:
-            CheckpointError: The file is broken, lacks tensors of the index, or contains more than plain data.
+            CheckpointError: The file is broken, lacks tensors that the index lists, or contains more than plain data.
         """
         found = self._all()
         if self.names is None:
@@ -76,8 +76,8 @@ def find_shards(checkpoint: str | os.PathLike[str], wanted: Iterable[str] = ()) 
     """Find the files of a checkpoint.
 
     Args:
-        checkpoint: A file of weights, an ``.index.json``, or a folder that contains one of them; or the URL of one,
-            which is downloaded first (see `weights_on_disk`).
+        checkpoint: A file of weights, an ``.index.json``, or a folder that contains one of them. URLs of these are
+            downloaded first (see `weights_on_disk`).
         wanted: The names in the model (see `Shard`).
 
     Raises:
@@ -120,10 +120,10 @@ def _weights_in(folder: AnyPath) -> AnyPath:
 
 
 def tensor_names(shards: Iterable[Shard]) -> set[str]:
-    """Return the names of all tensors, from indexes and headers if possible.
+    """Return the names of all tensors in a checkpoint, from its index and headers if possible.
 
     Args:
-        shards: The files.
+        shards: The files of the checkpoint.
     """
     return {
         name
@@ -132,17 +132,17 @@ def tensor_names(shards: Iterable[Shard]) -> set[str]:
     }
 
 
-# ---- downloads, once per machine for all its ranks
+# ---- downloads, once per machine for all of its ranks
 
 
 def weights_on_disk(file: AnyPath) -> Path:
-    """Return the path on this machine's disk of a file of weights, or of an index together with its files.
+    """Return the path on this machine's disk of a file of weights, or of an index whose files are next to it.
 
     Files from URLs are kept in ``$HF_HOME/accelerate/remote`` (or ``~/.cache/huggingface/accelerate/remote``), because
     models in use map them and read from them. A file that has changed in its store is downloaded again.
 
     Args:
-        file: The file. The files that an ``.index.json`` lists are in the same folder.
+        file: The file of weights, or an ``.index.json``. The files that it lists are in the same folder.
 
     Raises:
         CheckpointError: The store cannot be read, or the index lists files outside its folder.
@@ -183,7 +183,7 @@ def _digest(*texts: str) -> str:
 
 @contextmanager
 def _locked(lock: Path) -> Iterator[None]:
-    """Hold a lock against other processes on the machine, which wait for it and then find the downloaded files."""
+    """Hold a lock while downloading. Other processes on the machine wait for it, and then find the downloaded files."""
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -50,9 +50,9 @@ def infer_auto_device_map(
     """Assign a model's modules to devices in order: first accelerators, then the CPU, then the disk.
 
     Memory for the largest later layer is reserved on the first accelerator and on the CPU, where offloaded layers
-    compute. Time is linear in the number of modules. Modules that share parameters are placed on one device, and shared
-    parameters are counted once. Maps of such models differ from Accelerate's where Accelerate counts a shared parameter
-    again, divides it among devices, or exceeds a limit.
+    compute. The time is linear in the number of modules. Modules that share parameters are placed on one device, and
+    shared parameters are counted once. Maps of models with shared parameters differ from Accelerate's where Accelerate
+    counts a shared parameter again, divides it among devices, or exceeds a limit.
 
     Args:
         model: The model on any device. Its weights should be tied already.
@@ -73,7 +73,7 @@ def infer_auto_device_map(
         ValueError: A device, a size or a dtype is not valid.
     """
     limits = get_max_memory(max_memory)
-    with gc_paused():  # Nothing here has cycles, and collecting a large model's objects takes longer than the map.
+    with gc_paused():  # Nothing here creates cycles, and a collection would take longer than the map for a large model.
         tree = build_tree(model)
         totals = totals_of(tree, dtype, special_dtypes)
         allocation = Allocation(tree, totals, limits, no_split_module_classes, verbose, fallback_allocation)
@@ -131,7 +131,7 @@ def _table(used: Mapping[Any, Any], limits: Mapping[Any, int]) -> str:
 
 
 def _warn_of_buffers(allocation: Allocation, totals: Totals) -> None:
-    """Warn if the buffers of offloaded modules, which stay on an accelerator, do not fit on any."""
+    """Warn if the buffers of offloaded modules, which stay on an accelerator, do not fit on any accelerator."""
     used, limits = allocation.used, allocation.limits
     free = [limits[device] - used.get(device, 0) - allocation.reserve(device) for device in allocation.accelerators]
     needed = sum(totals.buffers[node] for node in allocation.offloaded)
@@ -172,7 +172,7 @@ def check_device_map(model: torch.nn.Module, device_map: Mapping[str, int | str 
     """Check that a device map gives every tensor of a model a device.
 
     Args:
-        model: The model.
+        model: The model that the map is for.
         device_map: The device of each module by name.
 
     Raises:
@@ -199,7 +199,7 @@ def free_bytes(device: torch.device) -> int | None:
     """Return the bytes on a device that are free for tensors, including memory cached by torch's allocator.
 
     Args:
-        device: The device.
+        device: The device to query.
 
     Returns:
         The number of bytes, or None if the device does not report it.
@@ -214,10 +214,10 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def bytes_to_move(model: torch.nn.Module, device_map: Mapping[str, Any]) -> dict[torch.device, int]:
-    """Return the bytes that a device map moves to each device, without tensors that are there already or on meta.
+    """Return the bytes that a device map moves to each device, except tensors that are already there or on meta.
 
     Args:
-        model: The model.
+        model: The model before it is dispatched.
         device_map: The device of each module by name.
     """
     found: dict[torch.device, int] = {}
@@ -251,7 +251,7 @@ def check_limits(sizes: Mapping[str, int], limits: Mapping[Any, int]) -> None:
     """Check that a device map respects the user's limits.
 
     Args:
-        sizes: The number of bytes that the map puts on each device, by name of the device.
+        sizes: The number of bytes that the map puts on each device, by the device's name.
         limits: The limit of each device in bytes.
 
     Raises:
@@ -313,7 +313,7 @@ def _free() -> dict[Any, int]:
             found = {number: module.mem_get_info(number)[0] for number in range(module.device_count())}
             break
     if torch.backends.mps.is_available():
-        found["mps"] = system_memory()[1]  # It is shared with the CPU.
+        found["mps"] = system_memory()[1]  # The GPU and the CPU share their memory.
     else:
         found["cpu"] = system_memory()[1]
     return found
@@ -327,7 +327,7 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, Any] | None = None,
     low_zero: bool = False,
 ) -> dict[Any, int]:
-    """Return limits for accelerators with which `infer_auto_device_map` distributes a model evenly.
+    """Return limits with which `infer_auto_device_map` distributes a model evenly among accelerators.
 
     Args:
         model: The model, on any device.
@@ -359,7 +359,7 @@ def get_balanced_memory(
 
 
 def _largest_unsplit(model: torch.nn.Module, sizes: Mapping[str, Any], classes: Any) -> Any:
-    """Return the size in bytes of the largest class, measured by its first module."""
+    """Return the size in bytes of the largest of some classes, each measured by its first module."""
     names = as_names(classes)
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
@@ -383,8 +383,8 @@ def balanced_cuts(sizes: Sequence[int], parts: int) -> list[int]:
     """Return the starts of all parts except the first, chosen so that the largest part is as small as possible.
 
     Args:
-        sizes: The sizes of the items, of which there are at least as many as parts.
-        parts: The number of parts. No part is empty.
+        sizes: The sizes of the items. There are at least as many items as parts.
+        parts: The number of parts, none of which is empty.
     """
     low, high = max(sizes), sum(sizes)
     while low < high:
@@ -397,7 +397,7 @@ def balanced_cuts(sizes: Sequence[int], parts: int) -> list[int]:
 
 
 def _fill_parts(sizes: Sequence[int], limit: int, parts: int) -> list[int]:
-    """Return the starts of parts that are filled up to a limit, leaving an item for each of the remaining parts."""
+    """Return the starts of parts that are filled up to a limit, leaving at least one item for each later part."""
     cuts: list[int] = []
     held = 0
     for at, size in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""`dispatch_model`, `cpu_offload` and `disk_offload`: models on several devices, in memory and on disk."""
+"""`dispatch_model`, `cpu_offload` and `disk_offload`, which spread models across devices, CPU memory and the disk."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def cpu_offload(
 ) -> torch.nn.Module:
     """Keep a model's weights on the CPU, and move each module's weights to the device only while it computes.
 
-    For an accelerator, weights are copied ahead of the computation (see `Prefetcher`), unless gradients are recorded,
+    Weights are copied to an accelerator ahead of the computation (see `Prefetcher`), unless gradients are recorded,
     because autograd then keeps the weights that each module computed with.
 
     Args:
-        model: The model.
-        execution_device: The device that the model computes on; None means the device of its first parameter.
+        model: The model to offload.
+        execution_device: The device that the model computes on. If None, the device of its first parameter.
         offload_buffers: Whether to offload buffers, too.
-        state_dict: The weights on the CPU; None means the model's own weights.
+        state_dict: The weights on the CPU. If None, the model's own weights.
         preload_module_classes: The classes whose weights are loaded together with their submodules' weights.
 
     Returns:
@@ -74,9 +74,9 @@ def disk_offload(
     """Keep a model's weights on disk, and read each module's weights while the previous module computes.
 
     Args:
-        model: The model.
-        offload_dir: The folder. If it already contains an offloaded model, the weights in it are used.
-        execution_device: The device that the model computes on; None means the device of its first parameter.
+        model: The model to offload.
+        offload_dir: The folder for the weights. If it already contains an offloaded model, those weights are used.
+        execution_device: The device that the model computes on. If None, the device of its first parameter.
         offload_buffers: Whether to offload buffers, too.
         preload_module_classes: The classes whose weights are loaded together with their submodules' weights.
 
@@ -85,7 +85,7 @@ def disk_offload(
 
     Raises:
         CheckpointError: The disk is full, or the folder's files are broken.
-        ValueError: The folder contains another model.
+        ValueError: The folder contains the weights of another model.
     """
     _write_offloaded(model, [""], offload_dir)
     weights = OffloadedWeightsLoader(save_folder=offload_dir)
@@ -154,13 +154,14 @@ def dispatch_model(
     """Move a model's modules to the devices of a device map, with hooks that move inputs and load offloaded weights.
 
     Args:
-        model: The model.
+        model: The model to dispatch.
         device_map: The device of each module by name: a number, a name, "cpu" or "disk".
-        main_device: The device on which offloaded modules compute; None means the first accelerator of the map, or the
-            CPU.
-        state_dict: The weights of the modules on the CPU; None means the model's own weights.
-        offload_dir: The folder of the modules on disk. It is written unless it already contains an offloaded model.
-        offload_index: The dtype and shape, or the file, of each weight on disk; None means the folder's index.
+        main_device: The device on which offloaded modules compute. If None, the first accelerator of the map, or the
+            CPU if there is none.
+        state_dict: The weights of the modules on the CPU. If None, the model's own weights.
+        offload_dir: The folder for modules on disk. Weights are written to it unless it already contains an offloaded
+            model.
+        offload_index: The dtype and shape, or the file, of each weight on disk. If None, the folder's index is used.
         offload_buffers: Whether to offload buffers, too.
         skip_keys: The keyword arguments that are not moved.
         preload_module_classes: The classes whose weights are loaded together with their submodules' weights.
@@ -221,7 +222,7 @@ class _Placement:
             self.weights = OffloadedWeightsLoader(state_dict, folder, offload_index)
 
     def attach(self, offload_buffers: bool, skip_keys: Any, preload: Any) -> None:
-        """Attach the hooks, and tie the parameters again that the hooks have untied."""
+        """Attach the hooks, and then tie the parameters again, because hooks untie them."""
         offloaded = set(self.offloaded)
         execution = {name: self.main if name in offloaded or str(device) == "cpu" else device
                      for name, device in self.device_map.items()}  # fmt: skip

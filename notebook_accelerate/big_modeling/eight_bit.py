@@ -12,11 +12,11 @@ from notebook_accelerate.big_modeling.module_tensors import name_of_scales, set_
 from notebook_accelerate.big_modeling.module_tree import submodule
 from notebook_accelerate.big_modeling.offload_folder import offload_weight
 
-bitsandbytes: Any = importlib.import_module("bitsandbytes")  # Its type hints export nothing.
+bitsandbytes: Any = importlib.import_module("bitsandbytes")  # The package's type hints export nothing.
 
 
 class OffloadedLinear8bitLt(bitsandbytes.nn.Linear8bitLt):  # type: ignore[misc] # published without types
-    """A layer of bitsandbytes whose int8 weights and scales are plain parameters, which hooks load and release.
+    """A bitsandbytes layer whose int8 weights and scales are plain parameters, which hooks can load and release.
 
     Args:
         layer: The layer to replace. Its bias is kept, but not its weights.
@@ -57,7 +57,7 @@ def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
 
 
 def make_offloadable(model: torch.nn.Module, name: str) -> None:
-    """Replace an 8-bit layer of bitsandbytes with a layer whose weights can be offloaded; keep any other layer.
+    """Replace an 8-bit layer of bitsandbytes with a layer whose weights can be offloaded. Other layers are kept.
 
     Args:
         model: The model, changed in place.
@@ -73,7 +73,7 @@ def quantize_8bit(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize a weight, on the accelerator if there is one.
 
     Args:
-        weight: The weight, a matrix.
+        weight: The weight to quantize, a matrix.
 
     Returns:
         The int8 matrix and the scale of each row, on the CPU.
@@ -84,7 +84,7 @@ def quantize_8bit(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def place_8bit(model: torch.nn.Module, name: str, weight: torch.Tensor) -> None:
-    """Quantize a weight, and keep it in main memory with its scales.
+    """Quantize a weight, and keep it in CPU memory with its scales.
 
     Args:
         model: The model, whose layer is made offloadable.
@@ -110,9 +110,9 @@ def offload_8bit(
         model: The model, whose layer is made offloadable and whose weight is moved to the meta device.
         name: The dotted name of the weight.
         weight: The weight, in floating point, or in int8 if `scales` are given.
-        folder: The folder.
-        index: The index of the folder, which receives the dtype and shape.
-        scales: The scales if the weight is quantized already.
+        folder: The offload folder.
+        index: The index of the folder, to which the dtype and shape are added.
+        scales: The scales, if the weight is already quantized.
     """
     make_offloadable(model, name.rpartition(".")[0])
     if scales is None:

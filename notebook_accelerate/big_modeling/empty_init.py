@@ -17,10 +17,10 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
     """Create the parameters of models on the meta device inside the block, so that they take no memory.
 
     Args:
-        include_buffers: Whether to include buffers and all other tensors. None means False, or the value of
-            ACCELERATE_INIT_INCLUDE_BUFFERS. If True, nothing is allocated. If False, each parameter is allocated but
-            not written to before it moves to the meta device, which matters if the system limits the address space of
-            a process.
+        include_buffers: Whether to include buffers and all other tensors. If None, the value of
+            ACCELERATE_INIT_INCLUDE_BUFFERS, or else False. If True, nothing is allocated. If False, each parameter is
+            allocated, but not written to, before it moves to the meta device, which matters if the system limits the
+            address space of a process.
 
     Example:
         with init_empty_weights():
@@ -35,9 +35,9 @@ def init_on_device(device: torch.device, include_buffers: bool | None = None) ->
     """Create the parameters of models on a device inside the block.
 
     Args:
-        device: The device.
-        include_buffers: Whether to include buffers and all other tensors, as `torch.device` does as a context. None
-            means False, or the value of ACCELERATE_INIT_INCLUDE_BUFFERS.
+        device: The device to create parameters on.
+        include_buffers: Whether to include buffers and all other tensors, as `torch.device` does as a context. If None,
+            the value of ACCELERATE_INIT_INCLUDE_BUFFERS, or else False.
     """
     if include_buffers is None:
         include_buffers = environ.flag("ACCELERATE_INIT_INCLUDE_BUFFERS", default=False)
@@ -53,8 +53,8 @@ def init_on_device(device: torch.device, include_buffers: bool | None = None) ->
 
 def _registering(register: Callable[..., None], device: torch.device) -> Callable[..., None]:
     """Return a `Module.register_parameter` that moves parameters to a device and keeps tied parameters tied."""
-    # The keys are ids, checked by weak references: the original must be freed immediately, and a new parameter may then
-    # get its id.
+    # The keys are IDs, because the original must be freed immediately. A new parameter may then get the same ID, so
+    # check it with the weak reference.
     moved: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
     def register_parameter(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
@@ -73,8 +73,8 @@ def moved_to(parameter: torch.nn.Parameter, device: Any) -> torch.nn.Parameter:
     """Return a parameter with the same class and attributes on another device.
 
     Args:
-        parameter: The parameter.
-        device: The device.
+        parameter: The parameter to copy.
+        device: The device to put the copy on.
     """
     moved: torch.nn.Parameter = like(parameter, parameter.detach().to(device))
     return moved
@@ -85,7 +85,7 @@ def like(parameter: torch.Tensor, value: torch.Tensor) -> Any:
 
     Args:
         parameter: The parameter whose class and attributes are copied.
-        value: The data.
+        value: The new data.
     """
     kind: Any = type(parameter)
     if kind is torch.nn.Parameter:
@@ -93,7 +93,7 @@ def like(parameter: torch.Tensor, value: torch.Tensor) -> Any:
         made.__dict__.update(parameter.__dict__)
         return made
     attributes = dict(parameter.__dict__)
-    try:  # The constructors of quantized parameters take their attributes as arguments.
+    try:  # The constructors of quantized parameters take the attributes as arguments.
         return kind(value, requires_grad=parameter.requires_grad, **attributes)
     except TypeError:
         made = kind(value, requires_grad=parameter.requires_grad)

@@ -32,9 +32,9 @@ class MemoryEstimate:
 
     Attributes:
         training: The bytes on the device for weights, gradients, optimizer, activations, buffers and the strategy.
-        inference: The same for weights, buffers, activations and the strategy in inference.
+        inference: The bytes on the device for weights, buffers, activations and the strategy in inference.
         assumptions: The assumptions behind the numbers, one sentence each.
-        main_memory: The bytes of offloaded parts in main memory.
+        main_memory: The bytes of offloaded parts in CPU memory.
     """
 
     training: dict[str, int]
@@ -54,7 +54,7 @@ class MemoryEstimate:
 
     @property
     def main_memory_total(self) -> int:
-        """The bytes that training keeps in main memory for each rank."""
+        """The bytes that training keeps in CPU memory for each rank."""
         return sum(self.main_memory.values())
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ def estimate_memory(
     Activations are counted by running the model on the meta device, and adding up the tensors that autograd saves.
 
     Args:
-        model_or_config: A model on any device, a function that creates one, or a configuration of transformers.
+        model_or_config: A model on any device, a function that creates one, or a transformers configuration.
         dtype: The dtype of weights and gradients.
         optimizer: One of `OPTIMIZERS`.
         strategy: One of `STRATEGIES`.
@@ -101,8 +101,8 @@ def estimate_memory(
         inputs: The model's arguments instead of tokens: a tensor, a tuple, or a mapping of names. Only shapes and
             dtypes matter.
         degrees: The sizes of the parallel dimensions, by the names of `ParallelismConfig` without "_size": {"tp": 2}.
-            Replicas ("dp_replicate") keep full copies, and all other ranks shard what the strategy shards. None means
-            the strategy's own dimension.
+            Replicas ("dp_replicate") keep full copies, and all other ranks shard what the strategy shards. If None,
+            the strategy's own dimension is used.
         offload: The target ("cpu" or "disk") of each offloaded part (weights, gradients, optimizer): {"optimizer":
             "cpu"}.
 
@@ -135,7 +135,7 @@ def estimate_memory(
 
 
 def _parts(model: torch.nn.Module, layout: RankLayout, optimizer: str) -> tuple[dict[str, int], int]:
-    """Return the bytes of a rank's weights, gradients and optimizer, and of its gradients before sharding."""
+    """Return the bytes of a rank's weights, gradients and optimizer, and those of its gradients before sharding."""
     own, sharding = layout.parts(model), layout.sharding
     weights = sum(each.nbytes * part for each, part in own)
     trained = sum(each.nbytes * part for each, part in own if each.requires_grad)
@@ -163,7 +163,7 @@ def _empty_model(source: Any) -> torch.nn.Module:
     if isinstance(source, torch.nn.Module):  # Copy it without its weights.
         empty: dict[int, torch.Tensor] = {id(each): torch.empty_like(each, device="meta") for each in source.buffers()}
         for each in source.parameters():
-            # Don't use `moved_to`, because the constructors of other classes (DTensor, quantized tensors) take other
+            # Don't use `moved_to`, because the constructors of some classes (DTensor, quantized tensors) take different
             # arguments.
             empty[id(each)] = torch.nn.Parameter(torch.empty_like(each, device="meta"), each.requires_grad)
         return copy.deepcopy(source, empty)
@@ -181,7 +181,7 @@ def _empty_model(source: Any) -> torch.nn.Module:
 
 
 def _activations(model: torch.nn.Module, inputs: Any) -> tuple[int, int, str]:
-    """Return the bytes that autograd saves, the largest output of a module, and the reason if these are unknown."""
+    """Return the bytes that autograd saves, those of the largest output, and the reason if they are unknown."""
     if inputs is None:
         return 0, 0, "Activations are left out: pass sequence_length= or inputs= to count them."
     args, kwargs = _meta_arguments(inputs)
@@ -337,22 +337,22 @@ def measure_device_map(
 DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "ep", "pp")
 """The parallel dimensions, as in `ParallelismConfig`."""
 EXPERTS = "experts"
-"""The name of modules that expert parallelism splits. The first dimension of their parameters counts the experts."""
+"""The name of modules that expert parallelism splits. The first dimension of their parameters is that of experts."""
 OFFLOAD_TARGETS = ("cpu", "disk")
 PARTS = ("weights", "gradients", "optimizer")
-"""The parts of a training's memory that can be sharded and offloaded."""
+"""The parts of the memory for training that can be sharded and offloaded."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """The parts that a strategy shards over ranks.
+    """The parts that a strategy shards across ranks.
 
     Attributes:
         weights: Whether weights are sharded.
         gradients: Whether gradients are sharded.
         optimizer: Whether optimizer states are sharded.
         buckets: Whether gradients are copied into buckets for their reduction.
-        dimension: The parallel dimension of all ranks if no degrees are given, or "" if there is no dimension.
+        dimension: The parallel dimension of all ranks if no degrees are given, or "" if there is none.
     """
 
     weights: bool = False
@@ -385,10 +385,10 @@ class RankLayout:
     Args:
         strategy: One of `STRATEGIES`.
         ranks: The number of ranks.
-        degrees: The size of each of `DEGREES`; None means the strategy's sizes.
+        degrees: The sizes of dimensions, by their names in `DEGREES`. If None, the strategy's own sizes are used.
 
     Raises:
-        ValueError: A degree is unknown or not positive, or their product does not match the number of ranks.
+        ValueError: A degree is unknown or not positive, or the product of the degrees is not the number of ranks.
     """
 
     def __init__(self, strategy: str, ranks: int, degrees: Mapping[str, int] | None = None) -> None:
@@ -415,12 +415,12 @@ class RankLayout:
 
     @property
     def shards(self) -> int:
-        """The number of ranks that shards are divided over, without replicas and ranks that split tensors or layers."""
+        """The number of ranks that hold shards of the same tensors, not counting replicas."""
         return self.ranks // (self.degree("dp_replicate") * self.degree("tp") * self.degree("ep") * self.degree("pp"))
 
     @property
     def reduces(self) -> bool:
-        """Whether gradients are reduced over ranks that have the same weights."""
+        """Whether gradients are reduced across ranks that have the same weights."""
         return self.ranks > self.degree("tp") * self.degree("ep") * self.degree("pp")
 
     def parts(self, model: torch.nn.Module) -> list[tuple[torch.nn.Parameter, float]]:
@@ -437,10 +437,10 @@ class RankLayout:
 
 
 def checked_offload(offload: Mapping[str, str] | None) -> dict[str, str]:
-    """Check which parts are offloaded, and where.
+    """Check the names of offloaded parts and their targets, and return them.
 
     Args:
-        offload: One of `OFFLOAD_TARGETS` for each member of `PARTS` that is offloaded.
+        offload: The target (one of `OFFLOAD_TARGETS`) for each part in `PARTS` that is offloaded.
 
     Raises:
         ValueError: A part or a target is unknown.
@@ -455,7 +455,7 @@ def checked_offload(offload: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _tensor_parallel_names(model: torch.nn.Module) -> set[str]:
-    """Return the parameters that tensor parallelism divides, by the model's plan, or every matrix without a plan."""
+    """Return the parameters that tensor parallelism divides: those in the model's plan, or all matrices without one."""
     plans = (getattr(model, name, None) for name in ("tp_plan", "_tp_plan"))
     plan: Any = next((found for found in plans if isinstance(found, Mapping) and found), None)
     named = dict(model.named_parameters())

@@ -1,4 +1,4 @@
-"""Hooks around a module's forward method: attaching and detaching them, layerwise casting, models on the CPU."""
+"""Hooks around a module's forward method: how to attach them, layerwise casting, and models that wait on the CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class ModelHook:
-    """Methods that are called before and after a module's forward pass, and when the hook is attached or detached.
+    """The base class of hooks, which are called around a module's forward pass, and when they are attached or detached.
 
     A subclass overrides the methods that it needs. Attach a hook with `add_hook_to_module`.
 
@@ -116,12 +116,12 @@ def add_hook_to_module(module: Any, hook: ModelHook, append: bool = False) -> to
     """Attach a hook to a module by replacing its `forward` with a method that also calls the hook.
 
     Args:
-        module: The module.
-        hook: The hook, which replaces the module's current hook.
+        module: The module to attach the hook to.
+        hook: The new hook, which replaces the module's current hook.
         append: Whether to keep the module's current hook, and call the new one after it.
 
     Returns:
-        The module.
+        The module with the hook.
     """
     if append and getattr(module, "_hf_hook", None) is not None:
         before = module._hf_hook
@@ -138,7 +138,7 @@ def add_hook_to_module(module: Any, hook: ModelHook, append: bool = False) -> to
 
 
 def _hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-    # Read the hook from the module instead of a closure, so that a copy of the module calls the copy's hook.
+    # Read the hook from the module, not from a closure, so that a copy of the module calls the copy's hook.
     hook = module._hf_hook
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
     if hook.no_grad:
@@ -153,18 +153,18 @@ def remove_hook_from_module(module: Any, recurse: bool = False) -> torch.nn.Modu
     """Detach a module's hook and restore its `forward`.
 
     Args:
-        module: The module.
+        module: The module whose hook is detached.
         recurse: Whether to detach the hooks of its submodules, too.
 
     Returns:
-        The module.
+        The module without the hook.
     """
     state = vars(module)
     if "_hf_hook" in state:
         module._hf_hook.detach_hook(module)
         del module._hf_hook
     if "_old_forward" in state:
-        # A forward method of the class needs no attribute. One that was set on the module must be set again.
+        # If the forward method is the class's, delete the attribute. If it was set on the module, set it again.
         bound = getattr(module._old_forward, "__func__", None) is getattr(type(module), "forward", None)
         if bound:
             state.pop("forward", None)
@@ -233,7 +233,7 @@ class GradientSink:
 
         Args:
             store: The dict that receives the gradients, or None to drop them.
-            prefix: The name of the module.
+            prefix: The name of the module in the model.
         """
         self._store, self._prefix = store, prefix
 
@@ -265,7 +265,7 @@ class GradientSink:
             return
         assert gradient is not None
         key = full_name(self._prefix, name)
-        # Sum gradients on the CPU, because the device has no memory for them.
+        # Sum gradients on the CPU, because the device may not have enough memory for them.
         here = gradient.to("cpu")
         self._store[key] = self._store[key] + here if key in self._store else here
 
@@ -291,8 +291,8 @@ def offloaded_gradients(model: torch.nn.Module) -> Iterator[dict[str, torch.Tens
     """Collect the gradients of a model's offloaded weights, summed on the CPU over all backward passes in the block.
 
     Offloaded weights are in their module only during its forward pass, so their gradients cannot be in
-    ``parameter.grad``. The gradients of other weights, such as adapters, are there. The gradients take as much main
-    memory as the weights.
+    ``parameter.grad``. The gradients of all other weights, such as adapters, are there, as usual. The collected
+    gradients take as much CPU memory as the weights.
 
     Args:
         model: A model from `cpu_offload`, `disk_offload`, `dispatch_model` or `load_checkpoint_and_dispatch`.
@@ -320,10 +320,10 @@ def offloaded_gradients(model: torch.nn.Module) -> Iterator[dict[str, torch.Tens
 
 
 class CpuOffload(ModelHook):
-    """Keeps a model on the CPU until it computes, and then on the device until `offload` is called.
+    """Keeps a model on the CPU until it computes, and then on a device until `offload` is called.
 
     Args:
-        execution_device: The device that it computes on; None means the device of the process.
+        execution_device: The device that the model computes on. If None, the device of the process.
         prev_module_hook: The hook of the previous model in a pipeline, which is offloaded when this model computes.
     """
 
@@ -350,8 +350,8 @@ class UserCpuOffloadHook:
     """The user's handle for a `CpuOffload`.
 
     Args:
-        model: The model.
-        hook: The model's hook.
+        model: The model that has the hook.
+        hook: The `CpuOffload` of the model.
     """
 
     def __init__(self, model: torch.nn.Module, hook: CpuOffload) -> None:
@@ -375,12 +375,12 @@ def cpu_offload_with_hook(
     """Keep a model on the CPU until it computes, and then on the device. This is useful for loops and pipelines.
 
     Args:
-        model: The model.
-        execution_device: The device that it computes on; None means the device of the process.
-        prev_module_hook: The hook of the previous model, which is offloaded when this model computes.
+        model: The model to offload.
+        execution_device: The device that the model computes on. If None, the device of the process.
+        prev_module_hook: The handle of the previous model, which is offloaded when this model computes.
 
     Returns:
-        The model, and a hook with `offload` and `remove`.
+        The model, and a handle with the methods `offload` and `remove`.
     """
     hook = CpuOffload(execution_device=execution_device, prev_module_hook=prev_module_hook)
     add_hook_to_module(model, hook, append=True)
@@ -392,7 +392,8 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
     torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d,
     torch.nn.Linear,
 )  # fmt: skip
-"""The layers that `attach_layerwise_casting_hooks` casts. Normalizations are small and need their precision."""
+"""The layers that `attach_layerwise_casting_hooks` casts. Normalizations are left out: they are small, and need their
+precision."""
 
 
 def attach_layerwise_casting_hooks(
@@ -406,7 +407,7 @@ def attach_layerwise_casting_hooks(
     """Keep the weights of linear layers and convolutions in one dtype, and compute in another.
 
     Args:
-        module: The model.
+        module: The model to attach hooks to.
         storage_dtype: The dtype between forward passes, for example float8_e4m3fn.
         compute_dtype: The dtype during forward passes.
         skip_modules_pattern: Regular expressions for the names of modules that are not cast.

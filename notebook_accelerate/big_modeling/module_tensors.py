@@ -39,11 +39,11 @@ def set_module_tensor_to_device(
     """Move a tensor of a module to a device, or replace it with a new value there.
 
     Args:
-        module: The module.
+        module: The module that contains the tensor, itself or in a submodule.
         tensor_name: The dotted name of a parameter or buffer.
         device: The target device.
         value: New data of the same shape, which is required if the tensor is on the meta device.
-        dtype: The dtype of the new data; None means the tensor's dtype. Integers keep their dtype.
+        dtype: The dtype of the new data. If None, the tensor's dtype. Integers keep their dtype.
         fp16_statistics: The scales of an 8-bit weight (bitsandbytes).
         tied_params_map: Existing copies to share, by the address of the original and by device.
         non_blocking: Whether to return without waiting for the copy.
@@ -126,11 +126,11 @@ def has_offloaded_params(module: torch.nn.Module) -> bool:
 
 @contextlib.contextmanager
 def align_module_device(module: torch.nn.Module, execution_device: torch.device | None = None) -> Iterator[None]:
-    """Move a module's own parameters to a device inside the block, loading offloaded ones.
+    """Move a module's own parameters to a device inside the block, and load offloaded ones.
 
     Args:
-        module: The module, without its submodules.
-        execution_device: The device; None means the hook's device, or the current device of the parameters.
+        module: The module. Its submodules are not moved.
+        execution_device: The device. If None, the hook's device, or the current device of the parameters.
     """
     if has_offloaded_params(module):
         with _loaded(module, execution_device):
@@ -155,7 +155,7 @@ def _loaded(module: torch.nn.Module, device: torch.device | None) -> Iterator[No
             if hook.offload:
                 stack.enter_context(hook.loading_for(device))
                 stack.callback(hook.post_forward, module, None)
-                with torch.inference_mode(mode=False):  # The weights can outlive this mode.
+                with torch.inference_mode(mode=False):  # The weights may outlive inference mode.
                     hook.pre_forward(module)
         yield
 
@@ -170,9 +170,9 @@ def get_state_dict_from_offload(
 
     Args:
         module: The module.
-        module_name: The dotted name of one of its tensors, which starts with the module's prefix.
+        module_name: The dotted name of one of the module's tensors, which starts with the module's prefix.
         state_dict: The state dict by dotted name, changed in place.
-        device_to_put_offload: The device of the tensors.
+        device_to_put_offload: The device to load the tensors to.
 
     Returns:
         `state_dict`.
@@ -216,7 +216,7 @@ def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, torch.Te
 
 
 def _loaded_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's own persistent tensors, and its submodules' if its hook loads these, too."""
+    """Return a module's own persistent tensors, and those of its submodules if its hook loads these, too."""
     if any(hook.offload and hook.place_submodules for hook in align_hooks(module)):
         return {key: value for key, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
     return dict(named_module_tensors(module, remove_non_persistent=True))
@@ -235,7 +235,7 @@ def find_tied_parameters(model: torch.nn.Module, **kwargs: Any) -> list[list[str
 
     Args:
         model: The model before it is dispatched, because hooks untie the parameters that they offload.
-        kwargs: Ignored. Accelerate accepts them, too.
+        kwargs: Ignored, as in Accelerate.
 
     Returns:
         One sorted list of names for each tied parameter, in the order of the first names.
@@ -247,9 +247,9 @@ def retie_parameters(model: torch.nn.Module, tied_params: Iterable[Sequence[str]
     """Tie parameters again, for example after they have been loaded.
 
     Args:
-        model: The model.
-        tied_params: The result of an earlier `find_tied_parameters`. Each group gets its first tensor that is not on
-            the meta device, or its first tensor if all are.
+        model: The model whose parameters are tied.
+        tied_params: The result of an earlier `find_tied_parameters`. All names of a group get its first tensor that is
+            not on the meta device, or its first tensor if all of them are.
     """
     for group in tied_params:
         owners = [submodule(model, name) for name in group]
@@ -297,7 +297,7 @@ def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], d
 
 
 def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    """Return the device that a device map gives to a name or to its innermost listed module, or None."""
+    """Return the device that a map gives to a name, or to the innermost listed module around it, or None."""
     return next((device_map[outer] for outer in reversed(prefixes(name)) if outer in device_map), None)
 
 
@@ -310,10 +310,10 @@ def get_module_size_with_ties(
     """Add the modules that must be on the same device because they share parameters.
 
     Args:
-        tied_params: The names of shared parameters in other modules.
-        module_size: The size of the module itself in bytes.
-        module_sizes: The sizes in bytes by name.
-        modules_to_treat: The named modules to choose from.
+        tied_params: The names of the shared parameters in other modules.
+        module_size: The size in bytes of the module itself.
+        module_sizes: The size in bytes of each module and tensor, by name.
+        modules_to_treat: The modules to choose from, with their names.
 
     Returns:
         The total size in bytes, with shared parameters counted once, and the names and objects of the added modules.

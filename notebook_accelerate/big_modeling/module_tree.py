@@ -22,8 +22,9 @@ class ModuleTree:
     Attributes:
         names: The dotted names. The name of the model itself is "".
         modules: The modules.
-        parents: The indices of their parents; -1 for the model.
-        ends: The index after the last descendant of each: ``names[i + 1:ends[i]]`` are the descendants of ``names[i]``.
+        parents: The index of each module's parent, or -1 for the model.
+        ends: The index after each module's last descendant: ``names[i + 1:ends[i]]`` are the descendants of
+            ``names[i]``.
     """
 
     names: list[str] = field(default_factory=list)
@@ -39,7 +40,7 @@ def build_tree(model: torch.nn.Module) -> ModuleTree:
         model: The model, on any device.
 
     Returns:
-        The modules. The time is linear in their number, whereas `named_modules` takes a step for each module and level.
+        The modules. Listing them takes linear time, whereas `named_modules` takes a step for each module and level.
     """
     tree = ModuleTree([""], [model], [-1], [1])
     names, modules, parents, ends = tree.names, tree.modules, tree.parents, tree.ends
@@ -93,10 +94,10 @@ def submodule(module: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]
 
 
 def fit_compiled_names(names: Iterable[str], wanted: Iterable[str]) -> dict[str, str]:
-    """Rename tensors to a model's names if they differ only by the modules that `torch.compile` adds.
+    """Rename tensors to a model's names if they differ only by the prefixes that `torch.compile` adds.
 
     Args:
-        names: The names in a file of a model, which may have been compiled as a whole or in parts.
+        names: The names in the file of a model that may have been compiled as a whole or in parts.
         wanted: The names in the model.
 
     Returns:
@@ -172,7 +173,7 @@ def convert_file_size_to_int(size: float | str) -> int:
             (bits).
 
     Raises:
-        ValueError: `size` is not a size, or negative.
+        ValueError: `size` is negative, or not a size.
     """
     if isinstance(size, (int, float)) and 0 <= size < math.inf:
         return int(size)
@@ -269,7 +270,7 @@ def totals_of(tree: ModuleTree, dtype: Any = None, special_dtypes: Mapping[str, 
 
 
 class _PerElement(dict[torch.dtype, Any]):
-    """The size of an element by dtype, which is at most the target dtype's size for floating-point dtypes."""
+    """The size of an element by dtype. Floating-point dtypes count with at most the size of the target dtype."""
 
     def __init__(self, dtype: Any) -> None:
         super().__init__()
@@ -310,7 +311,7 @@ def compute_module_sizes(
 
     Args:
         model: The model, on any device.
-        dtype: The dtype that floating-point tensors will be converted to. Larger ones count with its size.
+        dtype: The dtype that floating-point tensors will be converted to. Larger dtypes count with its size.
         special_dtypes: The dtypes of tensors by name, which have precedence over `dtype`.
         buffers_only: Whether to count only buffers.
 
@@ -335,7 +336,7 @@ def compute_module_total_buffer_size(
 
 
 def get_module_leaves(module_sizes: Mapping[str, Any]) -> list[str]:
-    """List the names without children.
+    """List the names of modules and tensors that have no children.
 
     Args:
         module_sizes: The result of `compute_module_sizes`, or any mapping by dotted name.
@@ -386,7 +387,7 @@ def calculate_maximum_sizes(model: torch.nn.Module) -> tuple[Any, tuple[Any, lis
     """Compute the size of a model and its largest layer.
 
     Args:
-        model: The model, whose `_no_split_modules` (transformers) are not split.
+        model: The model. Modules of the classes in its `_no_split_modules` (transformers) are not split.
 
     Returns:
         The size of the model in bytes, and the size and names of its largest layers.
@@ -398,7 +399,7 @@ def calculate_maximum_sizes(model: torch.nn.Module) -> tuple[Any, tuple[Any, lis
 
 
 def readable(size: float) -> str:
-    """Format a number of bytes in powers of 1000, as in a device map's "10GB": 1536 becomes "1.54 KB"."""
+    """Format a number of bytes with units in powers of 1000: 1536 becomes "1.54 KB"."""
     if size < 1000:
         return f"{size:.0f} B"
     power = min(int(math.log10(size) // 3), 4)

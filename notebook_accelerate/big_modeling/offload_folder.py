@@ -24,10 +24,10 @@ def offload_weight(
     """Write a tensor to a file.
 
     Args:
-        weight: The tensor.
+        weight: The tensor to write.
         weight_name: The name of the tensor. The file is ``{weight_name}.dat``.
-        offload_folder: The folder.
-        index: The index that receives its dtype and shape; None creates a new one.
+        offload_folder: The offload folder.
+        index: The index to which the dtype and shape are added. If None, a new one is created.
 
     Returns:
         The index, which `save_offload_index` writes.
@@ -56,7 +56,7 @@ def offload_weight(
 
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> torch.Tensor:
-    """Map a tensor's file into memory. It is read on first access, and writes do not reach the file.
+    """Map a tensor's file into memory. The file is read on first access, and writes do not reach it.
 
     Args:
         weight_file: The ``.dat`` file.
@@ -81,8 +81,8 @@ def save_offload_index(index: Mapping[str, Any], offload_folder: str | os.PathLi
     """Add tensors to the index of a folder.
 
     Args:
-        index: The dtype and shape of each tensor by name. If it is empty, nothing is written.
-        offload_folder: The folder.
+        index: The dtype and shape of each tensor by name. If there are none, nothing is written.
+        offload_folder: The offload folder.
     """
     if not index:
         return
@@ -94,11 +94,11 @@ def save_offload_index(index: Mapping[str, Any], offload_folder: str | os.PathLi
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Write named tensors to a folder, one file each, and the index.
+    """Write named tensors to a folder, each to its own file, and write the index.
 
     Args:
-        save_dir: The folder, which is created if it does not exist.
-        state_dict: The tensors.
+        save_dir: The offload folder, which is created if it does not exist.
+        state_dict: The tensors, by name.
 
     Raises:
         CheckpointError: A file could not be written.
@@ -111,10 +111,10 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 
 
 class PrefixedDataset(Mapping[str, Any]):
-    """A view of a mapping for one module, with names without the module's prefix.
+    """A view of a mapping for one module, in which names do not have the module's prefix.
 
     Args:
-        dataset: The mapping.
+        dataset: The mapping of all names.
         prefix: The name of the module, followed by a dot.
     """
 
@@ -133,13 +133,13 @@ class PrefixedDataset(Mapping[str, Any]):
 
 
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
-    """Named tensors in memory, in an offload folder and in safetensors files, as one mapping.
+    """One mapping of named tensors that are in memory, in an offload folder or in safetensors files.
 
     Args:
-        state_dict: Tensors in memory.
+        state_dict: The tensors that are in memory.
         save_folder: An offload folder with its ``index.json``.
         index: An index to use instead of the folder's. An entry with "safetensors_file" refers to a safetensors file.
-        device: The device of tensors from safetensors files; None means the CPU.
+        device: The device to put tensors from safetensors files on. If None, the CPU.
 
     Raises:
         ValueError: None of the first three arguments is given.
@@ -178,7 +178,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return tensor.to(getattr(torch, info["dtype"])) if "dtype" in info else tensor
 
     def source(self, key: str) -> TensorSource:
-        """Return the source of a tensor, with the dtype that it has there.
+        """Return the source of a tensor, with the dtype that the tensor has in it.
 
         Args:
             key: The name of the tensor.
@@ -209,7 +209,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
 
 def unprefixed(weights: Mapping[str, Any] | None) -> tuple[Mapping[str, Any] | None, str]:
-    """Return the mapping inside prefixed views, and the prefix of names in it."""
+    """Return the mapping inside nested prefixed views, and the prefix that the views remove."""
     prefix = ""
     while isinstance(weights, PrefixedDataset):
         prefix = weights.prefix + prefix

@@ -1,8 +1,8 @@
 """Read offloaded weights ahead of the computation.
 
 The first pass through a model records the order of its modules. A thread then reads their weights ahead in this order,
-while all weights that have been read or are in use fit into a window. Two passes in another order lead to a new plan;
-until then, modules themselves read the weights that were not read ahead.
+as long as all weights that have been read or are in use fit into a window. After two passes in another order, there is
+a new plan. Until then, modules read the weights that were not read ahead themselves.
 
 Users can keep a weight, or anything that shares its memory (a view, an array, a graph), for any length of time:
 
@@ -10,8 +10,8 @@ Users can keep a weight, or anything that shares its memory (a view, an array, a
 - `fetch` uses the tensors of a step once, and only for the unit that they were read for.
 - Afterwards, nothing in this package writes to them: `release` drops references, and memory is never filled twice.
 
-Therefore only the holder of a weight changes its memory. Only torch's allocator reuses it, after the last reference to
-its storage is gone, and on an accelerator after the computations that were queued with it.
+Therefore, only the holder of a weight changes its memory. Only torch's allocator reuses the memory, once the last
+reference to the storage is gone and, on an accelerator, the computations that were queued with it are done.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _LOG = logging.getLogger(__name__)
 _WINDOW = 2
 """How many blocks of the largest size fit into the window: one block computes while the next is read."""
 _IDLE = 0.25
-"""Seconds without anything to read after which the thread exits. The next forward pass starts a new one."""
+"""After how many seconds without anything to read the thread exits. The next forward pass starts a new one."""
 _EXIT_SECONDS = 2.0
-"""How many seconds an exiting interpreter waits for a read."""
+"""How many seconds the interpreter waits for a read when it exits."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class _Read:
 
 
 class Prefetcher:
-    """Reads the weights of units ahead in the order of the last pass.
+    """Reads the weights of units ahead, in the order of an earlier pass.
 
     Steps count the uses of units over all passes: a step modulo the length of a pass is a position in its order.
 
@@ -101,7 +101,7 @@ class Prefetcher:
         self._check_process()
         self._passes_are_marked = True
         with self._changed:
-            self._held -= sum(unit.nbytes for unit in self._in_use)  # These are left after an error in the last pass.
+            self._held -= sum(unit.nbytes for unit in self._in_use)  # An error in the last pass has left these.
             self._in_use.clear()
             self._end_pass()
             if self._plan and (late := self._next_use % len(self._plan)):
@@ -110,7 +110,7 @@ class Prefetcher:
     def fetch(self, unit: Unit) -> list[Any]:
         """Return a unit's tensors on the device, ready for the computation, after waiting until they are read."""
         if torch.is_grad_enabled():
-            return self._load(unit)  # Autograd keeps all weights, so a window would not limit anything.
+            return self._load(unit)  # Autograd keeps all weights, so a window could not limit the memory.
         self._check_process()
         with self._changed:
             step = self._record(unit)
@@ -174,7 +174,7 @@ class Prefetcher:
         return None
 
     def _end_pass(self) -> None:
-        """Make a plan for the first order that was recorded, and for any other order that was recorded twice."""
+        """Make a plan for the first recorded order, and for any other order that was recorded twice in a row."""
         order, self._order = self._order, []
         if order:
             if not self._plan or (order == self._last_order and order != self._plan):
@@ -183,7 +183,7 @@ class Prefetcher:
 
     def _make_plan(self, order: list[Unit]) -> None:
         self._transfer.prepare(order)
-        step = self._next_use + len(self._plan) + 1  # This is after every step of the previous plan.
+        step = self._next_use + len(self._plan) + 1  # This step is after every step of the previous plan.
         self._seek(step + -step % len(order))
         self._plan, self._window = order, _window_bytes(order)
         self._start_thread()
@@ -264,7 +264,7 @@ class Prefetcher:
         return _Read(unit, tensors, done, versions)
 
     def _finish_read(self, step: int, unit: Unit, read: _Read | None) -> None:
-        """Publish the weights that were read, unless reading failed or the computation is already past them."""
+        """Publish the weights that were read, unless reading failed or the computation no longer needs them."""
         with self._changed:
             self._reading = None
             if read is None or step < self._next_use - 1:
@@ -292,7 +292,7 @@ _prefetchers: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
 
 @atexit.register
 def _end_threads() -> None:
-    """Stop the reading threads: if one is inside torch when the interpreter exits, the process crashes."""
+    """Stop the reading threads, because the process crashes if one is inside torch when the interpreter exits."""
     for prefetcher in list(_prefetchers):
         prefetcher.end_thread()
 
@@ -313,7 +313,7 @@ class Slot:
     source: TensorSource
 
     def as_held(self, tensor: torch.Tensor) -> Any:
-        """Return a loaded tensor in the form its module expects: a parameter like the placeholder, or a buffer."""
+        """Return a loaded tensor in the form that its module expects: a parameter like the placeholder, or a buffer."""
         return like(self.placeholder, tensor) if isinstance(self.placeholder, torch.nn.Parameter) else tensor
 
 
@@ -346,7 +346,8 @@ class CpuTransfer:
 
     def read(self, unit: Unit, after: Sequence[Any]) -> tuple[list[Any], Any]:
         """Map or read a unit's tensors. Return them, and None because there is no pending copy to wait for."""
-        # Drop these in the reading thread: if nothing else refers to the mappings, unmapping takes about 20 ms per GB.
+        # Drop these in the reading thread, because unmapping them takes about 20 ms per GB if nothing else refers to
+        # the mappings.
         self._leaving.clear()
         with torch.inference_mode(mode=False):  # Inference tensors cannot be assigned outside of inference mode.
             tensors = [slot.source.map() if slot.source.mappable else slot.source.read() for slot in unit.slots]
@@ -363,9 +364,9 @@ class CpuTransfer:
 class StreamTransfer:
     """Copies from pinned memory on a separate stream. Weights on disk are first read into pinned memory.
 
-    The tensors are allocated on that stream, and recorded on the stream that computes with them, so that
-    the allocator reuses their memory after the last reference is gone, and after the computations queued until then.
-    This class reuses only the staging memory, which it never gives to others.
+    The tensors are allocated on that stream, and recorded on the stream that computes with them. The allocator
+    therefore reuses their memory only after the last reference is gone, and after the computations that were queued
+    until then. This class itself reuses only the staging memory, which it never hands out.
 
     Args:
         device: The accelerator.
@@ -379,7 +380,7 @@ class StreamTransfer:
         self._staging: deque[tuple[torch.Tensor, Any]] = deque()
 
     def prepare(self, order: Sequence[Unit]) -> None:
-        """Pin the weights that are in memory, and staging memory for two of the other weights."""
+        """Pin the weights that are in memory, and pin staging memory for two of the other weights."""
         with self._reading:
             self._stream = self._stream or self._backend.Stream(self._device)
             sources = [slot.source for unit in order for slot in unit.slots]
@@ -397,8 +398,8 @@ class StreamTransfer:
         """Return a unit's tensors, each in new memory, and an event after their copies.
 
         Args:
-            unit: The unit.
-            after: The events of computations to wait for, whose weights make room for these tensors.
+            unit: The unit whose tensors are read.
+            after: The events of the computations to wait for, whose weights make room for these tensors.
         """
         for event in after:
             event.synchronize()
@@ -415,7 +416,7 @@ class StreamTransfer:
             return tensor
         memory, copied = self._staging.popleft() if len(self._staging) == 2 else (None, None)
         if copied is not None:
-            copied.synchronize()  # Wait for the last copy from this memory before writing to it again.
+            copied.synchronize()  # Wait for the last copy out of this memory before it is overwritten.
         if memory is None or memory.numel() < source.nbytes:
             memory = torch.empty(source.nbytes, dtype=torch.uint8, pin_memory=True)
         stage = memory[: source.nbytes].view(source.dtype).view(source.shape)
@@ -435,19 +436,20 @@ class StreamTransfer:
 
     def after_use(self, tensors: list[torch.Tensor]) -> Any:
         """Drop a unit's tensors, and return an event after the computation that uses them."""
-        tensors.clear()  # Clear it before the event, after which the allocator can reuse memory without references.
+        tensors.clear()  # Clear the list before the event, after which the allocator can reuse the memory.
         event = self._backend.Event()
         event.record(self._backend.current_stream(self._device))
         return event
 
 
 def _check_room(sources: Sequence[TensorSource]) -> None:
-    """Check that main memory has room for pinned tensors, whose sizes torch rounds up to a power of two.
+    """Check that CPU memory has room for pinned tensors, whose sizes torch rounds up to a power of two.
 
-    Pinning a tensor that is mapped from a file frees no memory: its pages belong to the system's cache of the file.
+    Pinning a tensor that is mapped from a file frees no memory, because its pages belong to the system's page cache.
 
     Raises:
-        RuntimeError: Too little memory is free. The system would kill the process instead of rejecting the request.
+        RuntimeError: Too little memory is free. Without this check, the system would kill the process instead of
+            rejecting the request.
     """
     sizes = {source.address: source.nbytes for source in sources if source.nbytes and source.address is not None}
     is_mapped = tensor_sources.mapped_addresses()
@@ -469,9 +471,9 @@ def can_prefetch(device: torch.device) -> bool:
 
 
 def transfer_to(device: torch.device) -> CpuTransfer | StreamTransfer:
-    """Return a transfer to a device.
+    """Return a new transfer for a device.
 
     Args:
-        device: The device.
+        device: The device that weights are transferred to.
     """
     return CpuTransfer() if device.type == "cpu" else StreamTransfer(device)

@@ -45,14 +45,15 @@ def load_and_quantize_model(
 
     Args:
         model: The model, on the meta device if weights are to be loaded.
-        bnb_quantization_config: The layers to quantize, and how.
-        weights_location: A file, an index, or a folder that contains one of them; needed on the meta device.
-        device_map: The device of each module by name, or a strategy ("auto", ...). None means the accelerator if there
-            is one, otherwise the CPU.
+        bnb_quantization_config: Which layers to quantize, and how.
+        weights_location: A file, an index, or a folder that contains one of them. It is required if the model is on the
+            meta device.
+        device_map: The device of each module by name, or a strategy ("auto", ...). If None, the accelerator if there is
+            one, otherwise the CPU.
         no_split_module_classes: The names of classes that are not divided among devices.
         max_memory: The limit of each device for a strategy, in bytes or as a string such as "10GB".
         offload_folder: The folder for modules on "disk". Offloaded modules are kept in 8 bits, with their scales. With
-            4 bits they are not quantized, because bitsandbytes cannot load them for a forward.
+            4 bits, they are not quantized, because bitsandbytes cannot load them for a forward pass.
         offload_state_dict: Accepted for compatibility. Only one tensor is in memory at a time.
 
     Returns:
@@ -122,7 +123,7 @@ def offloaded_modules(device_map: Mapping[str, Any]) -> list[str]:
 def _load_weights(
     model: torch.nn.Module, config: Any, own: Any, location: Any, device_map: Mapping[str, Any], folder: Any
 ) -> None:
-    """Move each weight to its device in its dtype. The move quantizes the weights of quantized layers."""
+    """Move each weight to its device in the right dtype. The move quantizes the weights of quantized layers."""
     parts = [own.items()] if own is not None else (
         ((name, source.load(torch.device("cpu"))) for name, source in shard.sources().items())
         for shard in find_shards(location)
@@ -139,7 +140,7 @@ def _load_weights(
             elif str(device) == "disk":
                 cast = _cast(name, value, config)
                 index = offload_weight(cast, name, folder, index=index)
-                # It will be loaded in this tensor's dtype.
+                # Each forward pass loads the weight in the dtype of this tensor.
                 _place(model, name, torch.empty_like(cast, device="meta"), "meta")
             else:
                 _place(model, name, _cast(name, value, config), "cpu" if device is None else device)
@@ -161,10 +162,10 @@ def keep_8bit(model: torch.nn.Module, name: str, value: torch.Tensor, folder: An
         model: The model.
         name: The dotted name of the weight.
         value: The weight, in floating point.
-        folder: The offload folder, or None for main memory.
-        index: The index of the folder, which receives the dtype and shape.
+        folder: The offload folder, or None to keep the weight in CPU memory.
+        index: The index of the folder, to which the dtype and shape are added.
     """
-    from notebook_accelerate.big_modeling import eight_bit  # This module needs bitsandbytes.
+    from notebook_accelerate.big_modeling import eight_bit  # Import it only here, because it needs bitsandbytes.
 
     if folder is None:
         eight_bit.place_8bit(model, name, value)
@@ -282,7 +283,7 @@ def replace_with_bnb_layers(
     modules_to_not_convert: list[str] | None = None,
     current_key_name: list[str] | None = None,
 ) -> torch.nn.Module:
-    """Replace linear layers with empty layers of bitsandbytes.
+    """Replace linear layers with empty bitsandbytes layers.
 
     Args:
         model: The model, changed in place.
@@ -351,12 +352,12 @@ def quantize_and_offload_8bit(
 
     Args:
         model: The model, whose layer is replaced with a layer whose weights can be offloaded.
-        param: The weight.
+        param: The weight, in floating point, or in int8 if `fp16_statistics` is given.
         param_name: The dotted name of the weight.
-        new_dtype: The dtype before quantization.
-        offload_folder: The folder.
-        offload_index: The index of the folder, which receives the dtype and shape.
-        fp16_statistics: The scales if `param` is quantized already.
+        new_dtype: The dtype that the weight is converted to before it is quantized.
+        offload_folder: The offload folder.
+        offload_index: The index of the folder, to which the dtype and shape are added.
+        fp16_statistics: The scales, if `param` is already quantized.
     """
     from notebook_accelerate.big_modeling.eight_bit import offload_8bit
 
