@@ -1,4 +1,4 @@
-"""Parallel strategies: one class each, chosen from a table by `DistributedType`."""
+"""The parallel strategies. Each is a class, and a table maps each `DistributedType` to its strategy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ StrategyFactory = Callable[[Setup], Strategy]
 
 def _fsdp(setup: Setup) -> Strategy:
     """Return the strategy for the plugin's version of FSDP."""
-    # The versions are imported only when they are used: torch.distributed.fsdp takes a second to import.
+    # Each version is imported only when it is used, because importing torch.distributed.fsdp takes a second.
     if setup.state.num_processes == 1:
         warn_once("fsdp_plugin has no effect in a world of one process: there are no ranks to shard over")
         return SingleStrategy(setup)
@@ -74,8 +74,8 @@ STRATEGIES: dict[str, StrategyFactory] = {
     DistributedType.XLA.value: _xla,
     DistributedType.MEGATRON_LM.value: _megatron_lm,
 }
-"""The factory of each strategy, by `DistributedType`, or by "TP", "EP" and "PP": Accelerate has no type for ranks that
-split only tensors, experts or layers."""
+"""The factory of each strategy, by `DistributedType`, or by "TP", "EP" or "PP", because Accelerate has no type for
+ranks that split only tensors, experts or layers."""
 
 
 def register_strategy(kind: str, factory: StrategyFactory) -> None:

@@ -1,4 +1,4 @@
-"""Resolve the arguments of an `Accelerator`: defaults, contradictions, handlers, and the settings for its strategy."""
+"""Resolve an `Accelerator`'s arguments: fill in defaults, reject contradictions, sort handlers, set up its strategy."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class Setup:
     dataloader_config: DataLoaderConfiguration = field(default_factory=DataLoaderConfiguration)
     """How the batches of loaders are divided among ranks."""
     rng_types: list[Any] | None = None
-    """The random generators that are synchronized at the start of each pass; None means the strategy's choice."""
+    """The random generators that are synchronized at the start of each pass. If None, the strategy chooses them."""
     step_scheduler_with_optimizer: bool = True
     """Whether schedulers step only when optimizers do."""
     ddp_handler: DistributedDataParallelKwargs | None = None
-    """The settings of DDP; None means torch's defaults."""
+    """The settings of DDP. If None, torch's defaults are used."""
 
 
 def check_loss(loss: Any) -> None:
@@ -88,7 +88,7 @@ def generators(kinds: Any) -> list[Any]:
         kinds: The argument `rng_types`.
 
     Returns:
-        The kinds; by default only the loader's own generator.
+        The kinds. By default, the only one is the loader's own generator.
 
     Raises:
         ValueError: `kinds` is not a list, or names an unknown generator.
@@ -231,7 +231,7 @@ _FIELD_OF_CLASS: tuple[tuple[type[KwargsHandler] | UnionType, str], ...] = (
 
 @dataclass(kw_only=True)
 class Handlers:
-    """The handlers of an `Accelerator` by kind; a kind without a handler is None."""
+    """The handlers of an `Accelerator` by kind. A kind without a handler is None."""
 
     ddp: DistributedDataParallelKwargs | None = None
     scaler: GradScalerKwargs | None = None

@@ -132,7 +132,7 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def deepspeed_engine_wrapped(self) -> Any:
-        """The wrapper of DeepSpeed's engine, or None before a model is prepared and without DeepSpeed."""
+        """The wrapper of DeepSpeed's engine, or None if no model is prepared yet or DeepSpeed is not used."""
         return getattr(self.strategy, "deepspeed_engine_wrapped", None)
 
     @property
@@ -146,7 +146,7 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def fp8_backend(self) -> FP8BackendType:
-        """The library that computes in fp8, or `FP8BackendType.NO` in any other precision."""
+        """The library that computes in fp8, or `FP8BackendType.NO` if the precision is not fp8."""
         return getattr(self._precision, "backend", FP8BackendType.NO)
 
     @property
@@ -156,7 +156,7 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this rank writes when a model is saved: all ranks if models are sharded, otherwise rank 0."""
+        """Whether this rank writes when a model is saved. All ranks do if models are sharded, otherwise only rank 0."""
         return self.strategy.all_ranks_save or self.state.is_main_process
 
     def _mesh_rank(self, *names: str) -> int:
@@ -251,12 +251,12 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def project_dir(self) -> str | None:
-        """The folder of checkpoints."""
+        """The folder for checkpoints."""
         return self.project_configuration.project_dir
 
     @property
     def logging_dir(self) -> str | None:
-        """The folder of logs."""
+        """The folder for logs."""
         return self.project_configuration.logging_dir
 
     @property
@@ -287,7 +287,7 @@ class AcceleratorProperties(RankExecution):
         """Whether an optimizer skipped its last step because of infinite gradients."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
-    # ---- kwargs_handlers: None if not given. They can be assigned because libraries do so before they call prepare().
+    # ---- kwargs_handlers, which are None if not given. Libraries assign them before they call prepare().
 
     @property
     def autocast_handler(self) -> AutocastKwargs | None:
@@ -309,7 +309,7 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def scaler_handler(self) -> GradScalerKwargs | None:
-        """The settings of the loss scaler; a new value does not change a scaler that exists already."""
+        """The settings of the loss scaler. A new value does not change a scaler that exists already."""
         return self._precision.scaler_handler
 
     @scaler_handler.setter
@@ -318,7 +318,7 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def init_handler(self) -> InitProcessGroupKwargs | None:
-        """The settings of the process group; a new value does not change a group that exists already."""
+        """The settings of the process group. A new value does not change a group that exists already."""
         return self._handlers.init
 
     @init_handler.setter
@@ -389,7 +389,7 @@ class AcceleratorProperties(RankExecution):
     def _set_recipe(self, name: str, recipe: _Recipe | None, kind: type[_Recipe]) -> None:
         """Replace the fp8 recipe with one for the same library.
 
-        None is allowed only if no recipe of that kind is set.
+        A recipe cannot be removed, so None is allowed only if no recipe of that kind is set.
         """
         if recipe is None and self._recipe(kind) is None:
             return
@@ -403,6 +403,6 @@ class AcceleratorProperties(RankExecution):
 
 
 class HasState(Protocol):
-    """An object with the state of the world: an `Accelerator`, or a strategy's `Setup`."""
+    """An object that has the state of the world, such as an `Accelerator` or a strategy's `Setup`."""
 
     state: AcceleratorState

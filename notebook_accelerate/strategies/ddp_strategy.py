@@ -20,7 +20,7 @@ from notebook_accelerate.torch_internals import recorded_static_graph
 
 
 class DDPStrategy(Strategy):
-    """Trains with torch's `DistributedDataParallel`, on gloo, NCCL or any other back end."""
+    """Trains with torch's `DistributedDataParallel`, on gloo, NCCL or any other backend."""
 
     name: ClassVar[str] = "ddp"
     _wraps: bool = False
@@ -36,7 +36,7 @@ class DDPStrategy(Strategy):
             The DDP module, or the model itself if no parameter requires a gradient.
 
         Raises:
-            ValueError: A device map spreads the model over several devices.
+            ValueError: A device map spreads the model across several devices.
         """
         if is_on_several_devices(model):
             raise ValueError(
@@ -47,7 +47,7 @@ class DDPStrategy(Strategy):
             return model
         handler = self.setup.ddp_handler
         device = self.setup.device
-        # Devices without an index (the CPU, and types with one device per process) are left out: DDP rejects them.
+        # Leave out devices without an index (the CPU, and types with one device per process), because DDP rejects them.
         placed: dict[str, Any] = {} if device.index is None else {"device_ids": [device], "output_device": device}
         wrapped = DistributedDataParallel(model, **placed, **(handler.to_kwargs() if handler is not None else {}))
         keep_group_for(wrapped.process_group, wrapped.reducer, wrapped.logger)
@@ -95,7 +95,7 @@ def _joinable(item: Any) -> Joinable | None:
     for candidate in (item, ddp_inside(item), getattr(item, "optimizer", None)):
         if isinstance(candidate, Joinable):
             return candidate
-    if isinstance(item, torch.nn.Module):  # for example a moving average of the weights, evaluated like the model
+    if isinstance(item, torch.nn.Module):  # This may be a moving average of the weights, evaluated like the model.
         warn_once(f"join_uneven_inputs() has no effect on {type(item).__name__}: it is not a model from prepare()")
         return None
     raise ValueError(
@@ -106,9 +106,9 @@ def _joinable(item: Any) -> Joinable | None:
 class Unsynchronised:
     """A context that keeps the backward pass of DDP models from exchanging gradients.
 
-    Equivalent to `DistributedDataParallel.no_sync` for several models, at a tenth of the cost of a generator. Models
-    with a static graph still exchange gradients in one pass: torch records the graph in a backward pass that
-    exchanges gradients, and fails an assertion otherwise. The gradients of a window do not change.
+    This is equivalent to `DistributedDataParallel.no_sync` for several models, at a tenth of the cost of a generator.
+    Models with a static graph still exchange gradients in one pass, because torch records the graph in a backward pass
+    that exchanges gradients, and otherwise fails an assertion. The gradients of a window do not change.
 
     Args:
         models: The DDP modules.
@@ -147,10 +147,10 @@ def _remember_outputs(model: DistributedDataParallel, _: Any, output: Any) -> No
 
 @contextmanager
 def synchronised_backward(model: Any) -> Iterator[None]:
-    """Make the next backward pass exchange gradients although the forward pass ran under `no_sync`.
+    """Make the next backward pass exchange gradients, even though the forward pass ran under `no_sync`.
 
     Args:
-        model: A prepared model; a model that DDP does not wrap is left as it is.
+        model: A prepared model. A model that DDP does not wrap is left as it is.
 
     Yields:
         Nothing.
@@ -164,7 +164,7 @@ def synchronised_backward(model: Any) -> Iterator[None]:
         return
     before = wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync
     wrapped.require_backward_grad_sync = wrapped.require_forward_param_sync = True
-    # DDP's forward pass does this itself when gradients will be exchanged.
+    # DDP's forward pass does this itself only if it knows that gradients will be exchanged.
     wrapped.reducer.prepare_for_backward(_outputs_to_search(wrapped))
     try:
         yield

@@ -16,11 +16,11 @@ from notebook_accelerate.strategies.accelerator_arguments import Setup
 from notebook_accelerate.strategies.strategy import NOTHING, Strategy
 
 PREPARE_TOGETHER = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
-"""The line to type, for error messages."""
+"""The line that error messages tell the user to write."""
 
 
 class EngineOptimizer(AcceleratedOptimizer):
-    """An engine's optimizer: its steps are the engine's steps, which also clear the gradients.
+    """An engine's optimizer, whose steps are the engine's steps. These also clear the gradients.
 
     Args:
         optimizer: The engine's optimizer.
@@ -96,7 +96,7 @@ class EngineStrategy(Strategy):
         """Return an optimizer that was prepared together with its model.
 
         Args:
-            optimizer: The optimizer.
+            optimizer: The optimizer to look up.
             device_placement: Not used, because the engine places the optimizer's state.
 
         Returns:
@@ -118,7 +118,7 @@ class EngineStrategy(Strategy):
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[Any]:
-        """Warn that the call has no effect: a rank without a batch would miss the engine's collectives.
+        """Warn that the call has no effect, because a rank without a batch would miss the engine's collectives.
 
         Args:
             joinables: Not used.
@@ -141,12 +141,12 @@ class EngineStrategy(Strategy):
 
         Args:
             parameters: Not used, because the engine computes the norm over all of its parameters.
-            max_norm: The largest norm allowed. A number in the plugin or its configuration has precedence.
+            max_norm: The maximum norm. A number in the plugin or its configuration has precedence.
             norm_type: 2, the only norm that engines support.
 
         Returns:
-            The norm over all ranks before clipping. If the accumulation window is not complete, the norm of the last
-            step.
+            The norm over all ranks before clipping. If the accumulation window is not complete, the norm of the
+            previous step.
 
         Raises:
             ValueError: `norm_type` is not 2.
@@ -161,7 +161,7 @@ class EngineStrategy(Strategy):
         return self._step_clipped(max_norm)
 
     def _configured_norm(self) -> tuple[float | None, str]:
-        """Return the configured norm, which has precedence, or None, and the advice for a warning about it."""
+        """Return the configured norm, which has precedence, or None; and advice for the warning about that norm."""
         raise NotImplementedError
 
     def _step_clipped(self, max_norm: float) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Expert parallelism: ranks with the same data share the experts of mixture-of-experts layers.
 
-Every rank has an equal share of each layer's experts and computes the tokens that are routed to them. The layer's
-output is the sum over the ranks. Accelerate's `ep_size` (accelerate#4202) only creates the mesh, and leaves the
-splitting of experts to the model.
+Every rank has an equal share of each layer's experts, and computes the tokens that are routed to these. The layer's
+output is the sum over the ranks. Accelerate's `ep_size` (accelerate#4202) only creates the mesh, and leaves it to the
+model to split its experts.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def split_experts(model: nn.Module, ranks: DeviceMesh | None) -> None:
 
     Args:
         model: A model with equal weights on every rank.
-        ranks: The mesh of all ranks. Ranks along the dimension "ep" share the experts; without that dimension, nothing
-            is done.
+        ranks: The mesh of all ranks. Ranks along the dimension "ep" share the experts. If there is no such dimension,
+            nothing is done.
 
     Raises:
-        ValueError: The model has no such layer, the number of experts is not a multiple of the number of ranks, a layer
-            uses dropout, or parameters are split already.
+        ValueError: The model has no layer of experts, the number of experts is not a multiple of the number of ranks, a
+            layer uses dropout, or parameters are already split.
     """
     if ranks is None or "ep" not in (ranks.mesh_dim_names or ()):
         return
@@ -133,15 +133,15 @@ def _select_own(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[torch.Tensor
     tokens, places = torch.where((chosen >= 0) & (chosen < count))
     none = not len(tokens) and len(chosen) > 0
     if none:
-        # Compute one row of weight 0. The parameters need gradients on every rank, because clipping sums their norms.
+        # Compute one row with weight 0, because clipping sums the norms, and so needs gradients on every rank.
         tokens, places = tokens.new_zeros(1), places.new_zeros(1)
     shares = weights.flatten(0, -2)[tokens, places]
     rows, experts = hidden.flatten(0, -2)[tokens], chosen[tokens, places].clamp(0, count - 1)
     if "num_experts" in layer.__dict__:
         own["num_experts"] = count
     replaced = {name: layer.__dict__[name] for name in own if name in layer.__dict__}
-    # Python finds an attribute in the instance's __dict__ before it asks Module.__getattr__ for a parameter. The layer
-    # therefore computes with the local tensors while its parameters stay registered.
+    # Python looks up attributes in the instance's __dict__ before it asks Module.__getattr__ for a parameter. The layer
+    # therefore computes with the local tensors, while its parameters stay registered.
     layer.__dict__.update(own)
     layer.__dict__[_CALL] = _Call(mesh.get_group(), inputs[0].shape, tokens, {**dict.fromkeys(own), **replaced})
     return rows, experts[:, None], (shares * 0 if none else shares)[:, None]
@@ -171,7 +171,7 @@ def _summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class _SumGradients(torch.autograd.Function):
-    """Returns its tensors, and sums their gradients, since every rank computes only a part of each gradient.
+    """Returns tensors as they are, and sums their gradients, because each rank computes only a part of each gradient.
 
     A single function handles all tensors of a layer, so that every rank runs the collectives in the order of layers.
     """
@@ -188,7 +188,7 @@ class _SumGradients(torch.autograd.Function):
 
 
 class _SumOutputs(torch.autograd.Function):
-    """Sums a tensor over ranks. The gradient is the same on all ranks, so it is passed on unchanged."""
+    """Sums a tensor over ranks. The gradient is passed on unchanged, because it is the same on all ranks."""
 
     @staticmethod
     def forward(_: Any, group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Query a model's modules and parameters: which are compiled, sharded, wrapped, repeated, tied or replaced."""
+"""Find out which of a model's modules and parameters are compiled, sharded, wrapped, repeated, tied or replaced."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
 
 
 def get_model_tp_size(model: torch.nn.Module) -> int | None:
-    """Return the number of ranks over which transformers has split a model, or None if it has not.
+    """Return the number of ranks that transformers has split a model across, or None if it has not split the model.
 
     Args:
         model: The model.
@@ -83,8 +83,8 @@ def layer_kinds(model: nn.Module) -> list[str]:
         model: Any model.
 
     Returns:
-        The kinds in alphabetical order: full_attention, sliding_attention, linear_attention, and so on. Empty if the
-        model has no such configuration.
+        The kinds in alphabetical order: full_attention, linear_attention, sliding_attention, and so on. The list is
+        empty if the model has no such configuration.
     """
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -97,10 +97,10 @@ def layer_kinds(model: nn.Module) -> list[str]:
 def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.Module:
     """Compile the repeated blocks of a model one by one, so that a single compilation serves all of them.
 
-    The other parts of the model are compiled whole.
+    Each of the other parts of the model is compiled as a whole.
 
     Args:
-        module: The model, compiled in place. A model without repeated blocks is compiled as a whole.
+        module: The model, which is compiled in place. A model without repeated blocks is compiled as a whole.
         compile_kwargs: The arguments of `torch.compile`.
 
     Returns:
@@ -117,11 +117,11 @@ def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.
     return module
 
 
-# ---- checks before a model moves to a device: is it spread by a device map, and do its parameters have values?
+# ---- checks before a model moves to a device. A device map may spread it, or its parameters may have no values.
 
 
 def is_on_several_devices(model: torch.nn.Module) -> bool:
-    """Return whether a device map spreads a model over several devices.
+    """Return whether a device map spreads a model across several devices.
 
     Args:
         model: The model.
@@ -139,7 +139,7 @@ def check_values(model: torch.nn.Module, remedy: str) -> None:
 
     Args:
         model: The model.
-        remedy: The end of the message, which says how to load the values.
+        remedy: The end of the error message, which says how to load the values.
 
     Raises:
         ValueError: Some parameters are on the meta device.
@@ -161,7 +161,7 @@ _LAZY_WRAPPERS = {
 
 
 def _is_wrapper(model: torch.nn.Module) -> bool:
-    # FSDP and DeepSpeed take a second to import. If they have wrapped the model, they have been imported already.
+    # Importing FSDP or DeepSpeed takes a second. If one has wrapped the model, it has already been imported.
     return isinstance(model, _WRAPPERS) or any(
         (module := sys.modules.get(name)) is not None and isinstance(model, getattr(module, kind, ()))
         for name, kind in _LAZY_WRAPPERS.items()
@@ -195,7 +195,7 @@ def ddp_inside(model: Any) -> DistributedDataParallel | None:
         model: A prepared model, compiled or not.
 
     Returns:
-        The DDP module, or None.
+        The DDP module, or None if DDP does not wrap the model.
     """
     inner = without_compile(model)
     return inner if isinstance(inner, DistributedDataParallel) else None
@@ -210,11 +210,11 @@ def extract_model_from_parallel(
         model: The prepared model.
         keep_fp32_wrapper: Whether to keep the forward method in mixed precision. If False, the original forward method
             is restored in place.
-        keep_torch_compile: Whether to return a compiled model for a compiled model.
-        recursive: Whether to remove the wrappers of submodules, too.
+        keep_torch_compile: Whether a compiled model stays compiled.
+        recursive: Whether to also remove the wrappers of submodules.
 
     Returns:
-        The model.
+        The model without wrappers.
     """
     compiled, inner = compiled_around(model), without_wrappers(model)
     if recursive:
@@ -338,7 +338,7 @@ def plain_name(name: str) -> str:
 
 
 def parameters_by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return a model's parameters by plain name; tied parameters appear under each of their names.
+    """Return a model's parameters by plain name. Tied parameters appear under each of their names.
 
     Args:
         model: The model, wrapped or not.
@@ -395,14 +395,14 @@ class ParameterReplacements:
             parameter: A parameter of an optimizer.
         """
         old, new = self._new.get(id(parameter), (None, parameter))
-        # Compare the object, too: Python reuses the id of an object that was deleted.
+        # Compare the object, too, because Python reuses the ID of an object that was deleted.
         return new if old is not None and old() is parameter else parameter
 
     def apply(self, optimizer: torch.optim.Optimizer) -> None:
         """Switch an optimizer to the current parameters, and shard its state in the same way.
 
         Args:
-            optimizer: The optimizer.
+            optimizer: The optimizer to change.
 
         Raises:
             ValueError: Parameters of different groups were merged into one, or the optimizer's state cannot be sharded.
@@ -420,7 +420,7 @@ def switch_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, nn
     """Replace the parameters of an optimizer in place.
 
     Args:
-        optimizer: The optimizer.
+        optimizer: The optimizer to change.
         mapping: The new parameters, by old parameter or by the old parameter's `data_ptr()`.
 
     Raises:

@@ -37,7 +37,7 @@ def _is_scheduler(item: Any) -> bool:
     )
 
 
-# The order matters: an object has the first kind whose test is true.
+# The order matters, because an object has the first kind whose test is true.
 _KINDS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("data_loader", lambda item: isinstance(item, DataLoader)),
     ("model", lambda item: isinstance(item, torch.nn.Module)),
@@ -62,11 +62,11 @@ def indices_by_kind(objects: Sequence[Any], kind: Callable[[Any], str] = kind_of
     """Group the arguments of `prepare` by their kinds.
 
     Args:
-        objects: The arguments.
+        objects: The arguments of `prepare`.
         kind: A function that returns the kind of an object.
 
     Returns:
-        The indices of the objects of each kind. Looking up a kind without objects returns an empty list.
+        The indices of the objects of each kind. For a kind without objects, the list is empty.
     """
     indices: defaultdict[str, list[int]] = defaultdict(list)
     for at, item in enumerate(objects):
@@ -97,7 +97,7 @@ class Strategy:
         self.setup = setup
         self.models: list[torch.nn.Module] = []
         self.compiled_models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        """The members of `models` that were already compiled when they were prepared."""
+        """Those of `models` that were already compiled when they were prepared."""
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.dataloaders: list[DataLoader[Any]] = []
@@ -116,12 +116,12 @@ class Strategy:
     def prepare(self, objects: Sequence[Any], placements: Sequence[bool | None]) -> list[Any]:
         """Prepare objects; every rank must call this with the same kinds of objects.
 
-        Models are prepared first, because that may replace their parameters, and optimizers are then switched to the
-        new ones. Schedulers are prepared last, because each looks up the prepared optimizer that it belongs to.
+        Models are prepared first, because this may replace their parameters. Optimizers are then switched to the new
+        parameters. Schedulers are prepared last, because each looks up the prepared optimizer that it belongs to.
 
         Args:
             objects: Models, optimizers, loaders and schedulers in any order. Other objects are returned as they are.
-            placements: For each object, whether it is moved to the device; None means the Accelerator's setting.
+            placements: For each object, whether it is moved to the device. If None, the Accelerator's setting.
 
         Returns:
             The prepared objects in the same order.
@@ -140,7 +140,7 @@ class Strategy:
         return results
 
     def _join_precision(self, objects: list[Any], models: Sequence[int], optimizers: Sequence[int]) -> None:
-        """Let the precision replace models and optimizers together; the list is changed in place."""
+        """Let the precision replace models and optimizers together. The list is changed in place."""
         joined = self.setup.precision.join([objects[at] for at in models], [objects[at] for at in optimizers])
         for positions, items in zip((models, optimizers), joined, strict=True):
             for position, item in zip(positions, items, strict=True):
@@ -258,11 +258,11 @@ class Strategy:
         """Mark an optimizer, scheduler or loader as prepared, give it the gradient state, and add it to a list.
 
         Args:
-            prepared: The object.
+            prepared: The optimizer, scheduler or loader.
             kept: The list of prepared objects of the same kind.
 
         Returns:
-            The object.
+            The same object.
         """
         prepared.gradient_state = self.setup.gradient_state
         prepared._is_accelerate_prepared = True
@@ -300,10 +300,10 @@ class Strategy:
             self.setup.scaler.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def accumulating(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Return a context that keeps the backward pass from exchanging the gradients of these models.
+        """Return a context that keeps the backward pass from exchanging the gradients of some models.
 
         Args:
-            models: Prepared models.
+            models: The prepared models.
         """
         return NOTHING
 
@@ -324,7 +324,7 @@ class Strategy:
     def context_parallel(
         self, buffers: list[torch.Tensor], dims: list[int], kept_split: set[torch.Tensor]
     ) -> AbstractContextManager[Any]:
-        """Return a context that splits sequences over ranks, if the strategy supports that.
+        """Return a context that splits sequences across ranks, if the strategy supports this.
 
         Args:
             buffers: The tensors to split in place.
@@ -334,13 +334,13 @@ class Strategy:
         return NOTHING
 
     def sequence_loader(self, loader: Any) -> Any:
-        """Make a loader return pieces of sequences if this strategy's ranks share the sequences of a batch.
+        """Make a loader yield pieces of sequences, if this strategy's ranks share the sequences of a batch.
 
         Args:
             loader: A prepared loader.
 
         Returns:
-            The loader of pieces, or the loader itself in other strategies.
+            A loader of pieces, or, with other strategies, the loader itself.
         """
         return loader
 
@@ -437,7 +437,7 @@ def even_batches_set(loaders: Sequence[Any], even_batches: bool | None) -> Itera
 
     Args:
         loaders: Prepared loaders.
-        even_batches: The new value; None keeps the current one.
+        even_batches: The new value. If None, the current value is kept.
 
     Yields:
         The loaders that do not have this setting (loaders of iterable datasets).
@@ -457,19 +457,19 @@ def add_once(items: list[Any], item: Any) -> None:
     """Append an object to a list unless the list contains it already.
 
     Args:
-        items: The list.
-        item: The object, compared by identity.
+        items: The list to append to.
+        item: The object, which is compared by identity.
     """
     if not any(kept is item for kept in items):
         items.append(item)
 
 
 class SingleStrategy(Strategy):
-    """Trains with one process: models, optimizers and loaders behave as in torch."""
+    """Trains with one process. Models, optimizers and loaders behave as in torch."""
 
 
 class PipelineStrategy(Strategy):
-    """Runs inference in a pipeline: `prepare_pippy` distributes the layers, and this strategy exchanges nothing.
+    """Runs inference in a pipeline. `prepare_pippy` distributes the layers, so this strategy exchanges nothing.
 
     Ranks along the dimension "pp" read the same data, and each of them has some of the layers.
     """

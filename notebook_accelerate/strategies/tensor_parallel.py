@@ -1,8 +1,8 @@
 """Tensor parallelism: ranks with the same data share the weights of single layers.
 
-A plan says how each layer is split. It is a dict from module names to styles, as in transformers' models; `*` in a name
-stands for any number. A linear layer that is split by columns is followed by one that is split by rows, and only the
-second one communicates (Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053).
+A plan says how each layer is split. It is a dict from module names to styles, as in transformers models, and `*` in a
+name stands for any number. A linear layer that is split by columns is followed by one that is split by rows, and only
+the second layer communicates (Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053).
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def split_tensors(model: nn.Module, ranks: DeviceMesh | None) -> None:
     """Split a model's weights in place, as its plan says; every rank must call this.
 
     Args:
-        model: A model with equal weights on every rank. If it is split already, nothing is done.
-        ranks: The mesh of all ranks. Ranks along the dimension "tp" share tensors; without that dimension, nothing is
-            done.
+        model: A model with equal weights on every rank. If it is already split, nothing is done.
+        ranks: The mesh of all ranks. Ranks along the dimension "tp" share tensors. If there is no such dimension,
+            nothing is done.
 
     Raises:
         ValueError: The model has no plan, or the plan names unknown modules or styles, splits tied weights in two ways,
@@ -92,10 +92,10 @@ def split_tensors(model: nn.Module, ranks: DeviceMesh | None) -> None:
 
 
 def _is_split(model: nn.Module, ranks: DeviceMesh | None) -> bool:
-    """Return whether a model is split already, by an earlier `prepare` or by transformers while loading it.
+    """Return whether a model is already split, by an earlier `prepare`, or by transformers when it was loaded.
 
     Raises:
-        ValueError: transformers has split the model over a different number of ranks.
+        ValueError: transformers has split the model across a different number of ranks.
     """
     size = get_model_tp_size(model) or 1
     expected = ranks["tp"].size() if ranks is not None and "tp" in (ranks.mesh_dim_names or ()) else 1
@@ -134,7 +134,7 @@ def _style(pattern: str, style: Any) -> ParallelStyle:
 
 
 def _check_division(name: str, module: nn.Module, size: int) -> None:
-    """Reject weights that torch would split unevenly, because the layers around them expect parts of equal size."""
+    """Reject weights that torch would split unevenly, because the layers next to them expect equal parts."""
     weight = getattr(module, "weight", None)
     shape = weight.shape if isinstance(weight, torch.Tensor) else ()
     if len(shape) > 1 and all(length % size for length in shape):

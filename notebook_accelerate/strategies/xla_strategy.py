@@ -1,4 +1,4 @@
-"""The strategy for XLA devices (TPUs), which trace steps into graphs, and run them when a step ends or a value is read.
+"""The strategy for XLA devices (TPUs), which trace steps as graphs, and run them when a step ends or a value is read.
 
 Source: https://docs.pytorch.org/xla/master/learn/pytorch-on-xla-devices.html
 """
@@ -53,7 +53,7 @@ class XLAStrategy(Strategy):
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
-        """See `Strategy.prepare_model`. Optimizers are updated, as moving a model to XLA replaces its parameters."""
+        """See `Strategy.prepare_model`. Optimizers are updated, because a move to XLA replaces a model's parameters."""
         before = parameters_by_name(model)
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
         self._replacements.record(before, parameters_by_name(prepared))
@@ -74,7 +74,7 @@ class XLAStrategy(Strategy):
     def average_gradients(self) -> None:
         """Average the gradients of all optimizers over ranks, once per window; every rank must call this.
 
-        It is safe if two optimizers share gradients: averaging a second time does not change them.
+        Two optimizers may share gradients, because averaging them a second time does not change them.
         """
         state = self.setup.gradient_state
         if state.sync_gradients and not state.is_xla_gradients_synced:
@@ -112,17 +112,17 @@ class XLAStrategy(Strategy):
         )
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """See `Strategy.clip_grad_norm`. Averages gradients over ranks first, so every rank must call this."""
+        """See `Strategy.clip_grad_norm`. Gradients are first averaged over ranks, so every rank must call this."""
         self.average_gradients()
         return super().clip_grad_norm(parameters, max_norm, norm_type)
 
     def clip_grad_value(self, parameters: Any, clip_value: float) -> None:
-        """See `Strategy.clip_grad_value`. Averages gradients over ranks first, so every rank must call this."""
+        """See `Strategy.clip_grad_value`. Gradients are first averaged over ranks, so every rank must call this."""
         self.average_gradients()
         super().clip_grad_value(parameters, clip_value)
 
     def model_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """See `Strategy.model_state_dict`. Tensors are copied to main memory: XLA tensors have no storage to write.
+        """See `Strategy.model_state_dict`. Tensors are copied to the CPU, because XLA tensors have no storage to write.
 
         Returns:
             The state dict, in which shared parameters stay shared.
@@ -138,7 +138,7 @@ class XLAStrategy(Strategy):
 def _split_batch(
     _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Split the rows of a model's inputs over the devices of this process; the XLA compiler distributes the rest."""
+    """Split the rows of a model's inputs across this process's devices. The XLA compiler distributes the rest."""
     devices = runtime.global_runtime_device_count()
     mesh = spmd.Mesh(list(range(devices)), (devices,), ("data",))
 

@@ -47,7 +47,7 @@ def track_engine(engine: Any) -> None:
 
 
 def destroy_engine(engine: Any) -> None:
-    """Free an engine's memory, at most once; the process group must still exist.
+    """Free an engine's memory, unless this was done before. The process group must still exist.
 
     Args:
         engine: A tracked engine.
@@ -64,11 +64,11 @@ def import_deepspeed(device: torch.device) -> Any:
         device: This rank's device.
 
     Returns:
-        The package.
+        The package `deepspeed`.
 
     Raises:
         ImportError: DeepSpeed is not installed.
-        ValueError: DeepSpeed was imported for another device type.
+        ValueError: DeepSpeed was already imported for another device type.
     """
     if not is_package("deepspeed"):
         raise ImportError(
@@ -87,7 +87,7 @@ def import_deepspeed(device: torch.device) -> Any:
 
 
 def check_support(plugin: DeepSpeedPlugin) -> None:
-    """Check that DeepSpeed supports the plugin's settings on this machine; its own errors do not name a solution.
+    """Check that DeepSpeed supports the plugin's settings on this machine, because its own errors name no solution.
 
     Args:
         plugin: The plugin, with its precision set.
@@ -114,16 +114,17 @@ def start_communication(state: AcceleratorState) -> Any:
     """Import DeepSpeed and start its communication on the process group; every rank must call this.
 
     Args:
-        state: The world. A single process gets a process group of one rank, because DeepSpeed requires a group.
+        state: The state of the world. A single process gets a process group of one rank, because DeepSpeed requires a
+            group.
 
     Returns:
-        The package.
+        The package `deepspeed`.
     """
     global _communication_group  # noqa: PLW0603 - DeepSpeed has one communication back end per process
     deepspeed = import_deepspeed(state.device)
     if not process_group.group_exists():
         process_group.start_group_of_one(device_table.row(state.device.type).backend, state.device)
-    # DeepSpeed reads LOCAL_RANK during training, too, and a single process may not have it set.
+    # DeepSpeed also reads LOCAL_RANK during training, and it may not be set for a single process.
     os.environ.setdefault("LOCAL_RANK", str(state.local_process_index))
     if _communication_group is dist.group.WORLD:
         return deepspeed
@@ -160,7 +161,7 @@ def _release_groups() -> None:
 def _clear_stage3_caches() -> None:
     """Remove models from the caches that stage 3 keeps for the life of the process.
 
-    A cached parameter would keep everything that it refers to alive.
+    A parameter in a cache would keep everything that it refers to alive.
     """
     getattr(sys.modules.get("deepspeed.runtime.zero.parameter_offload"), "FWD_MODULE_STACK", []).clear()
     coordinator = sys.modules.get("deepspeed.runtime.zero.partitioned_param_coordinator")
@@ -201,7 +202,7 @@ def initialize_module(deepspeed: Any, plugin: DeepSpeedPlugin) -> Any:
     """Return the module whose `initialize` creates the engine: DeepSpeed, or MS-AMP's version of it.
 
     Args:
-        deepspeed: The package DeepSpeed.
+        deepspeed: The package `deepspeed`.
         plugin: The active plugin.
 
     Returns:
@@ -226,7 +227,7 @@ def add_half_precision_casts(engine: Any) -> None:
     """Cast the inputs of an engine's model to half precision and its outputs to float32, as autocast does.
 
     Args:
-        engine: The engine. An engine that computes in float32 is left as it is.
+        engine: The engine whose model is changed. An engine that computes in float32 is left as it is.
     """
     dtype = torch.float16 if engine.fp16_enabled() else torch.bfloat16 if engine.bfloat16_enabled() else None
     if dtype is None:
@@ -244,15 +245,15 @@ def add_half_precision_casts(engine: Any) -> None:
 def _undo_trial_step(optimizer: Any) -> None:
     """Undo the step on zero gradients that DeepSpeed's stage 0 takes to allocate states (unfused_optimizer.py of 0.19).
 
-    Adam's bias correction would count that step, which makes the first real step a fifth too small. The step also
-    applies weight decay.
+    Otherwise, Adam's bias correction would count that step, which would make the first real step a fifth too small. The
+    trial step also applies weight decay.
     """
     if not hasattr(optimizer, "initialize_optimizer_states"):
         return
     masters = getattr(optimizer, "fp32_groups_flat", None) or getattr(optimizer, "fp32_groups", None)
     halves = getattr(optimizer, "fp16_groups_flat", None) or getattr(optimizer, "fp16_groups", None)
     if not masters or not halves:
-        return  # ZeRO's optimizers do not take this step.
+        return  # ZeRO's optimizers do not take a trial step.
     optimizer.optimizer.state.clear()
     for master, half in zip(_tensors(masters), _tensors(halves), strict=True):
         master.copy_(half)
@@ -274,17 +275,17 @@ def _is_float32(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dtype == torch.float32
 
 
-# ---- engine, optimizer and scheduler for a training loop of Accelerate
+# ---- the engine, optimizer and scheduler for a training loop written for Accelerate
 
 
 class DeepSpeedEngineWrapper:
     """Runs the backward pass, the clipping and the step of an engine.
 
-    The step is taken by the optimizer, or by the clipping before it, because DeepSpeed clips inside its step.
+    The optimizer takes the step, unless the clipping before it already has, because DeepSpeed clips inside its step.
 
     Args:
         engine: The engine.
-        clipping: The largest norm according to the configuration, or None to use the argument of `clip`.
+        clipping: The maximum norm according to the configuration, or None to use the argument of `clip`.
     """
 
     def __init__(self, engine: Any, clipping: float | None = None) -> None:
@@ -296,7 +297,7 @@ class DeepSpeedEngineWrapper:
         """Compute gradients; every rank must call this.
 
         Args:
-            loss: The loss.
+            loss: The loss of this rank's batch.
             sync_gradients: Whether this batch completes a window of accumulation.
             kwargs: The arguments of the engine's `backward`: `retain_graph`, and `scale_wrt_gas`, which divides the
                 loss by the number of batches in a window.
@@ -315,7 +316,7 @@ class DeepSpeedEngineWrapper:
         """Take the step with gradients scaled so that their norm is at most `max_norm`.
 
         Args:
-            max_norm: The largest norm. A number in the configuration has precedence.
+            max_norm: The maximum norm. A number in the configuration has precedence.
         """
         if not self.pending:
             return
@@ -329,7 +330,7 @@ class DeepSpeedEngineWrapper:
             self._set_clipping(0.0)
 
     def _set_clipping(self, max_norm: float) -> None:
-        # The engine clips the gradients of plain optimizers; DeepSpeed's optimizers clip their own.
+        # The engine clips the gradients of plain optimizers, whereas DeepSpeed's optimizers clip their own.
         self.engine._config.gradient_clipping = max_norm
         if hasattr(self.engine.optimizer, "clip_grad"):
             self.engine.optimizer.clip_grad = max_norm
@@ -355,16 +356,16 @@ class DeepSpeedSchedulerWrapper(EngineScheduler):
     """DeepSpeed's schedule. `step` does nothing, because the engine steps the schedule and saves it."""
 
 
-# ---- compiling operators at their first use: find ninja, and remove the locks of dead processes
+# ---- compiling operators at their first use, for which ninja must be found, and locks of dead processes removed
 
 _CONTAINER_FILE_SYSTEMS = frozenset({"overlay", "ramfs", "tmpfs"})
-"""Types of file systems that a container does not share with anything else."""
+"""The types of file systems that a container does not share with anything else."""
 _MACHINE_FILE_SYSTEMS = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "xfs", "zfs"})
-"""Types of file systems that a machine does not share with other machines; containers on it may share one."""
+"""The types of file systems that a machine does not share with other machines, but containers on it may share."""
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 """The machine's initial PID namespace (PROC_PID_INIT_INO in Linux), where all processes are visible."""
 _RECHECK_SECONDS = 0.2
-"""Seconds between two checks of a lock, because torch closes a lock a moment before it removes it."""
+"""Seconds between two checks of a lock. Two are needed, because torch closes a lock a moment before it is removed."""
 
 
 def compilation_context() -> AbstractContextManager[None]:
@@ -381,8 +382,8 @@ def extensions_folder() -> Path:
     """Return the folder where torch compiles extensions.
 
     Returns:
-        TORCH_EXTENSIONS_DIR if it is set, otherwise the result of torch.utils.cpp_extension.get_default_build_root on
-        Linux, which would take a second to import.
+        TORCH_EXTENSIONS_DIR if it is set. Otherwise, the folder that torch.utils.cpp_extension.get_default_build_root
+        returns on Linux, which is computed here because importing that function takes a second.
     """
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or caches / "torch_extensions")
@@ -400,7 +401,7 @@ def _tools_on_path() -> Iterator[None]:
 
 
 def remove_dead_locks(root: Path) -> list[Path]:
-    """Remove the locks of dead processes from a folder of torch's extensions; ranks would wait for them forever.
+    """Remove the locks of dead processes from a folder of torch's extensions. Ranks would wait for them forever.
 
     torch keeps a lock (torch.utils.file_baton) open while it compiles, and removes it even if compiling fails. Only a
     process that is killed leaves its lock behind.
@@ -410,7 +411,7 @@ def remove_dead_locks(root: Path) -> list[Path]:
 
     Returns:
         The removed locks. If no visible process holds a lock, but a process on another machine or in another container
-        may, the lock is kept and a warning is issued.
+        may hold it, the lock is kept and a warning is issued.
     """
     suspects = [lock for pattern in ("*/lock", "*/*/lock") for lock in root.glob(pattern) if not _may_be_held(lock)]
     if not suspects:
@@ -459,7 +460,7 @@ def _may_be_held(lock: Path) -> bool:
         wanted = lock.stat()
         return any(_has_open(process, wanted) for process in processes.iterdir() if process.name.isdigit())
     except FileNotFoundError:
-        return True  # Its owner released it just now.
+        return True  # The owner has released the lock just now.
 
 
 def _has_open(process: Path, wanted: os.stat_result) -> bool:
@@ -480,7 +481,7 @@ def _has_open(process: Path, wanted: os.stat_result) -> bool:
 
 
 def _has_ended(process: Path) -> bool:
-    """Return whether a process has exited. The files of a zombie are closed, but cannot be listed."""
+    """Return whether a process has exited. A zombie counts: its files are closed, even though they cannot be listed."""
     try:
         return psutil.Process(int(process.resolve().name)).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:

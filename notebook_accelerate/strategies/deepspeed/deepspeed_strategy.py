@@ -52,10 +52,10 @@ def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
     """Return the active DeepSpeed plugin.
 
     Args:
-        state: The world.
+        state: The state of the world.
 
     Returns:
-        The plugin.
+        The plugin whose configuration is used.
 
     Raises:
         ValueError: The ranks do not train with DeepSpeed.
@@ -93,7 +93,7 @@ class DeepSpeedStrategy(EngineStrategy):
         self.plugin.set_deepspeed_weakref()
         self._resolve_accumulation_steps()
         if setup.state.num_processes > 1:
-            # Each rank writes a part of a checkpoint, so save_state on only some of the ranks would hang without this.
+            # Each rank writes a part of a checkpoint. Without the watchdog, save_state on only some ranks would hang.
             start_watchdog()
 
     @property
@@ -322,7 +322,7 @@ class DeepSpeedStrategy(EngineStrategy):
         """See `Strategy.model_state_dict`. Weights have the precision of the model. Every rank must call this.
 
         Returns:
-            The state dict. With stage 3, it is in main memory on rank 0, and empty on other ranks.
+            The state dict. With stage 3, it is in CPU memory on rank 0, and empty on other ranks.
 
         Raises:
             ValueError: The configuration does not allow gathering sharded weights.
@@ -339,10 +339,10 @@ class DeepSpeedStrategy(EngineStrategy):
         return engine._zero3_consolidated_16bit_state_dict() or {}
 
     def save_state(self, folder: Path, safe_serialization: bool = True, **options: Any) -> None:
-        """See `Strategy.save_state`; writes DeepSpeed's own files. Every rank must call this.
+        """See `Strategy.save_state`. The files are DeepSpeed's own. Every rank must call this.
 
         Args:
-            folder: A folder shared by all ranks.
+            folder: A folder that all ranks share.
             safe_serialization: Not used, because the file formats are DeepSpeed's.
             options: The arguments of the engine's `save_checkpoint`.
         """
@@ -370,11 +370,11 @@ def _unwrapped_schedule(scheduler: Any) -> Any:
 
 
 def save_engine(engine: Any, folder: Path, options: dict[str, Any]) -> None:
-    """Write an engine into a folder; every rank must call this.
+    """Write an engine to a folder; every rank must call this.
 
     Args:
-        engine: The engine.
-        folder: A folder shared by all ranks; ``pytorch_model/``, ``latest`` and ``zero_to_fp32.py`` are written to it.
+        engine: The engine to save.
+        folder: A folder that all ranks share. ``pytorch_model/``, ``latest`` and ``zero_to_fp32.py`` are written to it.
         options: The arguments of the engine's `save_checkpoint`.
     """
     _call_with_options("save_state", engine.save_checkpoint, str(folder), MODEL_NAME, **options)
@@ -384,8 +384,8 @@ def load_engine(engine: Any, folder: Path, options: dict[str, Any], ranks: int) 
     """Read an engine from a folder; every rank must call this.
 
     Args:
-        engine: The engine.
-        folder: The checkpoint.
+        engine: The engine to load.
+        folder: The folder of the checkpoint.
         options: The arguments of the engine's `load_checkpoint`, and `strict`, which says whether all names must match
             the model's.
         ranks: The number of ranks.
@@ -415,7 +415,7 @@ def load_engine(engine: Any, folder: Path, options: dict[str, Any], ranks: int) 
 
 
 def _own_classes() -> list[Any]:
-    """Return DeepSpeed's classes that its files may contain; everything else in them is read as plain data.
+    """Return DeepSpeed's classes that its files may contain. Everything else in the files is read as plain data.
 
     These classes are safe to load because they only hold attributes and run no code.
     """
@@ -435,7 +435,7 @@ def _call_with_options(call: str, function: Callable[..., Any], *args: Any, **op
         raise
 
 
-# ---- the shard report: stages 1, 2 and 3 of ZeRO shard the optimizer state, then the gradients, then the parameters
+# ---- the shard report. ZeRO shards the optimizer state from stage 1 on, gradients from stage 2, parameters in stage 3
 
 
 def report_engine(strategy: Strategy) -> ShardReport:
@@ -465,7 +465,7 @@ def report_engine(strategy: Strategy) -> ShardReport:
 
 
 def _element_count(parameter: Any) -> int:
-    """Return a parameter's number of elements, by DeepSpeed's count if stage 3 has emptied the parameter itself."""
+    """Return a parameter's number of elements, which DeepSpeed knows if stage 3 has emptied the parameter itself."""
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
@@ -479,7 +479,7 @@ def _sum_sizes(parameters: Iterable[Any], over: list[str], ranks: int) -> ShardT
 
 
 def _optimizer_state(engine: Any, trained: ShardTally, elements: int) -> ShardSizes:
-    """Return the size of the optimizer's state: its moments, and master weights that the model does not share."""
+    """Return the size of the optimizer's state: its moments, and the master weights that are not the model's own."""
     optimizer = engine.optimizer
     offloaded = _offload_device(engine.zero_offload_optimizer())
     basic = getattr(optimizer, "optimizer", optimizer)
@@ -498,7 +498,7 @@ def _optimizer_state(engine: Any, trained: ShardTally, elements: int) -> ShardSi
 def _master_weights(optimizer: Any, basic: Any) -> list[torch.Tensor]:
     """Return the weights of this rank that the optimizer updates.
 
-    Stage 3 passes them to the optimizer one by one in the step, so the parameter groups do not contain them.
+    In its step, stage 3 passes the weights to the optimizer one by one, so the parameter groups do not contain them.
     """
     found = getattr(optimizer, "fp32_partitioned_groups_flat", None)
     return list(found) if found else [parameter for group in basic.param_groups for parameter in group["params"]]
@@ -507,5 +507,5 @@ def _master_weights(optimizer: Any, basic: Any) -> list[torch.Tensor]:
 def _offload_device(offload: Any) -> str:
     """Return the device of an offloading configuration, or "" if nothing is offloaded."""
     device = getattr(offload, "device", None)
-    name = str(getattr(device, "value", device) or "none")  # A string or an enum member, depending on the version.
+    name = str(getattr(device, "value", device) or "none")  # The version decides if this is a string or an enum member.
     return "" if name == "none" else name

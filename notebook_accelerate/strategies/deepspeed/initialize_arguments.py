@@ -31,7 +31,7 @@ _BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
 
 @dataclass(kw_only=True)
 class EngineParts:
-    """The objects that an engine is created from, and the sizes of the training."""
+    """The objects that an engine is created from, and the sizes that its configuration depends on."""
 
     model: torch.nn.Module
     """The model to train."""
@@ -40,7 +40,7 @@ class EngineParts:
     scheduler: Any = None
     """A schedule, a `DummyScheduler`, or None."""
     batch_sizes: Sequence[int | None]
-    """The number of samples per rank and batch, for each loader."""
+    """The number of samples in a rank's batch, for each loader. None if a loader has no batch size."""
     steps: int
     """The number of batches per accumulation window."""
     world_size: int
@@ -52,7 +52,7 @@ class EngineParts:
 
 
 def object_kind(item: Any) -> str:
-    """Return the kind of a training object, like `kind_of`, but also for the placeholders of DeepSpeed.
+    """Return the kind of a training object. Unlike `kind_of`, this also recognizes DeepSpeed's placeholders.
 
     Args:
         item: An argument of `prepare`.
@@ -64,10 +64,10 @@ def object_kind(item: Any) -> str:
 def trained_parameters(optimizer: Any) -> Iterator[Any]:
     """Iterate over the parameters of an optimizer.
 
-    The parameters of a placeholder may be a generator; they are replaced with a list, so that they can be read again.
+    The parameters of a placeholder may be a generator, which is replaced with a list so that they can be read again.
 
     Args:
-        optimizer: An optimizer of torch, or a `DummyOptim`.
+        optimizer: A torch optimizer, or a `DummyOptim`.
 
     Yields:
         The parameters.
@@ -96,7 +96,7 @@ def check_parts(parts: EngineParts, plugin: DeepSpeedPlugin) -> None:
         plugin: The plugin.
 
     Raises:
-        ValueError: They contradict each other. The message has a line for each contradiction.
+        ValueError: The objects contradict the configuration. The message has a line for each contradiction.
     """
     config = plugin.deepspeed_config
     dummy, later = isinstance(parts.optimizer, DummyOptim), isinstance(parts.scheduler, DummyScheduler)
@@ -126,12 +126,12 @@ def check_parts(parts: EngineParts, plugin: DeepSpeedPlugin) -> None:
 
 
 def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
-    """Return the CPU optimizer of DeepSpeed that is equivalent to an optimizer of torch.
+    """Return DeepSpeed's CPU optimizer that is equivalent to a torch optimizer.
 
-    Both optimizers share their parameter groups, so that a schedule changes both.
+    The two optimizers share their parameter groups, so that a schedule changes both.
 
     Args:
-        optimizer: An optimizer of torch.
+        optimizer: A torch optimizer.
 
     Returns:
         A DeepSpeedCPUAdam, DeepSpeedCPUAdagrad or DeepSpeedCPULion, or the optimizer itself if it has no equivalent.
@@ -153,14 +153,14 @@ def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
         return optimizer
     names = ("lr", "betas", "eps", "weight_decay") if name != "Lion" else ("lr", "betas", "weight_decay")
     settings = {key: optimizer.defaults[key] for key in names if key in optimizer.defaults}
-    with compilation_context():  # DeepSpeed compiles the optimizer's loop for this processor at the first use.
+    with compilation_context():  # On first use, DeepSpeed compiles the optimizer's loop for this processor.
         mapped = kinds[name](optimizer.param_groups, **settings)
     _forward_step_calls(optimizer, mapped)
     return mapped
 
 
 def _forward_step_calls(before: Any, after: Any) -> None:
-    """Mark one optimizer as stepped whenever another one steps; its schedules would warn otherwise."""
+    """Mark one optimizer as stepped whenever another one steps. Otherwise, its schedules would warn."""
     step = after.step
 
     @functools.wraps(step)
@@ -217,7 +217,7 @@ def engine_config(plugin: DeepSpeedPlugin) -> dict[str, Any]:
         plugin: The plugin.
     """
     config = copy.deepcopy(plugin.deepspeed_config)
-    config.setdefault("steps_per_print", math.inf)  # The run panel shows the same numbers.
+    config.setdefault("steps_per_print", math.inf)  # Print nothing, because the run panel shows the same numbers.
     return config
 
 
@@ -225,7 +225,7 @@ def inference_config(model: torch.nn.Module, plugin: DeepSpeedPlugin, world_size
     """Return the configuration of an engine for inference.
 
     Args:
-        model: The model.
+        model: The model to evaluate.
         plugin: The plugin, which is not changed.
         world_size: The number of ranks.
     """
@@ -252,7 +252,7 @@ def fill_config(parts: EngineParts, plugin: DeepSpeedPlugin) -> dict[str, Any]:
         The values that replaced "auto", by dotted key.
 
     Raises:
-        ValueError: Values contradict the known ones, or are not known. The message lists all of them.
+        ValueError: Some values contradict the known ones, or cannot be determined. The message lists all of them.
     """
     config = plugin.deepspeed_config
     if _MICRO not in config and "train_batch_size" not in config:
@@ -294,7 +294,7 @@ def _dotted_items(config: dict[str, Any], prefix: str = "") -> list[tuple[str, A
 def _values_from_sizes(parts: EngineParts, plugin: DeepSpeedPlugin) -> dict[str, Any]:
     known: dict[str, Any] = {
         _STEPS: parts.steps,
-        "gradient_clipping": 0.0,  # clip_grad_norm_ sets it for each step.
+        "gradient_clipping": 0.0,  # clip_grad_norm_ sets this for each step.
         f"{_ZERO}.stage3_gather_16bit_weights_on_model_save": True,
     }
     micro = plugin.get_value(_MICRO)
@@ -366,9 +366,9 @@ def hidden_size(model: torch.nn.Module) -> int | None:
 def is_stepped_by_engine(scheduler: Any) -> bool:
     """Return whether the engine steps a schedule.
 
-    It steps a schedule that the configuration defines, that a callable creates, or that is a class of DeepSpeed.
+    It does so if the configuration defines the schedule, a callable creates it, or its class is one of DeepSpeed's.
 
     Args:
-        scheduler: The schedule.
+        scheduler: The schedule to check.
     """
     return isinstance(scheduler, DummyScheduler) or type(scheduler).__module__.startswith("deepspeed.")

@@ -1,6 +1,6 @@
 """DeepSpeed's sequence parallelism: each rank computes a piece of every sequence, and the attention of some heads.
 
-Sources: Jacobs et al., "DeepSpeed Ulysses", https://arxiv.org/abs/2309.14509, and DeepSpeed's version for transformers'
+Sources: Jacobs et al., "DeepSpeed Ulysses", https://arxiv.org/abs/2309.14509, and DeepSpeed's version for transformers
 models, https://www.deepspeed.ai/tutorials/ulysses-alst-sequence-parallelism.
 """
 
@@ -31,7 +31,7 @@ _numbers = itertools.count(1)
 
 
 class UlyssesStrategy(DeepSpeedStrategy):
-    """Trains with DeepSpeed's ZeRO over all ranks, while ranks along the dimension "sp" share sequences.
+    """Trains with DeepSpeed's ZeRO across all ranks, while ranks along the dimension "sp" share sequences.
 
     Each rank reads its own batches. Loaders that are prepared together with the trained model yield pieces of sequences
     (`SequenceLoader`). Use `deepspeed_ulysses_dl_adapter` to convert other loaders.
@@ -78,8 +78,8 @@ class UlyssesStrategy(DeepSpeedStrategy):
             The loader of pieces. A `SequenceLoader` is returned as it is.
 
         Raises:
-            ValueError: The loader may give ranks different numbers of batches, so that they would wait for each other
-                forever.
+            ValueError: The loader may give ranks different numbers of batches, and the ranks would then wait for each
+                other forever.
         """
         if isinstance(loader, SequenceLoader):
             return loader
@@ -103,7 +103,7 @@ class UlyssesStrategy(DeepSpeedStrategy):
         return None if size in {None, AUTO} else int(size)
 
     def _make_engine(self, parts: EngineParts) -> Any:
-        """Create the engine that trains the model, and split the attention of the model over ranks."""
+        """Create the engine that trains the model, and split the model's attention across ranks."""
         parts.sequence_ranks = self._ranks
         self._starting_engine = True
         try:
@@ -130,8 +130,8 @@ class UlyssesStrategy(DeepSpeedStrategy):
     def _gradient_multiplicity(self) -> int:
         """Return the factor by which DeepSpeed scales the gradients of a loss that all ranks of a sequence compute.
 
-        The backward pass of all_gather sums the gradient over these ranks. DeepSpeed then sums over all ranks, and
-        divides by the number of sequences or, if stage 3 scatters the sums, by the number of ranks.
+        The backward pass of all_gather sums the gradient over these ranks. DeepSpeed then sums the gradient over all
+        ranks, and divides it by the number of sequences or, if stage 3 scatters the sums, by the number of ranks.
         """
         if self.engine is None:
             return 1
@@ -147,15 +147,16 @@ class UlyssesStrategy(DeepSpeedStrategy):
 
 
 class SplitAttention:
-    """The attention of one model, split over the ranks that share its sequences.
+    """The attention of one model, split across the ranks that share its sequences.
 
-    DeepSpeed replaces the attention function of all transformers models in the process. Here, other models keep their
-    own function. This model attends to whole sequences when it is evaluated on a loader that does not yield pieces.
+    DeepSpeed itself replaces the attention function of all transformers models in the process. This class leaves other
+    models their own function. The model attends to whole sequences if it is evaluated on a loader that does not yield
+    pieces.
 
     Args:
         model: A transformers model.
         ranks: The number of ranks that share sequences.
-        settings: The length of sequences, and the implementation of attention.
+        settings: The settings for the length of sequences and the implementation of attention.
 
     Raises:
         ValueError: The model is not from transformers, or its attention cannot be split.
@@ -214,7 +215,7 @@ class SplitAttention:
 
 
 def _reset_groups() -> None:
-    """Remove DeepSpeed's groups of an earlier training, because it creates groups only if it does not have any."""
+    """Remove the groups of an earlier training run, because DeepSpeed creates groups only if it does not have any."""
     groups: Any = import_module("deepspeed.runtime.sequence_parallel.parallel_state_sp")
     groups._SEQUENCE_PARALLEL_GROUP = groups._SEQUENCE_DATA_PARALLEL_GROUP = None
     import_module("deepspeed.utils.groups").mpu = None  # type: ignore[attr-defined]

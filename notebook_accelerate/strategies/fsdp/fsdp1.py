@@ -46,7 +46,7 @@ class FSDP1Strategy(ShardedStrategy):
         """Wrap a model and its units; every rank must call this.
 
         Args:
-            model: The model, on any device: each unit is moved to this rank's device when it is sharded. With
+            model: The model, on any device, because each unit is moved to this rank's device when it is sharded. With
                 `cpu_ram_efficient_loading`, the parameters may have no values on ranks other than 0.
 
         Returns:
@@ -60,7 +60,7 @@ class FSDP1Strategy(ShardedStrategy):
         chosen = set(units)
         mixed_precision: Any = plugin.mixed_precision_policy
         prefetch: Any = plugin.backward_prefetch
-        offloads = plugin.offloads and self.setup.device.type != "cpu"  # On the CPU, they are in main memory anyway.
+        offloads = plugin.offloads and self.setup.device.type != "cpu"  # On the CPU, there is nothing to offload.
         return FullyShardedDataParallel(
             model,
             auto_wrap_policy=lambda module, recurse, **_: recurse or module in chosen,
@@ -76,7 +76,7 @@ class FSDP1Strategy(ShardedStrategy):
         )
 
     def _strategy_and_mesh(self, plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
-        """Return the sharding strategy, and the mesh for hybrid ones, which replicate the shards on each machine."""
+        """Return the sharding strategy, and for hybrid ones the mesh, because they replicate shards on each machine."""
         chosen: Any = plugin.sharding_strategy
         if chosen not in _HYBRID:
             return {"sharding_strategy": chosen}
@@ -97,7 +97,7 @@ class FSDP1Strategy(ShardedStrategy):
             make = plugin.param_init_fn or (keep_ties(allocate, model) if empty else None)
             synced = bool(plugin.sync_module_states)
             return {"device_id": device, "sync_module_states": synced, "param_init_fn": make}
-        # On the CPU, the weights are broadcast here: torch's FSDP 1 does that on GPUs and other accelerators only.
+        # On the CPU, broadcast the weights here, because torch's FSDP 1 does so only on GPUs and other accelerators.
         if empty:
             ties = tied_names(model)
             model.to_empty(device=device)

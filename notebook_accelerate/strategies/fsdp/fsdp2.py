@@ -40,8 +40,8 @@ from notebook_accelerate.strategies.tensor_parallel import split_tensors
 from notebook_accelerate.telemetry.sharding import ShardReport
 from notebook_accelerate.torch_internals import refresh_parameters
 
-# FSDP 1's names for the variants, by whether shards are replicated, and whether parameters stay whole between the
-# forward and the backward pass.
+# The keys say whether shards are replicated, and whether parameters stay whole between the forward and the backward
+# pass. The values are FSDP 1's names for these variants.
 _VARIANTS = {
     (False, False): "FULL_SHARD", (False, True): "SHARD_GRAD_OP",
     (True, False): "HYBRID_SHARD", (True, True): "HYBRID_SHARD_ZERO2",
@@ -49,14 +49,14 @@ _VARIANTS = {
 
 
 class FSDP2Strategy(ShardedStrategy):
-    """Trains with torch's `fully_shard`, over all ranks or over a mesh of replicas and shards."""
+    """Trains with torch's `fully_shard`, across all ranks or across a mesh of replicas and shards."""
 
     name: ClassVar[str] = "fsdp2"
     gathers_fp8: ClassVar[bool] = True
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The mesh over which models are sharded: one dimension of shards, or replicas times shards."""
+        """The mesh that models are sharded across. It has a dimension for shards, after one for replicas if needed."""
         layout, mesh = self.setup.state.parallelism_config, self.setup.state.device_mesh
         if mesh is None:
             world = (self.setup.state.num_processes,)
@@ -74,7 +74,7 @@ class FSDP2Strategy(ShardedStrategy):
         """Shard a model in place; every rank must call this. `fsdp2_prepare_model` runs only this step.
 
         Args:
-            model: The model, on any device: each unit is moved to this rank's device when it is sharded. With
+            model: The model, on any device, because each unit is moved to this rank's device when it is sharded. With
                 `cpu_ram_efficient_loading`, the parameters may have no values on ranks other than 0.
 
         Returns:
@@ -86,7 +86,7 @@ class FSDP2Strategy(ShardedStrategy):
         plugin, device = resolved_plugin(self.setup), self.setup.device
         if self._splits_sequences:
             make_attention_causal(model)
-        ties = tied_names(model)  # Both moving a model to the meta device and splitting it untie parameters.
+        ties = tied_names(model)  # Parameters are untied if a model is moved to the meta device, or split.
         weights = None
         packed = has_packed_weights(model)
         if packed:
@@ -129,7 +129,7 @@ class FSDP2Strategy(ShardedStrategy):
     def context_parallel(
         self, buffers: list[torch.Tensor], dims: list[int], kept_split: set[torch.Tensor]
     ) -> AbstractContextManager[Any]:
-        """See `Strategy.context_parallel`. Sequences are split over the ranks of the dimension "cp"."""
+        """See `Strategy.context_parallel`. Sequences are split across the ranks of the dimension "cp"."""
         if not self._splits_sequences:
             return NOTHING
         how = self.setup.state.parallelism_config.cp_handler.cp_comm_strategy
@@ -183,7 +183,7 @@ class Unreduced:
             model.set_requires_gradient_sync(True)
 
 
-# ---- steps of shard
+# ---- the steps of `shard`
 
 _Weights = tuple[dict[str, Any], dict[str, torch.Tensor]]
 _LOAD_ON_RANK_0 = (
@@ -231,7 +231,7 @@ def _shard_units(
     reshard: Any = plugin.reshard_after_forward
     for unit in units:
         fully_shard(unit, reshard_after_forward=reshard, **settings)
-    # The backward pass needs the root's own parameters right after the forward pass. None lets torch keep them whole.
+    # The backward pass needs the root's own parameters right after the forward pass, and None lets torch keep them.
     fully_shard(model, reshard_after_forward=None if units and reshard is True else reshard, **settings)
 
 
@@ -240,8 +240,8 @@ def load_full_state(model: nn.Module, state: dict[str, Any], cpu_offload: bool =
 
     Args:
         model: The sharded model. Its parameters may have no values yet.
-        state: The full state dict on rank 0; ignored on other ranks.
-        cpu_offload: Whether the shards are kept in main memory.
+        state: The full state dict on rank 0. It is ignored on other ranks.
+        cpu_offload: Whether the shards are kept in CPU memory.
     """
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload)
     set_model_state_dict(model, state if dist.get_rank() == 0 else {}, options=options)

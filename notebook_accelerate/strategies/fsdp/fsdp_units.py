@@ -40,14 +40,14 @@ def find_units(model: nn.Module, policy: Policy | None) -> list[nn.Module]:
     """List the modules that become separate units, inner ones first.
 
     A module that shares a parameter with a module outside of it does not become a unit, and belongs to the unit around
-    both. A parameter can belong to one unit only, and a second unit would silently untie it.
+    both modules, because a parameter can belong to only one unit. A second unit would silently untie it.
 
     Args:
         model: The model, which is not one of the units itself.
-        policy: A policy of torch's FSDP, called with module, recurse and nonwrapped_numel. None means no units.
+        policy: A policy of torch's FSDP, called with module, recurse and nonwrapped_numel. If None, there are no units.
 
     Returns:
-        The modules.
+        The modules that become units.
     """
     units: list[nn.Module] = []
     if policy is None:
@@ -62,13 +62,13 @@ def _visit(module: nn.Module, policy: Policy, units: list[nn.Module]) -> int:
     """Apply the policy to a module's descendants, then to the module itself, as torch's FSDP does.
 
     Returns:
-        The number of elements of the module's parameters that belong to units now.
+        The number of elements of the module's parameters that now belong to units.
     """
     numel = sum(parameter.numel() for parameter in module.parameters())
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return 0
     wrapped = sum(_visit(child, policy, units) for child in module.children())
-    containers = (nn.ModuleList, nn.ModuleDict)  # They are never called, so nothing would gather their parameters.
+    containers = (nn.ModuleList, nn.ModuleDict)  # Containers are never called, so nothing would gather the parameters.
     if isinstance(module, containers) or not policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped):
         return wrapped
     if not any(module is unit for unit in units):
@@ -108,14 +108,14 @@ def find_ignored_modules(model: nn.Module, given: Iterable[nn.Module] | str | No
 
 
 def checkpoint_activations(model: nn.Module, units: list[nn.Module], offload: bool) -> list[nn.Module]:
-    """Make units recompute their activations in the backward pass, in place.
+    """Make units recompute their activations in the backward pass. The model is changed in place.
 
-    Warns once if there are no units, because nothing would be recomputed.
+    A warning is issued once if there are no units, because nothing would be recomputed.
 
     Args:
         model: The model.
         units: The units, as returned by `find_units`.
-        offload: Whether to keep the inputs of units in main memory.
+        offload: Whether to keep the inputs of units in CPU memory.
 
     Returns:
         The wrapped units in the same order.
@@ -140,7 +140,7 @@ def checkpoint_activations(model: nn.Module, units: list[nn.Module], offload: bo
 
 
 def resolved_plugin(setup: Setup) -> FullyShardedDataParallelPlugin:
-    """Return a copy of the user's plugin with torch's objects instead of their names.
+    """Return a copy of the user's plugin in which torch's objects replace their names.
 
     Args:
         setup: The settings of the `Accelerator`.

@@ -1,7 +1,7 @@
 """The train steps of GPT, BERT and T5: the batch, the forward pass and the loss of a micro-batch in Megatron-LM.
 
-Batches have the format of transformers' models: `input_ids`, `attention_mask` (1: a token, 0: padding) and `labels`
-(-100: no loss). The loss therefore equals the loss of training without Megatron-LM.
+Batches have the format of transformers models: `input_ids`, `attention_mask` (1 for a token, 0 for padding) and
+`labels` (-100 for tokens without a loss). The loss therefore equals the loss of training without Megatron-LM.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MegatronOutput:
     loss: torch.Tensor
     """The loss, averaged over micro-batches and over the ranks that read different data."""
     logits: torch.Tensor | None = None
-    """Logits of shape `[samples, tokens, vocabulary]` or `[samples, labels]`; None unless `return_logits` is set."""
+    """Logits of shape `[samples, tokens, vocabulary]` or `[samples, labels]`, or None if `return_logits` is not set."""
 
     def __getitem__(self, key: int | str) -> torch.Tensor | None:
         if isinstance(key, str):
@@ -52,14 +52,14 @@ def masked_sum(losses: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return losses of shape `[samples, tokens]` for logits whose vocabulary is split over ranks."""
+    """Return losses of shape `[samples, tokens]` for logits whose vocabulary is split across ranks."""
     parallel: Any = import_module("megatron.core.tensor_parallel")
     sequence_first = logits.float().transpose(0, 1).contiguous()
     return parallel.vocab_parallel_cross_entropy(sequence_first, labels.transpose(0, 1).contiguous()).transpose(0, 1)  # type: ignore[no-any-return]
 
 
 def whole_vocabulary(logits: torch.Tensor, size: int) -> torch.Tensor:
-    """Return logits for the whole vocabulary without its padding; all ranks that share tensors must call this.
+    """Return logits for the whole vocabulary, without padding; all ranks that share tensors must call this.
 
     Args:
         logits: Logits of shape `[..., vocabulary of this rank]`.
@@ -92,7 +92,7 @@ def vocabulary_size(args: Any) -> int:
 
 
 def _labels_and_mask(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return labels with ignored ones replaced by a valid token, and a mask of the labels that count."""
+    """Return labels in which a valid token replaces ignored ones, and a mask of the labels that count."""
     mask = labels != IGNORED
     return labels.masked_fill(~mask, 0), mask
 
@@ -127,8 +127,8 @@ class AbstractTrainStep:
     def get_forward_step_func(self) -> Callable[..., Any]:
         """Return a function that runs the model on the next micro-batch of an iterator.
 
-        It takes the iterator and the model, and returns the model's output and a second function. The second function
-        takes the output, and returns the loss and a dict of values to average over ranks.
+        The function takes the iterator and the model, and returns the model's output and a second function. The second
+        function takes the output, and returns the loss and a dict of values to average over ranks.
         """
         raise NotImplementedError(f"{type(self).__name__} must define get_forward_step_func()")
 
@@ -167,8 +167,8 @@ class _TokenTrainStep(_TrainStep):
     def get_loss_func(self, accelerator: HasState) -> Callable[..., Any]:
         """Return a function that sums the losses of tokens.
 
-        It takes the loss mask and the losses, and returns the sum, the number of tokens, and a dict with both, from
-        which the engine computes the average.
+        The function takes the loss mask and the losses, and returns the sum, the number of tokens, and a dict with
+        these two, from which the engine computes the average.
 
         Args:
             accelerator: The Accelerator, or another object with its `state`.
@@ -261,7 +261,8 @@ class BertTrainStep(_TrainStep):
     def get_batch_func(self, accelerator: HasState, megatron_dataset_flag: bool) -> Callable[..., Any]:
         """Return a function that reads a micro-batch.
 
-        It returns the tokens, their types, the sentence order, the loss mask, the labels and the padding mask.
+        The function returns the tokens, their types, the sentence order, the loss mask, the labels and the padding
+        mask.
 
         Args:
             accelerator: The Accelerator, or another object with its `state`.
@@ -274,12 +275,13 @@ class BertTrainStep(_TrainStep):
     ) -> Callable[..., Any]:
         """Return a function that computes the loss from the model's output.
 
-        In pretraining it takes the loss mask, the sentence order and the output, otherwise the labels and the output.
+        In pretraining, the function takes the loss mask, the sentence order and the output. Otherwise, it takes the
+        labels and the output.
 
         Args:
             accelerator: The Accelerator, or another object with its `state`.
             pretraining_flag: Whether the model predicts masked tokens. If False, it predicts a label for each sample.
-            num_labels: The number of labels; with 1, the model predicts a number.
+            num_labels: The number of labels. If 1, the model predicts a number.
         """
 
         def pretrain(
@@ -300,7 +302,7 @@ class BertTrainStep(_TrainStep):
                 loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
             else:
                 loss = torch.nn.functional.cross_entropy(logits.view(-1, num_labels), labels.view(-1))
-            reported = {"loss": loss.detach().clone()}  # Clone it, because the schedule divides the loss in place.
+            reported = {"loss": loss.detach().clone()}  # Clone the loss, because the schedule divides it in place.
             return loss, {**reported, "logits": logits.detach()} if self.return_logits else reported
 
         return pretrain if pretraining_flag else classify
@@ -362,7 +364,7 @@ class T5TrainStep(_TokenTrainStep):
         """Return the mask that keeps the tokens of a sample from attending to padding.
 
         Args:
-            attention_mask: A mask of shape `[samples, tokens]`; 1: a token, 0: padding.
+            attention_mask: A mask of shape `[samples, tokens]`, with 1 for a token and 0 for padding.
 
         Returns:
             A mask of shape `[samples, tokens, tokens]` that is True for masked positions.
@@ -387,7 +389,8 @@ class T5TrainStep(_TokenTrainStep):
         """Return the mask that keeps the decoder from attending to the encoder's padding.
 
         Args:
-            attention_mask: The encoder's mask, of shape `[samples, encoder's tokens]`; 1: a token, 0: padding.
+            attention_mask: The encoder's mask, of shape `[samples, encoder's tokens]`, with 1 for a token and 0 for
+                padding.
             dec_seq_length: The number of tokens in the decoder.
             device: The device of the mask.
 
@@ -400,7 +403,8 @@ class T5TrainStep(_TokenTrainStep):
     def get_batch_func(self, accelerator: HasState, megatron_dataset_flag: bool) -> Callable[..., Any]:
         """Return a function that reads a micro-batch.
 
-        It returns the tokens of the encoder and of the decoder, the loss mask, the labels and the three masks.
+        The function returns the tokens of the encoder and of the decoder, the loss mask, the labels and the three
+        attention masks.
 
         Args:
             accelerator: The Accelerator, or another object with its `state`.

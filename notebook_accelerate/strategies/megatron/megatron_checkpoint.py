@@ -1,4 +1,4 @@
-"""Checkpoints in Megatron-LM's format: its tools can read them, and its own checkpoints load here.
+"""Checkpoints in Megatron-LM's format. Its tools can read them, and its own checkpoints can be loaded here.
 
     latest_checkpointed_iteration.txt     the newest iteration, as a number
     iter_0000003/                         one iteration, in one of two formats:
@@ -37,14 +37,14 @@ VERSION = 3.0
 
 
 def save_engine(engine: MegatronEngine, folder: Path) -> None:
-    """Write an engine into a folder; every rank must call this.
+    """Write an engine to a folder; every rank must call this.
 
     Args:
-        engine: The engine.
-        folder: A folder shared by all ranks.
+        engine: The engine to save.
+        folder: A folder that all ranks share.
 
     Raises:
-        ValueError: The format is not known.
+        ValueError: The format in Megatron's arguments is not known.
     """
     kind = getattr(engine.args, "ckpt_format", None) or FORMATS[0]
     if kind not in FORMATS:
@@ -73,7 +73,7 @@ def load_engine(engine: MegatronEngine, folder: Path, strict: bool = True) -> No
     """Read an engine from a folder; every rank must call this.
 
     Args:
-        engine: The engine.
+        engine: The engine to load.
         folder: A checkpoint of Accelerate or of Megatron-LM. In the format torch_dist, it may have been written with
             other degrees.
         strict: Whether the names must match the model.
@@ -122,7 +122,7 @@ def iteration_name(iteration: int) -> str:
 
 
 def _common_state(engine: MegatronEngine) -> dict[str, Any]:
-    """Return the entries that all of Megatron-LM's files share. Of the arguments, only plain values are kept."""
+    """Return the entries that all of Megatron-LM's files share. Only those arguments that are plain values are kept."""
     plain = {
         name: value for name, value in vars(engine.args).items() if isinstance(value, (str, int, float, type(None)))
     }
@@ -147,7 +147,7 @@ def unwrap_chunk(chunk: Any) -> Any:
     """Return a part of a model without Megatron-LM's wrappers.
 
     Args:
-        chunk: The part.
+        chunk: The wrapped part of the model.
     """
     while hasattr(chunk, "module"):
         chunk = chunk.module
@@ -234,7 +234,7 @@ def _in_process_writer() -> Any:
 
 
 def _initialize_states(optimizer: Any, is_loading: bool) -> None:
-    """Create the states of torch's optimizers, which a checkpoint then fills; Megatron-LM does so only for Apex."""
+    """Create the states of torch optimizers for a checkpoint to fill, because Megatron-LM does so only for Apex."""
     for item in single_optimizers(optimizer):
         if item.init_state_fn is None:
             item.init_state_fn = _initialize_momentum
@@ -321,7 +321,7 @@ def part_name(engine: MegatronEngine) -> str:
 
 
 def save_part(engine: MegatronEngine, target: Path, common: dict[str, Any], with_optimizer: bool) -> None:
-    """Write this rank's part; every rank must call this. Of the ranks with the same part, only the first writes.
+    """Write this rank's part; every rank must call this. Only the first of the ranks with the same part writes it.
 
     Args:
         engine: The engine.
@@ -330,7 +330,7 @@ def save_part(engine: MegatronEngine, target: Path, common: dict[str, Any], with
         with_optimizer: Whether to write the optimizer's state.
 
     Raises:
-        ValueError: The optimizer's state is distributed over ranks.
+        ValueError: The optimizer's state is distributed across ranks.
     """
     if with_optimizer and engine.plugin.use_distributed_optimizer:
         raise ValueError(
@@ -370,7 +370,7 @@ def load_part(engine: MegatronEngine, source: Path, strict: bool = True) -> None
         strict: Whether the names must match the model.
 
     Raises:
-        CheckpointMismatchError: The folder does not contain this part, or contains objects that are unsafe to load.
+        CheckpointMismatchError: The folder does not contain this part, or it contains objects that are unsafe to load.
     """
     file = source / part_name(engine) / FILE
     if not file.exists():
@@ -423,7 +423,7 @@ def gather_state(engine: MegatronEngine) -> dict[str, Any]:
         engine: The engine.
 
     Returns:
-        The state, on every rank if all degrees are 1. Otherwise the state in main memory on rank 0, and {} on other
+        The state on every rank if all degrees are 1. Otherwise, the state in CPU memory on rank 0, and {} on other
         ranks.
     """
     if (engine.plugin.tp_degree, engine.plugin.pp_degree, len(engine.module)) == (1, 1, 1):

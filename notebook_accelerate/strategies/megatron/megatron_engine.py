@@ -1,7 +1,7 @@
-"""Megatron-LM's model, optimizer and schedule for a training loop of Accelerate.
+"""Megatron-LM's model, optimizer and schedule for a training loop written for Accelerate.
 
 Calling the model runs a whole accumulation window: the schedule sends all micro-batches through the pipeline, forward
-and backward, and reduces the gradients. The step is taken by the optimizer, or by the clipping before it.
+and backward, and reduces the gradients. The optimizer takes the step, unless the clipping before it already has.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class MegatronEngine(nn.Module):
             batch: Tensors of shape `[samples of a window, ...]`, by name.
 
         Returns:
-            The loss, averaged over the window and the data parallel group. If the model returns dicts, or the plugin
-            has `return_logits`, a `MegatronOutput` instead.
+            The loss, averaged over the window and the data-parallel group, or a `MegatronOutput` if the model returns
+            dicts or the plugin has `return_logits`.
 
         Raises:
             ValueError: Arguments were passed by position.
@@ -145,14 +145,15 @@ class MegatronEngine(nn.Module):
 
         Args:
             inputs: Tokens of shape `[samples, tokens]`, padded on the right.
-            attention_mask: A mask of the same shape (1: a token, 0: padding), or None if there is no padding.
+            attention_mask: A mask of the same shape, with 1 for a token and 0 for padding. If None, there is no
+                padding.
             max_length: The maximum length of samples, including the prompt.
             max_new_tokens: The maximum number of tokens after the longest prompt. Pass either this or `max_length`.
-            num_beams: The number of candidates of a beam search for one prompt; None means sampling.
-            temperature: The divisor of the logits; None means 1.
-            top_k: Sample from this number of most probable tokens; 1 means greedy decoding.
-            top_p: Sample from the most probable tokens with this total probability.
-            length_penalty: The exponent of the length that divides a candidate's log probability; None means 1.
+            num_beams: The number of candidates of a beam search for one prompt. If None, tokens are sampled.
+            temperature: The divisor of the logits. If None, 1.
+            top_k: The number of most probable tokens to sample from. If 1, decoding is greedy.
+            top_p: The total probability of the most probable tokens to sample from.
+            length_penalty: The exponent of the length that divides a candidate's log probability. If None, 1.
             kwargs: `top_p_decay`, `top_p_bound`, `random_seed`, `add_BOS`, `bos_token_id`, `eos_token_id`.
 
         Returns:
@@ -198,7 +199,7 @@ class MegatronEngine(nn.Module):
             arguments: Further arguments of the schedule.
 
         Returns:
-            The dict (or value) of each micro-batch on the last stage, and an empty list on other stages.
+            The dict (or value) for each micro-batch on the last stage, and an empty list on other stages.
         """
         chunks = list(self.module)
         iterators = [micro_batches() for _ in chunks]
@@ -212,7 +213,7 @@ class MegatronEngine(nn.Module):
         )
 
     def _average_loss(self, outputs: list[dict[str, Any]]) -> torch.Tensor:
-        """Average the losses over micro-batches and the data parallel group, and send the result to all stages."""
+        """Average the losses over micro-batches and the data-parallel group, and send the result to all stages."""
         groups = megatron_setup.import_parallel_state()
         ratio = torch.zeros(2, dtype=torch.float32, device=self.device)
         if groups.is_pipeline_last_stage():
@@ -229,7 +230,7 @@ class MegatronEngine(nn.Module):
         return ratio[0] / ratio[1]
 
     def _loss_ratio(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a loss as a numerator and a denominator. Losses of tokens are already a sum and a number of tokens."""
+        """Return a loss as a numerator and a denominator. For token losses, it already is a sum and a token count."""
         value = value.detach().float()
         if value.numel() == 2 and self.plugin.calculate_per_token_loss:
             return value
@@ -269,7 +270,7 @@ class MegatronEngine(nn.Module):
         """Take the step with gradients scaled so that their norm is at most `max_norm`; every rank must call this.
 
         Args:
-            max_norm: The largest norm. A number in the plugin has precedence.
+            max_norm: The maximum norm. A number in the plugin has precedence.
         """
         config = self.optimizer.config
         before = config.clip_grad
@@ -282,7 +283,7 @@ class MegatronEngine(nn.Module):
 
 
 def _micro_batches(batch: dict[str, Any], samples: int, count: int) -> Iterator[dict[str, Any]]:
-    """Split a window into micro-batches."""
+    """Yield the micro-batches of a window."""
     size = samples // count
     for start in range(0, samples, size):
         yield {

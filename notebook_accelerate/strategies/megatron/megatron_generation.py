@@ -1,4 +1,4 @@
-"""Text generation with a decoder of Megatron-LM that is split over ranks: sampling, greedy decoding and beam search.
+"""Text generation with a Megatron-LM decoder that is split across ranks: sampling, greedy decoding and beam search.
 
 Each new token is computed from all earlier tokens with the schedule of training, without a cache of keys and values.
 Generation therefore works in every configuration of training, but its time grows with the square of the length.
@@ -29,15 +29,15 @@ class Sampling:
     temperature: float = 1.0
     """The divisor of the logits."""
     top_k: int = 0
-    """Sample from this number of most probable tokens; 1 means greedy decoding, and 0 means all tokens."""
+    """The number of most probable tokens to sample from: 1 for greedy decoding, or 0 for all tokens."""
     top_p: float = 0.0
-    """Sample from the most probable tokens with this total probability; 0 means all tokens."""
+    """The total probability of the most probable tokens to sample from, or 0 for all tokens."""
     top_p_decay: float = 0.0
-    """The factor that multiplies `top_p` after each token; 0 means that it stays constant."""
+    """The factor that multiplies `top_p` after each token, or 0 to keep `top_p` constant."""
     top_p_bound: float = 0.0
     """The lower bound of `top_p`."""
     random_seed: int | None = None
-    """The seed of the sampling; None means that torch's own generator is used."""
+    """The seed for sampling, or None to use torch's own generator."""
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
@@ -75,7 +75,7 @@ def choose_tokens(
         logits: Logits of shape `[samples, vocabulary]`.
         sampling: How the token is chosen.
         generator: The random generator, or None for torch's own generator.
-        done: The number of tokens that have been generated before.
+        done: The number of tokens that have already been generated.
 
     Returns:
         Tokens of shape `[samples]`.
@@ -108,7 +108,7 @@ def generate(
     Args:
         engine: The engine of a decoder.
         inputs: Tokens of shape `[samples, tokens]`, padded on the right.
-        attention_mask: A mask of the same shape (1: a token, 0: padding), or None if there is no padding.
+        attention_mask: A mask of the same shape, with 1 for a token and 0 for padding. If None, there is no padding.
         length: The maximum length of samples, including the prompt.
         sampling: How a token is chosen.
         end: The token that ends a sample, or None if there is no such token.
@@ -154,7 +154,7 @@ def beam_search(
     prompt = inputs.shape[1]
     tokens = tokens.repeat(beams, 1)
     scores = torch.full((beams,), -torch.inf, device=tokens.device)
-    scores[0] = 0.0  # All candidates are equal at the start, so only one of them may continue.
+    scores[0] = 0.0  # All candidates are the same at the start, so only one of them may continue.
     finished: list[tuple[float, torch.Tensor]] = []
     for at in range(prompt, length):
         logits = next_logits(engine, tokens[:, :at])
@@ -191,7 +191,7 @@ def _score(candidate: tuple[float, torch.Tensor]) -> float:
 def _best_continuations(scores: torch.Tensor, logits: torch.Tensor, count: int) -> torch.Tensor:
     """Return the log probabilities and the indices of the best continuations, as two rows.
 
-    The index of a token is the number of its beam times the size of the vocabulary, plus the token.
+    A continuation's index is the number of its beam times the size of the vocabulary, plus the token.
     """
     totals = (scores[:, None] + logits.float().log_softmax(-1)).flatten()
     best = totals.topk(min(count, totals.numel()))
@@ -232,7 +232,7 @@ def next_logits(engine: MegatronEngine, tokens: torch.Tensor) -> torch.Tensor | 
         masked = causal_mask(inputs.shape[1], inputs.device)
         return model(inputs, positions, masked), partial(_last_logits, tokens.shape[1], engine.vocabulary_size)
 
-    # Norms that are split over the sequence need a divisible length. Padding at the end does not affect earlier tokens.
+    # Norms that are split along the sequence need a divisible length. Padding at the end does not affect other tokens.
     padding = -tokens.shape[1] % megatron_setup.import_parallel_state().get_tensor_model_parallel_world_size()
     padded = torch.nn.functional.pad(tokens, (0, padding))
     outputs = engine.run_schedule(
@@ -279,7 +279,7 @@ def megatron_generate(
 
     Args:
         engine: The engine of a decoder.
-        inputs: See `MegatronEngine.megatron_generate`, also for the following arguments.
+        inputs: See `MegatronEngine.megatron_generate` for this argument and the next five.
         attention_mask: See above.
         max_length: See above.
         max_new_tokens: See above.

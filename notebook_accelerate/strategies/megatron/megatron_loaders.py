@@ -18,8 +18,8 @@ class MegatronLMDummyScheduler:
 
     Args:
         optimizer: The optimizer whose learning rate is scheduled.
-        total_num_steps: The number of optimizer steps of the training, counted as if one rank read all batches.
-        warmup_num_steps: The number of steps at the start during which the learning rate rises from 0.
+        total_num_steps: The total number of optimizer steps, counted as if one rank read all batches.
+        warmup_num_steps: The number of steps at the start in which the learning rate rises from 0.
         kwargs: Further settings, which are stored as they are.
     """
 
@@ -35,8 +35,8 @@ class MegatronLMDummyScheduler:
 class MegatronLMDummyDataLoader:
     """A placeholder for loaders of Megatron's indexed datasets.
 
-    Pass it to `prepare` three times: `prepare` replaces it with the loaders of the training, validation and test
-    splits, in this order.
+    Pass the placeholder to `prepare` three times. `prepare` replaces it with the loaders of the training, validation
+    and test splits, in this order.
 
     Args:
         dataset_kwargs: Megatron's arguments: `data_path` (prefixes of indexed datasets), `split` ("949,50,1"),
@@ -48,10 +48,10 @@ class MegatronLMDummyDataLoader:
         self.built: list[Any] = []
 
     def set_megatron_data_args(self, plugin: MegatronLMPlugin | None = None) -> None:
-        """Add the arguments to the arguments of a plugin.
+        """Add this placeholder's arguments to those of a plugin.
 
         Args:
-            plugin: The plugin; None means the plugin of the current state.
+            plugin: The plugin to change. If None, the plugin of the current state.
         """
         if plugin is None:
             from notebook_accelerate.state import AcceleratorState
@@ -184,7 +184,7 @@ def window_loader(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
     """Return a loader whose batches are windows of several batches of another loader.
 
     Args:
-        loader: The loader.
+        loader: The loader of micro-batches.
         count: The number of batches per window.
 
     Returns:

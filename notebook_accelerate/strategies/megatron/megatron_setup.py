@@ -39,10 +39,10 @@ def active_plugin(state: AcceleratorState) -> MegatronLMPlugin:
     """Return the Megatron-LM plugin.
 
     Args:
-        state: The world.
+        state: The state of the world.
 
     Raises:
-        ValueError: The world does not have this plugin.
+        ValueError: The ranks do not train with Megatron-LM.
     """
     plugin: object = state.megatron_lm_plugin
     if not isinstance(plugin, MegatronLMPlugin):
@@ -51,7 +51,7 @@ def active_plugin(state: AcceleratorState) -> MegatronLMPlugin:
 
 
 def check_degrees(plugin: MegatronLMPlugin, world_size: int) -> int:
-    """Return the number of groups of ranks that read different data.
+    """Check the degrees of a plugin, and return the number of groups of ranks that read different data.
 
     Args:
         plugin: The plugin.
@@ -80,7 +80,8 @@ def initialize_groups(state: AcceleratorState, plugin: MegatronLMPlugin) -> None
     """Initialize Megatron's groups of ranks with the degrees of a plugin; every rank must call this.
 
     Args:
-        state: The world. A single process gets a process group of one rank, because Megatron-LM requires a group.
+        state: The state of the world. A single process gets a process group of one rank, because Megatron-LM requires a
+            group.
         plugin: The plugin.
 
     Raises:
@@ -111,7 +112,7 @@ def initialize_groups(state: AcceleratorState, plugin: MegatronLMPlugin) -> None
 
 
 def _check_existing_groups(groups: Any, plugin: MegatronLMPlugin) -> None:
-    """Check that the groups that the user's code has created have the plugin's degrees."""
+    """Check that groups that the user's code has created have the plugin's degrees."""
     existing = (groups.get_tensor_model_parallel_world_size(), groups.get_pipeline_model_parallel_world_size())
     if existing != (plugin.tp_degree, plugin.pp_degree):
         raise ValueError(
@@ -172,7 +173,7 @@ def transformer_config(arguments: Mapping[str, Any], device: torch.device, **mor
         "params_dtype": precision,
         "activation_func": activation,
         "use_cpu_initialization": device.type == "cpu",
-        # Fused kernels of Apex and Transformer Engine are off; an argument of the same name turns one on.
+        # The fused kernels of Apex and Transformer Engine are off. An argument of the same name turns one on.
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
         "bias_dropout_fusion": False,
@@ -182,7 +183,7 @@ def transformer_config(arguments: Mapping[str, Any], device: torch.device, **mor
 
 
 def _from_arguments(kind: Any, arguments: Mapping[str, Any], **more: Any) -> Any:
-    """Create one of Megatron's dataclasses from the arguments that have the names of its fields."""
+    """Create one of Megatron's dataclasses from those arguments that have the names of its fields."""
     names = {field.name for field in dataclasses.fields(kind) if field.init}
     known = {name: value for name, value in arguments.items() if name in names and value is not None}
     return kind(**(known | more))
@@ -193,7 +194,7 @@ def _has_transformer_engine(device: torch.device) -> bool:
 
 
 def padded_vocabulary_size(arguments: Mapping[str, Any]) -> int:
-    """Return the number of rows of the embedding: the tokens, padded so that ranks get equal parts."""
+    """Return the number of rows of the embedding: the number of tokens, padded so that ranks get equal parts."""
     unit = arguments.get("make_vocab_size_divisible_by", 1) * arguments["tensor_model_parallel_size"]
     return int(arguments.get("padded_vocab_size") or -(-arguments["orig_vocab_size"] // unit) * unit)
 
@@ -339,7 +340,7 @@ def wrap_chunks(chunks: Chunks, arguments: Mapping[str, Any]) -> Chunks:
     """Wrap the parts of a model for Megatron's precision and data parallelism; every rank must call this.
 
     Args:
-        chunks: The parts.
+        chunks: This rank's parts of the model.
         arguments: The plugin's arguments.
     """
     distributed = _core("distributed")

@@ -82,7 +82,7 @@ def _chunks(model: Any) -> list[nn.Module]:
 
 
 class MegatronLMStrategy(EngineStrategy):
-    """Trains with layers split over `tp_degree` ranks, stages over `pp_degree` ranks, and data over the other ranks.
+    """Trains with layers split across `tp_degree` ranks, stages across `pp_degree` ranks, and data across all others.
 
     Megatron's model is created from the configuration of the given model. An accumulation window consists of
     `num_micro_batches` batches, which the prepared loader yields as one batch.
@@ -105,7 +105,7 @@ class MegatronLMStrategy(EngineStrategy):
         megatron_lm_initialize(setup)
         self._groups = megatron_setup.check_degrees(self.plugin, setup.state.num_processes)
         if setup.state.num_processes > 1:
-            # Each rank writes a part of a checkpoint, so save_state on only some of the ranks would hang without this.
+            # Each rank writes a part of a checkpoint. Without the watchdog, save_state on only some ranks would hang.
             start_watchdog()
 
     @property
@@ -237,12 +237,12 @@ class MegatronLMStrategy(EngineStrategy):
         """Return the engine, or prepare a model that is only evaluated, and therefore stays whole.
 
         Args:
-            model: The model.
-            device_placement: Whether the model is moved to the device; None means the Accelerator's setting.
+            model: The model to prepare.
+            device_placement: Whether the model is moved to the device. If None, the Accelerator's setting.
             evaluation_mode: Whether the model is prepared for inference only.
 
         Returns:
-            The model.
+            The engine, or the whole model.
 
         Raises:
             ValueError: A model for training was prepared without its optimizer.
@@ -257,7 +257,7 @@ class MegatronLMStrategy(EngineStrategy):
         """Return a schedule that was prepared together with its model.
 
         Args:
-            scheduler: The schedule.
+            scheduler: The schedule to look up.
 
         Raises:
             ValueError: The schedule was not prepared together with its model.
@@ -272,7 +272,7 @@ class MegatronLMStrategy(EngineStrategy):
     # ---- training
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Do nothing, because the call of the model has already computed the gradients.
+        """Do nothing, because the call to the model has already computed the gradients.
 
         Args:
             loss: The loss that the model returned.
@@ -280,7 +280,7 @@ class MegatronLMStrategy(EngineStrategy):
         """
 
     def no_sync(self, model: Any) -> AbstractContextManager[Any]:
-        """Return a context that does nothing, because a window is one call of the model."""
+        """Return a context that does nothing, because a single call to the model handles a whole window."""
         return NOTHING
 
     def _configured_norm(self) -> tuple[float | None, str]:
@@ -302,7 +302,7 @@ class MegatronLMStrategy(EngineStrategy):
 
         Returns:
             The state dict, with the names that a model on a single rank has. If ranks have parts of the model, it is in
-            main memory on rank 0, and {} on other ranks.
+            CPU memory on rank 0, and {} on other ranks.
         """
         if model is self.engine and self.engine is not None:
             return megatron_checkpoint.gather_state(self.engine)
@@ -312,7 +312,7 @@ class MegatronLMStrategy(EngineStrategy):
         """See `Strategy.save_state`. Writes megatron-core's files. Every rank must call this.
 
         Raises:
-            ValueError: `options` were given; no options are supported.
+            ValueError: `options` were given, but none are supported.
         """
         if options:
             raise ValueError(f"save_state with Megatron-LM does not accept {', '.join(options)}; leave it out")
@@ -323,7 +323,7 @@ class MegatronLMStrategy(EngineStrategy):
         """See `Strategy.load_state` and `megatron_checkpoint.load_engine`; every rank must call this.
 
         Args:
-            folder: The checkpoint, written with these or other degrees.
+            folder: The folder of the checkpoint, written with these or other degrees.
             models: The prepared models that no hook has loaded.
             options: Only `strict`, which says whether all names must match the model's.
 
@@ -362,7 +362,7 @@ def _object_kind(item: Any) -> str:
 
 
 def _splits(objects: Sequence[Any], loaders: Sequence[int]) -> list[int]:
-    """Return the split of each placeholder for a loader: training, validation and test, in this order."""
+    """Return the split of each loader placeholder. The splits are training, validation and test, in this order."""
     seen = 0
     splits = []
     for at in loaders:
@@ -371,7 +371,7 @@ def _splits(objects: Sequence[Any], loaders: Sequence[int]) -> list[int]:
     return splits
 
 
-# ---- the shard report: each rank has some layers of the model, and a part of each layer
+# ---- the shard report. Each rank has some layers of the model, and a part of each of these layers.
 
 
 def report_engine(strategy: Strategy) -> ShardReport:
@@ -413,7 +413,7 @@ def _sum_sizes(parameters: Any, ranks: int) -> ShardTally:
 
 
 def _gradients(engine: Any, trained: ShardTally) -> ShardSizes:
-    """Return the size of the gradient buffers, whose precision often differs from the precision of the weights."""
+    """Return the size of the gradient buffers, whose precision often differs from that of the weights."""
     buffers = [buffer for chunk in engine.module for buffer in getattr(chunk, "buffers", ())]
     here = sum(buffer.grad_data.nbytes for buffer in buffers if hasattr(buffer, "grad_data"))
     if not here or not trained.here:
@@ -422,7 +422,7 @@ def _gradients(engine: Any, trained: ShardTally) -> ShardSizes:
 
 
 def _optimizer_state(engine: Any, trained: ShardTally, shards: int) -> ShardSizes:
-    """Return the size of the optimizer's state: its moments, and master weights if it keeps a copy of the weights."""
+    """Return the size of the optimizer's state: its moments, and the master weights if it keeps any."""
     optimizers = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
     inner: list[Any] = [optimizer.optimizer for optimizer in optimizers]
     count = shard_report.common_states_per_parameter(inner)

@@ -1,1 +1,1 @@
-"""Training, checkpoints and reports of sharded parameters, shared by FSDP and tensor parallelism."""
+"""Training, checkpoints and reports for sharded parameters, shared by FSDP and tensor parallelism."""

@@ -50,7 +50,7 @@ class ShardWriter(FileSystemWriter):
         items: The entries that this rank has written, in order.
         name: The name of this rank's file.
         locations: The locations of the entries in the file.
-        metadata: The metadata of all ranks' files, on the rank that writes it; None on other ranks.
+        metadata: The metadata of all ranks' files on the rank that writes it, or None on other ranks.
     """
 
     def __init__(self, folder: Path, background: bool = False) -> None:
@@ -74,7 +74,7 @@ class ShardWriter(FileSystemWriter):
         Returns:
             A completed future with the locations of the entries.
         """
-        # Objects come last because their size can change: the tensors then keep their offsets in the next checkpoint.
+        # Put objects last, because their size can change. The tensors then keep their offsets in the next checkpoint.
         self.items = sorted(plan.items, key=is_object)
         self.name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         contents = ((item.index, planner.resolve_data(item)) for item in self.items)
@@ -91,7 +91,7 @@ class ShardWriter(FileSystemWriter):
             results: The locations of all ranks' entries.
         """
         super().finish(metadata, results)
-        # Read the file again: some versions of torch (2.9) add the locations to a copy instead of to this object.
+        # Read the file again, because some versions of torch (2.9) add the locations to a copy of the metadata.
         with Path(self.path, ".metadata").open("rb") as file:
             self.metadata = read_metadata(file)
 
@@ -107,7 +107,7 @@ def write_rank_file(files: ChecksumFiles, path: Path, contents: Iterable[tuple[M
     Args:
         files: The file system.
         path: The file.
-        contents: The entries: tensors, and pickled objects as byte streams.
+        contents: The entries, which are tensors, or pickled objects as byte streams.
 
     Returns:
         The locations of the entries in the file.
@@ -128,8 +128,8 @@ def write_rank_file(files: ChecksumFiles, path: Path, contents: Iterable[tuple[M
 # ---- tensors
 
 _MAX_FRAMED = 1 << 24
-"""The size in bytes of the largest tensor that is framed. For larger tensors the cost of torch.save is small, and
-creating a frame takes as much memory as the tensor."""
+"""The maximum size in bytes of a tensor that is framed. For larger tensors, the cost of torch.save is small, and
+creating a frame would take as much memory as the tensor."""
 _DTYPES = {
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
@@ -185,7 +185,7 @@ def bytes_around_values(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, b
 
 @contextmanager
 def without_record_checksums() -> Iterator[None]:
-    """Keep torch.save from computing checksums of records, because the manifest has checksums of whole files."""
+    """Keep torch.save from computing checksums of records, because the manifest contains checksums of whole files."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -198,7 +198,7 @@ def without_record_checksums() -> Iterator[None]:
 
 
 class ChecksumFiles(FileSystem):
-    """Computes checksums of files while they are written, because reading a gigabyte again would take a second.
+    """Computes checksums of files while they are written, because reading them again would take a second per gigabyte.
 
     Args:
         background: Whether training continues while files are written. If so, writing has low priority.
@@ -214,7 +214,7 @@ class ChecksumFiles(FileSystem):
         """Open a file. If it is opened for writing, its checksum is computed while it is written.
 
         Args:
-            path: The file.
+            path: The file to open.
             mode: The mode, as in `open`.
         """
         with super().create_stream(path, mode) as file:
@@ -270,7 +270,7 @@ class ChecksumStream:
         return size
 
     def keep(self, content: Any) -> int:
-        """Write bytes, now or later; their memory must not change until the file is closed."""
+        """Write bytes, now or later. The caller must not change their memory until the file is closed."""
         size = len(content)
         self.size += size
         if size < _MIN_PIECE:
@@ -361,7 +361,7 @@ def _remaining(pieces: list[Any], written: int) -> list[Any]:
 # ---- in the background
 
 _NICENESS = 10
-"""The niceness that is added to a writing thread. It then gets about a tenth of a core that training also needs."""
+"""The niceness added to a writing thread, which then gets about a tenth of a core that training also needs."""
 
 
 def _call(function: Call, *arguments: Any) -> Any:
@@ -371,8 +371,8 @@ def _call(function: Call, *arguments: Any) -> Any:
 def _call_at_low_priority(function: Call, *arguments: Any) -> Any:
     """Call a system function in a thread of low priority, and wait for it.
 
-    The calling thread keeps its priority. With a low priority, it could wait for a core while it holds the GIL, which
-    training needs.
+    The calling thread keeps its own priority. With a low priority, it might have to wait for a core while it holds the
+    GIL, which training needs.
     """
     outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
     thread = threading.Thread(

@@ -42,7 +42,7 @@ class ShardTally:
     Attributes:
         whole: The size of the whole tensors in bytes.
         here: The size of this rank's parts in bytes.
-        sharded: The axes over which at least one tensor is sharded.
+        sharded: The axes along which at least one tensor is sharded.
     """
 
     whole: int = 0
@@ -71,10 +71,10 @@ class ShardTally:
 
 
 def count_tensors(tensors: Iterable[torch.Tensor]) -> ShardTally:
-    """Add up the sizes of tensors; this rank's part of a DTensor is its shard.
+    """Add up the sizes of tensors. This rank's part of a DTensor is its shard.
 
     Args:
-        tensors: Parameters.
+        tensors: The parameters to count.
     """
     return sum((_count_tensor(tensor) for tensor in tensors), ShardTally())
 
@@ -128,7 +128,7 @@ def inner_optimizers(strategy: ReportsShards) -> list[Any]:
 
 
 def mesh_axes(strategy: ReportsShards, axis: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the sizes of the mesh of ranks and this rank's coordinates, by axis; axes with one rank are left out.
+    """Return the sizes of the mesh of ranks and this rank's coordinates, by axis. Axes with one rank are left out.
 
     Args:
         strategy: The strategy.
@@ -146,7 +146,7 @@ def axes_of_several_ranks(axes: Mapping[str, tuple[int, int]]) -> tuple[dict[str
     """Return the sizes and this rank's coordinates of the axes that have more than one rank.
 
     Args:
-        axes: The size and this rank's coordinate by axis, the outermost axis first.
+        axes: The size and this rank's coordinate by axis, with the outermost axis first.
     """
     kept = {name: both for name, both in axes.items() if both[0] > 1}
     return {name: size for name, (size, _) in kept.items()}, {name: at for name, (_, at) in kept.items()}
@@ -167,13 +167,13 @@ def make_report(
     """Create the report of a strategy.
 
     Args:
-        strategy: The strategy.
+        strategy: The strategy to report on.
         parameters: The sizes of the parameters.
         gradients: The sizes of the gradients between the backward pass and the step.
         state: The sizes of the optimizer state after a step.
         variant: The variant of the strategy, such as FULL_SHARD or ZeRO-2.
         axis: The name of the only axis if the user has not given a parallel layout.
-        mesh: The sizes and coordinates by axis; None means the axes of the parallel layout.
+        mesh: The sizes and coordinates by axis. If None, those of the parallel layout.
         stages: The axis along which ranks have different layers.
         units: The number and the name of the units that the rank computes.
     """
@@ -188,7 +188,7 @@ def count_shards(strategy: ReportsShards, offloaded: str = "", note: str = "", *
 
     Args:
         strategy: The strategy.
-        offloaded: The device that stores everything while it is not used for computing.
+        offloaded: The device that stores everything that is not being computed with, or "" if nothing is offloaded.
         note: A note on the parameters.
         more: Further arguments of `make_report`.
     """
@@ -208,7 +208,7 @@ def all_parameters(models: Iterable[torch.nn.Module]) -> Iterator[torch.nn.Param
     """Iterate over the parameters of models, visiting each parameter once.
 
     Args:
-        models: The models.
+        models: The models, which may share parameters.
     """
     return torch.nn.ModuleList(models).parameters()
 

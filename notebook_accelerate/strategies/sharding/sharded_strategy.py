@@ -46,7 +46,7 @@ from notebook_accelerate.telemetry.sharding import ShardReport
 
 
 class ShardedStrategy(Strategy):
-    """Trains with parameters, gradients and optimizer states sharded over ranks. Subclasses define `shard`.
+    """Trains with parameters, gradients and optimizer states sharded across ranks. Subclasses define `shard`.
 
     Attributes:
         models: The prepared, sharded models.
@@ -61,7 +61,7 @@ class ShardedStrategy(Strategy):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.replacements = ParameterReplacements()
-        # Each rank writes a part of a checkpoint, so save_state on only some of the ranks would hang without this.
+        # Each rank writes a part of a checkpoint. Without the watchdog, save_state on only some ranks would hang.
         start_watchdog()
 
     def prepare_model(
@@ -70,7 +70,7 @@ class ShardedStrategy(Strategy):
         """Shard a model; every rank must call this. `prepare` calls it before it prepares optimizers.
 
         Args:
-            model: The model. If it is sharded already, it is not sharded again.
+            model: The model to prepare. If it is already sharded, it is not sharded again.
             device_placement: Not used, because `shard` moves the model to the device.
             evaluation_mode: Whether the model is prepared for inference only, and therefore stays whole.
 
@@ -83,7 +83,7 @@ class ShardedStrategy(Strategy):
         if evaluation_mode:
             return super().prepare_model(model, device_placement, evaluation_mode)
         inner = without_compile(model)
-        before = parameters_by_name(inner)  # Optimizers have these; the precision and the sharding replace them.
+        before = parameters_by_name(inner)  # Optimizers refer to these, but precision and sharding replace them.
         self.setup.precision.wrap_model(without_wrappers(model), sharded=self.gathers_fp8)
         if not self._has_sharded(inner):
             upcast_trained(inner, self.setup.precision)
@@ -172,7 +172,7 @@ class ShardedStrategy(Strategy):
     # ---- states
 
     def model_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return a model's full state in main memory on rank 0, and {} on other ranks; every rank must call this.
+        """Return a model's full state in CPU memory on rank 0, and {} on other ranks; every rank must call this.
 
         Args:
             model: A prepared model.
@@ -188,7 +188,7 @@ class ShardedStrategy(Strategy):
 
         Args:
             safe_serialization: Not used, because the file formats are torch's.
-            options: Not supported.
+            options: No options are supported.
 
         Returns:
             The parts, in the same order on every rank. They share memory with the models and optimizers.
@@ -198,7 +198,7 @@ class ShardedStrategy(Strategy):
         """
         _reject_options("save_state", options)
         plugin = self.setup.state.fsdp_plugin
-        # Read the kind at each call: users change it between checkpoints with fsdp_plugin.set_state_dict_type(...).
+        # Read the kind in each call, because users may change it with fsdp_plugin.set_state_dict_type(...).
         kind = "SHARDED_STATE_DICT" if plugin is None else str(plugin.state_dict_kind)
         parts = []
         for index, model in enumerate(self.models):
@@ -211,12 +211,12 @@ class ShardedStrategy(Strategy):
         """Read models and optimizers from a folder; every rank must call this.
 
         Args:
-            folder: The checkpoint.
+            folder: The folder of the checkpoint.
             models: The prepared models that no hook has loaded.
             options: Only `strict`, which says whether all names must match the model's.
 
         Raises:
-            ValueError: Other options were given.
+            ValueError: Options other than `strict` were given.
         """
         strict = options.pop("strict", True)
         _reject_options("load_state", options)
@@ -251,7 +251,7 @@ def _norm_of(parameters: Iterable[torch.Tensor], norm_type: float) -> torch.Tens
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-# ---- steps of prepare_model
+# ---- the steps of `prepare_model`
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -265,11 +265,11 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def upcast_trained(model: nn.Module, precision: Precision) -> bool:
-    """Convert a model's trainable parameters from low precision to float32, in place; tied ones stay tied.
+    """Convert a model's trainable parameters from low precision to float32, in place. Tied parameters stay tied.
 
     Args:
-        model: The model.
-        precision: The precision of the training. With full precision, nothing is converted.
+        model: The model to convert.
+        precision: The precision that the model computes in. With full precision, nothing is converted.
 
     Returns:
         Whether a parameter was converted. If so, a warning is issued.
@@ -299,9 +299,9 @@ def broadcast_weights(model: nn.Module, device: torch.device) -> None:
 
 
 def step_parameters_singly(optimizer: torch.optim.Optimizer) -> None:
-    """Turn off foreach and fused for parameter groups that have several meshes, or both sharded and whole parameters.
+    """Turn off foreach and fused for parameter groups with several meshes, or with both sharded and whole parameters.
 
-    torch can compute on a list of tensors only if all of them have the same mesh.
+    These options make torch compute on lists of tensors, which requires that all tensors in a list have the same mesh.
 
     Args:
         optimizer: An optimizer of torch.
@@ -312,11 +312,11 @@ def step_parameters_singly(optimizer: torch.optim.Optimizer) -> None:
             group.update({name: False for name in ("foreach", "fused") if name in group})
 
 
-# ---- strategies that split layers, by tensors or by experts
+# ---- strategies that split the tensors or the experts of layers
 
 
 class SplitLayersStrategy(ShardedStrategy):
-    """Splits layers over the mesh dimension that has the strategy's `name`; all ranks along it read the same data.
+    """Splits layers along the mesh dimension with the strategy's `name`, whose ranks read the same data.
 
     Its checkpoints and FSDP's are interchangeable.
     """

@@ -2,9 +2,9 @@
 
 torch's plan for a thousand tensors takes every rank half a second of Python, as long as writing 100 MB: rank 0 gathers
 and compares the parts of all ranks, and the ranks exchange the locations of their entries. On two gloo ranks (torch
-2.13), cached plans and framed tensors took 150 ms for 34 MB in 1,200 tensors, and torch's own writer with
-`enable_plan_caching=True` 720 ms; 150 against 270 ms for 153 MB in 384 tensors; and 290 against 310 ms for 302 MB in 48
-tensors (best of 5).
+2.13), cached plans and framed tensors took 150 ms for 34 MB in 1,200 tensors, whereas torch's own writer with
+`enable_plan_caching=True` took 720 ms. The times were 150 ms and 270 ms for 153 MB in 384 tensors, and 290 ms and
+310 ms for 302 MB in 48 tensors (best of 5).
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class _Plan:
     locations: Locations
     """The locations of the entries in the last file that was written."""
     metadata: Metadata | None
-    """The metadata of the files that all ranks wrote last, on the rank that writes it; None on other ranks."""
+    """The metadata of the files that all ranks wrote last, on the rank that writes it, or None on other ranks."""
     pickled: bytes = b""
-    """The content of the metadata file; empty if the metadata has changed."""
+    """The content of the metadata file, or b"" if the metadata has changed."""
 
 
 _plans: dict[str, _Plan] = {}
@@ -92,18 +92,18 @@ def clear_plans() -> None:
 
 
 def write_planned(value: Any, form: StateForm | None, state: Any, folder: Path, group: Any = None) -> FileChecksums:
-    """Write a rank's part of a sharded state into a folder; every rank must call this.
+    """Write a rank's part of a sharded state to a folder; every rank must call this.
 
     Args:
         value: The part without torch's wrappers.
         form: The form of the part, or None to create a new plan each time.
         state: A function that returns the part with torch's wrappers.
         folder: The folder, which is created if it does not exist.
-        group: The group of processes that exchange plans. Passing a group means that training continues while files are
-            written; None means torch's default group in the foreground.
+        group: The group of processes that exchange plans. If a group is passed, training continues while files are
+            written. If None, ranks use torch's default group in the foreground.
 
     Returns:
-        The files that this rank wrote, synced to the disk.
+        The size and checksum of each file that this rank wrote, by name. The files are synced to the disk.
 
     Raises:
         ShardsError: A rank could not write its part.
@@ -137,7 +137,7 @@ def _find_items(writer: ShardWriter, planner: DefaultSavePlanner, value: Any) ->
     for item in writer.items:
         try:
             found = _get(value, path := planner.mappings[item.index.fqn])
-        except (LookupError, TypeError):  # torch has converted a key to text.
+        except (LookupError, TypeError):  # The path is wrong, because torch has converted a key to text.
             return None
         if not is_object(item) and not _is_same(found, planner.resolve_data(item)):
             return None
@@ -212,8 +212,8 @@ def exchange_or_raise(failure: BaseException | None, value: Any, group: Any) -> 
 
     Args:
         failure: This rank's failure, or None.
-        value: This rank's value.
-        group: The group of ranks; None means torch's default group.
+        value: This rank's value, which must be picklable.
+        group: The group of ranks. If None, torch's default group.
 
     Raises:
         ShardsError: A rank failed.
@@ -254,7 +254,7 @@ class StatePart:
         name: The name of the entry: a file that only this rank writes, or a folder that all ranks write to.
         value: Nested dicts and lists of this rank's own tensors. For a folder, torch's wrappers are removed.
         wrappers: The wrappers of the values of a folder, or None for a file.
-        optimizer: The optimizer of torch if only its steps change the tensors, otherwise None.
+        optimizer: The torch optimizer if only its steps change the tensors, otherwise None.
     """
 
     name: str
@@ -267,11 +267,11 @@ class StatePart:
 
         Args:
             value: The value, or a copy of it.
-            path: The folder.
-            group: The group of processes that exchange plans; None means torch's default group.
+            path: The folder to write.
+            group: The group of processes that exchange plans. If None, torch's default group.
 
         Returns:
-            The files that this rank wrote, which are synced to the disk.
+            The size and checksum of each file that this rank wrote, by name. The files are synced to the disk.
 
         Raises:
             ShardsError: A rank could not write its part.
@@ -280,7 +280,7 @@ class StatePart:
         return write_shards(value, self.wrappers, path, group)
 
     def write_here(self, folder: Path) -> None:
-        """Write the current value into a folder; every rank must call this.
+        """Write the current value to a folder; every rank must call this.
 
         Args:
             folder: The folder of the checkpoint.
@@ -361,13 +361,13 @@ def _sharded_tensor_wrapper(tensor: ShardedTensor) -> Wrapper:
 
 
 def write_shards(value: Any, wrappers: dict[KeyPath, Wrapper], folder: Path, group: Any = None) -> FileChecksums:
-    """Write a sharded state into a folder, one file per rank; every rank must call this.
+    """Write a sharded state to a folder, one file per rank; every rank must call this.
 
     Args:
         value: The state without torch's wrappers.
         wrappers: The wrapper of each wrapped value, by its path in the state.
         folder: The folder, which is created if it does not exist.
-        group: The group of processes that exchange plans; None means torch's default group.
+        group: The group of processes that exchange plans. If None, torch's default group.
 
     Returns:
         The size and checksum of each file that this rank wrote, by name.
