@@ -35,7 +35,7 @@ def save_accelerator_state(
         model_states: One state dict for each model.
         optimizers: The optimizers to save.
         schedulers: The schedulers to save.
-        dataloaders: The prepared loaders whose positions are saved.
+        dataloaders: The prepared loaders whose states are saved.
         process_index: The number of the rank, for the name of the file with its random states.
         step: The number of batches, as in `Accelerator.step`.
         scaler: The loss scaler, if there is one.
@@ -78,7 +78,7 @@ def load_accelerator_state(
         models: The models to load, in the order in which they were saved.
         optimizers: The optimizers to load, in the order in which they were saved.
         schedulers: The schedulers to load, in the order in which they were saved.
-        dataloaders: The prepared loaders whose positions are restored.
+        dataloaders: The prepared loaders whose states are restored.
         process_index: The rank whose random states are restored.
         scaler: The loss scaler, if there is one.
         map_location: "cpu" or "on_device", which changes nothing.
