@@ -58,7 +58,7 @@ def connect(
         where: Address and port of its listener.
         secret: The run's secret.
         hello: The first message of this host.
-        seconds: How long to try, in seconds.
+        seconds: Seconds after which to stop trying.
         keep_alive: The keep-alive interval, and the silence after which the other end counts as lost, in seconds.
         stopping: Returns whether to give up.
 

@@ -177,7 +177,7 @@ def points_frames(journal: Journal, until: float | None = None) -> list[bytes]:
 
 
 def last_lines(journal: Journal, most_bytes: int | None = None) -> Sequence[Record]:
-    """Return the newest lines of all ranks in order of time, at most ``most_bytes`` in total if it is not None."""
+    """Return the newest lines of all ranks in order of time, with a total of at most ``most_bytes``, if given."""
     store = journal.store
     found = [
         Record(rank, line.time, LogEvent(line.stream, line.text))

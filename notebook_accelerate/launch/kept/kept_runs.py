@@ -78,7 +78,7 @@ class KeptRun:
 
 
 class KeptRuns(Sequence[KeptRun]):
-    """The kept runs in a folder, the oldest first. As the last line of a cell, they are a table with the latest curves.
+    """The kept runs in a folder, the oldest first. The last line of a cell shows a table with their latest curves.
 
     Args:
         rows: The runs in the folder.

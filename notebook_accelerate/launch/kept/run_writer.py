@@ -69,7 +69,7 @@ END_PERIOD = 2.0
 _WRITTEN: tuple[type[Event], ...] = (RunEvent, *journal_format.RANK_EVENTS)
 """The events that a journal contains."""
 _ALL_OF = frozenset({CheckpointEvent, DroppedEvent, EpochEvent, TraceEvent})
-"""Kinds of events that are all written, even superseded ones. Of other kinds, only the last one per period is."""
+"""Kinds of events that are always written, even if superseded. Of other kinds, only the last one per period is."""
 _WRITE_BYTES = 1 << 20
 
 

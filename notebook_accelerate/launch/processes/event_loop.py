@@ -29,7 +29,7 @@ class DispatchSelector(selectors.DefaultSelector):
 
 
 def dispatch(selector: DispatchSelector, timeout: float | None) -> None:
-    """Wait up to ``timeout`` seconds (None: forever) and call the callback of every registration that is ready."""
+    """Wait, for at most ``timeout`` seconds if given, and call the callback of every registration that is ready."""
     call_ready(selector, selector.select(timeout))
 
 

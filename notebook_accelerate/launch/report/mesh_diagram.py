@@ -226,7 +226,7 @@ _GROUP_KEYS: tuple[Callable[[ShardReport], tuple[object, ...]], ...] = (_everyth
 
 
 def groups(reports: ShardReports) -> list[EqualRanks]:
-    """Group the ranks by equal reports, or by equal layouts if there would otherwise be too many groups.
+    """Group the ranks by equal reports, or by equal layouts if there would otherwise be over ``MAX_GROUPS`` groups.
 
     Args:
         reports: The shard report of each rank.

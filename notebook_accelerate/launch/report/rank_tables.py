@@ -267,7 +267,7 @@ def _tone(ranks: Ranks) -> str:
 # ---- step times
 
 SLOWEST_RANKS, SLOWEST_NODES = 8, 8
-"""How many ranks and nodes are shown in addition to the mean if there are many ranks."""
+"""How many of the slowest ranks and nodes are shown in addition to the mean if there are many ranks."""
 _NO_TIMES = "No step times yet: the steps of prepared optimizers are timed."
 _TIMES_NOTE = "Own work leaves out collectives and backward: a rank may wait for other ranks there."
 

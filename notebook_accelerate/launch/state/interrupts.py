@@ -16,7 +16,7 @@ SLICE = 0.2
 
 
 def wait_for(event: threading.Event, timeout: float | None = None) -> bool:
-    """Wait until ``event`` is set, for at most ``timeout`` seconds if it is not None. Return whether it is set."""
+    """Wait until ``event`` is set, for at most ``timeout`` seconds if given. Return whether ``event`` is set."""
     if timeout is not None:
         return event.wait(timeout)
     while not event.wait(SLICE):

@@ -134,13 +134,13 @@ class Stream:
             self._exchange.announce(self)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait up to ``timeout`` seconds (None: no limit) for data or the end. Return whether there is data."""
+        """Wait for data or the end, for at most ``timeout`` seconds if given. Return whether there is data."""
         with self._changed:
             self._changed.wait_for(lambda: self._arrived or self._is_at_end, timeout)
             return bool(self._arrived)
 
     def receive(self, timeout: float | None = None) -> list[Stamped]:
-        """Wait up to ``timeout`` seconds (None: no limit) and return some of the events, possibly none.
+        """Wait for events, for at most ``timeout`` seconds if given. Return some of them, possibly none.
 
         Raises:
             ChannelClosedError: The other end has closed, and everything it sent was returned.
