@@ -1,1 +1,1 @@
-"""Support for the tests: ranks, kernels, the leak check."""
+"""Support code for the tests, such as ranks, kernels and the leak check."""

@@ -24,7 +24,7 @@ def pending_save() -> PendingSave:
 
 
 def disk_full(*_: Any) -> Any:
-    """Raise the error of a full disk, in place of a writer."""
+    """Raise the error of a full disk. Tests put this in place of a writer."""
     raise OSError(28, "No space left on device")
 
 

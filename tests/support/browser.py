@@ -5,7 +5,7 @@
         page.run(0)
         page.wait_for("() => document.body.innerText.includes('2')")
 
-Nothing of the user's environment is used: configuration, data, runtime and settings are temporary folders. Requests to
+The user's environment is not used: configuration, data, runtime and settings are in temporary folders. Requests to
 other machines are refused and recorded in ``page.outside``, and console errors in ``page.errors``.
 """
 
@@ -54,13 +54,13 @@ DAILY_IN_LAB = pytest.mark.parametrize(
 )
 """Marks a test that runs daily in JupyterLab, and nightly in Notebook too."""
 _SESSION = "window.jupyterapp?.shell?.currentWidget?.sessionContext"
-# Messages of the applications themselves, whatever the notebook contains. The last ones appear when a page is reloaded,
-# and when a kernel exits with an unanswered message.
+# The applications themselves log these messages, whatever the notebook contains. The last ones appear when a page is
+# reloaded, and when a kernel exits with an unanswered message.
 _NOISE = (
     "favicon", "WebSocket", "Failed to load resource", "ERR_BLOCKED_BY_CLIENT", "net::ERR", "[Violation]",
     "Could not restore the debugger state", "Canceled future for ",
 )  # fmt: skip
-# Thrown by Notebook 7.6 during its start, with any notebook or none.
+# Notebook 7.6 throws these during its start, with any notebook or none.
 _NOTEBOOK_ITSELF = ("(reading 'schema')", "Command 'filebrowser:open-path' not registered")
 
 
@@ -94,7 +94,7 @@ def notebook(cells: list[str]) -> dict[str, Any]:
 class Server:
     """A Jupyter server with JupyterLab and Notebook on a free port.
 
-    Its kernels start the zygote with the first launch that needs it, not before.
+    Its kernels do not start the zygote before the first launch that needs it.
     """
 
     def __init__(self) -> None:
@@ -112,12 +112,12 @@ class Server:
         folders["JUPYTER_RUNTIME_DIR"] = str(self.folder / "run")  # The names of sockets are limited to 107 characters.
         overrides = self.folder / "jupyter_config_dir" / "labconfig"
         overrides.mkdir(parents=True)
-        # No news and no update check: they contact servers and cover the page.
+        # Switch off the news and the update check, which contact servers and cover the page.
         (overrides / "page_config.json").write_text(
             json.dumps({"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}})
         )
         if kernel_forks.can_fork({}):
-            folders["JUPYTER_PATH"] = str(self.folder / "jupyter_path")  # In a virtual environment, before the others.
+            folders["JUPYTER_PATH"] = str(self.folder / "jupyter_path")  # In a virtual environment, this comes first.
             kernel_forks.write_spec(self.folder / "jupyter_path" / "kernels" / "python3")
             module = kernel_forks.__name__  # It registers the provisioner that forks kernels.
             (self.folder / "jupyter_config_dir" / "jupyter_server_config.py").write_text(f"import {module}\n")
@@ -128,7 +128,7 @@ class Server:
             f"--port={self.port}", "--ServerApp.port_retries=0", "--IdentityProvider.token=", "--ServerApp.password=",
             "--ServerApp.disable_check_xsrf=True", "--LabApp.expose_app_in_browser=True",
             "--JupyterNotebookApp.expose_app_in_browser=True", f"--ServerApp.root_dir={self.notebooks}",
-            # Not TCP: the server chooses ports before the kernel binds them, and other processes may take one in
+            # Don't use TCP: the server chooses ports before the kernel binds them, and another process may take one in
             # between.
             "--KernelManager.transport=ipc", f"--MappingKernelManager.kernel_info_timeout={LIMIT}",
         ]  # fmt: skip
@@ -183,7 +183,7 @@ class Server:
         return path
 
     def open(self, browser: Browser, name: str, app: App = "lab", theme: str = "light") -> NotebookPage:
-        """Open a notebook of the server's folder, in an idle page if there is one. Wait until its kernel is idle."""
+        """Open a notebook of the server's folder, in an idle page if there is one. Wait until the kernel is idle."""
         idle = next((page for page in browser.idle if page.server is self), None)
         if app == "lab" and idle is not None:
             browser.idle.remove(idle)
@@ -199,7 +199,7 @@ class Server:
 
 
 class Browser:
-    """Debian's chromium, headless. With `service_workers`, pages may have them, and their requests are unrestricted."""
+    """Debian's chromium, headless. With `service_workers`, pages may have them, and their requests are not restricted."""
 
     def __init__(
         self, *, dark: bool = False, reduced_motion: bool = False, width: int = 1280, service_workers: bool = True
@@ -209,7 +209,7 @@ class Browser:
         self._motion: Any = "reduce" if reduced_motion else "no-preference"
         self._width = width
         self.idle: list[NotebookPage] = []
-        """Pages of JupyterLab without a notebook: loading JupyterLab takes 8 s of processor time."""
+        """Pages of JupyterLab without a notebook: loading JupyterLab takes 8 s of CPU time."""
 
     def __enter__(self) -> Browser:
         from playwright.sync_api import sync_playwright
@@ -353,7 +353,7 @@ class NotebookPage:
 
         try:
             return self.page.evaluate(script, argument), ""
-        except Error as error:  # The page is being loaded, or has yet to draw the element.
+        except Error as error:  # The page is being loaded, or has not drawn the element yet.
             if self.page.is_closed():
                 raise
             return False, str(error)

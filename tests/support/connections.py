@@ -8,11 +8,11 @@ import psutil
 
 
 def connections(kind: str = "inet", pid: int | None = None) -> list[Any]:
-    """Return the connections of a process; psutil before 6.0 calls the method differently.
+    """Return the connections of a process. In psutil before 6.0, the method has another name.
 
     Args:
-        kind: psutil's name for the wanted families.
-        pid: The process, or None for this one.
+        kind: psutil's name for the families to return.
+        pid: The id of the process, or None for this process.
     """
     process: Any = psutil.Process(pid)
     read = getattr(process, "net_connections", None) or process.connections

@@ -1,6 +1,6 @@
 """The functions of `torch.cuda` that describe devices and count memory, for ranks on a machine without a GPU.
 
-Importing it changes nothing. It only reports memory and computes nothing "on cuda".
+Importing this module changes nothing. The stub only reports memory; it cannot compute anything "on cuda".
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ TOTAL = 15 << 30
 
 
 class CountedCuda:
-    """The memory held by the stub's allocators, in bytes by index of the device.
+    """The memory held by the stub's allocators, in bytes by device index.
 
     Attributes:
-        allocated: Memory of tensors.
-        peak: Its maximum since the start.
-        reserved: Memory reserved by the allocator.
+        allocated: The memory that tensors use.
+        peak: The maximum of `allocated` since the start.
+        reserved: The memory that the allocator has reserved.
         busy: Whether the devices are working.
     """
 

@@ -1,7 +1,7 @@
 """Run code written for CUDA on the CPU, for tests on a machine without a GPU.
 
-megatron-core requests tensors "on cuda" by name. Inside `cuda_on_cpu` the CPU serves every such request, and the
-generators of CUDA are replaced with the CPU's. It is for tests only: nothing in the package uses it.
+megatron-core requests tensors "on cuda" by name. Inside `cuda_on_cpu`, the CPU serves every such request, and CUDA's
+generators are replaced with the CPU's. Only tests use this module.
 """
 
 from __future__ import annotations

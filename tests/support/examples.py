@@ -1,4 +1,4 @@
-"""The example notebooks, executed cell by cell in a kernel."""
+"""Execute the example notebooks cell by cell in a kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def code_cells(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def run_all(kernel: Kernel, path: Path) -> list[Cell]:
-    """Execute the cells in order. Those with the tag raises-exception must fail, the others must succeed."""
+    """Execute the cells in order. Cells with the tag raises-exception must fail, and the others must succeed."""
     cells = []
     for source, tags in code_cells(path):
         cell = kernel.run(source, timeout=300.0)

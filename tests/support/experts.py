@@ -1,4 +1,4 @@
-"""A small mixture of experts, written like the models of transformers 5, and its training."""
+"""A small mixture of experts, written like the models of transformers 5, and code that trains it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A router and its experts, around a residual. `only` routes every token to one expert."""
+    """A router and its experts, with a residual connection. `only` routes every token to one expert."""
 
     def __init__(self, only: int | None = None) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Mixture(nn.Module):
 
 
 class Net(nn.Module):
-    """Two mixtures between an embedding and a head. In the second one, a single expert has all tokens."""
+    """Two mixtures between an embedding and a head. In the second one, a single expert gets all tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,11 +107,11 @@ def plain() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
 
 
 class ExpertTraining:
-    """The same training on one rank.
+    """The same training as in `plain`, on one of several ranks.
 
     Args:
         degrees: Arguments of `ParallelismConfig`.
-        fsdp: Arguments of the plugin of FSDP 2. None uses the plugin that a sharding layout creates.
+        fsdp: Arguments of the FSDP 2 plugin. If None, the plugin that a sharding layout creates is used.
     """
 
     def __init__(self, degrees: dict[str, Any], fsdp: dict[str, Any] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Stub libraries that replace NVIDIA's NVML and driver on machines without a GPU, found by `LD_LIBRARY_PATH`."""
+"""Stub libraries that replace NVIDIA's NVML and driver on machines without a GPU, through `LD_LIBRARY_PATH`."""
 
 from __future__ import annotations
 

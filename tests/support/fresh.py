@@ -1,4 +1,4 @@
-"""A process that has created no Accelerator yet, as the starting point of every test of the worker side."""
+"""Start every test of the worker side in the state of a process that has not created an Accelerator yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gates that hold up a function, so that a test sees the state before: a thread that is about to write."""
+"""Gates that block a function, so that a test sees the state before the call, such as a thread about to write."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Gate:
     """Replaces a function and blocks every call until it is opened, or forever.
 
     Args:
-        function: Called after the gate has been opened.
+        function: The function to call after the gate has been opened.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:

@@ -1,6 +1,6 @@
-"""The devices of the tests of `tests/gpu`: CUDA devices or, in a dry run, the CPU in their place.
+"""The devices for the tests in `tests/gpu`: CUDA devices or, in a dry run, the CPU in their place.
 
-``TEST_GPU=dry`` runs every training of these tests on the CPU, with smaller models. It shows that the tests work;
+``TEST_GPU=dry`` runs all training of these tests on the CPU, with smaller models. A dry run shows that the tests work;
 its measurements mean nothing.
 """
 
@@ -17,7 +17,7 @@ from torch import nn
 DRY = os.environ.get("TEST_GPU") == "dry"
 DEVICE = "cpu" if DRY else "cuda"
 COUNT = 2 if DRY else torch.cuda.device_count()
-"""Number of devices of this machine, according to NVML, so that this process gets no CUDA context."""
+"""The number of this machine's devices. NVML counts them, so that this process gets no CUDA context."""
 WORLDS = range(1, COUNT + 1)
 """World sizes with a device for each rank."""
 
@@ -30,7 +30,7 @@ def rank_environment(*, share: bool = False) -> dict[str, str]:
     """Return the variables that put the ranks of `run_ranks` on this machine's devices.
 
     Args:
-        share: Put all of them on the first device. NCCL refuses that, so their back end is gloo.
+        share: Put all of them on the first device. NCCL refuses that, so the backend is gloo.
     """
     if DRY:
         return {"ACCELERATE_USE_CPU": "true"}
@@ -81,7 +81,7 @@ def plain_losses(steps: int, rate: float = 0.002, clip: float | None = None) -> 
 
 
 def losses(accelerator: Any, steps: int, rate: float = 0.002, clip: float | None = None) -> list[float]:
-    """Return the mean losses over all ranks of the prepared `network`, with a share of each batch per rank."""
+    """Return the losses of the prepared `network`, averaged over the ranks, which each train on a share of a batch."""
     raw = network()
     model, optimizer = accelerator.prepare(raw, torch.optim.AdamW(raw.parameters(), lr=rate))
     found = []

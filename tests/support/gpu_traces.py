@@ -1,8 +1,8 @@
 """Traces of ranks that train on GPUs, written event by event in the format of torch 2.11's profiler.
 
 The host queues kernels and continues, and a stream runs them in order. NCCL's kernel runs on its own stream from the
-time a rank reaches it until all ranks have. Sources: the documentation of torch's profiler, and the events that Kineto
-and HTA describe. Launches (``cuda_runtime``) and kernels share ``correlation``, NCCL's calls are inside
+time a rank reaches it until all ranks have reached it. Sources: the documentation of torch's profiler, and the events
+that Kineto and HTA describe. Launches (``cuda_runtime``) and kernels share ``correlation``, NCCL's calls are inside
 ``record_param_comms``, whose arguments name the group, and ``[memory]`` events name the device's type.
 """
 
@@ -27,10 +27,10 @@ class GpuRank:
     """The events of one rank, with times in microseconds.
 
     Attributes:
-        rank: The rank.
-        now: The host's time.
-        rows: The events.
-        asked: The settings of the training, such as ``{"mixed_precision": "bf16"}``.
+        rank: The number of this rank.
+        now: The time on the host.
+        rows: The events written so far.
+        asked: The requested settings, such as ``{"mixed_precision": "bf16"}``.
     """
 
     rank: int
@@ -77,7 +77,7 @@ class GpuRank:
         self.now = done + 4
 
     def unscale(self) -> None:
-        """Do the work of GradScaler in each step: search for an overflow, and read the result."""
+        """Do what GradScaler does in each step: search for an overflow, and read the result."""
         self.op("aten::_amp_foreach_non_finite_check_and_unscale_", 30.0)
         self.read()
 
@@ -97,7 +97,7 @@ class GpuRank:
 
 
 def all_reduce(ranks: list[GpuRank], elements: int, transfer: float = 300.0, *, barrier: bool = False) -> None:
-    """Queue an all_reduce on all ranks, after their devices' computations. A barrier's call waits for it."""
+    """Queue an all_reduce on all ranks, after the computations of their devices. A barrier's call waits for its end."""
     kernels, begins = [], []
     for each in ranks:
         begin = each.now
@@ -126,7 +126,7 @@ def all_reduce(ranks: list[GpuRank], elements: int, transfer: float = 300.0, *, 
 
 
 def traces(ranks: list[GpuRank]) -> list[RankTrace]:
-    """Return the traces in the format of files."""
+    """Return the traces in the format of trace files."""
     group = {"pg_name": "0", "ranks": [each.rank for each in ranks]}
     head = {"distributedInfo": {"world_size": len(ranks), "pg_count": 1, "pg_config": [group]}}
     return [

@@ -92,7 +92,7 @@ def two_optimizers() -> None:
 
 @dataclass
 class Evaluates(Loop):
-    """Keeps the last loss and the detached ones, and evaluates every twenty steps."""
+    """A loop that keeps the last loss and the detached losses, and evaluates every twenty steps."""
 
     last: Any = None
     values: list[torch.Tensor] = field(default_factory=list)
@@ -140,7 +140,7 @@ class Episode:
 
 
 def episodes() -> None:
-    """One process: policy gradients. The list of an episode's log probabilities has graphs, and is emptied."""
+    """One process: policy gradients. An episode's log probabilities are kept with their graphs, and then dropped."""
     policy = nn.Sequential(nn.Linear(16, 768), nn.Tanh(), nn.Linear(768, 4))
     opt = torch.optim.Adam(policy.parameters(), lr=1e-3)
     episode = Episode()
@@ -189,7 +189,7 @@ def lengths_by_chance() -> None:
 
 
 def saves_sometimes() -> None:
-    """Accelerator with bf16 on three ranks: a checkpoint every hundred steps, a mean over ranks every ten."""
+    """Accelerator with bf16 on three ranks: a checkpoint every hundred steps, and a mean over ranks every ten."""
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model = Language(width=128)
     model, opt = accelerator.prepare(model, torch.optim.Adam(model.parameters()))

@@ -1,6 +1,6 @@
-"""Trainings that were not used to develop the rules of profiles: other models, loops, sizes and styles.
+"""Training runs that were not used to develop the profiler's rules: other models, loops, sizes and styles.
 
-The rules were developed with the trainings in ``tests.support.profiled_trainings``.
+The rules were developed with the training runs in ``tests.support.profiled_trainings``.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -73,7 +73,7 @@ def next_token_loss(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 class Images(Dataset[tuple[torch.Tensor, int]]):
-    """Images that each need some processing, like decoding."""
+    """Images that each need some processing, such as decoding."""
 
     def __init__(self, seconds: float = 0.0, only_rank: int | None = None) -> None:
         self.seconds, self.only_rank = seconds, only_rank
@@ -104,7 +104,7 @@ def in_group() -> int:
 
 
 def loader_processes_too_few() -> None:
-    """Plain torch: rank 0's two worker processes decode more slowly than it trains."""
+    """Plain torch: the two worker processes of rank 0 decode more slowly than the rank trains."""
     rank = in_group()
     net = DDP(digits())
     opt = torch.optim.AdamW(net.parameters(), lr=1e-3)
@@ -149,7 +149,7 @@ def slow_reader() -> None:
 
 
 def long_sequences() -> None:
-    """Accelerator: rank 1 gets sequences four times as long as rank 0's, in as many rows."""
+    """Accelerator: rank 1 gets sequences four times as long as rank 0 does, in batches of the same number of rows."""
     accelerator = Accelerator(cpu=True)
     model = Language()
     model, opt = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
@@ -328,7 +328,7 @@ def prints_each_row() -> None:
 
 def state_each_step() -> None:
     """Accelerator: the whole state is saved after each step."""
-    folder = Path(tempfile.gettempdir(), f"state-each-step-{os.getppid()}")  # The same one on all ranks.
+    folder = Path(tempfile.gettempdir(), f"state-each-step-{os.getppid()}")  # The folder is the same on all ranks.
     try:
         settings = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
         accelerator = Accelerator(cpu=True, project_config=settings)
@@ -396,7 +396,7 @@ class Compiles(Loop):
 
 
 def attribute_not_called() -> None:
-    """A loop in a class: the compiled model is an attribute, but the step calls the other one."""
+    """A loop in a class: the compiled model is an attribute, but the step calls the model that is not compiled."""
     in_group()
     net = DDP(Language())
     Compiles(net, torch.optim.SGD(net.parameters(), lr=0.1)).fit()
@@ -441,14 +441,14 @@ def scores_on_one_rank() -> None:
 
 @dataclass(frozen=True)
 class Planted:
-    """A training with a fault.
+    """A training run with a fault.
 
     Attributes:
-        train: The training.
+        train: The training function.
         ranks: The number of ranks.
         rules: The rules that name the fault.
-        sentence: A part of the sentence.
-        about: The ranks that it must name.
+        sentence: A part of the sentence that reports the fault.
+        about: The ranks that the sentence must name.
     """
 
     train: Callable[[], None]

@@ -1,4 +1,4 @@
-"""Runs code as a new interpreter with torch already imported: it is forked from a server, which saves two seconds.
+"""Run code as in a new interpreter that has imported torch. It is forked from a server, which saves two seconds.
 
 Only torch and numpy are imported. Code that depends on the start of an interpreter (its flags, ``sitecustomize``, or
 variables that torch reads during its import) needs a real one.
@@ -26,7 +26,7 @@ import pytest
 _ROOT = Path(__file__).resolve().parents[2]
 _SERVER = "import sys; from tests.support.interpreters import main, serve; serve(int(sys.argv[1])) and main()"
 _MESSAGE = 1 << 17
-"""The largest request in bytes: mostly the environment."""
+"""The maximum size of a request in bytes. Most of a request is the environment."""
 
 
 class InterpreterServer:
@@ -48,11 +48,11 @@ class InterpreterServer:
             arguments: The command line after ``python``.
             cwd: The working directory.
             env: All environment variables.
-            answers: Its input on stdin.
-            timeout: Time limit in seconds; after that it is killed.
+            answers: The input on stdin.
+            timeout: The time limit in seconds, after which the process is killed.
 
         Raises:
-            TimeoutError: It exceeded the limit.
+            TimeoutError: The process exceeded the time limit.
         """
         request = json.dumps([arguments, str(cwd), dict(env)]).encode()
         with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -94,7 +94,7 @@ def serve(descriptor: int) -> bool:
     """Fork an interpreter for each request until the test session closes the connection.
 
     Returns:
-        Whether this is a forked process, which must call `main`. False for the server, at its end.
+        True in a forked process, which must call `main`, and False in the server when it ends.
     """
     import numpy as np
     import torch
@@ -136,7 +136,7 @@ def _become(files: Sequence[int], arguments: list[str], cwd: str, environment: d
 
 
 def main() -> None:
-    """Execute what ``sys.argv`` names, as the main module."""
+    """Execute the code or the module that ``sys.argv`` names, as the main module."""
     flag, what, *_ = sys.argv
     del sys.argv[0 if flag == "-m" else 1]
     if flag == "-m":

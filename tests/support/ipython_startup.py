@@ -12,9 +12,9 @@ del zygote
 
 
 def start_no_server(ipython: Path) -> None:
-    """Make kernels start the zygote with the first launch that needs it, not before.
+    """Keep kernels from starting the zygote before the first launch that needs it.
 
-    If ranks are forked from the kernel, importing torch in the zygote wastes half of the kernel's processor time.
+    If ranks are forked from the kernel, importing torch in the zygote wastes half of the kernel's CPU time.
 
     Args:
         ipython: The IPython folder of the kernels, ``IPYTHONDIR``.

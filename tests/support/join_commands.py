@@ -17,9 +17,9 @@ from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 120.0
-"""Time limit in seconds for steps that take a few on an idle machine: new interpreters import torch."""
+"""Time limit in seconds for steps that take a few seconds on an idle machine, where new interpreters import torch."""
 JOIN = (sys.executable, "-m", "notebook_accelerate", "join")
-"""The command; ADDRESS:PORT and options follow."""
+"""The start of the command line, which ADDRESS:PORT and options follow."""
 SRUN = """
 # As `srun`: one task per node, with the caller's environment; SIGTERM reaches all; the exit code is one that is not 0.
 nodes=$1; shift; pids=()
@@ -33,7 +33,7 @@ code=0
 for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
 exit $code
 """
-"""A script of bash; the number of nodes and a command line follow."""
+"""A bash script. Its arguments are the number of nodes and a command line."""
 SSH = """
 umask 077
 trap 'rm -f "$1"' EXIT
@@ -41,16 +41,16 @@ cat > "$1"
 stat -c 'mode %a' "$1" >&2
 "$2" -m notebook_accelerate join "$3" --secret_file "$1"
 """
-"""The command for a shell at the other end of `ssh`. A file's path, Python and ADDRESS:PORT follow."""
+"""The command for a shell at the other end of `ssh`. Its arguments are the path of a file, Python and ADDRESS:PORT."""
 
 
 class JoinCommand:
-    """A process, its child processes, and their output. It is ended at the end of a ``with`` block.
+    """A process, its child processes, and their output. They are killed at the end of a ``with`` block.
 
     Args:
         command: The command line.
         env: All environment variables.
-        sent: The input on its stdin.
+        sent: The input on the stdin of the process.
     """
 
     def __init__(self, *command: str, env: Mapping[str, str], sent: str = "") -> None:
@@ -61,7 +61,7 @@ class JoinCommand:
         )
         signal.signal(signal.SIGINT, before)
         assert self.process.stdin is not None
-        with self.process.stdin as stdin, suppress(BrokenPipeError):  # It has already exited.
+        with self.process.stdin as stdin, suppress(BrokenPipeError):  # The process has already exited.
             stdin.write(sent.encode())
 
     @property
@@ -81,7 +81,7 @@ class JoinCommand:
         return [own, *own.children(recursive=True)]
 
     def exit_code(self) -> int:
-        """Wait for the end of the process, and return its exit code. If negative, it is the signal that killed it."""
+        """Wait for the end of the process, and return its exit code, which is negative if a signal killed it."""
         return self.process.wait(LIMIT)
 
     def wait_until_it_prints(self, text: str) -> None:

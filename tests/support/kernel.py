@@ -1,4 +1,4 @@
-"""A real Jupyter kernel, driven cell by cell, that records all messages.
+"""A real Jupyter kernel that is driven cell by cell, and whose messages are all recorded.
 
     with Kernel() as kernel:
         cell = kernel.run("print(1 + 1)")
@@ -42,7 +42,7 @@ from tests.support import kernel_forks
 from tests.support.ipython_startup import start_no_server
 
 ROOT = Path(__file__).resolve().parents[2]
-# Not TCP: Jupyter chooses a kernel's ports before the kernel binds them, and another process may take one in between.
+# Don't use TCP: Jupyter chooses a kernel's ports before the kernel binds them, and another process may take one first.
 TRANSPORT = "ipc"
 # jupyter_client drives kernels on an event loop with sockets that the first kernel would leave open.
 ensure_event_loop()
@@ -69,7 +69,7 @@ def without_colours(text: str) -> str:
 
 
 class KernelTimeoutError(AssertionError):
-    """The kernel did not reach the awaited state in time. The message contains its messages so far."""
+    """The kernel did not reach the awaited state in time. The text contains the messages received so far."""
 
 
 @dataclass
@@ -98,13 +98,13 @@ class Cell:
 
     Args:
         code: The executed code.
-        msg_id: Id of the request: every message about this cell names it as its parent.
+        msg_id: The id of the request, which every message about this cell names as its parent.
         outputs: The content of each output message in order, with its `output_type` (stream, display_data,
             update_display_data, execute_result, error, clear_output).
         comms: The content of each comm message (widgets).
         prompts: The text of each request for input.
-        status: "ok", "error" or "aborted" once finished.
-        duration: Seconds from the request to the kernel's reply.
+        status: "ok", "error" or "aborted", once the cell has finished.
+        duration: The number of seconds from the request to the kernel's reply.
     """
 
     code: str
@@ -130,12 +130,12 @@ class Cell:
 
     @property
     def stdout(self) -> str:
-        """Everything the cell wrote to stdout so far."""
+        """Everything that the cell has written to stdout so far."""
         return self._stream("stdout")
 
     @property
     def stderr(self) -> str:
-        """Everything the cell wrote to stderr so far."""
+        """Everything that the cell has written to stderr so far."""
         return self._stream("stderr")
 
     @property
@@ -192,16 +192,16 @@ class Kernel:
 
     Args:
         env: Variables that override the test process's own. None as a value removes one.
-        cwd: The kernel's working directory, an empty temporary one by default.
-        answer: Called with the prompt of each input request; its result is sent as the answer.
+        cwd: The kernel's working directory, by default an empty temporary folder.
+        answer: A function that is called with the prompt of each input request, and returns the answer to send.
         front_end: Whether the cells are executed as by a front end, which supports input. Otherwise, as with nbclient,
             a request for input raises in the cell.
         timeout: Seconds to wait for a kernel to start, and the default for a cell.
-        prefix: Command that starts the kernel and must replace itself with it: ("ip", "netns", "exec", ...).
+        prefix: A command that replaces itself with the kernel, such as ("ip", "netns", "exec", ...).
         python: The kernel's interpreter.
         server: Whether the kernel starts its zygote early, as it does for users.
-        forked: Whether the kernel may be forked from a process with torch (`kernel_forks`). Otherwise it is a new
-            interpreter without any imports.
+        forked: Whether the kernel may be forked from a process that has imported torch (`kernel_forks`). Otherwise it
+            is a new interpreter without any imports.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class Kernel:
         self.cwd = cwd or self.folder / "work"
         self.cwd.mkdir(exist_ok=True)
         self._context = zmq.Context()
-        # A form sends hundreds of messages together, and the socket would drop messages that a busy test leaves unread.
+        # A form sends hundreds of messages together. With a limit, the socket would drop unread ones.
         self._context.setsockopt(zmq.RCVHWM, 0)
         if not server:
             start_no_server(self.folder / "ipythondir")
@@ -257,7 +257,7 @@ class Kernel:
 
     @property
     def client(self) -> BlockingKernelClient:
-        """The client that this harness drives, for messages that it has no method for."""
+        """The client that this harness uses, for messages that the harness has no method for."""
         assert self._client is not None, "the kernel is closed"
         return self._client
 
@@ -285,10 +285,10 @@ class Kernel:
 
         Args:
             cell: A cell from `submit`.
-            timeout: Seconds from now; by default the harness's own.
+            timeout: The time limit in seconds. If None, the limit of this kernel applies.
 
         Returns:
-            The same cell, finished.
+            The same cell.
 
         Raises:
             KernelTimeoutError: The cell did not finish in time, or the kernel died.
@@ -327,9 +327,9 @@ class Kernel:
         """Collect messages until the condition holds.
 
         Args:
-            condition: Called after each message and at least every 20 ms.
-            timeout: Seconds; by default the harness's own.
-            what: Description of the condition, for the error.
+            condition: A function that is called after each message, and at least every 20 ms.
+            timeout: The time limit in seconds. If None, the limit of this kernel applies.
+            what: A description of the condition, for the error.
 
         Raises:
             KernelTimeoutError: The condition was not met in time, or the kernel died first.
@@ -359,12 +359,12 @@ class Kernel:
         self._manager.interrupt_kernel()
 
     def kill(self) -> None:
-        """SIGKILL the kernel's process alone and reap it. Its children are left alone."""
+        """Kill the kernel's process with SIGKILL and reap it. Its child processes are not signalled."""
         os.kill(self.pid, signal.SIGKILL)
         self._wait_dead(60.0)
 
     def expect_answer(self, seconds: float = 60.0) -> None:
-        """Fail the test, and end the kernel, if it does not respond. The error shows the stacks of its threads."""
+        """If the kernel does not respond, end it and fail the test with the stacks of its threads."""
         try:
             self.run("1", seconds)
         except KernelTimeoutError as error:
@@ -382,7 +382,7 @@ class Kernel:
         return bool(self._manager.is_alive())
 
     def close(self) -> None:
-        """End the kernel, kill its remaining descendants, remove its folder."""
+        """End the kernel, kill its remaining descendants, and remove its folder."""
         left = self._descendants()
         if self._client is not None:
             self._client.stop_channels()
@@ -406,7 +406,7 @@ class Kernel:
         self.close()
 
     def _make_manager(self, *, forked: bool) -> KernelManager:
-        """Build a manager with a separate kernel spec, so that a user's spec named python3 is not picked up."""
+        """Create a manager with its own kernel spec, so that a user's spec named python3 is not used."""
         spec = self.folder / "kernels" / "python3"
         kernel_forks.write_spec(spec, self._command, forked=forked)
         specs = KernelSpecManager(kernel_dirs=[str(spec.parent)], ensure_native_kernel=False)
@@ -463,7 +463,7 @@ class Kernel:
             name = content.get("transient", {}).get("display_id")
             if name is not None and kind == "display_data":
                 self._homes[name] = cell
-            # As in front ends, an update finds its output whichever cell sends it.
+            # As in front ends, an update changes its output, whichever cell sends the update.
             home = self._homes.get(name, cell) if kind == "update_display_data" else cell
             home.outputs.append({"output_type": kind, **content})
 
@@ -494,6 +494,6 @@ class Kernel:
 
     def _state(self) -> str:
         cell = str(list(self.cells.values())[-1]) if self.cells else "none"
-        if left_out := max(0, len(cell) - 2 * _STATE):  # Panels have sent 200,000 characters.
+        if left_out := max(0, len(cell) - 2 * _STATE):  # Panels can send 200,000 characters.
             cell = f"{cell[:_STATE]} [{left_out:,} characters] {cell[-_STATE:]}"
         return f"last cell so far: {cell}\nkernel's own output: {self.log[-_STATE:]}"

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from typing import Any, NoReturn
 
 PRELOADED = ("ipykernel.ipkernel", "ipykernel.kernelapp", "torch", "torch._dynamo")
-"""Otherwise, each forked rank would import the last one with its first optimizer."""
+"""If the last one were missing, each forked rank would import it with its first optimizer."""
 _LONGEST = 1 << 20
 
 

@@ -1,7 +1,7 @@
 """Kernels forked from a process that has imported torch, instead of starting an interpreter for each.
 
-A kernel started in the usual way takes 1.8 s of processor time to import ipykernel and torch, and each rank forked from
-it another second for the imports of the first optimizer: half of the time of the tests in kernels. The forked process
+A kernel started in the usual way takes 1.8 s of CPU time to import ipykernel and torch, and each rank forked from it
+takes another second for the imports of the first optimizer: half of the time of the tests in kernels. A forked kernel
 runs ipykernel's own application, with its own process, session, folder, environment and output.
 """
 
@@ -30,7 +30,7 @@ PROVISIONER = "forked-for-tests"
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = Path(__file__).with_name("kernel_fork_server.py")
 _READ_AT_START = ("PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "LD_", "MALLOC_", "TORCH", "CUDA", "XLA", "PJRT")
-"""Prefixes of variables that an interpreter or torch reads before a test could change them."""
+"""Prefixes of variables that the interpreter or torch reads at its start, before a test could change them."""
 _OWN_INTERPRETERS = ("TEST_NIGHTLY", "TEST_KERNEL_PATH", "TEST_HOSTED")
 """Variables that make every kernel start a separate interpreter."""
 _environment = dict(os.environ)
@@ -60,7 +60,7 @@ class ForkedKernel:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while it runs. Until this is called, an exited process is a zombie."""
+        """Return the exit code, or None while the process runs. Until this is called, an exited process is a zombie."""
         if self._code is None and select.select([self._ended], [], [], 0)[0]:
             self._code = self._forks.ask({"reap": self.pid})
             os.close(self._ended)
@@ -101,7 +101,7 @@ class KernelForks:
         leaks.LASTING |= {self.process.pid, str(Path(f"/proc/self/fd/{self._socket.fileno()}").readlink())}
 
     def ask(self, request: dict[str, Any], *descriptors: int) -> int:
-        """Return the answer to a request, a number."""
+        """Send a request, and return the number that is the answer."""
         socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
         answer = self._socket.recv(100)
         if not answer:
@@ -122,9 +122,9 @@ def write_spec(folder: Path, command: Sequence[str] = (sys.executable,), *, fork
     """Write the specification of a kernel named ``python3`` into an empty folder of that name.
 
     Args:
-        folder: The folder.
+        folder: The folder to write to.
         command: The command that starts the kernel's interpreter.
-        forked: Whether it is forked.
+        forked: Whether the kernel is forked.
     """
     folder.mkdir(parents=True)
     argv = [*command, "-m", "ipykernel_launcher", "-f", "{connection_file}"]

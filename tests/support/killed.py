@@ -99,10 +99,11 @@ def killed_saves(url: str, target: str, blocking: bool, every: int = 1) -> list[
     """Kill a save before each change of the store, and save again each time.
 
     Args:
-        url: The target folder; the k-th save is in its ``at_{k}``.
-        target: "new": without an earlier checkpoint; "old": with one in its place; "auto": numbered, keeping one.
+        url: The target folder, whose subfolder ``at_{k}`` contains the k-th save.
+        target: "new" without an earlier checkpoint, "old" with one in its place, or "auto" for numbered checkpoints of
+            which one is kept.
         blocking: Whether the save blocks.
-        every: Only try every n-th change.
+        every: Try only every n-th change.
 
     Returns:
         The number of the change, and the result of the next process: 1.0 is the value of the earlier checkpoint, 2.0 of

@@ -43,10 +43,10 @@ def spare_server():
     zygote.start_interpreter = lambda call, *others, **variables: start(spare + call, *others, **variables)
 spare_server()
 """
-"""The first cell of a kernel: torch imported, as in any training notebook.
+"""The first cell of a kernel, which imports torch, as any training notebook does.
 
-``gate(name)`` blocks its caller until ``open_gate(kernel, name)``. The kernel's idle zygote imports nothing:
-the imports of the first optimizer would take a second of processor time in each of a hundred kernels.
+``gate(name)`` blocks its caller until ``open_gate(kernel, name)``. The kernel's idle zygote imports nothing, because
+the imports of the first optimizer would take a second of CPU time in each of a hundred kernels.
 """
 PAST_THE_CALL = ["n"] if sys.version_info >= (3, 13) else []
 """The input at a breakpoint that reaches the next line: from Python 3.13 on, pdb stops at the call itself."""
@@ -55,11 +55,11 @@ WARM_ZYGOTE = "launch(lambda: None, start_method='zygote').results"
 
 
 WARM_OPTIMIZER = "import torch._dynamo"
-"""A cell that imports what each forked rank would import with its first optimizer: 1.5 s of processor time."""
+"""A cell that imports what each forked rank would otherwise import with its first optimizer in 1.5 s of CPU time."""
 
 
 def ready_kernel(*, zygote: bool = True, **options: Any) -> Kernel:
-    """Start a kernel, run `SETUP` in it and start its zygote. Without `zygote`, it starts when needed."""
+    """Start a kernel, run `SETUP` in it and start its zygote. Without `zygote`, the zygote starts when it is needed."""
     options.setdefault("server", zygote)
     kernel = Kernel(**options)
     try:
@@ -79,11 +79,11 @@ def open_gate(kernel: Kernel, name: str) -> None:
 
 @contextmanager
 def patient(kernel: Kernel, *, warm: bool = False) -> Iterator[None]:
-    """Give ranks that the stop button stops ten minutes instead of five seconds, which a busy machine may take.
+    """Give ranks ten minutes after the stop button, because they may need more than five seconds on a busy machine.
 
     Args:
         kernel: The kernel with the stop button.
-        warm: Warm ranks, which must stop their cell only.
+        warm: Whether the ranks are warm ranks, which must only stop their cell.
     """
     place = f"sys.modules['notebook_accelerate.launch.{'warm_ranks' if warm else 'starting'}'].DEFAULT_GRACE"
     usual = kernel.value(place)
@@ -124,7 +124,7 @@ def children(kernel: Kernel, patience: float = 30.0) -> list[str]:
     """Return the kernel's descendants except for its zygote, including zombies, as "pid status command".
 
     Args:
-        kernel: The kernel.
+        kernel: The kernel whose descendants to list.
         patience: Seconds to wait for processes that are about to exit, such as child processes of a rank.
     """
     zygote = kernel.value(

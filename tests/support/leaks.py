@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-# Set by libraries when they are first imported, or by pytest for its own use.
+# Libraries set these variables when they are first imported, or pytest sets them for its own use.
 _ENVIRONMENT_NOISE = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "COLUMNS", "LINES")
 # SIGALRM belongs to the test runner, for its timeout.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1)
@@ -56,7 +56,7 @@ def compare(before: Snapshot, patience: float = 30.0) -> list[str]:
         patience: Seconds to wait for objects that are about to disappear.
 
     Returns:
-        Lines for a test's failure, empty if nothing leaked.
+        Lines for the message of a failed test, or an empty list if nothing leaked.
     """
     deadline = time.monotonic() + patience
     while (lines := _differences(before, take())) and time.monotonic() < deadline:
@@ -71,7 +71,7 @@ def _differences(before: Snapshot, after: Snapshot) -> list[str]:
     changed = sorted(before.environment ^ after.environment)
     lines += [f"environment variable: {name}={value!r}" for name, value in changed]
     lines += [f"signal handler: {entry}" for entry in sorted(after.handlers - before.handlers)]
-    # The first run in this process adds hooks, which count the steps of all later runs.
+    # The first run in this process adds hooks that count the steps of all later runs, too.
     removed = sorted(before.optimizer_hooks - after.optimizer_hooks)
     lines += [f"hook on all optimizers, which was removed: {entry}" for entry in removed]
     if after.process_group and not before.process_group:
@@ -83,9 +83,9 @@ def _children() -> dict[tuple[int, int, bool], str]:
     """Return the descendants of this process, except the helpers that multiprocessing keeps for the whole session.
 
     Returns:
-        The name of each, keyed by process id, by psutil's identity of the process, and by whether it is a zombie. Its
-        command line does not identify it, because a forked process changes it when it executes its program. Nor does
-        the time of its start, which moves when the system's clock is set.
+        The name of each process, keyed by process id, by psutil's identity of the process, and by whether the process
+        is a zombie. The command line does not identify a process, because a forked process changes it when it executes
+        its program. Nor does the start time, which changes when the system's clock is set.
     """
     keep = {getattr(forkserver._forkserver, "_forkserver_pid", None)}
     keep.add(getattr(resource_tracker._resource_tracker, "_pid", None))
@@ -105,7 +105,7 @@ def _children() -> dict[tuple[int, int, bool], str]:
 
 def _descendants() -> list[int]:
     """Return the process ids of all descendants. psutil would read every process of the machine, which takes 4 ms."""
-    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():  # A kernel without that file, or not Linux.
+    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():  # The kernel lacks that file, or is not Linux.
         return [child.pid for child in psutil.Process().children(recursive=True)]
     found: list[int] = []
     pending = [os.getpid()]
@@ -122,7 +122,7 @@ def _direct_children(parent: int) -> list[int]:
     while True:  # A single read may miss a child while a sibling exits.
         texts = []
         for task in Path(f"/proc/{parent}/task").glob("*"):
-            with suppress(OSError):  # A thread that exited after the listing.
+            with suppress(OSError):  # The thread exited after the listing.
                 texts.append((task / "children").read_text())
         if texts == last:
             return [int(pid) for text in texts for pid in text.split()]
@@ -134,7 +134,7 @@ def _sockets() -> frozenset[str]:
     for entry in Path("/proc/self/fd").glob("*"):
         try:
             target = str(entry.readlink())
-        except OSError:  # Closed after the listing.
+        except OSError:  # The descriptor was closed after the listing.
             continue
         if target.startswith("socket:") and target not in LASTING:
             found.add(target)
@@ -143,7 +143,7 @@ def _sockets() -> frozenset[str]:
 
 def _of_cuda() -> set[str]:
     """Return the sockets of CUDA's driver, which stay open from a process's first context until it exits."""
-    with suppress(OSError):  # A system without /proc.
+    with suppress(OSError):  # The system has no /proc.
         lines = Path("/proc/net/unix").read_text().splitlines()
         return {f"socket:[{line.split()[6]}]" for line in lines if "cuda-uvmfd" in line}
     return set()

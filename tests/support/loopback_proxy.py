@@ -11,10 +11,10 @@ class LoopbackProxy:
     """Accepts connections and forwards each to a port of the loopback interface. Subclasses copy the data.
 
     Args:
-        port: The target of the connections.
+        port: The port to forward to.
 
     Attributes:
-        port: The port for callers.
+        port: The port that callers connect to.
     """
 
     def __init__(self, port: int) -> None:

@@ -31,7 +31,7 @@ fsspec.register_implementation("mounted", MountedFileSystem, clobber=True)
 
 
 def to_a_machine_of_its_own(place: str) -> None:
-    """Give this rank temporary files that no other rank sees."""
+    """Give this rank a folder for temporary files that no other rank sees."""
     folder = Path(place) / f"machine_{os.environ['RANK']}"
     folder.mkdir(exist_ok=True)
     tempfile.tempdir = str(folder)

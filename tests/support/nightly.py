@@ -1,4 +1,4 @@
-"""Tables of cases: some are tried daily and all nightly (`make test-nightly`)."""
+"""Tables of cases of which some are tried daily, and all nightly (`make test-nightly`)."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tests.support.kernel import Cell, Kernel
 from tests.support.ports import free_port
 
 LIMIT = 150.0
-"""Time limit in seconds for steps that take a few on an idle machine."""
+"""Time limit in seconds for steps that take a few seconds on an idle machine."""
 LOOK = """
 import gc
 def look():
@@ -66,9 +66,9 @@ class Notebooks:
         """Send each kernel a launch of `function`, a name followed by its arguments.
 
         Args:
-            function: For example "meet, 1".
+            function: The function and its arguments, for example "meet, 1".
             own: Further arguments for each notebook's launcher, such as "num_processes=2", one string per notebook.
-            options: Arguments of all. `num_nodes` and a free port are added.
+            options: Arguments for all launchers. `num_nodes` and a free port are added.
         """
         given = {"num_nodes": len(own), "use_port": free_port(), "panel": True, **options}
         common = ", ".join(f"{name}={value!r}" for name, value in given.items())
@@ -79,7 +79,7 @@ class Notebooks:
         )
 
     def finish(self, cells: Sequence[Cell], timeout: float = LIMIT) -> list[Cell]:
-        """Wait for the end of cells, each in its kernel."""
+        """Wait for the end of the cells, each in its own kernel."""
         return [kernel.finish(cell, timeout) for kernel, cell in zip(self.kernels, cells, strict=False)]
 
     def wait_until_all_print(self, cells: Sequence[Cell], text: str, counts: Sequence[int]) -> None:
@@ -125,7 +125,7 @@ def notebooks(count: int, prefixes: Sequence[Sequence[str]] = ()) -> Iterator[No
     """
     kernels: list[Kernel] = []
     try:
-        # One after the other: on a separate thread, jupyter_client would create an event loop that is never closed.
+        # Start them one after the other: on another thread, jupyter_client creates an event loop that is never closed.
         for prefix in prefixes or [()] * count:
             kernels.append(Kernel(prefix=prefix, timeout=LIMIT))  # noqa: PERF401 - those that started are closed
         found = Notebooks(kernels)

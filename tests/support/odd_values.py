@@ -19,7 +19,7 @@ def with_odd_values(rng: random.Random, value: Any, depth: int = 1) -> Any:
     """Return a copy of JSON with one to three values replaced.
 
     Args:
-        rng: Chooses them.
+        rng: The generator that chooses the values.
         value: A list or an object.
         depth: The minimum depth of the replaced values.
     """

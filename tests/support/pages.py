@@ -36,11 +36,11 @@ class Block:
     """One block of code.
 
     Args:
-        line: Its first line in the page, from 1.
+        line: The number of its first line in the page, from 1.
         language: The word after the fence.
         source: The code.
-        options: The content of its comment.
-        output: Expected lines of its output.
+        options: The settings in the comment before the block.
+        output: The expected lines of the output.
     """
 
     line: int

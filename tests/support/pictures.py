@@ -1,4 +1,4 @@
-"""Takes the README's screenshots in JupyterLab: `make pictures` runs ``python -m tests.support.pictures``."""
+"""Take the README's screenshots in JupyterLab: `make pictures` runs ``python -m tests.support.pictures``."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def diagnosis(server: Server, chromium: Browser) -> None:
 
 
 def keep(page: NotebookPage, name: str, end: int) -> None:
-    """Save a screenshot of the panel with the examples, and run the cell that ends the run."""
+    """Save a screenshot of the panel in the folder of the examples, and run the cell that ends the run."""
     page.page.locator(".na-live").first.scroll_into_view_if_needed()
     page.page.wait_for_timeout(1000)
     shutil.copy(page.shot(name.removesuffix(".png"), ".na-live"), EXAMPLES / name)

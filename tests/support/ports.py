@@ -12,7 +12,7 @@ _random = random.SystemRandom()
 def free_port() -> int:
     """Return a port that is currently free on all addresses of this machine.
 
-    It is outside the range of ephemeral ports, so that the system does not hand it out to another process first.
+    The port is outside the range of ephemeral ports, so that the system does not give it to another process first.
     """
     while True:
         port = _random.randrange(20_000, 32_000)

@@ -1,4 +1,4 @@
-"""Trainings with one planted fault each, and healthy ones, for profiles of live ranks."""
+"""Training runs with one planted fault each, and healthy ones, for profiles of live ranks."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ HEALTHY: dict[str, Callable[[], None]] = {
 
 @contextmanager
 def training(function: Callable[[], None], ranks: int = 2) -> Iterator[Run]:
-    """Run a training on ranks that inherit the imports of torch's profiler. Stop it at the end."""
+    """Run a training function on ranks that inherit the imports of torch's profiler. Stop the run at the end."""
     torch_internals.import_inductor()
     run = notebook_launcher(function, (), ranks, use_port=0, block=False, panel=False, start_method="fork")
     try:

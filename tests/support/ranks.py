@@ -1,8 +1,8 @@
-"""Runs a plain function on every rank of a gloo world, in a tenth of a second.
+"""Run a plain function on every rank of a gloo world, in a tenth of a second.
 
-Ranks are forked from a server process with torch imported and nothing initialized, so a test pays neither for the
-import of torch nor for the state that earlier tests left in this process. The first call starts the server, which ends
-the test session.
+Ranks are forked from a server process that has imported torch but initialized nothing, so a test neither waits for the
+import of torch nor sees state that earlier tests left in this process. The first call starts the server, which ends
+with the test session.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from notebook_accelerate.launch.processes import ports
 _ROOT = Path(__file__).resolve().parents[2]
 _PRELOAD = [
     "pytest",
-    "deepspeed",  # If it is installed.
-    "s3fs",  # If it is installed.
-    "accelerate",  # If it is installed: the real one.
+    "deepspeed",  # This is imported if it is installed.
+    "s3fs",  # This is imported if it is installed.
+    "accelerate",  # This is the real one, if it is installed.
     "numpy",
     "torch",
     "torch.distributed",
@@ -50,14 +50,14 @@ _PRELOAD = [
     "notebook_accelerate.checkpointing.state_saving",
     "notebook_accelerate.strategies.fsdp.fsdp2",
     "notebook_accelerate.utils.dataclasses",
-    __name__,  # This includes all imports of a launch.
+    __name__,  # This module imports everything that a launch needs.
 ]
-# Once a rank has failed, the others get this long (seconds) to notice and report before they are killed.
+# Once a rank has failed, the others have this many seconds to notice and report it before they are killed.
 _GRACE = 30.0
-# A rank that has returned stays alive this long (seconds), because it may hold the store that the others still need.
+# A rank that has returned stays alive this many seconds, because it may hold the store that the others still need.
 _STAY = 60.0
 _keys = itertools.count(1 << 40)
-"""The number for which ports are reserved. No run of this process has it."""
+"""The numbers for which ports are reserved. No run of this process has such a number."""
 
 
 class RankError(AssertionError):
@@ -83,7 +83,7 @@ class _Outcome:
     error: BaseException | None = None
     report: str | None = None
     at: float = 0.0
-    """When it failed, on the monotonic clock of the machine. 0 if unknown: the rank died without a message."""
+    """When it failed, on the monotonic clock of the machine, or 0 if the rank died without a message."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ class _World:
 
     @property
     def failed(self) -> list[int]:
-        """Ranks that failed, in the order of their reports."""
+        """The ranks that failed, in the order of their reports."""
         return [rank for rank, outcome in self.outcomes.items() if outcome.report is not None]
 
 
@@ -121,12 +121,14 @@ def run_ranks(
     """Call `fn(*args)` in `world_size` new processes with torchrun's environment.
 
     Args:
-        fn: Called by each rank. It reads its rank from the environment, `PartialState` or torch.distributed.
-        args: Its arguments, equal on every rank. They and the results are pickled.
+        fn: The function that each rank calls. It reads its rank from the environment, `PartialState` or
+            torch.distributed.
+        args: The arguments, equal on every rank. Arguments and results are pickled.
         world_size: The number of ranks.
-        timeout: Seconds for all ranks together. After that their stacks are printed and they are killed.
-        process_group: Set up torch's default process group (gloo) before the call. Otherwise the function does so,
-            for example with `PartialState()` or `Accelerator()`.
+        timeout: The time limit in seconds for all ranks together, after which their stacks are printed and they are
+            killed.
+        process_group: Whether to set up torch's default process group (gloo) before the call. Otherwise the function
+            does so, for example with `PartialState()` or `Accelerator()`.
         env: More environment variables for the ranks, which override those inherited from this process.
 
     Returns:
@@ -171,17 +173,17 @@ def run_script(script: str, *arguments: str, world_size: int = 2, timeout: float
     """Run a script as every rank of a world, each in a separate Python process, to test events during a rank's exit.
 
     Args:
-        script: The code.
-        arguments: Its command line.
+        script: The code to run.
+        arguments: The arguments on its command line.
         world_size: The number of ranks.
-        timeout: Seconds for each rank.
+        timeout: The time limit in seconds for each rank.
 
     Returns:
         The exit status and the stderr output of each rank, by rank.
     """
     command = [sys.executable, "-c", script, *arguments]
     with reserved_port() as port, ExitStack() as stack:
-        errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world_size)]  # No pipe fills up.
+        errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world_size)]  # Files, unlike pipes, do not fill up.
         ranks = []
         try:
             for rank in range(world_size):
@@ -199,7 +201,7 @@ def run_script(script: str, *arguments: str, world_size: int = 2, timeout: float
 
 
 def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    """Return the variables that torchrun gives a rank of a one-machine launch, pinned to loopback."""
+    """Return the variables that torchrun sets for a rank of a launch on one machine, with a loopback address."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -226,7 +228,7 @@ def _collect(world: _World, deadline: float) -> None:
                 world.outcomes[rank] = _Outcome(report=reason)
             return
         arrived = {r: _receive(waiting.pop(r), world.processes[r]) for r, pipe in world.pipes.items() if pipe in ready}
-        # Several may have arrived while this process waited for its turn: the first failure caused the others.
+        # Several outcomes may have arrived while this process waited for a CPU: the first failure caused the others.
         world.outcomes.update(sorted(arrived.items(), key=lambda entry: entry[1].at))
         if world.failed:
             deadline = min(deadline, time.monotonic() + _GRACE)
@@ -255,7 +257,7 @@ def _end(world: _World) -> None:
 
 
 def _rank_main(pipe: Connection, environment: dict[str, str], work: bytes, timeout: float) -> None:
-    """Run as one rank: take over the environment, call the function, report."""
+    """Run as one rank: take over the environment, call the function, and report the outcome."""
     import faulthandler
 
     import torch
@@ -269,7 +271,7 @@ def _rank_main(pipe: Connection, environment: dict[str, str], work: bytes, timeo
     pipe.send_bytes(payload)
     faulthandler.cancel_dump_traceback_later()
     if not failed:  # A failed rank exits immediately, and the ranks that wait for it notice.
-        pipe.poll(_STAY)  # Until all have reported: the test process closes its end.
+        pipe.poll(_STAY)  # Wait until all ranks have reported and the test process closes its end.
     pipe.close()
 
 
@@ -293,7 +295,7 @@ def _failure(error: BaseException) -> bytes:
     report = "".join(traceback.format_exception(error))
     try:
         payload = pickle.dumps(_Outcome(error=error, report=report, at=at))
-        pickle.loads(payload)  # Some exceptions can be pickled, but not unpickled.
+        pickle.loads(payload)  # Some exceptions can be pickled but not unpickled.
     except Exception:  # noqa: BLE001 - whatever the exception's own reduction raises
         return pickle.dumps(_Outcome(report=report, at=at))
     return payload

@@ -1,4 +1,4 @@
-"""A real Ray cluster on this machine. Each node has its own loopback address.
+"""A real Ray cluster on this machine, in which each node has its own loopback address.
 
 The cluster runs in a process that is not a child of the test's process, so that its workers do not count as leaked. It
 ends with the process that created it.
@@ -22,31 +22,31 @@ import psutil
 from tests.support.ports import free_port
 
 SHADOW = Path(__file__).resolve().parents[1] / "ray" / "shadow"
-"""Folder of stub modules that make `import ray` fast."""
+"""The folder of stub modules that make `import ray` fast."""
 STORE_BYTES = 150 << 20
 START_SECONDS = 600.0
 TRIES = 6
-"""Number of attempts: Ray gives a node 30 seconds to start, which may not be enough on a busy machine."""
+"""The number of attempts. Ray gives a node 30 seconds to start, which may not be enough on a busy machine."""
 PATIENCE = {
-    "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "100",  # As with TRIES: a single crash costs as much.
+    "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "100",  # Like TRIES, this is for busy machines.
     "GRPC_ENABLE_FORK_SUPPORT": "0",  # Otherwise the fork for that server may crash before it executes its program.
-    "RAY_worker_register_timeout_seconds": "600",  # For the processes of actors.
+    "RAY_worker_register_timeout_seconds": "600",  # This is for the processes of actors.
     "RAY_health_check_timeout_ms": "120000",  # A slow node is not dead. A dead one refuses connections immediately.
-    "RAY_memory_monitor_refresh_ms": "0",  # Actors are not killed because other programs fill the machine.
+    "RAY_memory_monitor_refresh_ms": "0",  # Don't kill actors because other programs fill the memory.
 }
-"""Settings of Ray for a busy machine."""
+"""Ray's settings for a busy machine."""
 
 
 class LocalCluster:
     """A cluster of several nodes.
 
     Args:
-        cpus: Processors of each node. The first one is the head.
+        cpus: The number of CPUs of each node, of which the first one is the head.
         client: Whether to start a server for Ray's client.
 
     Attributes:
-        address: The address for its nodes.
-        client: The address for Ray's client, or "" without a server for it.
+        address: The address that nodes connect to.
+        client: The address that Ray's client connects to, or "" if there is no server for it.
         nodes: The initial nodes.
     """
 
@@ -85,10 +85,10 @@ class LocalCluster:
             time.sleep(0.1)
 
     def wait_until_free(self, seconds: float = 120.0) -> None:
-        """Wait until Ray has released all processors, which takes a moment after a run.
+        """Wait until Ray has released all CPUs, which takes a moment after a run.
 
         Args:
-            seconds: Timeout, after which it returns anyway.
+            seconds: The maximum time to wait. The function returns even if some CPUs are still in use.
         """
         deadline = time.monotonic() + seconds
         while not self.ask("is_free") and time.monotonic() < deadline:
@@ -185,7 +185,7 @@ def _tried(start: Callable[[], Any]) -> Any:
             return start()
         except Exception:
             for late in set(psutil.Process().children(recursive=True)) - before:
-                with suppress(psutil.NoSuchProcess):  # Otherwise it becomes an additional node.
+                with suppress(psutil.NoSuchProcess):  # If it survived, it would become an additional node.
                     late.kill()
             if not left:
                 raise

@@ -38,7 +38,7 @@ HostOf = Callable[[int], tuple[int, str]]
 
 
 class Clock:
-    """A clock that advances on request only."""
+    """A clock that advances only on request."""
 
     def __init__(self, now: float = START) -> None:
         self.now = now
@@ -64,14 +64,14 @@ def plan_run(ranks: int = 2, method: str = "fork", started: float = START, **set
 def make_run(
     ranks: int = 2, method: str = "fork", started: float = START, host_of: HostOf = lambda _: (0, ""), **settings: Any
 ) -> Run:
-    """Return a run that looks as if its ranks had just started, at ``started``: it is rebuilt from a journal.
+    """Return a run, rebuilt from a journal, that looks as if its ranks had just started at ``started``.
 
     Args:
         ranks: The number of ranks.
         method: The start method of the plan.
-        started: Seconds since the epoch.
-        host_of: Returns the node and the host of a rank.
-        settings: Fields of the ``LaunchConfig``.
+        started: When the ranks started, in seconds since the epoch.
+        host_of: A function that returns the node and the host of a rank.
+        settings: The fields of the ``LaunchConfig``.
     """
     events: list[RunEvent] = [AttemptStarted(0)]
     events += [RankStarted(rank, 100 + rank, *host_of(rank)) for rank in range(ranks)]
@@ -81,7 +81,7 @@ def make_run(
 
 
 def _unfinished(config: LaunchConfig, records: list[Record]) -> Run:
-    """Return a running run: the result of `rebuild` is finished."""
+    """Return a run that has not ended, because the result of `rebuild` is always finished."""
     journal = Journal()
     journal.replay(records)
     return Run(config, "train", journal)
@@ -97,7 +97,7 @@ def _planned(ranks: int, method: str, started: float) -> list[Record]:
 
 
 def supervisor_of(run: Run, publisher: Publisher | None = None) -> RankSupervisor:
-    """Return a supervisor of ``run`` that is not started, to test its parts. Close its ``commands`` afterwards."""
+    """Return a supervisor of ``run`` that is not started, to test its parts. Callers must close its ``commands``."""
     commands = CommandQueue()
     run._internals.commands = commands
     return RankSupervisor(run, commands, publisher or TextPublisher())
@@ -109,7 +109,7 @@ def feed(run: Run, *events: Event, rank: int = 0, at: float = START) -> None:
 
 
 def devices(rank: int, percent: float, reserved: int) -> list[Event]:
-    """Return the messages that a rank on its own GPU, and its host, send about that GPU."""
+    """Return the messages about a GPU that the rank on it and the rank's host send."""
     uuid = f"{rank:08x}-0000"
     return [
         DeviceMemoryEvent(f"cuda:{rank}", reserved // 2, reserved, reserved // 2, 15 << 30, "Tesla T4", uuid),

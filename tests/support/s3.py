@@ -23,10 +23,10 @@ server.stop()
 
 @dataclass(frozen=True)
 class S3Server:
-    """A running server.
+    """A running S3 server.
 
     Attributes:
-        url: Its address.
+        url: The address of the server.
     """
 
     url: str
@@ -44,7 +44,7 @@ class S3Server:
         }
 
     def check_credentials(self, check: bool) -> None:
-        """Require credentials issued by the server, which has issued none, or accept any."""
+        """Make the server accept either any credentials, or only those that it has issued, of which there are none."""
         count = "0" if check else "inf"
         plain = {"Content-Type": "text/plain"}
         request = urllib.request.Request(f"{self.url}/moto-api/reset-auth", count.encode(), plain, method="POST")

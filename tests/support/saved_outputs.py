@@ -25,7 +25,7 @@ import nbformat
 ROOT = Path(__file__).resolve().parents[2]
 EXECUTED = ROOT / ".build" / "examples"
 LARGEST = 300_000
-"""Size limit of a committed notebook in bytes: code hosts do not show larger ones reliably."""
+"""The maximum size of a committed notebook in bytes. Code hosts do not show larger ones reliably."""
 WIDGET = "application/vnd.jupyter.widget-view+json"
 MEASURED = "…"
 MEASURED_COLUMNS = {
@@ -35,7 +35,7 @@ MEASURED_COLUMNS = {
 """Lower-case headings of the columns of a report whose cells are replaced."""
 MEASURED_ROWS = {"started", "ended", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
 VARIES = "output-varies"
-"""The tag of a cell whose output depends on timing, like consequences of a failure. Only output types are compared."""
+"""The tag of a cell whose output depends on timing, as after a failure. Only the types of its outputs are compared."""
 _NUMBER = r"\d+(?:[.,]\d+)*"
 _PATTERNS = [
     (re.compile(rf"(?<![\w.-]){_NUMBER} (ms|s|min|h|tokens/s|steps/s|it/s)\b"), rf"{MEASURED} \1"),
@@ -64,7 +64,7 @@ _SPEED = re.compile(
     r"|<li>waiting for the process that [^<]*</li>|^ *waiting for the process that [^\n]*\n",
     re.MULTILINE | re.DOTALL,
 )
-"""The table of step times, stragglers, and the note that a launch waited, as HTML and text. They vary with speed."""
+"""The table of step times, stragglers, and the note that a launch waited, as HTML and text, which vary with speed."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -110,7 +110,7 @@ def _clean_output(output: dict[str, Any]) -> dict[str, Any] | None:
         traceback = [clean_text(line) for line in output["traceback"]]
         return {**output, "evalue": clean_text(output["evalue"]), "traceback": traceback}
     if WIDGET in output["data"] and "text/html" not in output["data"]:
-        return None  # The progress bar of a library.
+        return None  # This is the progress bar of a library.
     data = {kind: value for kind, value in output["data"].items() if kind != WIDGET}
     for kind, value in data.items():
         if kind.startswith("text/"):
@@ -250,7 +250,7 @@ def merged(committed: dict[str, Any], executed: dict[str, Any], changed: set[str
 
 
 def main(command: str, *paths: str) -> int:
-    """Compare or record these notebooks. Return 1 if one differs, or is too large to be recorded."""
+    """Compare or record notebooks. Return 1 if one of them differs, or is too large to be recorded."""
     failed = False
     for path in map(Path, paths):
         committed = read(path)

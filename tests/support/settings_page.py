@@ -1,4 +1,4 @@
-"""Writes docs/api/settings.md from the table of settings: `python -m tests.support.settings_page`."""
+"""Write docs/api/settings.md from the table of settings: `python -m tests.support.settings_page`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ file with `--` in front of it, with two exceptions: the keys of `fp8_config` lac
 
 
 def text() -> str:
-    """Return the page."""
+    """Return the text of the page."""
     parts = [_HEAD, "## A launch\n\nFields of `LaunchConfig`; most are parameters of `notebook_launcher`, too.\n"]
     parts.append(
         _table(("field", "default", "meaning"), [_launch_row(each) for each in settings_of(LaunchConfig).values()])

@@ -23,11 +23,11 @@ def mesh_reports(
     """Return the report of each rank of a mesh, for a model whose first stage has 64 MiB of parameters.
 
     Args:
-        axes: Sizes by axis, the outermost first.
-        specs: For parameters, gradients and optimizer state: their size as a multiple of the parameters', and the axes
-            they are sharded over.
-        strategy: The strategy.
-        variant: The strategy's variant.
+        axes: The size of each axis, the outermost first.
+        specs: For parameters, gradients and optimizer state, their size as a multiple of the size of the parameters,
+            and the axes that they are sharded over.
+        strategy: The name of the strategy.
+        variant: The variant of the strategy.
         stages: The axis of stages. Each stage has twice the parameters of the previous one.
         offloaded: The device that holds the optimizer's state.
         units: The number of units.
@@ -52,14 +52,14 @@ def hybrid() -> dict[int, ShardReport]:
 
 
 def zero(stage: int, ranks: int = 4) -> dict[int, ShardReport]:
-    """Return what each rank holds in DeepSpeed's stages, with the optimizer's state in main memory."""
+    """Return what each rank holds in DeepSpeed's stages, with the optimizer's state in CPU memory."""
     cut = [("dp",) if stage > least else () for least in (2, 1, 0)]
     specs = [(1.0, cut[0]), (1.0, cut[1]), (6.0, cut[2])]
     return mesh_reports({"dp": ranks}, *specs, strategy="deepspeed", variant=f"ZeRO-{stage}", offloaded="cpu")
 
 
 def megatron() -> dict[int, ShardReport]:
-    """Return two stages of layers split over two ranks, twice."""
+    """Return two replicas of two stages, whose layers are split across two ranks."""
     axes = {"pp": 2, "dp": 2, "tp": 2}
     return mesh_reports(axes, (1, ("tp",)), (1, ("tp",)), (2, ("dp", "tp")), strategy="megatron_lm", stages="pp")
 

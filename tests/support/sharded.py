@@ -1,4 +1,4 @@
-"""A small training that is sharded over ranks, for tests of saving and resuming it."""
+"""A small model and its training, sharded across ranks, for tests of saving and resuming."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "fsdp2 of replicas": {"fsdp": {"fsdp_version": 2}, "degrees": {"dp_replicate_size": 2, "dp_shard_size": 2}},
     "fsdp2 and tp": {"fsdp": {"fsdp_version": 2}, "degrees": {"dp_shard_size": 2, "tp_size": 2}},
 }
-"""Ways to split a model. The forms with replicas and tp need four ranks."""
+"""Ways to split a model. The forms with replicas and with tp need four ranks."""
 
 
 class Net(nn.Module):
@@ -33,7 +33,7 @@ class Net(nn.Module):
         self.register_buffer("steps", torch.zeros(()))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return scores, and count."""
+        """Return scores, and count the call."""
         if self.training:
             self.steps += 1
         scores: torch.Tensor = self.last(torch.tanh(self.first(inputs)))
@@ -45,7 +45,7 @@ class ShardedTraining:
 
     Args:
         form: A key of `FORMS`.
-        seed: The seed of the weights.
+        seed: The seed for the weights.
     """
 
     def __init__(self, form: str = "fsdp2", seed: int = 0) -> None:

@@ -55,7 +55,7 @@ TOTAL_STEPS = 100_000
 
 
 class Received:
-    """A listener of ranks that records everything it receives: the rank, the source, and the bytes."""
+    """A listener of ranks that records everything it receives as a rank, a source and bytes."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
@@ -73,7 +73,7 @@ class Received:
         self.calls.append((rank, SAMPLES, data))
 
     def on_end(self, rank: int) -> None:
-        """Record an end."""
+        """Record the end of a rank."""
         self.calls.append((rank, "end"))
 
 
@@ -81,10 +81,11 @@ class SimulatedRank(LocalRank):
     """A rank that another process simulates.
 
     Args:
-        rank: Global index.
-        pid: The process that simulates it.
+        rank: The global index of the rank.
+        pid: The id of the process that simulates it.
         ends: The kernel's ends of its channel and pipes.
-        life: Closed by the simulator when the rank ends, and half closed from here to end it.
+        life: A socket that the simulator closes when the rank ends, and whose sending half this process closes to end
+            the rank.
     """
 
     def __init__(self, rank: int, pid: int, ends: RankPipes, life: socket.socket) -> None:
@@ -106,7 +107,7 @@ class SimulatedRank(LocalRank):
             self._life.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close the kernel's ends, which the simulator notices."""
+        """Close the kernel's ends. The simulator notices this."""
         self.exit_descriptor = None
         super().close()
         self._life.close()
@@ -222,7 +223,7 @@ class LinkedBackend(ProcessBackend):
 
 
 def _nothing() -> None:
-    """Stand in for the function of a launch, because simulated ranks run none."""
+    """Take the place of a launch's function, because simulated ranks do not run one."""
 
 
 # ---- in the simulator
@@ -240,7 +241,7 @@ class _Voice:
         self._channel.send(StatusEvent("running"))
 
     def begin(self) -> None:
-        """Become due within a period from now. Messages missed while the others were started are not made up for."""
+        """Schedule the first message within a period from now. Messages missed while others started are not sent."""
         self.due = time.monotonic() + random.Random(self._rank).random() * self._period
 
     def speak(self) -> bool:
@@ -249,7 +250,7 @@ class _Voice:
             if not self._asked_to_end():
                 self._say(self._number)
                 self._number += 1
-                self.due = max(self.due + self._period, time.monotonic())  # A training does not make up for lost time.
+                self.due = max(self.due + self._period, time.monotonic())  # Like training code, this does not make up for lost time.
                 return True
             self._channel.send(ResultEvent(pickle.dumps(self._rank)))
         for descriptor in (self._stdout, self._stderr):
@@ -312,11 +313,11 @@ def _be_host(port: int, secret: bytes, node: int, ranks: range, events_per_secon
     orders = [WorkerOrder(rank, {}, None, capture_inherited_state()) for rank in ranks]
     with closing(Host(connect_to_kernel("127.0.0.1", port, secret, hello))) as host:
         host.run_ranks(_VoiceBackend(events_per_second), orders)
-        host.next_message()  # No frames: the kernel disconnects.
+        host.next_message()  # This message has no frames: the kernel disconnects.
 
 
 def be_hosts(port: int, first: int, count: int, each: int, events_per_second: float) -> None:
-    """Run as the machines of some ranks, a host each. The secret arrives on standard input."""
+    """Run as the machines of some ranks, with a host on each. The secret arrives on standard input."""
     secret = sys.stdin.buffer.read()
     threads = []
     for begin in range(first, first + count, each):

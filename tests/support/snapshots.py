@@ -1,4 +1,4 @@
-"""Compares rendered HTML with files: ``snapshot("name", html)`` in a test. ``UPDATE_SNAPSHOTS=1`` writes the files."""
+"""Compare rendered HTML with files: ``snapshot("name", html)`` in a test. ``UPDATE_SNAPSHOTS=1`` writes the files."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _VARYING = (
 )
 """Parts that differ between two renderings of the same view, or that other tests compare."""
 Snapshot = Callable[[str, str], None]
-"""The fixture ``snapshot``: compares the second argument with the file that the first one names."""
+"""The fixture ``snapshot``, which compares the second argument with the file that the first one names."""
 _VOID = frozenset({"br", "hr", "img", "input"})
 
 
 def compare(file: Path, html: str) -> None:
-    """Compare HTML with a snapshot that has an element per line, so that differences are readable.
+    """Compare HTML with a snapshot that has one element per line, so that differences are readable.
 
     Args:
-        file: The snapshot.
+        file: The file of the snapshot.
         html: The rendered HTML.
     """
     for pattern, replacement in _VARYING:
@@ -42,7 +42,7 @@ def compare(file: Path, html: str) -> None:
 
 
 class _Lines(HTMLParser):
-    """Formats an element per line, indented by depth. Elements that contain only text are closed on their line."""
+    """Formats one element per line, indented by depth. Elements that contain only text end on the same line."""
 
     def __init__(self, html: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -59,7 +59,7 @@ class _Lines(HTMLParser):
             self._open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)  # <img />: there is nothing to close.
+        self.handle_starttag(tag, attrs)  # An element such as <img /> has nothing to close.
 
     def handle_endtag(self, tag: str) -> None:
         assert self._open.pop() == tag, f"</{tag}> closes another element"

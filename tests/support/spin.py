@@ -1,4 +1,4 @@
-"""A call that waits like CUDA's threads wait for their device: it spins in C, without the interpreter's lock.
+"""A call that waits as CUDA's threads wait for their device: it spins in C, without the interpreter lock.
 
 cudaDeviceScheduleAuto, CUDA's default, spins if a process has fewer contexts than the machine has cores.
 """
@@ -39,7 +39,7 @@ def load(library: Path, *, locked: bool = False) -> Any:
 
     Args:
         library: The path that `build` returned.
-        locked: Whether it keeps the interpreter's lock.
+        locked: Whether the call keeps the interpreter lock.
     """
     spin = (ctypes.PyDLL if locked else ctypes.CDLL)(str(library)).spin
     spin.argtypes, spin.restype = [ctypes.c_double], None
@@ -51,7 +51,7 @@ def on_device(wait: Any, seconds: float) -> Any:
 
     Args:
         wait: The function that `load` returned.
-        seconds: Duration of each use.
+        seconds: The duration of each use.
     """
     import torch
 
@@ -70,7 +70,7 @@ def record_nccl(entered: int, ended: int, operation: str = "all_reduce") -> None
 
     Args:
         entered: The number of collectives that this rank has entered.
-        ended: The number of these that have completed.
+        ended: The number of those collectives that have completed.
         operation: The operation of all collectives.
     """
     import torch

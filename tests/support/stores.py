@@ -1,4 +1,4 @@
-"""A store behind a URL that needs no server: ``shelf:///folder`` is that folder, seen through fsspec alone."""
+"""A store behind a URL that needs no server: ``shelf:///folder`` is that folder, accessed only through fsspec."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ fsspec.register_implementation("shelf", Shelf, clobber=True)
 
 
 def load_packages(url: str) -> None:
-    """Import the packages that a URL needs, before forking processes that would each do it."""
+    """Import the packages that a URL needs, so that forked processes do not each import them."""
     if url.startswith("s3:"):
         for name in ("s3fs", "aiobotocore.session"):
             import_module(name)

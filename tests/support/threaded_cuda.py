@@ -1,6 +1,6 @@
 """A stub of `torch.cuda` with several devices and a current device for each thread, for machines without a GPU.
 
-Importing it changes nothing. Tensors stay on the CPU; uses of streams, events and devices are recorded.
+Importing this module changes nothing. Tensors stay on the CPU; uses of streams, events and devices are recorded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ThreadedCuda:
 
     Attributes:
         log: The calls in order: ("synchronize", 1), ("stream", 1), ("synchronize stream", 1), ("record", 1), ...
-        locked: Bytes of page-locked memory by address.
+        locked: The number of bytes of page-locked memory, by address.
         lockable: The maximum number of bytes that can be locked.
     """
 

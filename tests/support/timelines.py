@@ -1,4 +1,4 @@
-"""Timelines of any size that look like a training."""
+"""Timelines of any size that look like those of training runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LOADER = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
 
 
 class _Builder:
-    """Adds events to a track. An event contains those that are added before it ends."""
+    """Adds events to a track. An event contains the events that are added before it ends."""
 
     def __init__(self, timeline: Timeline, known: dict[str, int], rank: int, name: str) -> None:
         self.names, self.known = timeline.names, known
@@ -34,12 +34,12 @@ class _Builder:
 
 
 def training(ranks: int = 4, steps: int = 3, ops: int = 60, slow: int = 1, seed: int = 0) -> Timeline:
-    """Return the timeline of a training with one rank that loads its data slowly, so that the others wait for it.
+    """Return the timeline of a training run in which one rank loads its data slowly, so that the others wait for it.
 
     Args:
         ranks: The number of ranks.
-        steps: The number of steps of each.
-        ops: Operations of a forward pass. A backward pass has twice as many.
+        steps: The number of steps of each rank.
+        ops: The number of operations in a forward pass. A backward pass has twice as many.
         slow: The rank that the others wait for.
         seed: The seed of the random numbers.
     """
@@ -105,7 +105,7 @@ def large(ranks: int = 8, events: int = 200_000, seed: int = 0) -> Timeline:
 
     Args:
         ranks: The number of ranks.
-        events: The number of events of each.
+        events: The number of events of each rank.
         seed: The seed of the random numbers.
     """
     one = sum(map(len, training(ranks, 4, seed=seed).tracks)) / ranks / 4

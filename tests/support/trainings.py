@@ -1,4 +1,4 @@
-"""A small training with everything a checkpoint holds, for tests of saving and resuming."""
+"""A small model and its training, with everything that a checkpoint holds, for tests of saving and resuming."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Counter:
 
 
 class Net(nn.Module):
-    """A normalization with running statistics, dropout that draws random numbers, and weights used twice."""
+    """A model with a normalization with running statistics, dropout that draws random numbers, and tied weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,11 +46,11 @@ class Net(nn.Module):
 
 
 class Training:
-    """A model, an optimizer, a schedule, a shuffled loader and a counter, prepared.
+    """A prepared model, optimizer, schedule and shuffled loader, and a counter.
 
     Args:
-        seed: The seed of all random numbers.
-        options: Arguments of `Accelerator`.
+        seed: The seed for all random numbers.
+        options: The arguments for `Accelerator`.
     """
 
     def __init__(self, seed: int = 0, **options: Any) -> None:
@@ -71,8 +71,8 @@ class Training:
         """Train one epoch.
 
         Args:
-            skip: Batches to skip at its start.
-            stop: Stop before this batch.
+            skip: The number of batches to skip at the start.
+            stop: The index of the batch before which to stop.
         """
         loader = self.accelerator.skip_first_batches(self.loader, skip) if skip else self.loader
         for index, (inputs, targets) in enumerate(loader, start=skip):
@@ -97,7 +97,7 @@ class Training:
         return [tensor.detach().clone() for tensor in self.raw.state_dict().values()]
 
     def everything(self) -> list[Any]:
-        """Return what equal trainings share: weights, optimizer, schedule, counter, next random numbers."""
+        """Return what is equal after equal training: weights, optimizer, schedule, counter and the next random numbers."""
         state = self.optimizer.state_dict()
         tensors = [value for key in sorted(state["state"]) for value in state["state"][key].values()]
         return [

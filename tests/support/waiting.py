@@ -1,4 +1,4 @@
-"""Waiting for a condition."""
+"""Wait for a condition."""
 
 from __future__ import annotations
 

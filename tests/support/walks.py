@@ -36,10 +36,11 @@ class Call(NamedTuple):
 def steps_of(walk: str) -> list[Step]:
     """Return the functions that a walk of the document names, in order.
 
-    Each must cause the next one: a test cannot know the order of simultaneous events in two threads or processes.
+    Each must cause the next one, because a test cannot know the order of simultaneous events in two threads or
+    processes.
 
     Args:
-        walk: The heading of the walk, as "A launch".
+        walk: The heading of the walk, such as "A launch".
     """
     section = DOCUMENT.read_text().partition(f"\n## {walk}\n")[2].partition("\n## ")[0]
     found = []
@@ -97,7 +98,7 @@ def _file_of(code: CodeType) -> str:
 
 
 def first_missing(steps: Iterable[Step], calls: Iterable[Call]) -> Step | None:
-    """Return the first step that no call matches in the order of the walk, or None if the trace passes all of them."""
+    """Return the first step that no call matches in the order of the walk, or None if calls match all steps."""
     left = iter(calls)
     for step in steps:
         if not any((call.file, call.function) == (step.file, step.function) for call in left):

@@ -1,6 +1,6 @@
-"""A stub for torch_tpu's registrations in torch, without a TPU. Its folder on the path makes it importable.
+"""A stub of torch_tpu that registers itself in torch without a TPU. Put its folder on the path to import it.
 
-The device type and the process group's back end exist, but nothing can be computed.
+The device type and the process group's backend exist, but nothing can be computed.
 """
 
 from __future__ import annotations
