@@ -183,7 +183,7 @@ def run_script(script: str, *arguments: str, world_size: int = 2, timeout: float
     """
     command = [sys.executable, "-c", script, *arguments]
     with reserved_port() as port, ExitStack() as stack:
-        errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world_size)]  # Files, unlike pipes, do not fill up.
+        errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world_size)]  # Pipes could fill up.
         ranks = []
         try:
             for rank in range(world_size):

@@ -250,7 +250,7 @@ class _Voice:
             if not self._asked_to_end():
                 self._say(self._number)
                 self._number += 1
-                self.due = max(self.due + self._period, time.monotonic())  # Like training code, this does not make up for lost time.
+                self.due = max(self.due + self._period, time.monotonic())  # Training does not make up for lost time.
                 return True
             self._channel.send(ResultEvent(pickle.dumps(self._rank)))
         for descriptor in (self._stdout, self._stderr):

@@ -97,7 +97,7 @@ class Training:
         return [tensor.detach().clone() for tensor in self.raw.state_dict().values()]
 
     def everything(self) -> list[Any]:
-        """Return what is equal after equal training: weights, optimizer, schedule, counter and the next random numbers."""
+        """Return everything that equal training leaves equal: weights, optimizer, schedule, counter, random numbers."""
         state = self.optimizer.state_dict()
         tensors = [value for key in sorted(state["state"]) for value in state["state"][key].values()]
         return [

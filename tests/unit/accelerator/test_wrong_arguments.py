@@ -1,4 +1,4 @@
-"""Wrong arguments raise immediately, with the line to type."""
+"""Wrong arguments raise an error immediately, with the line to type."""
 
 from __future__ import annotations
 
@@ -95,5 +95,5 @@ def test_clipping_parameters_without_gradients_returns_zero() -> None:
 def test_strings_and_single_numbers_may_be_logged() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.log({"loss": torch.ones(1), "note": "warm-up", "parts": {"a": 1, "b": 2.0}, "flag": True})
-    accelerator.log({"picture": object()})  # Arguments that a disabled tracker would accept.
+    accelerator.log({"picture": object()})  # A disabled tracker accepts these arguments.
     accelerator.log({"weights": torch.ones(2), "nothing": None})

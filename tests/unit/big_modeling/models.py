@@ -9,7 +9,7 @@ from torch import nn
 
 
 class ThreeLayers(nn.Module):
-    """64, 72 and 100 bytes, the sizes assumed by the expected device maps."""
+    """Three layers of 64, 72 and 100 bytes, the sizes that the expected device maps assume."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Deep(nn.Module):
-    """Embedding, blocks, norm, head, and optionally a parameter on the model itself."""
+    """A model with an embedding, blocks, a norm, a head, and optionally a parameter on the model itself."""
 
     def __init__(self, blocks: int = 4, width: int = 10, tied: bool = False, own: bool = False) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 class PlusOne(hooks.ModelHook):
-    """Adds one before and after."""
+    """Adds one before and after the forward pass."""
 
     def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         return (args[0] + 1,), kwargs
@@ -147,7 +147,7 @@ def test_skipped_keys_stay_on_their_device(skipped: Any, how: str) -> None:
 
 
 class Told(nn.Linear):
-    """Records where it is sent."""
+    """Records the devices that it is moved to."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         super().__init__(2, 2)

@@ -36,12 +36,12 @@ from notebook_accelerate.utils.modeling import get_state_dict_offloaded_model, n
 from tests.support.waiting import until
 
 WIDTHS = {"copied": 16, "mapped": 1024}
-"""Small weights are copied from their file, large ones (2 MB) are mapped."""
+"""Small weights are copied from their file; large ones (2 MB) are mapped."""
 GRADIENT_MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
 
 
 class Part(nn.Module):
-    """A layer that can append its weight to `keep` in its forward."""
+    """A layer that can append its weight to `keep` in the forward pass."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def test_weights_kept_by_a_forward_stay_unchanged(tmp_path: Path, how: str, mode
     model, x = Parts(width).eval(), torch.randn(2, width)
     plain, weights = model(x).detach(), [part.weight.detach().clone() for part in model.parts]
     _offloaded(model, how, tmp_path)
-    names = [name for name in KEEP if width < 100 or name != "its storage"]  # Comparing it is slow.
+    names = [name for name in KEEP if width < 100 or name != "its storage"]  # Comparing the storage is slow.
     kept: list[tuple[str, int, Any]] = []
     for number, part in enumerate(model.parts):
         part.keep = lambda own, number=number: kept.extend((name, number, KEEP[name](own.weight)) for name in names)
@@ -190,7 +190,7 @@ def test_a_graph_around_prefetched_weights_has_correct_gradients(tmp_path: Path,
 
     def product(number: int) -> Callable[[Any], None]:
         def build(part: Any) -> None:
-            with torch.enable_grad():  # autograd keeps the weight, even in a forward without gradients.
+            with torch.enable_grad():  # autograd keeps the weight, even if the pass needs no gradients.
                 built.append(inputs[number] @ part.weight.detach())
 
         return build
@@ -373,7 +373,7 @@ def test_a_weight_on_the_model_itself_is_offloaded_whatever_hooks_it_has(tmp_pat
     model, x = Parts().eval(), torch.randn(2, 16)
     plain, state = model(x).detach(), {name: each.clone() for name, each in model.state_dict().items()}
     _offloaded(model, "disk", tmp_path)
-    for _ in range(2):  # Nested hooks.
+    for _ in range(2):  # Nest the hooks.
         add_hook_to_module(model, ModelHook(), append=True)
         assert has_offloaded_params(model)
         assert torch.equal(model(x), plain)
@@ -403,7 +403,7 @@ def test_replaced_weights_are_used(tmp_path: Path) -> None:
         for _ in range(3):
             before = model(x)
         hook = part._hf_hook
-        hook.pre_forward(part)  # Like peft when it merges an adapter into an offloaded layer.
+        hook.pre_forward(part)  # peft does this when it merges an adapter into an offloaded layer.
         part.weight.data += 1
         hook.weights_map = {name: each.to("cpu") for name, each in named_module_tensors(part)}
         hook.post_forward(part, torch.tensor([]))
@@ -487,7 +487,7 @@ class _Device:
         """Do nothing."""
 
     def read(self, unit: Any, after: Any) -> tuple[list[Any], None]:
-        """Wait for room, and allocate memory."""
+        """Wait until there is room, and allocate memory."""
         for event in after:
             event.synchronize()
         self.bytes += unit.nbytes

@@ -1,4 +1,4 @@
-"""Properties of every device map: complete, within the limits, tied parameters on one device."""
+"""Every device map is complete, stays within the limits, and puts tied parameters on one device."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _grow(random_: random.Random, depth: int = 0) -> nn.Module:
 
 
 def _tie(random_: random.Random, model: nn.Module) -> None:
-    """Give some parameters several names, in one module or several, also in chains."""
+    """Give some parameters several names, in one module or several, some of them in chains."""
     places = [
         (owner, key) for owner in model.modules() for key in owner._parameters if owner._parameters[key] is not None
     ]

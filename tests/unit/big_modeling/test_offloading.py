@@ -103,7 +103,7 @@ def test_another_unit_does_not_wait_for_a_slow_read(tmp_path: Path) -> None:
     with torch.no_grad():
         _run(model, 2)
         prefetcher = _prefetcher(model)
-        until(lambda: prefetcher._thread is None)  # It has prefetched for the next pass.
+        until(lambda: prefetcher._thread is None)  # Wait until it has prefetched for the next pass.
         first, other = (cast("Any", module)._hf_hook._unit for module in (model.h[0].a, model.h[4].a))
         read, begun, go = prefetcher._transfer.read, threading.Event(), threading.Event()
 
@@ -189,7 +189,7 @@ def test_copies_of_offloaded_models_compute_independently(tmp_path: Path, where:
 
 
 def _mapped_bytes(folder: Path) -> int:
-    """Return how many bytes of the folder's files this process has mapped and resident."""
+    """Return how many bytes of the folder's files this process has mapped into resident memory."""
     found, ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if not line.split()[0].endswith(":"):
@@ -345,7 +345,7 @@ def test_a_model_can_be_dispatched_and_restored(tmp_path: Path, caplog: pytest.L
 
 
 class Shifted(nn.Module):
-    """A model with a parameter, a buffer and a tied weight directly on it."""
+    """A model that itself has a parameter, a buffer and a tied weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -430,7 +430,7 @@ def test_a_compiled_model_on_memory_and_disk_gives_the_same_results(tmp_path: Pa
     x = torch.ones(2, 4)
     plain = model(x)
     dispatch_model(model, {"0": "cpu", "1": "disk"}, offload_dir=tmp_path)
-    # In this process: compile workers would outlive the test.
+    # Compile in this process, because compile workers would outlive the test.
     with torch.no_grad(), inductor_config.patch(compile_threads=1):
         compiled = torch.compile(model, backend=backend)
         for _ in range(3):

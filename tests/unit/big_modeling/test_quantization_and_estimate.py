@@ -86,7 +86,7 @@ AWAY = {"0": "cpu", "1": "cpu", "2": "cpu", "3": "disk", "4": "cpu"}
 
 
 def _saved(folder: Path) -> tuple[torch.Tensor, torch.Tensor, nn.Module]:
-    """Return an input, the output of the whole model, and the model without its weights, which are in the folder."""
+    """Save a model's weights in the folder. Return an input, its output, and the model without its weights."""
     model, x = _network().eval(), torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
     save_file(model.state_dict(), folder / "model.safetensors")
     with init_empty_weights():
@@ -174,7 +174,7 @@ def test_layers_of_8_bits_are_loaded_from_main_memory(tmp_path: Path) -> None:
 @needs_bitsandbytes
 def test_a_checkpoint_in_8_bits_is_loaded_into_offloaded_layers(tmp_path: Path) -> None:
     x, plain, empty = _saved(tmp_path)
-    from notebook_accelerate.big_modeling.eight_bit import quantize_8bit  # Needs bitsandbytes.
+    from notebook_accelerate.big_modeling.eight_bit import quantize_8bit  # This import needs bitsandbytes.
 
     state = load_file(tmp_path / "model.safetensors")
     state["3.weight"], state["3.SCB"] = quantize_8bit(state["3.weight"])
@@ -224,7 +224,7 @@ def test_the_parts_of_training_are_estimated() -> None:
 
 
 class Scaled(nn.Parameter):
-    """A parameter whose constructor takes another argument, like DTensor and quantized tensors."""
+    """A parameter whose constructor takes a further argument, as those of DTensor and quantized tensors do."""
 
     def __new__(cls, data: torch.Tensor, scale: float) -> Scaled:
         made: Scaled = super().__new__(cls, data)  # type: ignore[assignment]

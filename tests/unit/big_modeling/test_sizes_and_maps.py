@@ -270,7 +270,7 @@ def test_buffers_that_fit_no_accelerator_cause_a_warning() -> None:
 
 
 def test_buffers_of_a_split_module_have_a_place() -> None:
-    """Accelerate leaves them out, and its own check then refuses the map."""
+    """Accelerate leaves these buffers out, and its own check then refuses the map."""
     model = nn.Module()
     inner = nn.Module()
     inner.a, inner.b = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -329,7 +329,7 @@ def test_time_is_linear_in_the_number_of_modules() -> None:
         return min(times)
 
     seconds(1000)
-    assert seconds(16000) < 10 * seconds(4000)  # Four times as many; a quadratic walk would take sixteen times as long.
+    assert seconds(16000) < 10 * seconds(4000)  # A quadratic walk would take 16 times as long.
 
 
 def test_dispatching_calls_a_replaced_check(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""`save_state(blocking=False)`: later training does not change the checkpoint, and errors are raised."""
+"""With `save_state(blocking=False)`, later training does not change the checkpoint, and errors are raised."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def test_a_failed_copy_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(MemoryError, match="no memory for the copy"):
             training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
     assert list(tmp_path.iterdir()) == []
-    training.epoch()  # No optimizer waits for the failed copy.
+    training.epoch()  # Check that no optimizer waits for the failed copy.
     training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
     training.accelerator.end_training()
     assert (tmp_path / "out" / "checkpoint_manifest.json").exists()
@@ -275,7 +275,7 @@ def test_an_exited_process_is_detected() -> None:
         assert not peer.has_ended()
         process.kill()
         deadline = time.monotonic() + 60
-        while not peer.has_ended() and time.monotonic() < deadline:  # Its exit status was not read.
+        while not peer.has_ended() and time.monotonic() < deadline:  # Nothing has read its exit status.
             time.sleep(0.01)
         assert peer.has_ended()
     assert peer.has_ended()

@@ -1,4 +1,4 @@
-"""States of models that are compiled, wholly or in part, when they are saved or loaded."""
+"""The states of models that are completely or partly compiled when they are saved or loaded."""
 
 from __future__ import annotations
 

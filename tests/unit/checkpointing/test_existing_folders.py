@@ -22,7 +22,7 @@ MANIFEST = "checkpoint_manifest.json"
 
 
 def save(folder: Path | str, value: float = 1.0) -> None:
-    """Save a model whose weights all have one value."""
+    """Save a model whose weights all have the same value."""
     reset_shared_state()
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(4, 4)

@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def torch_file(pickled: bytes, compression: int = zipfile.ZIP_STORED, **more: bytes) -> bytes:
-    """Return a file in torch's format with another pickle, and additional entries."""
+    """Return a file in torch's format whose pickle is replaced, and which has additional entries."""
     plain, changed = io.BytesIO(), io.BytesIO()
     torch.save({"a": 1}, plain)
     with zipfile.ZipFile(plain) as archive, zipfile.ZipFile(changed, "w", compression) as out:
@@ -113,7 +113,7 @@ def test_damaged_files_without_a_manifest_raise_a_single_class_that_names_them(f
 
 
 def assert_named(load: Callable[[], object], name: str) -> None:
-    """Load, and check that an error is the package's and names the file. torch itself reports mismatched parameters."""
+    """Load, and check that any error is the package's and names the file. torch reports mismatched parameters itself."""
     error: Exception | None = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -28,7 +28,7 @@ assert stores.Shelf.protocol == ("shelf",)
 
 @pytest.fixture
 def url() -> str:
-    """Return a separate URL in fsspec's memory for the test."""
+    """Return a URL in fsspec's memory that only this test uses."""
     return f"memory://{uuid.uuid4().hex}"
 
 
@@ -40,7 +40,7 @@ def names(url: str) -> list[str]:
 @pytest.mark.parametrize("kind", ["memory", "shelf", "file"])
 def test_resuming_restores_the_saved_state(url: str, tmp_path: Path, kind: str, blocking: bool) -> None:
     place = {"memory": url, "shelf": f"shelf://{tmp_path}", "file": f"file://{tmp_path}"}[kind] + "/out"
-    for _ in range(2):  # The second one overwrites the first.
+    for _ in range(2):  # The second save overwrites the first.
         training = Training()
         training.epoch()
         assert training.accelerator.save_state(place, blocking=blocking) == place
@@ -84,7 +84,7 @@ def test_a_remote_folder_without_a_manifest_loads_only_by_name(url: str) -> None
     assert training.accelerator.project_configuration.iteration == 1
     with pytest.raises(ValueError, match=r"checkpoint_1 exists already.*iteration=2"):
         training.accelerator.save_state()
-    training.accelerator.load_state(f"{url}/checkpoints/checkpoint_1")  # Like a folder of Accelerate.
+    training.accelerator.load_state(f"{url}/checkpoints/checkpoint_1")  # It looks like a folder of Accelerate.
     assert training.counter.count == 24
 
 
@@ -169,7 +169,7 @@ def test_a_failed_download_leaves_nothing_of_a_merge(url: str, tmp_path: Path, m
         raise CheckpointError("the store is gone")
 
     monkeypatch.setattr(RemotePath, "download", fail)
-    # Kept, as a notebook keeps the last exception.
+    # Keep the exception, as a notebook keeps the last one.
     with pytest.raises(CheckpointError, match="the store is gone") as caught:
         merge_fsdp_weights(url, tmp_path / "merged")
     assert list((tmp_path / "merged").iterdir()) == []

@@ -51,7 +51,7 @@ def test_the_files_match_accelerate(tmp_path: Path) -> None:
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert set(file.keys()) >= {"first.weight", "norm.running_mean"}
-        assert "last.weight" not in set(file.keys())  # It is first.weight.
+        assert "last.weight" not in set(file.keys())  # It is the same tensor as first.weight.
     assert torch.load(tmp_path / "out" / "custom_checkpoint_0.pkl") == {"count": 12}
     assert set(torch.load(tmp_path / "out" / "optimizer.bin")) == {"state", "param_groups"}
 
@@ -374,7 +374,7 @@ def test_a_checkpoint_that_cannot_be_removed_does_not_undo_the_new_one(
     with monkeypatch.context() as patch:
         patch.setattr(
             state_saving, "checkpoints_above_limit", lambda *_: [gone]
-        )  # Another process has removed it since it was listed.
+        )  # As if another process had removed it after it was listed.
         with pytest.warns(UserWarning, match=r"checkpoint_1 is written, but .* could not be removed: .*checkpoint_7"):
             accelerator.save_state()
     assert names_in(tmp_path / "checkpoints") == ["checkpoint_0", "checkpoint_1"]
@@ -421,7 +421,7 @@ def test_a_sampler_that_would_be_pickled_is_dropped_with_a_warning(tmp_path: Pat
 
 
 class Odd:
-    """Its state is the assigned value."""
+    """An object whose state is the assigned value."""
 
     def __init__(self, value: Any) -> None:
         self.value = value

@@ -1,4 +1,4 @@
-"""Single files: shared tensors, shards and their index, weights_only loading, refusals."""
+"""Single files: shared tensors, shards and their index, loading with weights_only, and refused files."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_safetensors_takes_dtypes_and_views_that_need_another_form(tmp_path: Pat
 
 
 class Interrupting:
-    """The user presses the stop button while this is pickled."""
+    """An object during whose pickling the user presses the stop button."""
 
     def __reduce__(self) -> Any:
         raise KeyboardInterrupt
@@ -146,7 +146,7 @@ def test_numpy_values_load_with_weights_only(tmp_path: Path, value: Any) -> None
 
 
 class Custom:
-    """A class whose objects are more than data."""
+    """A class whose objects are not plain data."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Custom)

@@ -30,7 +30,7 @@ class Frozen:
 
 
 class Output(OrderedDict):
-    """Like transformers' outputs: a mapping with attributes and its own constructor."""
+    """A mapping with attributes and its own constructor, like transformers' outputs."""
 
     def __init__(self, items: Any = (), **kwargs: Any) -> None:
         super().__init__(items, **kwargs)

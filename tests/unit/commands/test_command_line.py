@@ -1,4 +1,4 @@
-"""The program `notebook-accelerate`, as real processes."""
+"""The program `notebook-accelerate`, run in real processes."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ ALWAYS = {
     "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_DYNAMO_MODE": "default", "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
     "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False",
 }  # fmt: skip
-"""Variables that Accelerate's command gives to every process."""
+"""The variables that Accelerate's command sets for every process."""
 
 
 def test_options_become_settings_of_a_launch() -> None:
@@ -313,7 +313,7 @@ def test_options_become_settings_of_a_launch() -> None:
     }  # fmt: skip
 
 
-# Observed with Accelerate 1.15: the environment that its command gives to the processes.
+# The environment that Accelerate's command gives to the processes, observed with version 1.15.
 OBSERVED: dict[str, dict[str, str]] = {
     "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"
     " --fsdp_transformer_layer_cls_to_wrap A,B": {

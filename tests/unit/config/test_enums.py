@@ -1,4 +1,4 @@
-"""Enums: values, membership, text, older names."""
+"""Enums: values, membership, text and older names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kwargs handlers: only values that differ from the defaults reach torch."""
+"""Kwargs handlers pass torch only the values that differ from the defaults."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_compilation_settings_are_read_from_the_environment(monkeypatch: pytest.
     plugin = TorchDynamoPlugin(mode="max-autotune", use_regional_compilation=True)
     assert plugin.backend is DynamoBackend.INDUCTOR
     assert plugin.to_dict()["use_regional_compilation"] is True
-    # The environment's values must reach torch too, though they are the defaults of this machine.
+    # The environment's values must reach torch, too, even though they are the defaults on this machine.
     assert plugin.to_kwargs() == {"backend": "inductor", "mode": "max-autotune", "dynamic": True}
     assert dict(os.environ) == before
 

@@ -1,4 +1,4 @@
-"""Degrees of parallelism: variables, products, names of dimensions."""
+"""Degrees of parallelism: variables, products, and names of dimensions."""
 
 from __future__ import annotations
 

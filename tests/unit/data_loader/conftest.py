@@ -1,4 +1,4 @@
-"""State that torch's loaders keep in a process after the first start of workers."""
+"""The state that torch's loaders keep in a process once workers have been started."""
 
 from __future__ import annotations
 

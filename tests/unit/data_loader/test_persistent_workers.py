@@ -16,7 +16,7 @@ from notebook_accelerate.data_loader.prepared_loader import EpochFollower, separ
 
 
 class Several(Dataset[int]):
-    """Returns whole batches that contain the epoch."""
+    """A dataset that returns whole batches, which contain the epoch."""
 
     epoch = 0
 
@@ -31,7 +31,7 @@ class Several(Dataset[int]):
 
 
 class Stream(IterableDataset[int]):
-    """Yields the epoch, and the values that the worker received at its start."""
+    """An iterable dataset that yields the epoch, and the values that the worker received at its start."""
 
     told = -1
 

@@ -1,4 +1,4 @@
-"""`prepare_data_loader` on a single rank, and on one of several."""
+"""`prepare_data_loader` on a single rank, and on one of several ranks."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_samplers_that_draw_get_a_generator_that_ranks_can_share(sampler: Any) -
         torch.manual_seed(4)
         made = prepared(plain, 2, rank, rng_types=["generator"])
         assert made.synchronized_generator is get_sampler(made).generator is not None
-        torch.manual_seed(100 + rank)  # Ranks that draw other numbers between epochs.
+        torch.manual_seed(100 + rank)  # Each rank draws other numbers between epochs.
         shares.append([i for batch in read(made) for i in batch])
     assert len(set(shares[0] + shares[1])) == 8
     assert sampler.generator is None
@@ -217,7 +217,7 @@ def test_loaders_without_batches_are_divided_item_by_item() -> None:
 
 
 class Slices(Dataset[torch.Tensor]):
-    """A dataset that returns whole batches, as `datasets` supports it."""
+    """A dataset that returns whole batches, as those of `datasets` can."""
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return torch.tensor(index)
@@ -380,7 +380,7 @@ def test_the_remainder_counts_samples_without_padding(plain: DataLoader[Any], re
 
 
 class Announced(Stream):
-    """Reports a wrong length."""
+    """A dataset that reports a wrong length."""
 
     def __init__(self, length: int, announced: int) -> None:
         super().__init__(length)
@@ -391,14 +391,14 @@ class Announced(Stream):
 
 
 class Batches(Stream):
-    """Yields complete batches."""
+    """A dataset that yields complete batches."""
 
     def __iter__(self) -> Any:
         return iter(torch.arange(self.length).split(4))
 
 
 class Uncounted(Sampler[int]):
-    """Has no length."""
+    """A dataset without a length."""
 
     def __iter__(self) -> Any:
         return iter(range(10))
@@ -454,7 +454,7 @@ def test_one_process_cuts_results_at_the_end_of_data_of_unknown_length(
 def test_the_rest_of_a_stream_is_cut_too(dispatch: bool) -> None:
     made = prepared(DataLoader(Stream(10), batch_size=4), device=CPU, put_on_device=True, dispatch_batches=dispatch)
     assert ends(skip_first_batches(made, 1))[-1] == (True, 2)
-    for _ in made:  # An unfinished pass.
+    for _ in made:  # Leave a pass unfinished.
         break
     assert ends(made)[-1] == (True, 2)
 
@@ -489,7 +489,7 @@ def test_an_evaluation_in_between_changes_nothing() -> None:
             if step == 1:
                 break
         single = iter(prepared(DataLoader(range(1))))
-        next(single)  # Its last batch: it reports the end, and stays open.
+        next(single)  # Its last batch reports the end, and the pass stays open.
         held.append(single)
         if step < 2:
             continue

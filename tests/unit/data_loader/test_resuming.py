@@ -1,4 +1,4 @@
-"""Epochs after a resume equal an uninterrupted run: samples, their order, random numbers."""
+"""After a resume, samples, their order and random numbers equal those of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from notebook_accelerate.state.warn_once import reset_warnings
 from tests.support.nightly import rest_nightly
 from tests.support.trainings import seed_everything
 
-LENGTH, SIZE, EPOCHS = 16, 2, 4  # So that two workers read as many batches as one.
+LENGTH, SIZE, EPOCHS = 16, 2, 4  # With these, two workers read as many batches as one.
 Log = list[list[tuple[list[int], float]]]
 
 
 class Numbers(Dataset[int]):
-    """Its items are their indices."""
+    """A dataset whose items are their indices."""
 
     def __len__(self) -> int:
         return LENGTH
@@ -36,7 +36,7 @@ class Numbers(Dataset[int]):
 
 
 class Epochs(Dataset[int]):
-    """Its items contain the epoch."""
+    """A dataset whose items contain the epoch."""
 
     epoch = 0
 
@@ -51,7 +51,7 @@ class Epochs(Dataset[int]):
 
 
 class Stream(IterableDataset[int]):
-    """Shuffles by epoch. Workers share the work."""
+    """An iterable dataset that is shuffled by epoch, and divided among workers."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -76,7 +76,7 @@ class Shuffled(Sampler[int]):
 
 
 class ShuffledBatches(Sampler[list[int]]):
-    """Shuffles the samples and then the batches, with the random numbers of Python and NumPy."""
+    """A batch sampler that shuffles samples, and then batches, with the random numbers of Python and NumPy."""
 
     def __len__(self) -> int:
         return LENGTH // SIZE
@@ -101,7 +101,7 @@ SOURCES: dict[str, Any] = {
 
 
 class Run:
-    """A process that trains and logs everything random with the samples."""
+    """A process that trains, and logs its samples and everything random."""
 
     def __init__(self, seed: int, source: str, workers: int, persistent: bool, **configuration: Any) -> None:
         self.accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**configuration))
@@ -112,7 +112,7 @@ class Run:
         self.loader = self.accelerator.prepare(plain)
 
     def epoch(self, skipped: int | None = None, save: tuple[int, str] | None = None) -> list[tuple[list[int], float]]:
-        """Read an epoch, or the rest of it. Save a checkpoint after a number of batches."""
+        """Read an epoch, or the rest of one. Save a checkpoint after a number of batches."""
         loader = self.loader
         if skipped is not None:
             loader = self.accelerator.skip_first_batches(loader, skipped)
@@ -180,7 +180,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
 
 
 class ShuffledWhenCreated(ShuffledBatches):
-    """Draws when the iterator is created, not when the first batch is read."""
+    """A sampler that draws when the iterator is created, not when the first batch is read."""
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter([[index] for index in torch.randperm(LENGTH).tolist()])
@@ -199,7 +199,7 @@ def test_a_custom_batch_sampler_draws_the_same_numbers_as_without_preparing(batc
 
 
 class Private(Shuffled):
-    """Draws from numbers that no checkpoint contains."""
+    """A sampler that draws from a generator that no checkpoint contains."""
 
     def __init__(self) -> None:
         self.numbers = random.Random(0)
@@ -209,7 +209,7 @@ class Private(Shuffled):
 
 
 class Lazy(Shuffled):
-    """Draws each index when it is read."""
+    """A sampler that draws each index when it is read."""
 
     def __iter__(self) -> Iterator[int]:
         left = list(range(LENGTH))
@@ -218,7 +218,7 @@ class Lazy(Shuffled):
 
 
 class ByEpoch(Private):
-    """Its order depends on the epoch."""
+    """A sampler whose order depends on the epoch."""
 
     def set_epoch(self, epoch: int) -> None:
         self.numbers = random.Random(epoch)

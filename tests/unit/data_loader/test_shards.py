@@ -78,7 +78,7 @@ def test_no_sample_is_lost_and_only_padding_is_repeated(
     size = size * ranks if split else size
     shares = shards(length, ranks, size, drop_last, split, even)
     got = [list(share) for share in shares]
-    # A round is one batch of every rank, in order of rank. Gathered, the samples are in their original order.
+    # A round is one batch of every rank, in order of rank. When gathered, the samples are in their original order.
     samples = [i for round_ in itertools.zip_longest(*got, fillvalue=[]) for batch in round_ for i in batch]
     whole = size if split else size * ranks
 
@@ -112,7 +112,7 @@ def test_a_shard_reports_its_length_and_its_last_round(
 
 @pytest.mark.parametrize("read", [1, 2])
 def test_an_interrupted_pass_does_not_read_the_sampler_to_its_end(read: int) -> None:
-    """torch's RandomSampler draws another permutation at its end, which would change the order of the next pass."""
+    """At its end, torch's RandomSampler draws another permutation, which changes the order of the next pass."""
     taken = []
 
     def sampler() -> Any:
@@ -169,7 +169,7 @@ def _join_rounds(shares: list[list[int]], part: int) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("batches", "attributes", "even", "expected"),
-    [  # Observed with Accelerate 1.15, two ranks.
+    [  # These were observed with Accelerate 1.15 on two ranks.
         ([[1, 2], [3], [4, 5, 6]], {}, True, [[[1, 2], [4, 5, 6]], [[3], [1, 2]]]),
         ([[1, 2], [3], [4, 5, 6]], {}, False, [[[1, 2], [4, 5, 6]], [[3]]]),
         ([[1, 2], [3], [4, 5, 6]], {"drop_last": True}, True, [[[1, 2]], [[3]]]),

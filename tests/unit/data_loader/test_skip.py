@@ -41,7 +41,7 @@ class Stream(IterableDataset[int]):
 
 
 class Numbers(Dataset[int]):
-    """Records which samples were requested."""
+    """A dataset that records which samples were requested."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -208,7 +208,7 @@ def test_resuming_continues_with_the_right_epoch() -> None:
     again = make()
     sampler = SeedableRandomSampler(range(10), data_seed=1)
     sampler.set_epoch(2)
-    again.set_sampler(sampler)  # As loading a checkpoint does.
+    again.set_sampler(sampler)  # Loading a checkpoint does this.
     assert again.get_sampler() is sampler
     assert read(again) == epochs[2]
 
@@ -241,7 +241,7 @@ def test_the_time_does_not_depend_on_the_number_of_skipped_batches(ranks: int, s
     def seconds(skipped: int) -> float:
         times = []
         for _ in range(7):
-            start = time.thread_time()  # Processor time, because other processes keep the machine busy.
+            start = time.thread_time()  # Measure CPU time, because test machines are busy.
             next(iter(skip_first_batches(made, skipped)))
             times.append(time.thread_time() - start)
         return min(times)

@@ -1,4 +1,4 @@
-"""Saving and restoring the position within an epoch, on torchdata's StatefulDataLoader."""
+"""Saving and restoring the position within an epoch with torchdata's StatefulDataLoader."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_resuming_gives_exactly_the_remaining_samples(workers: int, ranks: int, 
     for rank in range(ranks):
         torch.manual_seed(5)
         original = loader(ranks, rank, workers, **options)
-        read(original)  # The first epoch: resuming must find the second one.
+        read(original)  # Read the first epoch, so that resuming must find the second one.
         states, second = [], []
         for batch in original:
             second.append(batch.tolist())
@@ -208,7 +208,7 @@ def test_a_stream_resumes_any_number_of_times(kind: Any, workers: int, before_pa
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_state_without_a_sampler_position_resumes(ranks: int) -> None:
-    """Accelerate 1.15 writes this for a loader in one process: torchdata's own state."""
+    """For a loader without worker processes, Accelerate 1.15 writes torchdata's own state."""
     state = {
         "_index_sampler_state": None,
         "_sampler_iter_state": None,
@@ -294,7 +294,7 @@ def test_creating_a_loader_draws_the_numbers_of_its_first_pass(workers: int) -> 
         return int(torch.empty((), dtype=torch.int64).random_())
 
     torch.manual_seed(5)
-    drawn()  # The seed of workers.
+    drawn()  # Draw the seed of the workers.
     early = drawn() if workers else None
     numbers = torch.get_rng_state()
     torch.manual_seed(5)

@@ -40,14 +40,14 @@ def test_a_new_group_in_place_of_another_has_its_own_limit() -> None:
     assert timeouts.poll() is None
     assert own_limit() > timedelta(days=1)
     dist.destroy_process_group()
-    begin(9)  # Before anything has checked.
+    begin(9)  # It begins before anything has checked.
     assert timeouts.poll() == 9
     assert timeouts.poll() is None
     assert own_limit() > timedelta(days=1)
 
 
 class _Group:
-    """A process group with a back end that this machine lacks."""
+    """A process group with a backend that this machine lacks."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The debugging half of a rank's agent, with messages that arrive at the worst moment."""
+"""The debugging part of a rank's agent, with messages that arrive at the worst moment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from notebook_accelerate.worker import debug_agent as debugging
 
 
 class Host:
-    """A rank's agent and sink in one. The kernel gets messages immediately and may answer before the agent returns."""
+    """A rank's agent and sink in one. The kernel gets messages immediately, and may answer before the agent returns."""
 
     def __init__(self) -> None:
         self.sink: Any = self
@@ -31,7 +31,7 @@ class Host:
         """Register a periodic function, which is never called."""
 
     def ask(self, prompt: str, *, password: bool = False, shown: str = "", kind: str = "input") -> str:
-        """Return no answer."""
+        """Return None, as if there were no answer."""
         raise EOFError
 
     def hear(self, event: Event) -> None:
@@ -59,7 +59,7 @@ def host() -> Host:
 
 
 def reach_a_boundary(host: Host) -> None:
-    """Reach a step boundary as training does. If it is held forever, the thread stays behind."""
+    """Reach a step boundary, as training does, on a thread that is left behind if it is held forever."""
     assert host.on_step is not None
     training = threading.Thread(target=host.on_step, daemon=True)
     training.start()

@@ -1,4 +1,4 @@
-"""Verdicts from hand-made facts."""
+"""The verdicts of diagnoses, from hand-made facts."""
 
 from __future__ import annotations
 

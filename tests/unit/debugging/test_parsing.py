@@ -1,4 +1,4 @@
-"""Parsing of a rank's state as seen from outside: faulthandler's dumps, torch's flight recorder, py-spy."""
+"""Parsing a rank's state as seen from outside: faulthandler's dumps, torch's flight recorder, and py-spy."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_missing_or_forbidden_py_spy_gives_nothing(monkeypatch: pytest.MonkeyP
     assert process_stacks.native_stack(os.getpid()) == ()
     monkeypatch.setattr(
         process_stacks, "py_spy_path", lambda: sys.executable
-    )  # It refuses the arguments, like a forbidden py-spy.
+    )  # This program refuses the arguments, as py-spy does without permission.
     assert process_stacks.native_stack(os.getpid()) == ()
 
 
@@ -177,7 +177,7 @@ def test_py_spy_sees_native_code_that_holds_the_interpreter(monkeypatch: pytest.
 
 
 def _seen(pid: int) -> tuple[str, ...]:
-    """Return the stack once the process is in the native call, which it announces."""
+    """Return the stack once the process has announced that it enters the native call."""
     frames: tuple[str, ...] = ()
     for _ in range(100):
         frames = process_stacks.native_stack(pid)

@@ -64,7 +64,7 @@ def test_a_restarted_rank_is_not_waited_for(ends: tuple[Channel, Channel]) -> No
     ends[1].receive(60.0)
     kernel, other = Channel.pair()
     try:
-        with requests._changed:  # Both before the thread checks again.
+        with requests._changed:  # Let both happen before the thread checks again.
             requests.close(3)
             requests.open(3, kernel, ProcessStacks)
         asking.join(30.0)
@@ -141,7 +141,7 @@ def test_a_suspended_process_gets_no_signal_and_is_named(tmp_path: Path) -> None
 
 
 def test_a_process_in_uninterruptible_sleep_is_named_as_such(tmp_path: Path) -> None:
-    """The parent of a vfork sleeps like this until its child exits. Usually, a process does so in a driver."""
+    """The parent of a vfork sleeps in this way until its child exits. Usually, a process does so in a driver."""
     compiler = shutil.which("cc")
     if compiler is None or not sys.platform.startswith("linux"):
         pytest.skip("needs a C compiler and Linux")
@@ -265,7 +265,7 @@ def test_a_waiting_reader_is_notified_of_the_end(ends: tuple[Channel, Channel]) 
 
 
 class _Clock:
-    """Replaces the module `time`. It advances when a test says so."""
+    """Replaces the module `time`. Tests advance it."""
 
     def __init__(self) -> None:
         self.now = 1000.0

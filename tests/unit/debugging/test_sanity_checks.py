@@ -79,7 +79,7 @@ def test_a_rank_may_prepare_several_models_before_another_prepares_one() -> None
 
 
 def test_a_rank_may_train_several_models_before_another_trains_one() -> None:
-    """One Accelerator per fold: rank 0 has reached the second fold when rank 1 finishes the first step of the first."""
+    """With one Accelerator per fold, rank 0 is in the second fold when rank 1 finishes a first step in the first."""
     found = SanityChecks(2)
     for fold in (1.0, 2.0, 3.0):
         assert found.note(0, CheckEvent("parameters", 1, [4.0, fold])) == []
@@ -142,14 +142,14 @@ def test_a_rank_that_stays_far_behind_is_reported(clock: Clock) -> None:
     assert found.check_progress({0: 100, 1: 85}) == []
     assert found.check_progress({0: 130, 1: 90}) == []
     clock.time = 2.0
-    assert found.check_progress({0: 130, 1: 129}) == []  # It has caught up.
+    assert found.check_progress({0: 130, 1: 129}) == []  # Rank 1 has caught up.
     assert found.check_progress({0: 160, 1: 120}) == []
     clock.time = 2.0 + sanity_checks.BEHIND_SECONDS
     assert found.check_progress({0: 170, 1: 130}) == [
         "rank 1 is 40 steps behind (at 130 of 170); run.stacks(ranks=[1]) shows what it does"
     ]
     assert found.check_progress({0: 300, 1: 130}) == []
-    assert SanityChecks(2, clock).check_progress({0: 500}) == []  # The other one has reported no step.
+    assert SanityChecks(2, clock).check_progress({0: 500}) == []  # Rank 1 has not reported a step.
 
 
 def test_a_mistake_found_by_a_rank_is_reported_once() -> None:
@@ -182,7 +182,7 @@ class RecordingSink:
 def sink() -> Iterator[RecordingSink]:
     """Return a sink that records this process's facts."""
     listener = RecordingSink()
-    # Left by an earlier run in this process: they count the steps of later runs.
+    # An earlier run in this process may have left hooks that count the steps of later runs.
     hooks = dict(_global_optimizer_post_hooks)
     _global_optimizer_post_hooks.clear()
     telemetry.install_sink(listener)  # type: ignore[arg-type]
@@ -225,7 +225,7 @@ def test_nothing_is_installed_without_a_kernel_or_for_a_single_rank(sink: Record
 def test_parameters_are_sent_at_prepare_and_at_powers_of_ten(sink: RecordingSink) -> None:
     model, optimizer = _training()
     checks = SanityFacts(several=True)
-    for _ in range(2):  # The second call of prepare knows them already.
+    for _ in range(2):  # The second call of prepare already knows the objects.
         checks.prepared([model], [_Prepared(optimizer)], [model])
     for _ in range(20):
         _step(model, optimizer)
@@ -304,7 +304,7 @@ def test_the_first_number_that_is_not_finite_is_sent_once(sink: RecordingSink) -
     assert sink.facts("loss") == [(2, [math.inf])]
     assert checks.norm(torch.tensor(math.nan)).isnan()
     assert [key for key, _ in sink.facts("gradients")] == [1]
-    checks.loss(torch.ones(3))  # Not a single number.
+    checks.loss(torch.ones(3))  # The loss is not a single number.
     checks.loss("not a tensor")
 
 

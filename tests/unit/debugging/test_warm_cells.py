@@ -1,4 +1,4 @@
-"""Cells on warm ranks: an interrupt reaches the cell, and never loses its reply."""
+"""An interrupt of a cell on warm ranks reaches the cell, and its reply is never lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTERRUPT = "import signal\nsignal.raise_signal(signal.SIGINT)\n"
 
 @pytest.fixture
 def gate() -> Iterator[warm_cells.InterruptGate]:
-    """Accept interrupts as a warm rank does."""
+    """Return a gate that accepts interrupts as a warm rank does."""
     before = signal.getsignal(signal.SIGINT)
     yield warm_cells.InterruptGate()
     signal.signal(signal.SIGINT, before)
@@ -45,5 +45,5 @@ def test_an_interrupt_after_the_cell_does_not_lose_the_reply(
     for source, kind in (("1 / 0", "ZeroDivisionError"), (INTERRUPT, "KeyboardInterrupt")):
         assert run(source, gate).chain[-1].type == kind
     reply = run("6 * 7", gate)
-    signal.raise_signal(signal.SIGINT)  # While the reply is sent.
+    signal.raise_signal(signal.SIGINT)  # It arrives while the reply is sent.
     assert reply.shown == "42"

@@ -1,4 +1,4 @@
-"""Files of plain data are read, whichever Python and torch pickled them. Files that would run code are refused."""
+"""Files of plain data are read, whichever Python and torch wrote them. Files that would run code are refused."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class _Reduced:
         return self.reduced
 
     def __call__(self) -> None:
-        """Picklers require that the callables in a file are callable."""
+        """Do nothing; picklers require that the objects that a file calls are callable."""
 
 
 def _reduced(*reduced: Any) -> Any:

@@ -64,7 +64,7 @@ def test_the_memory_of_this_machine_is_plausible() -> None:
 
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The control groups of a machine: this process is in a service of a slice, and in a job of version 1."""
+    """The control groups of a machine. This process is in a service of a slice, and in a job of version 1."""
     (tmp_path / "own").write_text("4:cpu,memory:/jobs/one\n0::/slice/service\n")
     monkeypatch.setattr(detection, "_OWN_GROUPS", tmp_path / "own")
     monkeypatch.setattr(detection, "_GROUPS", tmp_path / "groups")
@@ -194,7 +194,7 @@ def test_xla_on_the_cpu_counts_its_virtual_devices(monkeypatch: pytest.MonkeyPat
     device_counts._cached_count.cache_clear()
     assert device_counts.count("xla") == 4
     monkeypatch.setenv("CPU_NUM_DEVICES", "2")
-    assert device_counts.count("xla") == 2  # Asked again after a variable has changed.
+    assert device_counts.count("xla") == 2  # The count is made again after a variable has changed.
     device_counts._cached_count.cache_clear()
 
 

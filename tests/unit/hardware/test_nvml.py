@@ -1,4 +1,4 @@
-"""GPUs read through pynvml, from a stub library with the interface of NVIDIA's NVML and two GPUs."""
+"""GPUs that pynvml reads from a stub library, which has NVML's interface and two GPUs."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def python(code: str, *flags: str, path: Path | None = None, interpreters: Inter
 
 
 def stand_in(folder: Path) -> Path:
-    """Write another package `accelerate`."""
+    """Write another package named `accelerate`."""
     (folder / "accelerate").mkdir()
     (folder / "accelerate" / "__init__.py").write_text("__version__ = '0.0.1'\n")
     return folder
