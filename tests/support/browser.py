@@ -199,7 +199,7 @@ class Server:
 
 
 class Browser:
-    """Debian's chromium, headless. With `service_workers`, pages may have them, and the requests of these are allowed."""
+    """Debian's chromium, headless. With `service_workers`, pages may have them, and may make any requests."""
 
     def __init__(
         self, *, dark: bool = False, reduced_motion: bool = False, width: int = 1280, service_workers: bool = True

@@ -48,7 +48,7 @@ class _Job:
 
 
 def test_deferred_copies_run_on_a_stream_of_each_source_device_and_are_awaited(cuda: ThreadedCuda) -> None:
-    cuda.set_device(1)  # The rank's own thread.
+    cuda.set_device(1)  # This is the rank's own thread.
     shot = snapshot.Snapshot([], _deferred=[_Job(cuda, 1), _Job(cuda, 0), _Job(cuda, 1)])  # type: ignore[list-item]
     _in_thread(shot.finish)
     assert cuda.log == [
@@ -91,7 +91,7 @@ def test_the_ranks_own_device_continues_its_random_numbers_on_other_devices(
 def test_a_state_of_accelerate_without_the_ranks_device_is_reported_and_the_rest_restored(
     cuda: ThreadedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file of two devices, resumed by a rank on the third one, lacks the generator of that rank."""
+    """A file from two devices lacks the generator of a rank that resumes on a third device."""
     state = state_files.rng_state("cuda")
     del state["torch_cuda_device"]
     expected = random.random()
@@ -169,13 +169,13 @@ def test_mapped_weights_free_no_memory_when_they_are_pinned(monkeypatch: pytest.
     mapped = torch.load(tmp_path / "weights.bin", mmap=True)["own"]
     monkeypatch.setattr(prefetch, "machine_memory", lambda: (1 << 40, 2 * (6 << 20)))
     prefetch._check_room([MemorySource(torch.ones(1 << 20), {}, "own")])
-    with pytest.raises(RuntimeError, match="that takes 8"):  # The pinned memory, and a copy of one tensor.
+    with pytest.raises(RuntimeError, match="that takes 8"):  # This counts the pinned memory and a copy of one tensor.
         prefetch._check_room([MemorySource(mapped, {}, "own")])
     prefetch._check_room([FileSource(tmp_path / "weights.bin", 0, (1 << 24,), torch.float32)])
 
 
 class _OnCpu(prefetch.StreamTransfer):
-    """Transfers to a device whose memory is main memory."""
+    """Transfers to a device whose memory is CPU memory."""
 
     def __init__(self, _device: torch.device) -> None:
         super().__init__(torch.device("cpu"))

@@ -113,7 +113,7 @@ def test_damaged_files_without_a_manifest_raise_a_single_class_that_names_them(f
 
 
 def assert_named(load: Callable[[], object], name: str) -> None:
-    """Load, and check that any error is the package's and names the file. torch reports mismatched parameters itself."""
+    """Load, and check that any error is the package's and names the file, except torch's for mismatched parameters."""
     error: Exception | None = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -43,9 +43,7 @@ def test_values_without_rows_are_returned_unchanged(value: Any, as_objects: bool
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(list(range(5)), batch_size=2))  # type: ignore[arg-type]
     found = [accelerator.gather_for_metrics(value, use_gather_object=as_objects) for _ in loader]
-    expected = (
-        value[:1] if isinstance(value, (list, tuple)) and as_objects else value
-    )  # A list of objects is truncated.
+    expected = value[:1] if isinstance(value, (list, tuple)) and as_objects else value  # A list of objects is cut.
     assert repr(found) == repr([value, value, expected])
 
 

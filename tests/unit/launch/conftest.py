@@ -1,4 +1,4 @@
-"""Fixtures for tests of launches: a zygote that the leak check sees before and after each test, and interrupts."""
+"""Fixtures for tests of launches: interrupts, and a zygote that the leak check sees before and after each test."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def interruptible() -> Iterator[None]:
 
 @pytest.fixture
 def press(interruptible: None) -> Iterator[Callable[..., None]]:
-    """Return a function that delivers SIGINT when the given code is called, or when it returns."""
+    """Return a function that delivers SIGINT when the given code is called or returns."""
 
     def when(code: CodeType, calls: int = 1, event: str = "call") -> None:
         left = [calls]

@@ -20,7 +20,7 @@ from tests.support.counted_cuda import CountedCuda
 from tests.support.waiting import until
 
 SECONDS = 60.0
-"""How long a rank would wait by itself: longer than any test."""
+"""How long a rank waits if nothing stops it, which is longer than any test."""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_a_rank_with_a_device_is_computing_while_its_device_is_idle(library: Pat
 
 
 def _compute_with_device(locked: bool, library: Path) -> bool:
-    """Compute for longer than hang_timeout if other threads can run, and for less if they cannot."""
+    """Compute for longer than hang_timeout if other threads can run, and otherwise for less."""
     CountedCuda().install()
     spin.load(library, locked=locked)(2.5 if locked else 9.0)
     return not locked

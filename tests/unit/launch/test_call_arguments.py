@@ -1,4 +1,4 @@
-"""The arguments of a launched function as plain values."""
+"""The arguments of a launched function, recorded as plain values."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _Elsewhere(NoCommands):
 
 
 class _FromFile:
-    """A run known only from its record, without a launch or a process. mypy compares it with `ComparedRun`."""
+    """A run that is known only from its record, without a launch or a process. mypy compares it with `ComparedRun`."""
 
     def __init__(self) -> None:
         run = make_run()

@@ -65,7 +65,7 @@ def _run(source: str, names: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 def test_a_cell_that_runs_again_has_the_same_definition(main: dict[str, Any], source: str) -> None:
     first = _run(source, main)
-    dump_bytes(first, "the class")  # Pickling leaves caches in classes.
+    dump_bytes(first, "the class")  # Pickling leaves caches in the class.
     assert cells.definition_digest(first) == cells.definition_digest(_run("\n\n" + source, main))
 
 
@@ -97,7 +97,7 @@ def test_a_cell_that_runs_again_has_the_same_definition(main: dict[str, Any], so
         ("class Kind:\n    x: int", ("x: int", "x: str")),
         ("@dataclasses.dataclass\nclass Kind:\n    x: int = 1", ("= 1", "= 2")),
         ("class Kind(metaclass=abc.ABCMeta): pass", ("(metaclass=abc.ABCMeta)", "")),
-        ("class Kind:\n    lock = threading.Lock()", ("", "")),  # It can only be compared by identity.
+        ("class Kind:\n    lock = threading.Lock()", ("", "")),  # A lock can only be compared by identity.
     ],
 )
 def test_an_edited_cell_has_another_definition(main: dict[str, Any], source: str, change: tuple[str, str]) -> None:

@@ -108,7 +108,7 @@ def test_with_many_ranks_the_envelope_and_the_selected_ranks_are_drawn() -> None
 
 def test_two_hundred_thousand_points_make_a_small_image_quickly() -> None:
     store = _store(ranks=4, steps=49_000)
-    begin = time.thread_time()  # Measure processor time, because test machines are busy.
+    begin = time.thread_time()  # Measure CPU time, because test machines are busy.
     html = svg_curves.image("loss", svg_curves.curves_of([Source(store, 100.0)], "loss"), "")
     assert time.thread_time() - begin < 10
     assert len(html) < 60_000

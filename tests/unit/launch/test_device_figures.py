@@ -1,4 +1,4 @@
-"""The memory and utilization of each rank's devices, from real ranks, also in a container's pid namespace.
+"""The memory and utilization of each rank's devices, from real ranks, even in a container's pid namespace.
 
 A stub library with the interface of NVML is loaded; `torch.cuda` in the ranks is a stub on machines without a GPU.
 """

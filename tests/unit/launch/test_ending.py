@@ -1,4 +1,4 @@
-"""The meaning of a rank's exit that arrives while the ranks are being stopped."""
+"""What the exit of a rank means if it arrives while the ranks are being stopped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def failed(rank: int, kind: str, message: str) -> RankFailure:
 
 
 class Attempt:
-    """Two ranks without processes, and the sequence that stops them."""
+    """An attempt with two ranks that have no processes, and the sequence that stops them."""
 
     def __init__(self) -> None:
         self.journal = make_run()._internals.journal

@@ -1,4 +1,4 @@
-"""Whether a kernel is safe to fork. Each hazard is tested with a real one, in a separate process."""
+"""Whether a kernel is safe to fork. Each hazard is a real one, created in a separate process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_plain_kernel_is_safe() -> None:
 
 
 def test_a_warm_openmp_team_of_the_main_thread_is_no_hazard() -> None:
-    """The run's thread forks the ranks, so the probe is not forked from the calling thread either."""
+    """The run's thread forks the ranks, so the probe is also forked from another thread than the calling one."""
     script = """
     import torch
     torch.set_num_threads(2)
@@ -59,7 +59,7 @@ def test_a_warm_openmp_team_of_the_main_thread_is_no_hazard() -> None:
 
 @pytest.mark.parametrize("name", ["jemalloc", "tcmalloc"])
 def test_another_allocator_is_recognized_by_its_library(tmp_path: Path, name: str) -> None:
-    """Any library serves the test: the memory map shows the libraries that LD_PRELOAD has named."""
+    """The test can use any library, because the memory map shows the libraries that LD_PRELOAD has named."""
     found = re.search(r"/\S+/libm[.-]\S+", Path("/proc/self/maps").read_text())
     if found is None:
         pytest.skip("this interpreter has its libraries built in")
@@ -126,7 +126,7 @@ def test_a_launch_from_an_unsafe_kernel_forks_from_the_zygote() -> None:
 
 
 def test_a_probe_is_not_repeated_while_the_kernel_is_unchanged(tmp_path: Path) -> None:
-    """Forking may fail because of newly loaded libraries or new threads, so these repeat the probe."""
+    """Newly loaded libraries or new threads may make forking unsafe, so the probe is repeated after them."""
     script = f"""
     import ctypes, re, shutil
     from notebook_accelerate.launch.processes import fork_probe
@@ -197,12 +197,12 @@ def test_accelerators_belong_to_one_run_at_a_time(running: Run, monkeypatch: pyt
     assert running.plan is not None
     on_cpu, on_cuda = running.plan, replace(running.plan, accelerator="cuda")
     other = notebook_launcher(int, num_processes=1, panel=False)
-    run_registry.check_devices(other, on_cpu)  # Processors are shared.
+    run_registry.check_devices(other, on_cpu)  # CPUs are shared.
     run_registry.check_devices(other, on_cuda)
     monkeypatch.setattr(Run, "plan", property(lambda run: on_cuda if run is running else on_cpu))
     run_registry.check_devices(other, on_cpu)
     run_registry.check_devices(other, replace(on_cuda, accelerator="xpu"))
-    run_registry.check_devices(running, on_cuda)  # Its own devices, when it restarts.
+    run_registry.check_devices(running, on_cuda)  # A restarting run may use its own devices.
     with pytest.raises(DeviceBusyError) as caught:
         run_registry.check_devices(other, on_cuda)
     apart = (
@@ -211,7 +211,7 @@ def test_accelerators_belong_to_one_run_at_a_time(running: Run, monkeypatch: pyt
     )
     with monkeypatch.context() as patch:
         patch.setattr(Run, "config", property(lambda run: apart[run is not running]), raising=False)
-        run_registry.check_devices(other, on_cuda)  # On other devices.
+        run_registry.check_devices(other, on_cuda)  # The runs use different devices.
     place = run_registry.runs().index(running)
     assert str(caught.value) == (
         f"run {running.id} (wait) holds the cuda devices; wait for it, or end it with "

@@ -192,7 +192,7 @@ def test_the_error_of_an_old_run_has_its_text_and_no_frames() -> None:
     del caught
     number = notebook_accelerate.runs()[-1].id
     _launch_several()
-    gc.collect()  # Tracebacks.
+    gc.collect()  # Free tracebacks.
     assert reference() is None
     old = next(run for run in notebook_accelerate.runs() if run.id == number)
     assert "ValueError" in str(old.error)
@@ -203,7 +203,7 @@ def test_the_error_of_an_old_run_has_its_text_and_no_frames() -> None:
 
 def test_large_results_of_the_last_runs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_registry, "KEPT_RESULT_BYTES", 10 * LARGE)
-    # LARGE numbers of 8 bytes, from each of two ranks.
+    # Each of two ranks returns LARGE numbers of 8 bytes.
     numbers = [launch(lambda: torch.ones(LARGE)).id for _ in range(3)]
 
     def kept() -> list[bool]:

@@ -46,11 +46,11 @@ def ends() -> Iterator[tuple[HostConnection, Stream]]:
 
 def test_a_function_is_read_while_it_is_sent(ends: tuple[HostConnection, Stream]) -> None:
     connection, host = ends
-    values = os.urandom(8 * PART_BYTES)  # More is sent than the reader has consumed.
+    values = os.urandom(8 * PART_BYTES)  # This is more than the reader has consumed.
     backend = FunctionBackend(double, (values,))
     orders = [WorkerOrder(rank, {"RANK": str(rank)}, 1, capture_inherited_state()) for rank in (4, 5)]
     backend.send(connection, orders)
-    backend.close()  # As when the ranks of all other hosts have started.
+    backend.close()  # This happens when the ranks of all other hosts have started.
 
     received: list[Event] = []
     while not received or not isinstance(received[-1], StartOrder):

@@ -1,4 +1,4 @@
-"""Malicious files of runs: each opens, or raises a single error that names the file, and costs little."""
+"""Malicious run files: opening each one succeeds, or raises a single error that names the file, at little cost."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ COSTLY: dict[str, Callable[[], tuple[list[Any], dict[str, Any], list[bytes]]]] =
         header(), [],
     ),
 }  # fmt: skip
-"""Journals of at most 4 MB, by their defect."""
+"""Journals of at most 4 MB, by defect."""
 
 _READ = """
 import gc, json, sys, time
@@ -235,7 +235,7 @@ for name in sys.argv[1:]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, to measure memory")
 def test_small_files_cost_little(tmp_path: Path) -> None:
-    """Opening and reporting takes seconds and some hundred MB. Without bounds it would take hours and gigabytes."""
+    """Opening and reporting take seconds and a few hundred MB; without bounds, they would take hours and gigabytes."""
     for name, make in COSTLY.items():
         (tmp_path / name).mkdir()
         rows, head, frames = make()

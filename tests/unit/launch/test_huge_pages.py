@@ -1,4 +1,4 @@
-"""Moving the memory of a process that forks ranks into huge pages, and no other memory."""
+"""Memory of a process that forks ranks is moved into huge pages, and no other memory is."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _address(memory: mmap.mmap) -> int:
 @pytest.fixture
 def memory() -> mmap.mmap:
     found = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    found.madvise(mmap.MADV_NOHUGEPAGE)  # The pages of the test start out small on every system.
+    found.madvise(mmap.MADV_NOHUGEPAGE)  # The pages are small at first, on every system.
     found.write(b"x" * SIZE)
     found.madvise(mmap.MADV_HUGEPAGE)
     if not _can_collapse():
@@ -51,7 +51,7 @@ def _can_collapse() -> bool:
 
 def test_resident_memory_is_moved(memory: mmap.mmap) -> None:
     assert in_huge_pages(memory) == 0
-    for _ in range(10):  # A busy system may have no free huge page at the moment, and then moves nothing.
+    for _ in range(10):  # A busy system moves nothing while it has no free huge page.
         fork_costs.collapse_memory(30)
         if in_huge_pages(memory) >= SIZE - 2 * fork_costs.HUGE_PAGE:
             break

@@ -1,4 +1,4 @@
-"""Journals under load: long lines, heavy output, a full disk at the end, a day of metrics, and thinned files."""
+"""Journals under load: long lines, a lot of output, a full disk at the end, a day of metrics, and thinned files."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_follower_of_a_thinned_journal_misses_nothing(tmp_path: Path, monkeypa
     journal.add([Record(0, START + 20, DroppedEvent(3)), Record(0, START + 20, CheckpointEvent("/a", START + 20))])
     writer._write(last=False)
     reader = _reader(tmp_path / JOURNAL_NAME)
-    reader.journal.append(WarningAdded("found from here"))  # By a diagnosis.
+    reader.journal.append(WarningAdded("found from here"))  # A diagnosis adds this.
     journal.append(WarningAdded("found there"))
     journal.add([_log("late", 15.0, rank=1), _log("second", 21.0), Record(0, START + 16, DroppedEvent(2))])
     journal.add([Record(1, START + 19, CheckpointEvent("/b", START + 19))])
@@ -272,7 +272,7 @@ def test_a_follower_waits_for_a_disk_that_does_not_respond(tmp_path: Path) -> No
 
 
 def test_a_follower_continues_from_the_position_of_an_undone_append(tmp_path: Path) -> None:
-    """After a disk error the same events are written again, at the same position."""
+    """After a disk error, the same events are written again at the same position."""
     journal, writer = _written(tmp_path)
     writer._write(last=False)
     file = tmp_path / JOURNAL_NAME
@@ -339,7 +339,7 @@ _METRICS = 24 * 3600 * 10
 
 
 def test_a_day_of_metrics_stays_within_the_documented_bound() -> None:
-    """Computed from the data written between two thinnings, and the data that remains after each."""
+    """The bound is computed from the data written between two thinnings, and the data that remains after each."""
     records = [
         Record(0, START + step / 10 + 0.123456, MetricEvent({"train/loss": 1 / (step + 3)}, step))
         for step in range(_METRICS - 1_000, _METRICS)

@@ -1,4 +1,4 @@
-"""Kept runs: journals on disk that are reopened, damaged, malicious or thinned, and their tables and exports."""
+"""Kept runs: reopened, damaged, malicious and thinned journals on disk, and their tables and exports."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def write_journal(folder: Path, records: list[Record], name: str = "made") -> Pa
 
 
 def change_process(file: Path, **changes: Any) -> None:
-    """Make a journal look as if another process had written it."""
+    """Make it look as if another process had written the journal."""
     content = file.read_bytes()
     frame, end = next(iter(journal_format.read_frames(content[8:])))
     frame.content["process"] |= changes
@@ -382,7 +382,7 @@ def test_one_odd_file_does_not_spoil_the_table(tmp_path: Path) -> None:
             "config": {}, "arguments": {}, "commit": "", "dirty": None, "metrics": {}, "message": "", "continues": [],
         }  # fmt: skip
         (folder / run_folder.SUMMARY_NAME).write_text(json.dumps(summary))
-    os.mkfifo(write_journal(tmp_path / "pipe", [], "pipe") / run_folder.SUMMARY_NAME)  # Reading it would block.
+    os.mkfifo(write_journal(tmp_path / "pipe", [], "pipe") / run_folder.SUMMARY_NAME)  # Reading a pipe would block.
     table = runs(tmp_path)
     assert {row.name: row.status for row in table} == {
         "ages": "succeeded", "nan": "succeeded", "good": "succeeded", "pipe": "running",
@@ -445,7 +445,7 @@ def test_deleting_a_run_deletes_only_its_own_files(tmp_path: Path) -> None:
     (run.folder / "model.pt").touch()
     (run.folder / "result-9.pickle").touch()  # The run has two ranks.
     (run.folder / "plots").mkdir()
-    (run.folder / f"{JOURNAL_NAME}.new").touch()  # Left by an interrupted write.
+    (run.folder / f"{JOURNAL_NAME}.new").touch()  # An interrupted write leaves such a file.
     run.delete()
     assert {path.name for path in run.folder.iterdir()} == {"model.pt", "result-9.pickle", "plots"}
     with pytest.raises(FileNotFoundError):
@@ -480,7 +480,7 @@ def test_a_folder_that_was_not_created_for_the_run_is_kept(tmp_path: Path) -> No
         shutil.copy(first / JOURNAL_NAME, mine / JOURNAL_NAME)
         open_run(mine).delete()
         assert list(mine.iterdir()) == []
-    numbered = again.rename(tmp_path / f"20260101-000000{first.name[15:]}-2")  # From another time zone.
+    numbered = again.rename(tmp_path / f"20260101-000000{first.name[15:]}-2")  # The name comes from another time zone.
     for each in (first, numbered):
         open_run(each).delete()
         assert not each.exists()
@@ -646,7 +646,7 @@ def test_a_disk_error_is_reported_once_and_retried(tmp_path: Path, monkeypatch: 
 
 
 def test_an_opened_run_supports_views(tmp_path: Path) -> None:
-    """A view can follow an opened run that is still running like any other run."""
+    """A view can follow an opened run that is still running, just like any other run."""
     opened = open_run(write_journal(tmp_path / "made", [metric(0)]))
     seen: list[Any] = []
     opened._internals.journal.subscribe(seen.extend)

@@ -56,7 +56,7 @@ class _Kernel:
         self.ends: list[Stream] = []
 
     def connect_host(self, node: int = 1) -> tuple[Stream, Stream]:
-        """Connect a host. Return both ends of the stream: its own and the kernel's."""
+        """Connect a host. Return the host's and the kernel's end of the stream."""
         host = connect_to_kernel("127.0.0.1", self.port, SECRET, HelloEvent(node, f"machine-{node}"))
         self.ends.append(host)
         return host, self.next_end(node)
@@ -96,7 +96,7 @@ def _output(text: bytes = b"x") -> FramesEvent:
 
 
 def _exchange(host: Stream, kernel: Stream) -> None:
-    """Check that a connection carries data both ways."""
+    """Check that a connection carries data in both directions."""
     for sender, receiver in ((host, kernel), (kernel, host)):
         sender.send(_output(b"are you there"))
         assert [event for _, event in receiver.receive(SECONDS)] == [_output(b"are you there")]
@@ -182,7 +182,7 @@ def test_connecting_to_a_peer_that_accepts_and_sends_nothing_times_out(monkeypat
 
 
 def test_a_first_notebook_that_is_killed_before_it_answers_is_not_reported_as_having_another_secret() -> None:
-    """Its machine resets the connection, as one that rejects the secret does, but only once."""
+    """Its machine resets the connection, as a notebook that rejects the secret does, but only once."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address, port = silent.getsockname()
         closing = threading.Timer(joining.SURE_SECONDS + 1.0, silent.close)
@@ -229,7 +229,7 @@ def test_thousands_of_connections_leave_the_hosts_connected(kernel: _Kernel) -> 
         with socket.create_connection(("127.0.0.1", kernel.port), timeout=SECONDS) as peer:
             peer.send(os.urandom(number % 200))
             if number % 3:
-                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # Reset.
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # Closing resets it.
     _exchange(host, ours)
     kernel.connect_host(2)
     until(lambda: not kernel.listener._waiting)
@@ -324,7 +324,7 @@ def test_a_peer_that_does_not_read_has_bounded_memory_and_delays_no_other(kernel
     assert len(sent) < 3 * stream.WINDOW >> 20
     _exchange(*kernel.connect_host(2))
     received, wanted = 0, len(sent) + 20
-    while received < wanted:  # It reads again: everything arrives, including new messages.
+    while received < wanted:  # The peer reads again: everything arrives, including new messages.
         received += sum(len(event.payload) >> 20 for _, event in silent.receive(SECONDS))  # type: ignore[attr-defined]
     silent.close()
     thread.join(SECONDS)
@@ -429,7 +429,7 @@ def test_a_killed_host_is_noticed(kernel: _Kernel, then: str) -> None:
 
 
 def test_messages_that_a_host_sent_before_it_was_killed_reach_a_busy_kernel(kernel: _Kernel) -> None:
-    """Messages that libzmq has received are read before the loss that a failed message announces is recorded."""
+    """A message that cannot be sent announces the loss, but messages that libzmq has received are read first."""
     then = 'while sys.stdin.readline(): stream.send(FramesEvent(0, b"x")); time.sleep(0.005)'
     with _host_process(kernel, then, stdin=subprocess.PIPE) as process:
         ours = kernel.next_end()
@@ -451,9 +451,9 @@ def test_a_suspended_host_is_lost_after_the_time_of_the_heartbeats() -> None:
 
 def test_a_host_whose_python_code_hangs_stays_connected() -> None:
     hold_the_gil = "import ctypes; ctypes.PyDLL(None).sleep(8)"
-    # It has joined before: otherwise its first message leaves after those seconds, together with the second.
+    # The host joins before: otherwise, its first message would leave after those seconds, together with the second.
     then = f"stream.receive(); {hold_the_gil}; stream.send(FramesEvent(0, b'back')); time.sleep(600)"
-    keep_alive = (1, 4)  # Less than the time without Python code, and more than a busy machine needs.
+    keep_alive = (1, 4)  # This is less than the time without Python code, and more than a busy machine needs.
     with closing(_Kernel(keep_alive)) as kernel, _host_process(kernel, then):
         ours = kernel.next_end()
         ours.send(_output())
@@ -525,7 +525,7 @@ def test_a_connected_host_takes_no_other_descriptor(kernel: _Kernel) -> None:
     context, dealer = _dealer(kernel)
     until(lambda: kernel.listener._waiting)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (8, hard))  # poll(2) accepts only so many descriptors in one call.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (8, hard))  # poll(2) accepts no more descriptors in one call.
     try:
         dealer.send(_message(0, _frames(HelloEvent(2, "machine-2"))))
         kernel.next_end(2)
@@ -656,7 +656,7 @@ def test_data_sent_before_an_end_closed_arrives_over_a_network_that_stalls(kerne
         host.send(*[_output(bytes(1 << 17))] * 28)
         closing = threading.Thread(target=host.close)
         closing.start()
-        time.sleep(1.0)  # The buffers of the connection are full.
+        time.sleep(1.0)  # The buffers of the connection fill up.
         network.flows.set()
         assert len(_until_end(ours)) == 28
         closing.join()

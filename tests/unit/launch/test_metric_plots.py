@@ -1,4 +1,4 @@
-"""`run.metrics.plot()`, with matplotlib and without."""
+"""`run.metrics.plot()`, with and without matplotlib."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ plt = pytest.importorskip("matplotlib.pyplot")
 @pytest.fixture(autouse=True)
 def drawing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     plt.switch_backend("agg")
-    plot_with(svg_curves.plot)  # As `Run.metrics` does.
+    plot_with(svg_curves.plot)  # `Run.metrics` does this.
     yield
     plt.close("all")
 

@@ -104,7 +104,7 @@ def test_ranks_that_other_code_reaps_are_judged_by_their_messages(
     found = evaluate(interpreters, f"method = {method!r}\n" + reaping + ENDS)
     assert found["return"] == [True, True]
     assert "ValueError: wrong" in found["raise"]
-    for kind in ("exit", "kill"):  # The thread may be slower than the supervisor.
+    for kind in ("exit", "kill"):  # The thread may reap it later than the supervisor.
         known = {"exit": "exit status 3", "kill": "SIGKILL"}[kind]
         unknown = "before the function returned; its exit status is unknown, because the kernel ignores SIGCHLD"
         assert unknown in found[kind] or (reaping == REAPER and known in found[kind]), found[kind]
@@ -246,7 +246,7 @@ def _need_privileges(namespace: str) -> None:
 
 
 def test_a_system_without_proc_can_launch() -> None:
-    """Some containers have no /proc. The kernel itself is then never forked, only the zygote."""
+    """Some containers have no /proc. Then only the zygote is forked, never the kernel itself."""
     _need_privileges("-m")
     hidden = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh"]
     script = "methods = ['auto', 'zygote', 'spawn', 'fork']" + COLLECTIVE
@@ -263,7 +263,7 @@ def test_a_system_without_proc_can_launch() -> None:
 
 @pytest.mark.parametrize("method", ["zygote", "spawn"])
 def test_a_relative_pythonpath_does_not_follow_the_kernel_to_another_folder(tmp_path: Path, method: str) -> None:
-    """An interpreter imports `types` from there before its first line if a .pth file or a flag makes it do so."""
+    """If a .pth file or a flag makes it do so, an interpreter imports `types` from there before its first line."""
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir(), there.mkdir()
     (there / "types.py").write_text("raise RuntimeError('this is the types.py of the user')\n")
@@ -389,7 +389,7 @@ def test_an_exception_of_a_signal_handler_ends_the_cell_and_its_run(
 
 @pytest.mark.parametrize("method", ["zygote", "spawn"])
 def test_interpreters_start_in_a_folder_that_was_deleted(tmp_path: Path, method: str) -> None:
-    """The libraries of torch cannot be loaded there, with or without this package."""
+    """torch's libraries cannot be loaded in such a folder, with or without this package."""
     script = f"""
     os.mkdir("gone"), os.chdir("gone"), os.rmdir("../gone")
     def train():

@@ -1,4 +1,4 @@
-"""From raw bytes to complete, labelled lines."""
+"""Turning raw bytes into complete, labelled lines."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_giant_line_is_not_cut_inside_a_character() -> None:
 
 
 def test_a_giant_line_costs_linear_time() -> None:
-    begin = time.thread_time()  # Measure processor time, because test machines are busy.
+    begin = time.thread_time()  # Measure CPU time, because test machines are busy.
     _all([b"x" * 100] * 20_000)
     assert time.thread_time() - begin < 20.0
 
@@ -106,7 +106,7 @@ class _Writes(list[bytes]):
         self.append(text.encode())
 
     def flush(self) -> None:
-        """Nothing is buffered."""
+        """Do nothing, because nothing is buffered."""
 
 
 def _bars_of_tqdm(*, leave: bool) -> _Writes:
@@ -125,7 +125,7 @@ def _bars_of_tqdm(*, leave: bool) -> _Writes:
 @pytest.mark.parametrize("leave", [False, True])
 @pytest.mark.parametrize("size", [0, 1, 7, 50, 1000])
 def test_nested_bars_are_redrawn_in_place(leave: bool, size: int) -> None:
-    """As tqdm writes them, arriving in pieces of ``size`` bytes (0: one piece for each write of tqdm)."""
+    """The bars arrive as tqdm writes them, in pieces of ``size`` bytes, or if that is 0, in one piece per write."""
     writes = _bars_of_tqdm(leave=leave)
     raw = b"".join(writes)
     chunks = [raw[i : i + size] for i in range(0, len(raw), size)] if size else list(writes)
@@ -240,7 +240,7 @@ def _display(number: int) -> DisplayEvent:
 
 @given(st.data())
 def test_lines_and_displays_keep_their_order(data: st.DataObject) -> None:
-    """However the pipes are cut, and in whatever order pieces and displays arrive."""
+    """It does not matter where the pipes are cut, and in which order pieces and displays arrive."""
     marks = [display_mark(number) for number in (1, 2, 3)]
     raw = {
         "stdout": b"".join(b"line %d\n%s" % pair for pair in enumerate(marks)) + b"\x1b[1mlast\x1b[0m\n",
@@ -259,7 +259,7 @@ def test_lines_and_displays_keep_their_order(data: st.DataObject) -> None:
             output.display(displays.pop(0))
         else:
             output.feed(name, pieces[name].pop(0))
-    publisher.flush(force=True)  # Before the end: nothing is held back.
+    publisher.flush(force=True)  # Before the end, nothing is held back.
     shown = [text for _, text in publisher.sent if text != "error\n"]
     assert shown == ["line 0\n", "display 1", "line 1\n", "display 2", "line 2\n", "display 3", "\x1b[1mlast\x1b[0m\n"]
     everything = [text for _, text in publisher.sent]
@@ -275,7 +275,7 @@ def test_a_lost_display_or_mark_does_not_hold_up_output_forever() -> None:
         output.feed("stderr", display_mark(number))
 
     feed(b"a\n", 1)
-    output.display(DisplayEvent({}, mark=1))  # It could not be sent in full.
+    output.display(DisplayEvent({}, mark=1))  # The display could not be sent in full.
     output.display(_display(2))  # An interrupt arrived before its marks.
     feed(b"b\n", 3)
     output.display(_display(3))

@@ -1,4 +1,4 @@
-"""The part of a run's text that a notebook's file keeps: its first lines, its last ones, and the number omitted."""
+"""The part of a run's text that a notebook file keeps: the first and last lines, and the number of omitted lines."""
 
 from __future__ import annotations
 

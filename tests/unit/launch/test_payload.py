@@ -196,7 +196,7 @@ def test_descriptors_are_closed() -> None:
 
 def test_400_megabytes_are_transferred_quickly() -> None:
     tensor = torch.ones(100_000_000)
-    begin = time.thread_time()  # Processor time, because test machines are busy.
+    begin = time.thread_time()  # Measure CPU time, because test machines are busy.
     found = _through_file(tensor)
     assert found[-1] == 1.0
     assert time.thread_time() - begin < 30

@@ -1,4 +1,4 @@
-"""Frames of a rank's threads."""
+"""The stack frames of a rank's threads."""
 
 from __future__ import annotations
 

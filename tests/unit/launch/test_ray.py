@@ -1,4 +1,4 @@
-"""Launching on Ray, as far as it can be tested without Ray. `make test-ray` runs the rest."""
+"""Launching on Ray, as far as it can be tested without Ray. `make test-ray` tests the rest."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_a_blocked_push_is_not_truncated_by_a_concurrent_pull(monkeypatch: pytes
     monkeypatch.setattr(ray_actor, "TUNNEL_SECONDS", 0.1)
     node, rank_end = _tunnel()
     assert node.pull() is None
-    sent = os.urandom(32 << 20)  # More than the buffers of a loopback connection hold.
+    sent = os.urandom(32 << 20)  # The buffers of a loopback connection hold less.
     pushing = threading.Thread(target=node.push, args=(sent,))
     pushing.start()
     for _ in range(5):  # While the rank does not read.
@@ -194,7 +194,7 @@ def test_a_blocked_push_is_not_truncated_by_a_concurrent_pull(monkeypatch: pytes
 
 
 class _CalledHere:
-    """An actor, called without Ray."""
+    """An actor whose methods are called without Ray."""
 
     def __init__(self, node: NodeHost) -> None:
         self._node = node

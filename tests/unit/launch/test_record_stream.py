@@ -1,4 +1,4 @@
-"""Streaming the records of a run to an attached kernel: from any position, each record once."""
+"""Streaming a run's records to an attached kernel, from any position, and each record once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks behind a host, a process that starts and relays them, on the same machine but over a real connection."""
+"""Ranks that a host starts and relays. The host is on the same machine, but uses a real connection."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_a_host_restarts_its_orphan_guard() -> None:
     def shells() -> list[int]:
         found = []
         for child in host.children():
-            with suppress(psutil.NoSuchProcess):  # It has just exited.
+            with suppress(psutil.NoSuchProcess):  # The process may have just exited.
                 found += [child.pid] if child.name() == "sh" else []
         return found
 

@@ -1,4 +1,4 @@
-"""The content of a report in front ends that do not trust the notebook and sanitize its HTML."""
+"""The parts of a report that remain in front ends that do not trust the notebook and sanitize its HTML."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_the_cells_of_a_large_table_stay_in_their_rows_and_columns_without_its_s
 
 
 def test_the_plain_form_is_complete(run: Run) -> None:
-    """For front ends that do not show HTML."""
+    """Front ends that do not show HTML show the plain form."""
     text = run.report().text
     for words in ("failed", "train", "KeyError: 'lost <b>'", "num_processes", "loss", "█", "last step"):
         assert words in text

@@ -1,4 +1,4 @@
-"""Return values: large ones travel in files, and each is unpickled by its reader."""
+"""Return values: large ones travel in files, and each one is unpickled when it is read."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _threads_of_runs() -> list[str]:
 def _payload_files(pid: int) -> list[str]:
     found = []
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # The descriptor of the folder itself.
+        with contextlib.suppress(FileNotFoundError):  # This may be the descriptor of the folder itself.
             found.append(str(link.readlink()))
     return [target for target in found if "notebook-accelerate-payload" in target]
 
@@ -198,7 +198,7 @@ def test_the_error_for_a_prepared_model_names_unwrap_model() -> None:
 
 
 class _Raises:
-    """Raises the named error when it is unpickled."""
+    """An object that raises the named error when it is unpickled."""
 
     def __init__(self, error: str) -> None:
         self.error = error
@@ -430,7 +430,7 @@ def test_a_kernel_out_of_descriptors_loses_the_value_and_nothing_else(tmp_path: 
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         (tmp_path / "go").touch()
-        # Descriptors have gaps between them: the lowest free number is where the next one would go.
+        # The numbers of descriptors have gaps: the next descriptor gets the lowest free number.
         lowest_free = os.dup(0)
         os.close(lowest_free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))

@@ -194,7 +194,7 @@ def test_a_question_whose_prompt_was_interrupted_is_asked_again(monkeypatch: pyt
     def answer(prompt: str) -> str:
         asked.append(prompt)
         if len(asked) == 1:
-            raise KeyboardInterrupt  # As ipykernel does when the stop button is pressed at a prompt.
+            raise KeyboardInterrupt  # ipykernel does this when the stop button is pressed at a prompt.
         return "blue"
 
     monkeypatch.setattr("builtins.input", answer)
@@ -257,7 +257,7 @@ def test_run_may_be_awaited() -> None:
         done = await run
         ticker.cancel()
         assert done is run
-        return await run  # A second time, after the end.
+        return await run  # Await it a second time, after the end.
 
     assert asyncio.run(body()).results == (1, 2)
 
@@ -442,7 +442,7 @@ def test_a_failed_run_keeps_the_results_of_the_other_ranks(tmp_path: Path) -> No
             told.with_suffix(".new").rename(told)
             return 7
         until(told.exists)
-        # The end of the rank is seen once the kernel has read all of its output.
+        # The kernel notices the end of the rank only after it has read all of the rank's output.
         until(lambda: not psutil.pid_exists(int(told.read_text())))
         raise KeyError("one")
 

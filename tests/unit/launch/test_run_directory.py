@@ -57,7 +57,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def _recorded(
     folder: Path, name: str, created: float, devices: tuple[str, str] = ("cpu", ""), **process: object
 ) -> DetachedEntry:
-    """Write a kept run and record it as a detached run of this process, or of one with the given attributes."""
+    """Write a kept run and record it as a detached run of this process, or of a process with the given attributes."""
     folder.mkdir(parents=True)
     identity = replace(this_process(), **process)  # type: ignore[arg-type]
     header = run_folder.new_header(name, 1, int, (), LaunchConfig(detach=True), START) | {"process": asdict(identity)}
@@ -97,7 +97,7 @@ def test_an_unreadable_journal_delays_nothing(tmp_path: Path) -> None:
 
 
 def test_the_sockets_of_other_containers_are_kept(tmp_path: Path) -> None:
-    """They may share the user's home."""
+    """Other containers may share the user's home."""
     entries = [
         _recorded(tmp_path / "theirs", "theirs", time.time(), machine="another"),
         _recorded(tmp_path / "gone", "gone", time.time(), pid=2**22 - 1),
@@ -125,7 +125,7 @@ def test_without_a_home_the_error_says_which_variable_to_set(monkeypatch: pytest
         assert run_directory.entries() == []
         with pytest.raises(LaunchError, match="set XDG_STATE_HOME"):
             run_directory.runs_folder()
-    monkeypatch.delenv("HOME")  # The user database has a home.
+    monkeypatch.delenv("HOME")  # The user database still names a home.
     assert run_directory.state_folder().is_absolute()
 
 
@@ -251,7 +251,7 @@ def test_without_an_identifier_of_the_machine_the_lock_decides(tmp_path: Path, m
     monkeypatch.setattr(detached_launch, "CLAIM_SECONDS", 0.1)
     with pytest.raises(ValueError, match="has not ended"):
         detached_launch._claim("one")
-    os.close(claimed)  # As the exit of its process does.
+    os.close(claimed)  # The exit of its process does this.
     assert [entry.lives for entry in run_directory.entries()] == [False]
     again = detached_launch._claim("one")
     run_directory.release_name("one", again)
@@ -274,7 +274,7 @@ except PermissionError:
 
 @as_root
 def test_another_user_cannot_attach(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Not in pytest's folder, because addresses of sockets must be short.
+    # Don't use pytest's folder, because addresses of sockets must be short.
     with tempfile.TemporaryDirectory() as runtime:
         monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
         path = run_directory.new_socket()
@@ -329,7 +329,7 @@ sys.stdin.read()
 
 
 def test_a_kernel_whose_connection_was_closed_connects_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A suspended kernel has read nothing for seconds: its connection is closed, and its run continues."""
+    """If a suspended kernel reads nothing for seconds, its connection is closed, but its run continues."""
     run = make_run()
     service = ControlService(run, tmp_path / "s")
     client = ControlClient(tmp_path / "s")
@@ -392,7 +392,7 @@ def test_a_kernel_that_does_not_read_delays_the_end_a_little(tmp_path: Path, mon
 
 
 def test_captures_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each takes seconds if its rank is suspended, and any number of kernels may request one."""
+    """A capture takes seconds if its rank is suspended, and any number of kernels may request one."""
     run, resumed, limit = make_run(), threading.Event(), control_service.MAX_CAPTURES
     monkeypatch.setattr(
         run._internals.commands.requests, "capture_stacks", lambda _: resumed.wait() and ProcessStacks("seen")
@@ -517,7 +517,7 @@ def test_a_runtime_folder_of_another_user_is_not_used(
     assert run_directory.new_socket().parent == state / "sockets"
     (tmp_path / "shared").chmod(0o700)
     assert run_directory.new_socket().parent == tmp_path / "shared" / "notebook-accelerate"
-    if os.getuid() == 0:  # As with sudo, which keeps the variable.
+    if os.getuid() == 0:  # This happens with sudo, which keeps the variable.
         os.chown(tmp_path / "shared", 65534, 65534)
         assert run_directory.new_socket().parent == state / "sockets"
 
@@ -556,7 +556,7 @@ def test_one_process_at_a_time_holds_a_name(state: Path) -> None:
         process.kill()
     claimed = run_directory.claim_name("one")
     assert claimed is not None, "the name belonged to a killed process"
-    copy = os.dup(claimed)  # As a process forked during the run has.
+    copy = os.dup(claimed)  # A process that was forked during the run has such a copy.
     run_directory.release_name("one", claimed)
     again = run_directory.claim_name("one")
     assert again is not None

@@ -1,4 +1,4 @@
-"""The journal and the fold over it: every order of events respects the tables, and ends."""
+"""The journal and the fold over it: every order of events respects the tables, and reaches an end."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def statuses(state: RunState) -> dict[tuple[str, int], str]:
 
 
 def check_step(before: RunState, after: RunState, event: RunEvent) -> None:
-    """Check that every change is a transition of its table. A new attempt starts afresh."""
+    """Check that every change is a transition in its table. A new attempt starts from the beginning."""
     if isinstance(event, (events.RunPlanned, events.AttemptStarted)):
         assert {info.state for info in after.ranks} == {"starting"}
         return
@@ -87,7 +87,7 @@ def check_step(before: RunState, after: RunState, event: RunEvent) -> None:
 
 
 def folded(found: list[RunEvent], state: RunState) -> tuple[RunState, list[RunEvent]]:
-    """Apply the valid events. Return the state and these events."""
+    """Apply the valid events. Return the state and the applied events."""
     applied: list[RunEvent] = []
     for number, event in enumerate(found):
         before = state

@@ -1,4 +1,4 @@
-"""Samples of ranks: the sums by line, the flame graph, and real ranks that differ."""
+"""Samples of ranks: the totals by line, the flame graph, and real ranks that differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interrupts before anything runs, and endings that cannot be displayed."""
+"""Interrupts before anything runs, and ends of runs that cannot be displayed."""
 
 from __future__ import annotations
 

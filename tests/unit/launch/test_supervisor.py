@@ -50,7 +50,7 @@ def test_callbacks_closed_earlier_in_a_batch_are_not_called() -> None:
 
 
 class _Slow(Received):
-    """Reads a rank more slowly than it writes."""
+    """Reads the messages of a rank more slowly than the rank writes them."""
 
     heard = 0
 
@@ -73,7 +73,7 @@ def test_processes_that_a_rank_leaves_running_may_write_without_end() -> None:
             process.drain(hearing, channel=False)
         finally:
             ends.close_rank_side()
-            process.close()  # Ends the processes that the rank left running.
+            process.close()  # End the processes that the rank left running.
     assert hearing.heard
     assert not hearing.calls
 
@@ -130,7 +130,7 @@ def test_messages_of_ranks_in_one_turn_are_appended_together(started: tuple[Run,
 def test_a_rank_that_survives_sigkill_is_given_up(
     started: tuple[Run, RankGroup, _Backend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Like a rank in a driver's system call that does not return: its process remains, and the run ends."""
+    """Such a rank may be in a driver's system call that does not return. Its process remains, and the run ends."""
     run, group, _ = started
     monkeypatch.setattr(rank_group, "UNKILLABLE_SECONDS", 0.3)
     group.stop(0.1, StopReason(RunStoppedError, "stopped by the test"))

@@ -123,7 +123,7 @@ def test_a_run_on_one_machine_listens_on_loopback_only(method: str, monkeypatch:
         assert {address.removeprefix("::ffff:") for address in addresses} == {"127.0.0.1"}
         assert secret not in inside, "processes that a rank starts do not inherit the secret"
         assert not has_secret
-    # The kernel may hold the process group's port until rank 0 takes it. No peer ever connects to the kernel.
+    # The kernel may hold the process group's port until rank 0 takes it over. No peer ever connects to the kernel.
     assert {c.laddr.ip for c in seen} <= {"127.0.0.1"}
     assert not [c for c in seen if c.raddr]
     assert {c.laddr.port for c in seen} <= {run.plan.port}
@@ -181,7 +181,7 @@ def test_no_other_user_can_attach_to_a_detached_run(monkeypatch: pytest.MonkeyPa
     with listen(path) as listener:
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        if os.getuid() == 0:  # The test can become another user only then.
+        if os.getuid() == 0:  # Only root can become another user.
             done = subprocess.run(
                 [sys.executable, "-c", _CONNECT, str(path)], capture_output=True, text=True, check=True
             )
@@ -312,8 +312,8 @@ class _Wire(LoopbackProxy):
     """Carries a host's connection. A test decides the fate of the frames that the host sends after its hello.
 
     Args:
-        port: The listener's.
-        change: Called with three frames; returns the bytes to send instead.
+        port: The port of the listener.
+        change: A function that is called with three frames, and returns the bytes to send instead.
     """
 
     def __init__(self, port: int, change: Callable[[list[bytes]], bytes] = b"".join) -> None:
@@ -361,7 +361,7 @@ class _Wire(LoopbackProxy):
 
 
 HANDSHAKE_FRAMES = 3
-"""Number of frames before the first that a test changes: HELLO, INITIATE, and the message with the `HelloEvent`."""
+"""The number of frames before the first that a test changes: HELLO, INITIATE, and the one with the `HelloEvent`."""
 
 
 def _frame_end(data: bytes | bytearray, start: int) -> int | None:
@@ -422,7 +422,7 @@ def test_a_recorded_connection_cannot_be_replayed(step: _Listening) -> None:
 def test_messages_of_the_kernel_that_are_sent_back_do_not_authenticate(step: _Listening) -> None:
     with step.connect() as peer:
         peer.settimeout(SECONDS)
-        peer.sendall(peer.recv(64))  # Its own greeting.
+        peer.sendall(peer.recv(64))  # This is its own greeting.
         peer.shutdown(socket.SHUT_WR)
         _read_to_end(peer)
     assert step.host_listener.next_host(0.2) is None

@@ -1,4 +1,4 @@
-"""Time limits count only while the kernel runs, on a clock that no clock step moves."""
+"""Time limits count only while the kernel runs, on a clock that does not change when the system clock is set."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def group(supervisor: RankSupervisor) -> Iterator[RankGroup]:
 
 
 class _Asleep:
-    """A selector that wakes up much later than requested, as on a machine that slept."""
+    """A selector that wakes up much later than requested, as on a machine that was asleep."""
 
     removals = 0
 
@@ -118,7 +118,7 @@ def test_limits_are_measured_by_the_runs_clock(
 
 
 def test_a_rank_whose_clock_differs_is_not_reported_as_stalled() -> None:
-    """Heartbeats carry the rank's own wall clock. Only changes of it count."""
+    """Heartbeats contain the time of the rank's own clock, and only its changes count."""
     supervisor = supervisor_of(make_run(1))
     try:
         stall = StallDetector(supervisor)

@@ -1,4 +1,4 @@
-"""Ranks on TPUs that torch_tpu registers: real processes, a stub of the package, the variables of a TPU machine."""
+"""Ranks on TPUs that torch_tpu registers: real processes with a stub of it and the variables of a TPU machine."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_two_ranks_form_a_group_of_tpus_with_one_address_each(tpus: None) -> Non
 def _fails() -> None:
     import sys
 
-    sys.modules["torch_tpu"] = type(sys)("torch_tpu")  # As it is if no TPU is found: nothing is registered.
+    sys.modules["torch_tpu"] = type(sys)("torch_tpu")  # If no TPU is found, it registers nothing.
     from notebook_accelerate import Accelerator
 
     Accelerator()

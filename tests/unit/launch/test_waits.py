@@ -1,4 +1,4 @@
-"""Interrupts that no system call of the main thread notices still end its waits."""
+"""Interrupts end the waits of the main thread, even if none of its system calls notices them."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def test_a_cell_waits_for_a_rank_that_is_not_listening_yet(monkeypatch: pytest.M
     run_cells = warm_ranks.warm_rank
 
     def late() -> None:
-        time.sleep(0.5)  # It has reported that it runs, and waits for a processor on a busy machine.
+        time.sleep(0.5)  # On a busy machine, it may wait for a CPU after reporting that it runs.
         run_cells()
 
     monkeypatch.setattr(warm_ranks, "warm_rank", late)
@@ -57,7 +57,7 @@ def test_an_interrupt_while_sending_variables_leaves_ranks_ready_for_the_next_ce
         threading.Timer(1.0, os.kill, (rank, signal.SIGCONT)),
     ]
     try:
-        os.kill(rank, signal.SIGSTOP)  # Makes it slow.
+        os.kill(rank, signal.SIGSTOP)  # This makes the rank slow.
         for timer in timers:
             timer.start()
         with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""The rules' findings for ranks on GPUs, from written traces, because no machine of this project has a GPU."""
+"""The findings for ranks on GPUs, from hand-written traces, because no machine of this project has a GPU."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def _train(
     """Return the analysis of two ranks that compute, reduce their gradients and step.
 
     Args:
-        kernel: Microseconds of the matrix product's kernel, by rank.
-        rows: Rows of the batch, by rank.
+        kernel: The duration of the matrix product's kernel in microseconds, by rank.
+        rows: The number of rows in the batch, by rank.
         kind: The type of the matrix product's elements.
         scaler: Whether a GradScaler checks for overflowed gradients.
         reads: Whether the function reads its loss in each step.
         barrier: Whether there is a barrier in each step.
-        late: Microseconds that the host of rank 1 sleeps before its kernels.
+        late: The number of microseconds that the host of rank 1 sleeps before its kernels.
     """
     ranks = [GpuRank(rank, asked={"mixed_precision": "bf16"}) for rank in range(2)]
     for _ in range(STEPS):

@@ -1,4 +1,4 @@
-"""Profiles of trainings that were not used to develop the rules: each planted fault is named, and nothing else."""
+"""Profiles of training runs that were not used to develop the rules name each planted fault, and nothing else."""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def test_an_out_of_memory_failure_lists_the_contents_of_memory() -> None:
 
 
 def test_nothing_is_imported_or_hooked_until_a_profile_is_requested() -> None:
-    run = launched(train, method="spawn")  # It does not share the modules of this process.
+    run = launched(train, method="spawn")  # Such a rank does not share this process's modules.
     try:
         until(lambda: run.ended is not None or run._internals.store.last_step.get(0, 0) > 3)
         names = "[n for n in __import__('sys').modules if n.startswith('notebook_accelerate.worker.')]"

@@ -1,4 +1,4 @@
-"""Profiles of live trainings: a planted fault is found by its sentence, and a healthy training has no sentence."""
+"""Profiles of live training runs: a sentence names each planted fault, and a healthy run has no sentence."""
 
 from __future__ import annotations
 

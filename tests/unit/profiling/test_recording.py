@@ -1,4 +1,4 @@
-"""The recordings of live ranks: whole steps of the optimizer, whatever else the function does, and their end."""
+"""The recordings of live ranks contain whole optimizer steps, whatever else the function does, and they end."""
 
 from __future__ import annotations
 
@@ -462,7 +462,7 @@ class Holder:
 
 
 def looked(steps: int) -> list[dict[str, Any]]:
-    """Return the findings before and after the given number of steps of a training that keeps references."""
+    """Return the findings before and after the given number of steps of a training function that keeps references."""
     watch, found = held_tensors.GraphWatch(), []
     weight = torch.ones(600, 600, requires_grad=True)
     holder, losses, hooked, total = Holder(), [], {}, torch.zeros(())
@@ -510,7 +510,7 @@ def test_memory_is_compared_with_the_size_of_parameters_and_optimizer() -> None:
     with launched(attends) as run:
         trained(run)
         memory = run.memory(seconds=0)
-    size = 4 * (192 * 64 + 192 + 64 * 64 + 64)  # A module with its own parameters and with another module.
+    size = 4 * (192 * 64 + 192 + 64 * 64 + 64)  # This module has parameters and another module.
     parts = memory.bytes(0)
     assert (parts["parameters"], parts["gradients"]) == (size, size)
     assert 2 * size <= parts["optimizer state"] <= 2 * size + 64
@@ -537,7 +537,7 @@ def test_a_training_survives_many_memory_reports() -> None:
         for _ in range(100):
             memory = run.memory(seconds=0)
             assert memory.missing == {}
-            assert memory.bytes(0)["gradients"] == 100 * 4 * (16 * 16 + 16)  # Read when a step ends.
+            assert memory.bytes(0)["gradients"] == 100 * 4 * (16 * 16 + 16)  # They are read when a step ends.
         assert run.status == "running"
 
 

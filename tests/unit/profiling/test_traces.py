@@ -1,4 +1,4 @@
-"""Traces read into columns, merged on one clock, and joined across ranks, and the files of a profile."""
+"""Traces that are read into columns, merged on one clock, and joined across ranks; and the files of a profile."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_step_that_the_recording_entered_in_the_middle_is_dropped() -> None:
 
 
 def printing(times: list[float], which: list[int], **more: Any) -> RankFacts:
-    """Return the facts of two steps of 10 ms with samples at times in ms, inside of ``print`` where ``which`` is 1."""
+    """Return the facts of two steps of 10 ms, with samples at times in ms that are in ``print`` if ``which`` is 1."""
     found = facts(0, 0.0)
     frames = [["train.py", 5, "train", "x = model(x)"], ["train.py", 9, "train", "print(x)"]]
     found["samples"] |= {"frames": frames, "times": [int(at * 1e6) for at in times], "which": which}
@@ -119,7 +119,7 @@ def test_steps_that_were_only_sampled_give_the_wait_for_worker_processes() -> No
     assert "60 % of each step" in finding.sentence
     assert "worker processes do not keep up" in finding.sentence
     assert slow_loader([waiting_for_batches(0.012, delay=0.5)]) == [finding]
-    assert slow_loader([waiting_for_batches(0.012, delay=0.8)]) == []  # They may wait for a processor.
+    assert slow_loader([waiting_for_batches(0.012, delay=0.8)]) == []  # They may wait for a CPU.
 
 
 def test_steps_that_were_only_sampled_give_the_duration_of_printing() -> None:
@@ -247,7 +247,7 @@ def test_files_are_read_and_written(tmp_path: Path) -> None:
     assert "svg" in html
     assert "aten::addmm" in repr(profile)
     for name in ("a", "b", "c"):
-        (tmp_path / f"{name}.json").write_text(json.dumps(rank_events(0.0)))  # Without ranks.
+        (tmp_path / f"{name}.json").write_text(json.dumps(rank_events(0.0)))  # It has no ranks.
     assert Profile.load(*(tmp_path / f"{name}.json" for name in "abc")).ranks == [0, 1, 2]
     (tmp_path / "text.json").write_text("[]x")
     with pytest.raises(ValueError, match="is not a trace of torch's profiler"):

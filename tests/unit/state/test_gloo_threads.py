@@ -19,7 +19,7 @@ _PR_SET_NAME = 15
 
 
 class _GlooLike:
-    """A thread named like gloo's that computes without the interpreter's lock, for some rounds or until its end."""
+    """A thread named like gloo's that computes without the interpreter lock, for some rounds or until it is ended."""
 
     def __init__(self, rounds: int | None) -> None:
         self._named, self._end, self.done = threading.Event(), threading.Event(), threading.Event()

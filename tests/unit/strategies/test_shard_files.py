@@ -1,4 +1,4 @@
-"""A rank's file of a sharded state has the bytes that torch.save writes."""
+"""A rank's file of a sharded state contains the bytes that torch.save would write."""
 
 from __future__ import annotations
 

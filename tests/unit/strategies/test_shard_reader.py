@@ -1,4 +1,4 @@
-"""Distributed checkpoints are read as torch reads them, without calling it for each tensor."""
+"""Distributed checkpoints are read as torch reads them, but without calling torch for each tensor."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_what_is_framed_is_read_without_torch(tmp_path: Path, read_by_torch: lis
 
 
 def test_what_torch_wrote_is_read(tmp_path: Path, read_by_torch: list[torch.Tensor]) -> None:
-    save(state(fill=True), storage_writer=FileSystemWriter(tmp_path / "part"))  # No group: without communication.
+    save(state(fill=True), storage_writer=FileSystemWriter(tmp_path / "part"))  # Without a group, nothing is communicated.
     assert_read(tmp_path / "part")
 
 

@@ -1,4 +1,4 @@
-"""The shard report of one rank equals the bytes it holds."""
+"""The shard report of one rank equals the bytes that the rank holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rank harness itself: results, failures, deaths, timeouts, and its cost."""
+"""The rank harness itself: its results, failures, deaths, timeouts and cost."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _still_needs_rank_0() -> bytes:
 
 
 def _server_and_cost() -> tuple[int, float]:
-    """Return the parent process, and the seconds of processor time that it has used."""
+    """Return the parent process, and the seconds of CPU time that it has used."""
     import torch.distributed as dist
 
     dist.barrier()

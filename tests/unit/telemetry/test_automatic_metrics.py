@@ -118,7 +118,7 @@ def test_ranks_with_different_speeds_sample_the_same_steps(monkeypatch: pytest.M
     assert len(one & other) >= 0.9 * len(one)
     apart = max(2 * automatic_metrics.PERIOD, seconds)
     assert len(one) >= 30 / apart - 2
-    for later in (1, 2):  # The training has become slower.
+    for later in (1, 2):  # Training has become slower.
         clock[0] += 2.0
         sampler.end_step(step + later, optimizer)
     assert sent[-1].step == step + 2

@@ -1,4 +1,4 @@
-"""The duplex channel: framing that survives any split, and refuses foreign data."""
+"""The duplex channel, whose framing survives any split and refuses foreign data."""
 
 from __future__ import annotations
 

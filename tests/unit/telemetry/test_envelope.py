@@ -1,4 +1,4 @@
-"""The envelope over all ranks: its contents, the updates it returns, and its size limit."""
+"""The envelope of all ranks: its contents, the updates that it returns, and its size limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bounds on one event: longer texts are shortened, displays are replaced with their size, and a note reports it."""
+"""The bounds on one event: longer texts are shortened, displays are replaced with their size, and a note says so."""
 
 from __future__ import annotations
 

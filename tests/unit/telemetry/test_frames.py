@@ -1,4 +1,4 @@
-"""Frames of running threads: the frames they return to may be gone by the next bytecode."""
+"""The frames of running threads. Their callers' frames may be gone by the next bytecode."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_collection_does_not_let_a_thread_return_from_frames_that_are_being_re
     try:
         garbage = Cycle(thread)
         del garbage
-        gc.set_threshold(gc.get_count()[0] + DEEP // 2)  # Reached while reading the frames.
+        gc.set_threshold(gc.get_count()[0] + DEEP // 2)  # It is reached while the frames are read.
         names = [frame.f_code.co_name for frame in islice(callers(innermost), 2 * DEEP)]
     finally:
         gc.set_threshold(*thresholds)

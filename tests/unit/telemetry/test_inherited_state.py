@@ -164,14 +164,14 @@ torch.set_float32_matmul_precision("medium")
 
 
 def test_precisions_set_with_the_newer_settings_are_inherited(interpreters: InterpreterServer) -> None:
-    """Torch then refuses to return them by the older function, with a RuntimeError."""
+    """torch then raises a RuntimeError if the older function is called to read them."""
     setup = "torch.backends.cuda.matmul.fp32_precision = 'tf32'; torch.backends.mkldnn.matmul.fp32_precision = 'bf16'"
     expression = "[torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision]"
     assert _in_processes(interpreters, setup, expression) == ["tf32", "bf16"]
 
 
 def test_capture_omits_the_index() -> None:
-    """With an index all ranks would share one device."""
+    """With an index, all ranks would share one device."""
 
     def kernel() -> dict[str, Any]:
         torch.set_default_device("cuda:1")
@@ -181,7 +181,7 @@ def test_capture_omits_the_index() -> None:
 
 
 def test_capture_starts_no_accelerator() -> None:
-    """``torch.get_default_device`` creates a tensor, which fails here, or creates a CUDA context in the kernel."""
+    """``torch.get_default_device`` creates a tensor, which fails here, and creates a CUDA context in a kernel."""
 
     def kernel() -> dict[str, Any]:
         torch.set_default_device("cuda")

@@ -21,7 +21,7 @@ from notebook_accelerate.telemetry.notebook_settings import apply_notebook_setti
 
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
-    """Restore the root logger, and the warning filters."""
+    """Restore the root logger and the warning filters."""
     handlers, level, disabled = list(logging.root.handlers), logging.root.level, logging.root.manager.disable
     with warnings.catch_warnings():
         yield
@@ -206,7 +206,7 @@ class _Seen(logging.Filter):
 
 
 class _Locked(logging.Filter):
-    """It cannot be pickled, and raises unusual errors for attributes."""
+    """An object that cannot be pickled, and raises unusual errors for attributes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -80,7 +80,7 @@ def test_a_full_queue_drops_droppable_events_and_reports_how_many(pair: tuple[Ch
     assert len(older) > 1000
     assert abs(sum(step % 2 for step in older) - len(older) / 2) < len(older) / 10, "both metrics are thinned equally"
     sink.flush()
-    assert kernel.receive(0.02) == []  # Reported once.
+    assert kernel.receive(0.02) == []  # It is reported once.
 
 
 def test_ten_thousand_events_are_queued_quickly(pair: tuple[Channel, Sink]) -> None:

@@ -70,7 +70,7 @@ def test_a_run_shorter_than_a_second_is_reported_at_its_end(sink: _Kept) -> None
         step_time.end_step()
     assert _step_events(sink) == []
     step_time.switch(step_time.DATA)
-    time.sleep(0.2)  # Such as an evaluation after the last step.
+    time.sleep(0.2)  # This may be an evaluation after the last step.
     step_time.switch(step_time.OTHER)
     for _ in range(2):
         step_time.end_run()
@@ -112,7 +112,7 @@ def test_outside_a_launched_worker_nothing_is_sent() -> None:
 
 
 def test_a_step_costs_microseconds(sink: _Kept) -> None:
-    begin = time.thread_time()  # Processor time, because test machines are busy.
+    begin = time.thread_time()  # Measure CPU time, because test machines are busy.
     for _ in range(20_000):
         step_time.switch(step_time.DATA)
         step_time.switch(step_time.COMPUTE)

@@ -1,4 +1,4 @@
-"""Exceptions as data, from classes whose attributes, texts and names raise errors themselves."""
+"""Exceptions as plain data, even from classes whose attributes, texts and names raise errors themselves."""
 
 from __future__ import annotations
 

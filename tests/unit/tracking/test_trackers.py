@@ -1,4 +1,4 @@
-"""Required attributes, selection and failures of trackers."""
+"""The required attributes of trackers, their selection, and their failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from notebook_accelerate.tracking import GeneralTracker, on_main_process, tracke
 
 
 class Memory(GeneralTracker):
-    """Records everything."""
+    """A tracker that records everything."""
 
     name = "memory"
     requires_logging_directory = False
@@ -297,7 +297,7 @@ def test_tensorboard_skips_unsupported_values(tmp_path: Path) -> None:
 
 
 def test_the_tracker_of_ranks_without_one_does_nothing() -> None:
-    accelerator = Accelerator(cpu=True, log_with=Memory())  # Not started, as on ranks other than 0.
+    accelerator = Accelerator(cpu=True, log_with=Memory())  # It is not started, as on ranks other than 0.
     tracker = accelerator.get_tracker("memory")
     assert isinstance(tracker, GeneralTracker)
     assert tracker.name == "memory"

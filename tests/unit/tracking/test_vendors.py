@@ -1,4 +1,4 @@
-"""Each vendor's real package, offline: logged values are read back from its files."""
+"""Each vendor's real package, offline. Logged values are read back from the package's files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from notebook_accelerate.tracking import tracker_table
 
-# Vendors start threads, handlers and services that remain for the whole process, so each runs in a separate one.
+# Vendors' packages start threads and services that remain until the process exits, so each runs in its own process.
 _SCRIPT = """
 import json, sys
 import numpy as np, torch

@@ -1,4 +1,4 @@
-"""Checks of packages, versions and devices that import no large package."""
+"""Checks of packages, versions and devices that do not import any large package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seeds."""
+"""Seeding the random number generators."""
 
 from __future__ import annotations
 

@@ -293,7 +293,7 @@ def test_a_configuration_file_is_saved_and_loaded(tmp_path: Path) -> None:
 def test_a_saved_configuration_is_unchanged_when_it_is_loaded(
     machine: HardwareInfo, entered: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Values not entered are not written: neither ``use_cpu`` of a machine without a GPU, nor its one process."""
+    """Values that were not entered are not written, such as ``use_cpu`` on a machine without a GPU, or one process."""
     panel = _set(_panel(machine), **entered)
     file = panel.save(tmp_path / "config.yaml")
     other = _panel(machine)

@@ -188,7 +188,7 @@ def test_the_panel_works_with_a_real_run(made: list[DebugPanel]) -> None:
             frames = [place.user_frame for place in panel.found.places]
             return [frame.function for frame in frames if frame is not None] == ["_loop", "_loop"]
 
-        until(sees_both)  # On a busy machine a rank may not reply within its second.
+        until(sees_both)  # On a busy machine, a rank may not reply within a second.
         assert re.search(r"test_debug_panel\.py, line \d+, in _loop", panel.text)
         panel.target.value = "rank 1"
         panel.line.value = "numb"
@@ -220,7 +220,7 @@ def _stops() -> int:
 
 
 def test_a_line_is_sent_to_the_debuggers_of_stopped_ranks(made: list[DebugPanel]) -> None:
-    """The same line is evaluated if no rank is stopped. The placeholder says which of the two applies."""
+    """If no rank is stopped, the line is evaluated as an expression. The placeholder says which of the two applies."""
     run = _patient(notebook_launcher(_stops, num_processes=2, use_port=0, start_method="fork", block=False))
     try:
         until(lambda: sorted(run._internals.commands.prompts.debugged()) == [0, 1])
@@ -230,7 +230,7 @@ def test_a_line_is_sent_to_the_debuggers_of_stopped_ranks(made: list[DebugPanel]
         assert panel.line.placeholder == "a command for the debugger of ranks 0, 1, e.g. p loss"
         for target, line, answers in ((ALL, "p loss", {0: "41", 1: "42"}), ("rank 1", "p loss * 2", {1: "84"})):
             panel.target.value, panel.line.value = target, line
-            panel.wait(SECONDS)  # For the completion.
+            panel.wait(SECONDS)  # Wait for the completion.
             panel._send()
             panel.wait(SECONDS)
             entry = panel.history[-1]

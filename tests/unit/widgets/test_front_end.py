@@ -1,4 +1,4 @@
-"""The kernel's knowledge of its front end, and the panel that needs no widgets."""
+"""What the kernel knows about its front end, and the panel that needs no widgets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Views of kept runs: ten in one plot, and the offer of a finished run's panel to continue."""
+"""Views of kept runs: ten runs in one plot, and a finished run's panel that offers to continue the run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def _keep(folder: Path, name: str, rate: float, begin: float = 0.0) -> None:
-    """Write a kept run that has finished. It started a number of seconds after START."""
+    """Write a kept run that has finished, and that started the given number of seconds after START."""
     folder.mkdir(parents=True)
     run = make_run(started=START + begin)
     metrics = [Record(0, START + begin + step, MetricEvent({"loss": rate / (step + 1)}, step)) for step in range(30)]

@@ -119,7 +119,7 @@ def _bytes(message: Any) -> int:
 
 def test_an_update_for_a_few_changed_ranks_is_small() -> None:
     one = _Panel()
-    for _ in range(12):  # The last one is long after every view was opened.
+    for _ in range(12):  # The last one comes long after every view was opened.
         one.turn(FOLDED_SECONDS, steps=0)
     table = one.panel.rank_table
     whole, seq = _bytes(table.full), table._seq

@@ -58,7 +58,7 @@ def test_late_curves_start_with_a_full_message() -> None:
     store = Store()
     plot = _plot(store)
     plot.update(0.0)
-    plot.update(20.0)  # Past the ages at which everything is sent again.
+    plot.update(20.0)  # By now, the plot is past the ages at which everything is sent again.
     _log(store, range(3))
     plot.update(20.2)
     assert _points(plot.full) == {("loss", "rank 0"): [[0, 1, 2], [0, 1, 2], [0, 1, 2]]}
@@ -123,7 +123,7 @@ def test_two_hundred_thousand_points_are_sent_within_a_second() -> None:
     store = Store()
     for rank in range(4):
         _log(store, range(49_900), rank=rank)
-    begin = time.thread_time()  # Measure processor time, because test machines are busy.
+    begin = time.thread_time()  # Measure CPU time, because test machines are busy.
     plot = _plot(store)
     plot.update(0.0)
     seconds = time.thread_time() - begin

@@ -60,14 +60,14 @@ def test_a_click_shows_the_recording_and_then_the_steps(monkeypatch: Any) -> Non
 
     panel = _panel(monkeypatch, profile)
     assert _button(panel)["enabled"]
-    panel.buttons.click("profile")  # Returns while steps are recorded.
+    panel.buttons.click("profile")  # This returns while steps are recorded.
     assert _status(panel) == "profiling 3 steps ..."
     panel.schedule.tick(due=True)
     assert not _button(panel)["enabled"]
     panel.buttons.click("profile")
     recorded.set()
     until(lambda: not panel.profile_section.recording)
-    assert asked == [None]  # With samples for half a second.
+    assert asked == [None]  # It samples for half a second.
     assert any(isinstance(each, TimelineView) for each in panel.profile_section.widget.children)
     assert _status(panel) == "Profile of 2 steps [Close]"
     assert "static &lt;form&gt;" in panel.html

@@ -326,7 +326,7 @@ def test_texts_from_ranks_are_escaped() -> None:
 def test_late_lines_start_with_a_full_message() -> None:
     """A view could not ask a busy kernel for the message that a delta continues."""
     one = _Panel()
-    for _ in range(20):  # Past the ages at which everything is sent again.
+    for _ in range(20):  # Go past the ages at which everything is sent again.
         one.look()
     feed(one.run, LogEvent("stdout", "first"))
     one.look()
@@ -426,7 +426,7 @@ def test_a_panel_on_two_hundred_thousand_points_opens_within_a_second() -> None:
     for rank in range(4):
         feed(run, *(MetricEvent({"loss": math.sin(step / 100)}, step) for step in range(49_900)), rank=rank)
     RunPanel(make_run(), Clock())  # The first panel of a process imports modules.
-    begin = time.thread_time()  # Measure processor time, because test machines are busy.
+    begin = time.thread_time()  # Measure CPU time, because test machines are busy.
     panel = RunPanel(run, Clock())
     seconds = time.thread_time() - begin
     print(f"\na panel on 200,000 points opens in {1000 * seconds:.0f} ms")
@@ -435,7 +435,7 @@ def test_a_panel_on_two_hundred_thousand_points_opens_within_a_second() -> None:
 
 
 def test_a_day_of_metrics_is_bounded() -> None:
-    """24 hours of a fake clock with 2 ranks and 10 metrics each, once a second: the bounds that the store documents."""
+    """For 24 hours of a fake clock, 2 ranks log 10 metrics each per second, within the bounds that the store states."""
     run, clock = make_run(ranks=2), Clock()
     panel = RunPanel(run, clock)
     text = "a line of a rank " + "x" * 80
@@ -489,7 +489,7 @@ def _past(value: float, **settings: Any) -> Run:
 def test_the_table_of_runs_shows_differences_and_final_metrics(snapshot: Snapshot) -> None:
     runs = [_past(1.0, mixed_precision="bf16"), _past(3.0)]
     table = RunsTable(runs, Clock())
-    numbers = re.compile(r'(?<=[>"])\d+(?=[<"])')  # Of the runs.
+    numbers = re.compile(r'(?<=[>"])\d+(?=[<"])')  # The numbers of the runs.
     snapshot("runs_table", numbers.sub("N", table.html))
     assert {label for _, label, _ in table.plot.full["series"]} == {f"run {run.id}" for run in runs}
     assert table.text.split()[:2] == ["run", "function"]
@@ -587,7 +587,7 @@ def test_the_table_of_runs_shows_what_holds_a_run() -> None:
 
 
 def test_two_views_may_be_shown_at_the_same_time() -> None:
-    """On the kernel's thread and on the thread of a click."""
+    """They may be shown on the kernel's thread and on the thread of a click."""
     both = threading.Barrier(2)
 
     class Widget:
@@ -629,7 +629,7 @@ def test_the_table_of_runs_renders_at_most_five_times_a_second_and_adds_new_runs
     run, clock = make_run(), Clock()
     table = RunsTable([run], clock)
     values = set()
-    for step in range(100):  # One second.
+    for step in range(100):  # This takes one second.
         clock.turn(0.01)
         feed(run, MetricEvent({"loss": float(step)}, step), at=clock.now)
         table.schedule.tick()
