@@ -33,7 +33,7 @@ def model_of(value: float = 1.0) -> nn.Linear:
 
 
 def inputs_of(accelerator: Accelerator) -> torch.Tensor:
-    """Return 1 on rank 0 and 3 on rank 1: separate gradients are 1 and 3, averaged ones 2."""
+    """Return 1 on rank 0 and 3 on rank 1, so that separate gradients are 1 and 3, and averaged ones are 2."""
     return torch.full((1, 1), 1.0 + 2.0 * accelerator.process_index)
 
 
@@ -61,7 +61,7 @@ def main_first() -> Any:
     with accelerator.main_process_first():
         if accelerator.is_main_process:
             time.sleep(0.2)
-        moment = [time.monotonic()]  # One per machine, and therefore shared by all processes.
+        moment = [time.monotonic()]  # All processes of a machine share this clock.
     return moment.pop()
 
 
@@ -107,7 +107,7 @@ def leave() -> Any:
 
 def test_end_of_training_destroys_the_group() -> None:
     assert run_ranks(leave) == [(True, False)] * 2
-    # A notebook launch destroys the group of its ranks itself.
+    # A launch from a notebook destroys the group of its ranks itself.
     assert run_ranks(leave, env={"FORK_LAUNCHED": "1"}) == [(True, True)] * 2
 
 
@@ -164,7 +164,7 @@ def grads_of_a_window(plugin: dict[str, Any]) -> Any:
 
 def test_gradients_are_exchanged_in_the_last_batch_of_a_window() -> None:
     one, other = run_ranks(grads_of_a_window, {})
-    assert one == [[0.5, 0.5], [2.0, 2.0]]  # Half of the own gradient; then half of the sum over the window, averaged.
+    assert one == [[0.5, 0.5], [2.0, 2.0]]  # Half of the own gradient, and then half of the window's sum, averaged.
     assert other == [[1.5, 1.5], [2.0, 2.0]]
 
 
@@ -192,7 +192,7 @@ def apart_and_together() -> Any:
 
 
 def test_gradients_can_be_synchronised_by_hand() -> None:
-    # Each rank keeps its own gradient, then (own + own) is averaged, then the average grows by the average.
+    # Each rank keeps its own gradient, then twice its gradient is averaged, and then the average is added again.
     assert run_ranks(apart_and_together) == [[1.0, 4.0, 6.0], [3.0, 4.0, 6.0]]
 
 
@@ -232,7 +232,7 @@ def test_models_without_trainable_parameters_are_not_wrapped() -> None:
 
 
 def prepared_before() -> Any:
-    """As in a notebook: the kernel prepares a model and a loader alone, then launches the cell on two ranks."""
+    """As in a notebook, prepare a model and a loader in the kernel alone, and then launch the cell on two ranks."""
     import os
 
     world = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
@@ -433,7 +433,7 @@ def local_sgd(enabled: bool) -> Any:
 
 
 def test_local_sgd_averages_parameters_periodically() -> None:
-    # Steps of 0.1 and 0.3 on the two ranks, averaged after the second step and at the end.
+    # The ranks make steps of 0.1 and 0.3, and are averaged after the second step and at the end.
     assert run_ranks(local_sgd, True) == [[0.9, 0.6, 0.5, 0.4], [0.7, 0.6, 0.3, 0.4]]
     assert run_ranks(local_sgd, False) == [[0.8, 0.6, 0.4, 0.4]] * 2
 

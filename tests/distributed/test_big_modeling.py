@@ -1,4 +1,4 @@
-"""Loading checkpoints on two ranks: one rank reads for all, or each loads its shard of the full tensors."""
+"""Loading checkpoints on two ranks: one rank reads for both, or each loads its shard of the full tensors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def load(kind: str, folder: str, broadcast: bool) -> dict[str, Any]:
 
     state = PartialState(cpu=True)
     model = made(kind)
-    # Rank 1 has no files where rank 0 broadcasts.
+    # If rank 0 broadcasts, rank 1 has no files.
     path = f"{folder}/nothing" if broadcast and state.process_index else folder
     load_checkpoint_in_model(model, path, strict=True, broadcast_from_rank0=broadcast)
     return {name: (value.full_tensor() if hasattr(value, "full_tensor") else value).tolist()

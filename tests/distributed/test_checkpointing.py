@@ -116,7 +116,7 @@ def test_the_failure_of_one_rank_is_raised_on_every_rank(tmp_path: Path, blockin
 
 
 def own_disks(folder: str, on_each: bool) -> list[str]:
-    """Save with a folder per rank, as on two machines without a shared disk."""
+    """Save to a separate folder on each rank, as on two machines without a shared disk."""
     from notebook_accelerate.state import PartialState
 
     rank = PartialState().process_index
@@ -145,7 +145,7 @@ def test_machines_with_separate_disks_each_save_their_part(tmp_path: Path) -> No
 
 
 def dies_while_writing(folder: str) -> None:
-    """Rank 1 is killed while it writes. Rank 0 detects it without waiting for a timeout."""
+    """Kill rank 1 while it writes; rank 0 detects this without waiting for a timeout."""
     training = Training()
     training.accelerator.save_state(folder)
     rank, pid = training.accelerator.process_index, os.getpid()
@@ -211,7 +211,7 @@ def no_memory_on_rank_one(folder: str) -> str:
     SnapshotBuffers.take = take  # type: ignore[method-assign]
     assert not Path(folder).exists()
     training.accelerator.wait_for_everyone()
-    training.epoch()  # No optimizer waits for a copy.
+    training.epoch()  # Check that no optimizer waits for a copy.
     training.accelerator.save_state(folder, blocking=False)
     training.accelerator.end_training()
     return str(failure.value)

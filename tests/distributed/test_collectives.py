@@ -207,7 +207,7 @@ def _counted(calls: list[str], name: str, original: Any) -> Any:
 def test_one_collective_suffices_for_small_data_and_one_per_dtype_for_large_data() -> None:
     asked, sent = "all_gather", "broadcast"
     wanted = [
-        # The first exchange has to learn the size.
+        # The first exchange must learn the size.
         [asked, asked, asked], [asked], [asked, asked, asked],
         [asked], [asked], [asked, "all_reduce", "all_reduce"],
         [sent], [sent], [sent, sent, sent],
@@ -252,7 +252,7 @@ def _check(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-# The first example is the simplest one: nothing but empty lists.
+# The first example is the simplest one, which consists of empty lists.
 @hypothesis.settings(max_examples=3, deadline=None, phases=[hypothesis.Phase.generate])
 @hypothesis.given(trees=st.lists(SIZES, min_size=20, max_size=20))
 def test_structures_are_gathered_in_any_order(trees: list[Any]) -> None:
@@ -329,13 +329,13 @@ CHANGING = (
     [("int64", [3]), ("float32", [3]), ("bool", [])],
     [("float32", [3]), ("int64", [3]), ("bool", [])],
     [("float32", [0, 4]), ("float16", [5])],
-    [("float32", [40_000]), ("int64", [1])],  # More than a block.
+    [("float32", [40_000]), ("int64", [1])],  # This is more than a block.
     [("float32", [2, 3])],
 )
 
 
 def change_structures(seed: int) -> list[str]:
-    """Return the outcome of each call. In half of them the ranks pass different structures or call other operations."""
+    """Return the outcome of each call. In half of the calls, the ranks' structures or operations differ."""
     chance, rank = random.Random(seed), PartialState().process_index
     outcomes = []
     for _ in range(60):
@@ -376,7 +376,7 @@ def pad_changing_ranks() -> list[Any]:
     rank = PartialState().process_index
     found = []
     for given in (
-        [torch.ones(2, 2)] * (2 + rank),  # Another number of tensors.
+        [torch.ones(2, 2)] * (2 + rank),  # The numbers of tensors differ.
         [torch.ones(2 + rank), torch.ones(2 + rank)],
         [torch.ones(2, 1 + rank), torch.ones(2, 3 - rank)],  # Sizes that differ within a rank.
         [torch.ones([2] * rank), torch.ones([2] * rank)],  # A dimension that one rank lacks.
@@ -495,7 +495,7 @@ def measure() -> dict[str, float]:
     leaves = list(data.values())
 
     def fused() -> list[torch.Tensor]:
-        """Use one collective, packed and cut by hand."""
+        """Use one collective whose data is packed and split by hand."""
         flat = torch.cat([leaf.reshape(-1) for leaf in leaves])
         rows = COMMUNICATORS[PartialState().communicator].all_gather(flat, size)
         return [part.reshape(128, 4) for part in rows.split(256, dim=1)]

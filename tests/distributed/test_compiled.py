@@ -1,4 +1,4 @@
-"""Compiled models: a training that is killed and resumed equals an uninterrupted one."""
+"""A training run with compiled models that is killed and resumed equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from notebook_accelerate import Accelerator, FullyShardedDataParallelPlugin
 from notebook_accelerate.utils import TorchDynamoPlugin
 from tests.support.ranks import RankError, run_ranks
 
-pytestmark = pytest.mark.timeout(900)  # Only against hangs, because ranks compile.
+pytestmark = pytest.mark.timeout(900)  # This only guards against hangs, because ranks compile.
 STEPS, HALF = 8, 4
 SECONDS = 300.0
 

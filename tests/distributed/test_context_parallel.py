@@ -1,4 +1,4 @@
-"""Sequences split over ranks. torch has no such attention on a CPU, so models here compute each position by itself."""
+"""Sequences split across ranks. torch has no such attention on a CPU, so these models compute positions separately."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def test_losses_equal_a_training_on_whole_sequences(how: str) -> None:
     for rank, found in enumerate(results):
         assert found["losses"] == pytest.approx(plain(), rel=1e-5)
         assert (found["rank"], found["fsdp"]) == (rank, True)
-    # Of the four pieces, a rank has one from the front and one from the back.
+    # Each rank has one of the four pieces from the front, and one from the back.
     first = batches()[0][:, :-1]
     assert results[0]["seen"][0] == torch.cat([first[:, :2], first[:, 6:]], 1).tolist()
     assert results[1]["seen"][0] == first[:, 2:6].tolist()
 
 
 def accumulated(precision: str) -> dict[str, Any]:
-    """Use two batches per step, and report the exchanges of each."""
+    """Accumulate two batches per step, and report the exchanges of each batch."""
     accelerator = Accelerator(
         mixed_precision=precision, gradient_accumulation_steps=2, parallelism_config=ParallelismConfig(cp_size=2)
     )
@@ -122,7 +122,7 @@ def test_batches_are_accumulated(precision: str, tolerance: float) -> None:
 
 
 def sharded_and_split(folder: str | None, goes_on: bool) -> dict[str, Any]:
-    """Two shards read different batches, which two ranks each split. Save halfway, or resume from there."""
+    """Train two shards on different batches, each split across two ranks. Save halfway, or resume from there."""
     accelerator = Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2, cp_size=2))
     model = net()
     for parameter in model.parameters():
@@ -177,7 +177,7 @@ def test_shards_and_split_sequences_combine_on_four_ranks(tmp_path: Path) -> Non
         assert found["norms"] == pytest.approx(norms, rel=1e-4)
         assert found["names"] == ("dp_shard", "cp")
         assert found["place"] == divmod(rank, 2)
-        assert found["seen"] == [[words[rank // 2].tolist()] for words in batches()]  # Equal within a pair.
+        assert found["seen"] == [[words[rank // 2].tolist()] for words in batches()]  # They are equal within a pair.
         assert found["elements"] <= whole / 4 + 32  # Shards span both dimensions; odd rows are padded.
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(results[0]["weights"][name], weight)
@@ -214,7 +214,7 @@ def test_masks_are_dropped() -> None:
 
 
 class Config:
-    """A configuration as transformers' models have."""
+    """A configuration like those of transformers' models."""
 
     def __init__(self, **settings: Any) -> None:
         self.__dict__.update(settings)

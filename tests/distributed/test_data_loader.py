@@ -24,7 +24,7 @@ from tests.support.ranks import RankError, run_ranks, run_script
 
 
 class Stream(IterableDataset[Any]):
-    """Counts from 0; may only be read on rank 0."""
+    """A dataset that counts from 0, and may only be read on rank 0."""
 
     def __init__(self, length: int, fails_at: int | None = None) -> None:
         self.length = length
@@ -61,7 +61,7 @@ def _dispatch(cases: list[Any]) -> list[Any]:
     return got
 
 
-# Samples, split_batches, drop_last, and every rank's batches, observed with Accelerate 1.15 for batches of 4.
+# The samples, split_batches, drop_last, and the batches of every rank, observed with Accelerate 1.15 for batches of 4.
 DISPATCHED = {
     2: [
         (1, False, False, [[[0]], [[0]]]),
@@ -335,7 +335,7 @@ def _drawn_with_batches(stateful: bool) -> list[Any]:
         )  # fmt: skip
         numbers = [torch.rand(1).item()]
         numbers += [torch.rand(1).item() for _ in made]
-        for _ in made:  # An unfinished pass.
+        for _ in made:  # Leave a pass unfinished.
             break
         numbers += [torch.rand(1).item() for _ in made]
         rest = skip_first_batches(made, 1)
@@ -376,7 +376,7 @@ def test_ranks_with_different_seeds_read_every_sample_once(by_hand: bool) -> Non
 
 
 def _shuffled(seedable: bool, rng_types: list[str] | None) -> list[Any]:
-    torch.manual_seed(100 + PartialState().process_index)  # Ranks with different seeds.
+    torch.manual_seed(100 + PartialState().process_index)  # The ranks have different seeds.
     made: Any = prepare_data_loader(
         DataLoader(range(16), batch_size=2, shuffle=True),
         rng_types=rng_types,

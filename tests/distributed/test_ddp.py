@@ -27,7 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Branches(nn.Module):
-    """A model that can use one branch only."""
+    """A model that can use only one of its branches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def losses(model: nn.Module, step: int, rank: int, settings: dict[str, Any]) -> 
     for batch in range(2):
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + 10 * batch + rank))
         branch = (step + batch + rank * (step % 3 == 0)) % 2 if settings.get("find_unused_parameters") else 2
-        branch = 0 if len(settings) == 2 else branch  # A static graph: the same branch in every batch.
+        branch = 0 if len(settings) == 2 else branch  # A static graph uses the same branch in every batch.
         yield model(x, branch)["scores"][0].pow(2).sum()
 
 
@@ -54,7 +54,7 @@ def weights_of(model: nn.Module) -> list[list[float]]:
 
 
 def plain(settings: dict[str, Any]) -> Any:
-    """Train with plain DDP. A static graph is learnt in a backward that exchanges gradients, as torch requires."""
+    """Train with plain DDP. As torch requires, a static graph is learnt in a backward pass with an exchange."""
     rank = Accelerator(cpu=True).process_index
     inner = Branches()
     model = DistributedDataParallel(inner, **settings)
@@ -95,7 +95,7 @@ def test_gradients_exchanged_by_hand_equal_plain_ddp(settings: dict[str, Any]) -
     wanted = run_ranks(plain, settings)
     assert wanted[0] == wanted[1]
     found = run_ranks(triggered, settings)
-    if settings.get("static_graph"):  # The first window exchanges in another order of additions.
+    if settings.get("static_graph"):  # The first window adds in another order.
         assert found[0] == found[1]
         for one, other in zip(found[0], wanted[0], strict=True):
             assert one == pytest.approx(other, rel=1e-5, abs=1e-7)
@@ -184,7 +184,7 @@ def nested() -> Any:
         raise KeyError("in the block")
     backward()
     context = accelerator.no_sync(model)
-    for _ in range(2):  # A context that is entered again.
+    for _ in range(2):  # The context is entered again.
         with context:
             backward()
     backward()

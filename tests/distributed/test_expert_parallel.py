@@ -1,4 +1,4 @@
-"""Models whose experts are split over ranks."""
+"""Models whose experts are split across ranks."""
 
 from __future__ import annotations
 

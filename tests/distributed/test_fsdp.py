@@ -1,4 +1,4 @@
-"""Sharded models on two ranks: error reports, and unusual uses that work."""
+"""Sharded models on two ranks: reports of errors, and unusual uses that work."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def scaled(version: int) -> tuple[list[float], float, float]:
     model, optimizer = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
     losses = []
     for _ in range(3):
-        # Multiplied by 2**16, the loss must not exceed the largest fp16 number on any processor.
+        # Multiplied by 2**16, the loss must not exceed the largest fp16 number on any CPU.
         loss = model(torch.ones(2, 4)).square().mean() / 16
         accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -166,7 +166,7 @@ def test_fp16_gradients_are_unscaled(version: int) -> None:
     (losses, norm, scale), other = run_ranks(scaled, version)
     assert (losses, norm, scale) == other
     assert losses[2] < losses[0]
-    assert 0 < norm < 100  # Unscaled: the scale is 65536.
+    assert 0 < norm < 100  # It is unscaled: the scale is 65536.
     assert scale == 65536.0
 
 

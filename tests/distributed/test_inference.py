@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Tied weights, a mask that only the last part uses, an input without rows, nested outputs."""
+    """A model with tied weights, a mask that only the last part uses, an input without rows, and nested outputs."""
 
     def __init__(self) -> None:
         super().__init__()

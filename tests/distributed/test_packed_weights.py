@@ -1,4 +1,4 @@
-"""FSDP 2 for models with 4-bit weights and trained adapters: training and checkpoints equal one process."""
+"""With FSDP 2, training and checkpoints of models with 4-bit weights and adapters equal those of one process."""
 
 from __future__ import annotations
 
@@ -97,4 +97,4 @@ def test_four_bit_weights_are_sharded_and_adapters_are_trained(
     for losses, rest, resumed, bytes_here in run_ranks(trained_sharded, str(tmp_path / "saved"), storage, efficient):
         assert losses == pytest.approx(whole, rel=1e-4)
         assert resumed == pytest.approx(rest, rel=1e-6)
-        assert bytes_here == 2 * SIZE * SIZE // 2 // 2  # Two layers, two values per byte, two ranks.
+        assert bytes_here == 2 * SIZE * SIZE // 2 // 2  # There are two layers, two values per byte, and two ranks.

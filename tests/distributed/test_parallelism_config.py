@@ -1,4 +1,4 @@
-"""The mesh of ranks that a `ParallelismConfig` makes."""
+"""The mesh of ranks that a `ParallelismConfig` creates."""
 
 from __future__ import annotations
 

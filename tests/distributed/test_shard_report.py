@@ -1,4 +1,4 @@
-"""The shard report of a rank equals the bytes it holds, for every strategy of torch."""
+"""The shard report of a rank equals the bytes that the rank holds, for each of torch's strategies."""
 
 from __future__ import annotations
 

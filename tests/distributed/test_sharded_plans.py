@@ -1,4 +1,4 @@
-"""Saving sharded states repeatedly: the ranks plan once who writes which piece, and later checkpoints are complete."""
+"""When sharded states are saved repeatedly, ranks plan once who writes which piece, and checkpoints are complete."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ IN_PIECES = [form for form in FORMS if "whole" not in form]
 @pytest.mark.parametrize(("form", "blocking"), [("fsdp2", False), *((form, True) for form in IN_PIECES)])
 def test_later_checkpoints_resume_too(form: str, blocking: bool, tmp_path: Path) -> None:
     ranks = 4 if form in {"fsdp2 of replicas", "fsdp2 and tp"} else 2
-    times = 3 if "fsdp1" in form else 1  # A rank may have several pieces of a tensor with FSDP 1.
+    times = 3 if "fsdp1" in form else 1  # With FSDP 1, a rank may have several pieces of a tensor.
     for meanwhile, again, planned in run_ranks(
         saved_and_resumed, form, str(tmp_path / "out"), blocking, world_size=ranks
     ):
@@ -88,7 +88,7 @@ def test_without_training_in_between_two_checkpoints_are_equal(tmp_path: Path) -
 
 
 def one_changes(folder: str) -> tuple[list[str], float, float]:
-    """On rank 1 alone the optimizer's state gets one more value, so all ranks plan it again."""
+    """Add a value to the optimizer's state on rank 1 only, which makes all ranks plan again."""
     training = ShardedTraining()
     training.step()
     training.accelerator.save_state(folder)
@@ -113,7 +113,7 @@ def test_a_change_on_one_rank_makes_all_ranks_plan_again(tmp_path: Path) -> None
 
 
 def failing(folder: str, before: int, at: str, where: int) -> tuple[str, list[str]]:
-    """A rank fails in the first save, which is planned, or in a later one. The next save is complete again."""
+    """Let a rank fail in the first save, which is planned, or in a later one. The next save is complete again."""
     training = ShardedTraining()
     training.step()
     for _ in range(before):

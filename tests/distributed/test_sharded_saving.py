@@ -1,4 +1,4 @@
-"""Background saves of sharded states: training continues, and the checkpoint has the state at the call."""
+"""While sharded states are saved in the background, training continues; checkpoints have the state at the call."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def save_and_train(form: str, folder: str) -> tuple[list[float], list[float], bo
     gate = Gate(write_plans.write_shards)
     write_plans.write_shards = gate
     training.accelerator.save_state(folder, blocking=False)
-    meanwhile = [training.step() for _ in range(AFTER)]  # With its own collectives, while the writers wait.
+    meanwhile = [training.step() for _ in range(AFTER)]  # It uses its own collectives while the writers wait.
     unfinished = not Path(folder).exists()
     gate.open()
     training.accelerator.wait_for_everyone()
@@ -89,7 +89,7 @@ def test_one_background_group_serves_all_saves(tmp_path: Path) -> None:
 
 
 def failing(place: str, folder: str, blocking: bool) -> tuple[str, list[str]]:
-    """Rank 1 fails; the next save raises the error on every rank, and the previous checkpoint is kept."""
+    """Let rank 1 fail; the next save raises the error on every rank, and the previous checkpoint is kept."""
     training = ShardedTraining()
     training.step()
     training.accelerator.save_state(folder)
@@ -125,7 +125,7 @@ def test_the_failure_of_one_rank_is_raised_on_every_rank(place: str, blocking: b
 
 
 def interrupted(folder: str, before: int) -> list[str]:
-    """All ranks are interrupted while they write, as when a run is stopped."""
+    """Interrupt all ranks while they write, as when a run is stopped."""
     training = ShardedTraining()
     for index in range(before):  # The first save creates the plan that later ones use.
         training.step()
@@ -155,7 +155,7 @@ def test_an_interrupt_while_shards_are_written_stays_an_interrupt(before: int, t
 
 
 def killed(folder: str, at: str) -> None:
-    """Rank 1 is killed in its thread. Rank 0 detects it immediately and removes all files."""
+    """Kill rank 1 in its writing thread; rank 0 detects this immediately and removes all files."""
     training = ShardedTraining()
     training.step()
     training.accelerator.save_state(folder)

@@ -1,4 +1,4 @@
-"""State dicts of sharded models and optimizers equal the results of torch's `get_state_dict`."""
+"""The state dicts of sharded models and optimizers equal the results of torch's `get_state_dict`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.ranks import run_ranks
 
 
 class Part(nn.Module):
-    """A parameter, a saved and an unsaved buffer, and an extra state."""
+    """A module with a parameter, a saved and an unsaved buffer, and an extra state."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models whose layers are split over ranks."""
+"""Models whose layers are split across ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.ranks import RankError, run_ranks
 
 
 class Tied(nn.Module):
-    """An embedding and a head that share one parameter, split over the vocabulary."""
+    """An embedding and a head that share one parameter, which is split along the vocabulary."""
 
     def __init__(self, head: str = "colwise_rep") -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def test_tied_weights_are_split_once(plugin: bool) -> None:
 def split_while_loading(size: int) -> list[bool]:
     accelerator = Accelerator(parallelism_config=ParallelismConfig(tp_size=2))
     model: Any = made()
-    model.tp_size = size  # As transformers marks the layers it has split.
+    model.tp_size = size  # transformers marks models that it has split in this way.
     before = [id(parameter) for parameter in model.parameters()]
     model = accelerator.prepare(model)
     return [id(parameter) == old for parameter, old in zip(model.parameters(), before, strict=True)]

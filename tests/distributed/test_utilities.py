@@ -35,7 +35,7 @@ def gradient_with_hook(hook: str, wrapper: str) -> list[list[float]]:
     kwargs.register_comm_hook(wrapped)
     for _ in range(4):
         model.zero_grad()
-        # Each rank's gradient is its rank number everywhere. The mean over two ranks is 0.5, exact in every format.
+        # All values of a rank's gradient are its number. Their mean over two ranks is 0.5, exact in every format.
         wrapped(torch.full((1, 4), float(dist.get_rank()))).sum().backward()
     assert model.weight.grad is not None
     return model.weight.grad.tolist()
@@ -69,7 +69,7 @@ def test_an_unsupported_hook_names_the_alternative(wrapper: str) -> None:
 
 
 def hook_rounds() -> float:
-    """Return a gradient that fp32 represents and fp16 does not, so that an unregistered hook is noticed."""
+    """Return a gradient that fp32 can represent and fp16 cannot, so that an unregistered hook is noticed."""
     model = nn.Linear(1, 1, bias=False)
     wrapped = nn.parallel.DistributedDataParallel(model)
     DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16).register_comm_hook(wrapped)

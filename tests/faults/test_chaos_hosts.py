@@ -1,7 +1,8 @@
-"""Random processes of a run on three hosts are killed or suspended: every surviving host ends and gives the reason.
+"""If random processes of a run on three hosts are killed or suspended, every surviving host ends and says why.
 
-Each round starts one run: the first notebook, another notebook and a command, each with one or two ranks. At a random
-moment it kills or suspends one process: the first kernel, another host or a rank. The seed determines all choices.
+Each round starts one run on the first notebook, another notebook and a command, each with one or two ranks. At a random
+moment, the round kills or suspends one process: the first kernel, another host or a rank. The seed determines all
+choices.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ pytestmark = [
 HOST = re.escape(platform.node())
 SECRET = "hush-4711"
 FIRST, NOTEBOOK, COMMAND = 0, 1, 2
-"""The nodes."""
+"""The numbers of the nodes."""
 NAMES = ["the first notebook", "the other notebook", "the command"]
 KINDS = [(verb, what) for verb in ("kill", "suspend") for what in ("first", "host", "rank")]
-"""The remainder of a seed selects one of them."""
+"""The kinds of faults, of which the remainder of a seed selects one."""
 DAILY = (0, 25, 8, 21, 11)
-"""One of each kind, except for a suspended host:
+"""The daily seeds: one of each kind, except for a suspended host.
 
-test_a_suspended_host_is_lost_after_the_time_of_the_heartbeats has it.
+test_a_suspended_host_is_lost_after_the_time_of_the_heartbeats tests that.
 """
 ROUNDS = 56
 JOIN_SECONDS = 60.0
 SILENT_SECONDS = [3.0, 3.0, 15.0]
-"""Seconds after which each host considers a silent one lost. A command does not know the run's ``rdzv_conf``."""
+"""The seconds after which each host treats a silent one as lost. A command does not know the run's ``rdzv_conf``."""
 HANG_SECONDS = 10.0
 LIMIT = 60.0
 """Time limit in seconds from the fault to the end of every surviving host, once all ranks run."""
@@ -74,7 +75,7 @@ def join_command(where: str, processes: int) -> JoinCommand:
 
     Args:
         where: ADDRESS:PORT.
-        processes: The number of ranks that it starts.
+        processes: The number of ranks that the command starts.
     """
     options = ("--num_processes", str(processes), "--join_timeout", str(JOIN_SECONDS))
     return JoinCommand(*JOIN, where, *options, env={**os.environ, "NOTEBOOK_ACCELERATE_SECRET": SECRET})
@@ -128,9 +129,9 @@ class Round:
     """One run and its fault.
 
     Args:
-        seed: Determines all choices.
+        seed: The number that determines all choices.
         kernels: The kernels of the notebooks.
-        folder: Where the ranks write their process ids.
+        folder: The folder to which the ranks write their process ids.
     """
 
     seed: int
@@ -281,7 +282,7 @@ class Round:
         return self.fault + (LIMIT if self.all_running else JOIN_SECONDS + MARGIN + LIMIT / 2)
 
     def check_host(self, node: int) -> None:
-        """Wait for the end of a host and check its reason."""
+        """Wait for the end of a host, and check the reason that it gives."""
         text = self.end_of(node, self.deadline())
         self.note(f"{NAMES[node]} ended: {_short(text)}")
         pattern = self.pattern(node)

@@ -1,4 +1,4 @@
-"""Saves are killed at any point: the previous checkpoint still loads, and an unfinished one is recognized."""
+"""Saves can be killed at any point: the previous checkpoint still loads, and an unfinished one is recognized."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_a_process_killed_at_any_change_of_the_disk_loses_nothing(tmp_path: Path
 
 def check(place: Path, target: str) -> float:
     """Return the value of the newest complete checkpoint. Loading an unfinished one must raise."""
-    if target == "old":  # Overwritten: either all of the first or all of the second.
+    if target == "old":  # When a save overwrites, all files are from the first or the second.
         return value_in(place / "old")
     new = place / ("checkpoints/checkpoint_1" if target == "auto" else "new")
     if not new.exists():

@@ -81,7 +81,7 @@ def test_two_launches_without_a_name_get_two_names(state: Path, tmp_path: Path) 
 def test_a_name_is_free_when_its_run_has_finished(state: Path) -> None:
     for _ in range(3):
         run = _launch(int, name="again")
-        assert run.wait(120)  # Its process writes the last file and exits after that.
+        assert run.wait(120)  # The process writes the last file, and then exits.
     run = _launch(time.sleep, 600, name="again")
     until(lambda: run.status == "running")
     supervisor_of(run).kill()
@@ -243,7 +243,7 @@ def test_shutdown_leaves_runs_of_other_machines_alone(state: Path, monkeypatch: 
     finally:
         hidden.rename(entry.socket)
     assert attach("ours").status == "stopped"
-    # The run was opened while the socket was away. It reads the file, which is written a moment after the events.
+    # The run was opened while there was no socket. It reads the file, which is written a moment after the events.
     until(lambda: attach("theirs").status == "running")
     disconnect_all()  # That run is read-only.
 

@@ -1,4 +1,4 @@
-"""Runs that outlive their kernel, with real kernels: killed, attached again, controlled, lost."""
+"""Runs that outlive their real kernels: they are killed, attached to again, controlled, and lost."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def test_an_interrupted_launch_is_stopped(state: Path, monkeypatch: pytest.Monke
 
 
 def test_a_wait_that_ends_does_not_stop_the_run(state: Path) -> None:
-    """By an interrupt, and by the end of the kernel, which cancels a cell that awaits."""
+    """The wait ends by an interrupt, or by the end of the kernel, which cancels a cell that awaits the run."""
     with Kernel() as kernel:
         kernel.check(_TRAIN)
         kernel.check(
@@ -410,7 +410,7 @@ def test_a_run_that_ended_on_a_full_disk_can_be_stopped_and_frees_its_name(
 def test_a_run_whose_disk_is_full_from_the_start_can_be_launched_and_stopped(
     small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is room for the folder and the header, and for nothing more."""
+    """There is room only for the folder and the header."""
     with user_folder(tmp_path / "state", monkeypatch):
         _fill(small_disk / "filler")
         os.truncate(small_disk / "filler", (small_disk / "filler").stat().st_size - (2 << 12))

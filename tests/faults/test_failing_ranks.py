@@ -40,7 +40,7 @@ def test_an_exception_in_one_rank_ends_the_run(kernel: Kernel, method: str) -> N
 
 @METHODS
 def test_an_exception_in_all_ranks_is_shown_once(kernel: Kernel, method: str) -> None:
-    meet = "group()\ndist.barrier()\n"  # On a busy machine one rank may be called much later.
+    meet = "group()\ndist.barrier()\n"  # On a busy machine, one rank may be called much later.
     text = _run(kernel, meet + "raise KeyError(rank())", method)
     assert "KeyError" in text
     assert "ranks 0, 1 failed:" in text
@@ -256,7 +256,7 @@ def test_a_rank_that_closes_every_descriptor_is_reported(kernel: Kernel, method:
 @METHODS
 @pytest.mark.parametrize("ending", ["returns", "fails"])
 def test_processes_that_a_rank_leaves_behind_are_killed(kernel: Kernel, method: str, ending: str) -> None:
-    """They belong to the rank's process group, which ends with the rank, even if they ignore every other signal."""
+    """They belong to the rank's process group, which is killed with the rank, even if they ignore other signals."""
     body = (
         "group()\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)  # and with it what is started here\n"

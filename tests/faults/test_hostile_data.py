@@ -1,4 +1,4 @@
-"""Data of user code that cannot be sent or is far too large: the run continues and reports what was dropped."""
+"""If data of user code cannot be sent or is far too large, the run continues and reports what was dropped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.launching import said
 pytestmark = pytest.mark.notebook
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote"])
 HUGE = 300_000_000
-"""Length of a text that exceeds every bound."""
+"""The length of a text that exceeds every bound."""
 
 
 def _run(kernel: Kernel, body: str, method: str, options: str = "", timeout: float = 120) -> Cell:
@@ -62,7 +62,7 @@ for step in range(3):
 return 'lives'"""
     cell = _checked(kernel, body, method)
     assert cell.result_text == "('lives', 'lives')"
-    assert cell.stderr.count(f"a {name} cannot be sent") == 2  # Once for each rank.
+    assert cell.stderr.count(f"a {name} cannot be sent") == 2  # It is printed once per rank.
     assert kernel.value("len(run.metrics['kept'].values)") == 6
 
 
@@ -188,7 +188,7 @@ return 'lives'"""
 
 
 BUDGET = 5_000_000
-"""Maximum number of characters that the front end may receive from a run of a few seconds."""
+"""The maximum number of characters that the front end may receive from a run of a few seconds."""
 
 
 def _sent(cell: Cell) -> int:

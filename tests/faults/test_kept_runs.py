@@ -1,4 +1,4 @@
-"""A kernel is killed during a kept run: another process opens the run and resumes its training."""
+"""When a kernel is killed during a kept run, another process opens the run and resumes its training."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def train(project: str, seconds: float, steps: int, fails_at: int = -1, stops_at
     """Train, save every ten steps, and continue from a checkpoint if the launch requests it.
 
     Args:
-        project: Folder of the checkpoints.
-        seconds: Minimum duration of a step, until the folder contains a file "hurry".
-        steps: Number of steps.
-        fails_at: The step after which it fails, unless it has continued from a checkpoint.
+        project: The folder for the checkpoints.
+        seconds: The minimum duration of a step, until the folder contains a file "hurry".
+        steps: The number of steps.
+        fails_at: The step after which the function fails, unless it has continued from a checkpoint.
         stops_at: The step after which rank 1 stops at a breakpoint.
     """
     import notebook_accelerate
@@ -96,7 +96,7 @@ def test_the_run_of_a_killed_kernel_can_be_followed_is_lost_and_can_be_resumed(t
     resumed = notebook_launcher(
         train, (str(tmp_path / "killed"), 0.0, goal), config=opened.config.changed(block=True), resume=opened
     )
-    check_history(resumed, goal, missing=20)  # From the second before the kill.
+    check_history(resumed, goal, missing=20)  # These are from the second before the kill.
     assert (resumed.resume_points[0].name, resumed.resume_points[0].status) == ("kept", "lost")
     undisturbed = notebook_launcher(
         train, (str(tmp_path / "plain"), 0.0, goal), num_processes=2, use_port=0, panel=False

@@ -1,4 +1,4 @@
-"""The kernel of a detached training is killed at a random moment; a new kernel gets the run with its whole history."""
+"""If a detached run's kernel is killed at a random moment, a new kernel gets the run with its whole history."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _SCENES = {"start": -1, "run": 4, "failure": 18, "breakpoint": 5, "save": 17}
 """The phase in which the kernel is killed, and the step that the run must have reached, plus a random delay."""
 _DAILY = {"start"}
 _SECONDS = {"start": 5.0}
-"""Maximum of the random delay in seconds."""
+"""The maximum random delay in seconds."""
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @cache
 def _undisturbed() -> tuple[tuple[Any, ...], list[list[int]], list[list[str]]]:
-    """Return the results, the steps and the lines of an undisturbed training."""
+    """Return the results, the steps and the lines of an undisturbed run."""
     with TemporaryDirectory() as folder:
         run = notebook_launcher(train, (folder, 0.0, _STEPS), num_processes=2, use_port=0, panel=False)
     steps = [run.metrics["loss"].rank(rank).steps.tolist() for rank in (0, 1)]
@@ -67,7 +67,7 @@ def test_kernels_killed_at_random_moments_lose_nothing(state: Path, tmp_path: Pa
 
 
 def _kill_at(scene: str, seed: int, tmp_path: Path) -> None:
-    """Kill the kernel of a detached training, attach from a new one, and compare with an undisturbed training."""
+    """Kill the kernel of a detached run, attach from a new one, and compare with an undisturbed run."""
     print(f"scene {scene}, seed {seed}")
     fails_at, stops_at = (25 if scene == "failure" else -1), (10 if scene == "breakpoint" else -1)
     arguments = (str(tmp_path / "project"), 0.02, _STEPS, fails_at, stops_at)

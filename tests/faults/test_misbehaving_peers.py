@@ -69,7 +69,7 @@ def test_a_rank_that_sends_garbage_does_not_harm_the_others(tmp_path: Path, send
 
 
 def test_requests_to_a_suspended_rank_do_not_block() -> None:
-    """Its socket is full after some hundreds of requests, or a single large one."""
+    """The rank's socket is full after a few hundred requests, or a single large one."""
     run = _launch(time.sleep, 600)
     until(lambda: run._internals.commands.requests.open_ranks() == [0, 1] and run.status == "running")
     suspended = psutil.Process(run.ranks[1].pid)
@@ -96,7 +96,7 @@ def _outlasts_interrupts() -> None:
 
 
 def test_shutdown_stops_all_runs_at_the_same_time() -> None:
-    """Stopping one after the other would take the grace period of each."""
+    """Stopping one after the other would take a grace period for each."""
     both = [_launch(_outlasts_interrupts) for _ in range(2)]
     until(lambda: all(run.status == "running" for run in both))
     shutdown()
@@ -126,7 +126,7 @@ def test_a_peer_of_the_listener_that_sends_garbage_harms_no_host(
 
 @pytest.mark.parametrize(("sends", "then"), PEERS)
 def test_a_driver_that_sends_garbage_ends_its_launch(sends: str, then: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does not read, either."""
+    """The driver does not read anything, either."""
     ends = {"silent": "", "closes": "end.close()", "suspended": "os.kill(os.getpid(), signal.SIGSTOP)"}[then]
     started: list[subprocess.Popen[bytes]] = []
 
@@ -187,7 +187,7 @@ SOCKETS = {
     "utils/other.py": PROBE,
     "launch/processes/ports.py": PROBE,
 }
-"""The modules that open sockets, with the test of their peers or the reason why they need none."""
+"""The modules that open sockets, each with the test of its peers, or the reason why it needs none."""
 
 
 def test_the_table_covers_the_peers_of_all_sockets() -> None:

@@ -51,7 +51,7 @@ def test_modules_of_the_working_directory_shadow_nothing_that_a_launch_imports(
 
 SERVER = "__import__('notebook_accelerate.launch.processes.zygote', fromlist=['x'])._zygote"
 SOON = 60.0
-"""Time limit in seconds for steps that take five. Without a replacement, the kernel would wait two minutes."""
+"""Time limit in seconds for steps that take five seconds. Without a new zygote, the kernel would wait two minutes."""
 STUCK = {
     "stopped": f"os.kill({SERVER}.pid, signal.SIGSTOP)",
     "hangs": f"{SERVER}._control.sendall((1 << 26).to_bytes(4, 'big'))",  # It waits for the rest of a request.
@@ -140,7 +140,7 @@ def test_forked_ranks_do_not_wait_for_a_stopped_zygote(served_kernel: Kernel) ->
 
 @pytest.mark.parametrize("step", [3600, -3600, 7200])
 def test_a_step_of_the_system_clock_during_a_run_changes_nothing(kernel: Kernel, step: int) -> None:
-    """As after a correction by NTP, or when a machine resumes: the kernel and its ranks see the step immediately."""
+    """After a correction by NTP, or when a machine resumes, the kernel and its ranks see the step immediately."""
     name = f"step{step}"
     kernel.check(
         f"def train():\n    real = time.time\n    print('in', flush=True)\n    gate({name!r})\n"
@@ -164,7 +164,7 @@ def test_a_step_of_the_system_clock_during_a_run_changes_nothing(kernel: Kernel,
 
 
 def test_a_kernel_that_is_suspended_while_its_ranks_run_counts_no_silence(kernel: Kernel) -> None:
-    """Its time limits count only while it runs. Messages that the ranks sent during its suspension arrive."""
+    """The kernel's time limits count only while it runs. Messages sent by the ranks during its suspension arrive."""
     kernel.check(
         "def train():\n    for number in range(100):\n        print(number, flush=True)\n        time.sleep(0.1)\n"
         "run = launch(train, block=False, timeout=18, hang_timeout=4)"

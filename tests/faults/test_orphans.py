@@ -12,7 +12,7 @@ from tests.support.launching import alive, rank_pids, ready_kernel, wait_gone
 
 pytestmark = pytest.mark.notebook
 SOON = 10.0
-"""Seconds within which all processes must be gone."""
+"""The number of seconds within which all processes must be gone."""
 
 GRANDCHILDREN = """
 def train():

@@ -1,4 +1,4 @@
-"""Profiles of ranks started elsewhere: of a detached run, from another kernel, and of another host."""
+"""Profiles of ranks that were started elsewhere: in a detached run, by another kernel, and on another host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank is killed while a sharded state is saved: the previous checkpoint loads, and the new one is refused."""
+"""After a rank is killed while saving a sharded state, the previous checkpoint loads, and the new one is refused."""
 
 from __future__ import annotations
 

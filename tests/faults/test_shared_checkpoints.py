@@ -1,4 +1,4 @@
-"""Several processes use a checkpoint at the same time: loads during saves, and two runs that save to one folder."""
+"""Several processes use a checkpoint at the same time: they load during saves, or two runs save to one folder."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ WRITING = ("open", "custom_checkpoint_0.pkl")
 
 
 def start_saver(folder: Path | str, value: float, *stop: str, **options: Any) -> subprocess.Popen[str]:
-    """Start a process that saves one value; with `stop` it waits for a line before that event. Return it waiting."""
+    """Start a process that saves one value. With `stop`, return once it waits for a line before that event."""
     command = [sys.executable, "-c", _SAVER, str(folder), str(value), *stop]
     saver = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
@@ -243,7 +243,7 @@ def test_a_second_run_that_saves_a_new_folder_gets_an_error_that_names_the_first
     saver = start_saver(folder, 2.0, *WRITING)
     with pytest.raises(CheckpointError, match=rf"process {saver.pid} on .* is saving to this folder"):
         Parts(3.0).accelerator.save_state(str(folder))
-    folder.mkdir()  # In an existing folder the second run would stage inside, while the first one stages next to it.
+    folder.mkdir()  # In an existing folder, the second run stages inside it, while the first one stages next to it.
     reset_shared_state()
     with pytest.raises(CheckpointError, match=rf"process {saver.pid} on .* is saving to this folder"):
         Parts(3.0).accelerator.save_state(str(folder))

@@ -1,4 +1,4 @@
-"""Stopping by the button, the method and time limits, during start, run and end, also with ranks that resist."""
+"""Stopping by button, method and time limit, during the start, run and end, even if ranks resist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.launching import alive, patient, rank_pids, ready_kernel, sai
 pytestmark = pytest.mark.notebook
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote"])
 SOON = 60.0
-"""Time limit in seconds for steps that take two on an idle machine. Without a stop, the functions run ten minutes."""
+"""Time limit in seconds for steps that take two seconds on an idle machine. Unstopped functions run ten minutes."""
 
 STUCK = {
     "sleep": "time.sleep(600)",
@@ -120,7 +120,7 @@ def test_pressing_the_button_again_while_ranks_start_kills_them(kernel: Kernel) 
 
 
 def test_an_interrupt_at_any_time_ends_the_run_and_the_cell(kernel: Kernel) -> None:
-    """It stops the run, or arrives after its end and reports that. In both cases the cell ends with it."""
+    """The interrupt stops the run, or arrives after its end and reports that. In both cases, the cell ends with it."""
     _define(kernel, "time.sleep(0.05)")
     kernel.check("before = list(notebook_accelerate.runs())")
     for delay in (0.0, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.12, 0.15, 0.2):
@@ -129,7 +129,7 @@ def test_an_interrupt_at_any_time_ends_the_run_and_the_cell(kernel: Kernel) -> N
         kernel.wait_for(lambda cell=cell: "here we go" in cell.stdout)
         kernel.pump(delay)
         kernel.interrupt()
-        if delay > 0.1:  # An interrupt after the launch returned ends the gate, which nothing else ends.
+        if delay > 0.1:  # If the launch has returned, only an interrupt ends the gate.
             kernel.pump(0.5)
         kernel.finish(cell, timeout=SOON)
         assert "KeyboardInterrupt" in said(cell), said(cell)
@@ -163,7 +163,7 @@ def test_a_loop_of_launches_ends_with_the_interrupted_run(kernel: Kernel) -> Non
 
 
 def _ended_as_said(kernel: Kernel, cell: Cell) -> None:
-    """The interrupt arrived in time or too late, and the run, its ranks and the cell agree about it."""
+    """Check that the run, its ranks and the cell agree whether the interrupt arrived in time or too late."""
     kernel.check("last = notebook_accelerate.runs()[-1]")
     status, states = kernel.value("[last.status, [info.state for info in last.ranks]]")
     assert "KeyboardInterrupt" in said(cell)
@@ -214,7 +214,7 @@ def test_timeout_and_hang_timeout_stop_the_run(kernel: Kernel, method: str) -> N
 
 
 def test_a_suspended_kernel_counts_no_silence(kernel: Kernel) -> None:
-    """Like a laptop whose lid was closed."""
+    """The kernel is suspended as on a laptop whose lid was closed."""
     _define(kernel, "time.sleep(600)")
     _started(kernel, "run = launch(train, hang_timeout=8, block=False)")
     kernel.process.suspend()

@@ -1,4 +1,4 @@
-"""One kernel per file, with answers for its prompts."""
+"""Fixtures: one kernel per file, with answers to its prompts."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ def kernel(answers: Answers) -> Iterator[Kernel]:
 
 @pytest.fixture(scope="session")
 def two_notebooks() -> Iterator[Notebooks]:
-    """Return two kernels shared by all files. Each test compares the state that it must not change."""
+    """Return two kernels that all files share. Each test checks the state that it must not change."""
     with notebooks(2) as found:
         yield found

@@ -162,7 +162,7 @@ def test_names_in_the_body_of_a_class_in_a_function_are_found(kernel: Kernel, me
 
 
 def test_attributes_are_not_names_of_the_notebook(kernel: Kernel) -> None:
-    kernel.check("eval = (i for i in range(3))")  # It cannot be pickled.
+    kernel.check("eval = (i for i in range(3))")  # A generator cannot be pickled.
     kernel.check("r = launch(reads_eval, Net(), start_method='zygote', panel=False).results[0]; del eval")
     assert kernel.value("r") == [["Net", "reads_eval", "torch"], "lock", True]
 
@@ -258,6 +258,6 @@ def test_results_keep_the_definition_of_the_launch(kernel: Kernel, method: str, 
 
 def test_a_kept_run_has_the_classes_of_a_kernel_that_ran_the_cell_again(kernel: Kernel) -> None:
     kernel.check("r = launch(build, start_method='fork', panel=False, save='kept', name='classes')")
-    kernel.check(CELL)  # New classes, as in a new kernel.
+    kernel.check(CELL)  # This defines new classes, as in a new kernel.
     kernel.check("gc.collect(); r = open_run(r.folder).results")
     assert kernel.value("[equal(value, build()) for value in r]") == [True, True]

@@ -1,4 +1,4 @@
-"""Inspecting ranks from a notebook: hang diagnoses, breakpoints, post-mortem, questions, pauses."""
+"""Inspecting ranks from a notebook: diagnoses of hangs, breakpoints, post-mortem debugging, questions and pauses."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def diagnosed(kernel: Kernel, function: str, verdict: str) -> str:
             " [seen.verdict, repr(seen), time.monotonic() - begin])[-1]"
         )
         if re.fullmatch(verdict, found):
-            print(f"\ndiagnosed in {seconds:.1f} s")  # The aim is 2, but test machines are busy.
+            print(f"\ndiagnosed in {seconds:.1f} s")  # The goal is 2 s, but test machines are busy.
             return str(text)
         assert time.monotonic() < deadline, found
 
@@ -220,7 +220,7 @@ def test_a_collective_under_a_condition_on_the_rank_is_explained(kernel: Kernel)
     diagnosed(
         kernel,
         "guarded",
-        r"rank 1 never reached all_\w+ #1 \(.*"  # Of the headers, or of the values.
+        r"rank 1 never reached all_\w+ #1 \(.*"  # It is a collective of the headers, or of the values.
         r"The call stands under 'if accelerator\.is_main_process:': "
         r"every rank must make it, so move it out of that block",
     )
@@ -592,7 +592,7 @@ def test_common_mistakes_are_named_once(kernel: Kernel) -> None:
 
 
 def test_a_gradient_that_is_nan_on_one_rank_only_is_reported(kernel: Kernel) -> None:
-    """The loss is finite, and averaged gradients are NaN on all ranks. Only the rank itself can detect it."""
+    """The loss is finite, and averaged gradients are NaN on all ranks, so only the rank itself can detect this."""
     kernel.check(
         "class Bad(torch.autograd.Function):\n"
         "    @staticmethod\n"
@@ -644,7 +644,7 @@ def test_a_model_that_prepare_does_not_synchronise_is_reported(kernel: Kernel, s
 
 
 def test_compiled_models_of_unseeded_ranks_are_compared_after_synchronisation(kernel: Kernel) -> None:
-    """DDP sends rank 0's parameters before they are compared, also for a model that is compiled as a whole."""
+    """DDP sends rank 0's parameters before they are compared, even for a model that is compiled as a whole."""
     kernel.check(
         "from notebook_accelerate.utils import TorchDynamoPlugin\n"
         "def compiling(regions, own):\n"

@@ -86,7 +86,7 @@ def test_a_front_end_that_draws_the_panel_gets_no_hint() -> None:
         plots = [comm for comm in cell.comms if comm["msg_type"] == "comm_open" and _is_feed(comm)]
         client = kernel.client
         content = {"comm_id": plots[0]["comm_id"], "data": {"method": "custom", "content": {"kind": "drawn"}}}
-        client.session.send(client.shell_channel.socket, "comm_msg", content)  # As static/feed.js sends it.
+        client.session.send(client.shell_channel.socket, "comm_msg", content)  # static/feed.js sends this.
         kernel.pump(13.0)
         assert kernel.value("__import__('notebook_accelerate.widgets.front_end').widgets.front_end.front_end.drawn")
         assert NOT_DRAWN not in str(cell.displays)
@@ -154,7 +154,7 @@ def test_a_notebook_executed_by_nbconvert_shows_the_report(tmp_path: Path) -> No
 
 
 def test_launch_input_and_stop_work() -> None:
-    """In a kernel started the way VS Code does it."""
+    """The kernel is started as VS Code starts it."""
     with Kernel(env={"VSCODE_PID": "1"}, server=False) as kernel:
         kernel.check(TRAIN)
         assert kernel.value("__import__('notebook_accelerate').hardware.detect().host") == "vscode"

@@ -1,4 +1,4 @@
-"""``python -m notebook_accelerate join``: machines without a notebook run ranks for one, however they are started."""
+"""With ``python -m notebook_accelerate join``, machines run ranks for a notebook, however the command is started."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_defect_06_the_cell_shows_the_rank_that_failed_first(kernel: Kernel) -> 
     text = said(kernel.run("launch(train)"))
     assert blames(text, 1)
     assert "KeyError: 'the cause'" in text
-    assert text.rstrip().splitlines()[-2].startswith("WorkerError")  # The page of the error is the last line.
+    assert text.rstrip().splitlines()[-2].startswith("WorkerError")  # The last line is the error's page.
 
 
 def test_defect_07_lines_are_complete_and_labelled_and_bars_and_displays_arrive(kernel: Kernel) -> None:

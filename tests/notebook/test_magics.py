@@ -26,14 +26,14 @@ def _loaded(kernel: Kernel) -> None:
 
 @pytest.fixture(autouse=True)
 def warm(kernel: Kernel, answers: Answers) -> None:
-    """Provide two warm ranks, shared by all tests and restarted after a test has stopped them."""
+    """Provide two warm ranks that all tests share, and that are restarted after a test has stopped them."""
     answers.waiting.clear()
     answers.asked.clear()
     kernel.check("%%ranks -n 2\nimport time, torch, torch.distributed as dist")
 
 
 def lines(cell: Cell) -> list[str]:
-    """Return the sorted lines that a cell printed, because ranks print at the same time."""
+    """Return the lines that a cell printed, sorted because ranks print at the same time."""
     return sorted(cell.stdout.splitlines())
 
 

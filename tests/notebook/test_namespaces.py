@@ -54,11 +54,11 @@ def test_two_machines_form_one_run(pair: Notebooks, backend: str) -> None:
 def test_kernels_listen_on_the_cable_only(pair: Notebooks, names: list[str]) -> None:
     for kernel in pair.kernels:
         kernel.check(LISTENING, LIMIT)
-    before = pair.values("sorted(set(listening()))")  # Those of ipykernel, on loopback.
+    before = pair.values("sorted(set(listening()))")  # These are ipykernel's, on loopback.
     options = {"master_addr": ADDRESSES[0], "rdzv_conf": {"secret": "hush"}, "block": False}
     cells = pair.finish(pair.launch("meet, -1, 600.0", "num_processes=1", "num_processes=1", **options))
     pair.wait_until_all_print(cells, "sum 1.0", [2, 1])
-    # Of the kernel and its children: no listener on all interfaces, and none left over.
+    # The kernel and its children must have no listener on all interfaces, and none left over.
     everywhere = {"00000000", "0" * 32}
     assert [sorted(everywhere & set(found)) for found in pair.values("listening()")] == [[], []]
     pair.kernels[1].check("run.stop()", LIMIT)

@@ -102,7 +102,7 @@ def test_display_arrives_as_display_data_and_is_updated(kernel: Kernel, method: 
         f"launch(show, start_method={method!r});"
     )
     html = [data.get("text/html", "") for data in cell.displays]
-    html = [text for text in html if "notebook-accelerate-report" not in text]  # The display of the panel.
+    html = [text for text in html if "notebook-accelerate-report" not in text]  # Leave out the panel.
     assert html.count("<i>second</i>") == 2
     assert not any("first" in text for text in html)
     assert sum("<table" in text for text in html) == 2
@@ -110,7 +110,7 @@ def test_display_arrives_as_display_data_and_is_updated(kernel: Kernel, method: 
 
 
 def _shown_in_order(cell: Cell) -> list[str]:
-    """Return lines and HTML of the ranks in the order of the cell."""
+    """Return the ranks' lines and HTML in the order in which the cell shows them."""
     shown = []
     for output in cell.outputs:
         if output["output_type"] == "stream":

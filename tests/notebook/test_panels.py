@@ -1,4 +1,4 @@
-"""Panels in a real kernel: shown once, then replaced with the report."""
+"""Panels in a real kernel are shown once, and then replaced with the report."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_the_kernel_responds_while_ten_thousand_points_arrive_per_second(kernel:
         f"{1000 * statistics.median(busy):.1f} ms, slowest {1000 * max(busy):.1f} ms; {count:,} points kept; "
         f"{len(updates)} messages under the cell"
     )
-    # `make bench` measures precisely. On a busy machine a working kernel is scheduled after an idle one.
+    # `make bench` measures this precisely. On a busy machine, a working kernel is scheduled after an idle one.
     assert statistics.median(busy) < 0.5 + 10 * statistics.median(idle)
 
 
@@ -199,7 +199,7 @@ def test_static_forms_replace_live_views_when_the_kernel_exits() -> None:
         kernel.check("run = launch(0.2)")
         panel, table = kernel.check("run.panel()"), kernel.check("notebook_accelerate.widgets.RunsTable()")
         assert _kinds(panel) == _kinds(table) == ["live"]
-        kernel.client.shutdown()  # Exit handlers.
+        kernel.client.shutdown()  # This runs exit handlers.
         kernel.wait_for(lambda: _kinds(panel)[-1] == _kinds(table)[-1] == "report")
 
 

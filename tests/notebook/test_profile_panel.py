@@ -1,4 +1,4 @@
-"""Profiles shown in a real kernel: a live view next to its static form, with a limit on live views."""
+"""Profiles in a real kernel are shown as a live view next to its static form, with a limit on live views."""
 
 from __future__ import annotations
 

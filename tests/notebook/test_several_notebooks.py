@@ -1,4 +1,4 @@
-"""Several kernels run one cell together: the first supervises the ranks of all, and all finish together."""
+"""Several kernels run one cell together. The first one supervises the ranks of all kernels, and all finish together."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_notebooks_may_have_different_numbers_of_ranks(pair: Notebooks) -> None:
 
 
 def test_without_a_secret_each_notebook_runs_its_own_ranks(pair: Notebooks) -> None:
-    """As with torchrun's static rendezvous, they meet in torch only."""
+    """As with torchrun's static rendezvous, the notebooks are connected only through torch."""
     first, second = pair.finish(pair.launch("meet", "num_processes=2", "num_processes=2"))
     first.expect_ok()
     second.expect_ok()

@@ -121,7 +121,7 @@ class TestPlugin:
         assert plugin.mixed_precision_policy.param_dtype == torch.bfloat16
         plugin.set_mixed_precision("fp16", override=True)
         assert plugin.mixed_precision_policy.param_dtype == torch.float16
-        assert plugin.mixed_precision_policy.reduce_dtype in {torch.float16, None}  # Older versions of torch have None if they are equal.
+        assert plugin.mixed_precision_policy.reduce_dtype in {torch.float16, None}  # Older torch: None if equal.
         with pytest.raises(ValueError, match=r"pass a torch\.distributed\.fsdp\.MixedPrecision,"):
             FullyShardedDataParallelPlugin(mixed_precision_policy=plugin.mixed_precision_policy)
 

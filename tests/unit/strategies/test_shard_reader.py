@@ -62,7 +62,7 @@ def test_what_is_framed_is_read_without_torch(tmp_path: Path, read_by_torch: lis
 
 
 def test_what_torch_wrote_is_read(tmp_path: Path, read_by_torch: list[torch.Tensor]) -> None:
-    save(state(fill=True), storage_writer=FileSystemWriter(tmp_path / "part"))  # Without a group, nothing is communicated.
+    save(state(fill=True), storage_writer=FileSystemWriter(tmp_path / "part"))  # No group: without communication.
     assert_read(tmp_path / "part")
 
 
