@@ -18,7 +18,7 @@ from tests.support import leaks
 with contextlib.suppress(ImportError):  # Some environments lack hypothesis. They run no property tests.
     from hypothesis import HealthCheck, settings
 
-    # The same examples in every run, without a deadline, which a busy machine would exceed.
+    # Use the same examples in every run, without a deadline, which a busy machine would exceed.
     settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("tests")
 
@@ -68,7 +68,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the share of processor time: the tests spent the rest of the time waiting."""
+    """Print the share of CPU time: the tests spent the rest of the time waiting."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     seconds = sum(usage.ru_utime + usage.ru_stime for usage in used)
     terminalreporter.write_line(f"= processor time of the tests and their processes: {seconds:.0f} s")
@@ -77,7 +77,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def _without_gpu(items: list[pytest.Item]) -> str | None:
     if not any(item.get_closest_marker("gpu") for item in items):
         return None
-    if os.environ.get("TEST_GPU") == "dry":  # On the CPU: see tests/support/gpu.py.
+    if os.environ.get("TEST_GPU") == "dry":  # These run on the CPU: see tests/support/gpu.py.
         return None
     import torch
 

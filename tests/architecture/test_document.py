@@ -1,4 +1,4 @@
-"""docs/architecture.md matches the code: its packages and all steps of its walks exist."""
+"""docs/architecture.md matches the code: the packages and all steps of the walks exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/environments.md: every "works" in its table names existing tests."""
+"""Every "works" in the table of docs/environments.md names existing tests."""
 
 from __future__ import annotations
 

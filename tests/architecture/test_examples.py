@@ -1,4 +1,4 @@
-"""The example notebooks import public names only."""
+"""The example notebooks import only public names."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PUBLIC = {PACKAGE, *(f"{PACKAGE}.{name}" for name in ("big_modeling", "utils", "
 
 
 def _imports(path: Path) -> Iterator[tuple[str, str]]:
-    """Return module and name of each import of this package in a notebook's cells."""
+    """Return the module and the name of each import from this package in a notebook's cells."""
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         lines = "".join(cell["source"]).splitlines() if cell["cell_type"] == "code" else []
         python = "\n".join("" if line.lstrip().startswith(("%", "!")) else line for line in lines)
-        if lines and lines[0].startswith("%%"):  # A magic, whose cell is Python after its first line.
+        if lines and lines[0].startswith("%%"):  # After the line with the magic, the cell is Python.
             python = "\n".join(lines[1:])
         for node in ast.walk(ast.parse(python)):
             if isinstance(node, ast.Import):

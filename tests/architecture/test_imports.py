@@ -12,7 +12,7 @@ import pytest
 
 try:
     import tomllib
-except ModuleNotFoundError:  # Python 3.10.
+except ModuleNotFoundError:  # This is Python 3.10.
     import tomli as tomllib  # type: ignore[no-redef]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +70,7 @@ def test_importing_a_torch_free_package_does_not_load_torch(package: str) -> Non
 
 
 def test_importing_the_package_takes_milliseconds() -> None:
-    # Measure processor time, because test machines are busy.
+    # Measure CPU time, because test machines are busy.
     code = "import time; t = time.process_time(); import notebook_accelerate; print(time.process_time() - t)"
     seconds = [float(_python(code).stdout) for _ in range(5)]
     print(f"\nimport notebook_accelerate: median {1000 * statistics.median(seconds):.1f} ms (goal: 50 ms)")

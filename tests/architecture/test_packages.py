@@ -13,7 +13,7 @@ import pytest
 
 try:
     import tomllib
-except ModuleNotFoundError:  # Python 3.10.
+except ModuleNotFoundError:  # This is Python 3.10.
     import tomli as tomllib  # type: ignore[no-redef]
 
 import notebook_accelerate
@@ -70,7 +70,7 @@ def test_every_public_name_resolves(name: str) -> None:
 def test_public_names_are_listed_and_have_a_home() -> None:
     homes = _lazy.exports("notebook_accelerate").homes
     names: dict[str, object] = {}
-    exec("from notebook_accelerate import *", names)  # a statement for the level of a module only
+    exec("from notebook_accelerate import *", names)  # this statement is allowed only at module level
     assert set(homes) - set(names) == {"attach", "configure", "debug", "runs", "shutdown"}
     assert set(notebook_accelerate.__all__) == set(homes) & set(names)
     assert set(homes) <= set(dir(notebook_accelerate))
@@ -87,7 +87,7 @@ def test_the_submodules_of_the_root_match_accelerate() -> None:
 @pytest.mark.parametrize("name", ["big_modeling", "data_loader", "hooks", "state", "tracking", "utils", "widgets"])
 def test_a_star_import_of_a_public_package_brings_no_submodules(name: str) -> None:
     names: dict[str, object] = {}
-    # A statement that is allowed at the level of a module only.
+    # This statement is allowed only at module level.
     exec(f"from notebook_accelerate.{name} import *", names)
     assert [each for each, value in names.items() if isinstance(value, ModuleType)] == []
 

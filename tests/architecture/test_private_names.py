@@ -1,4 +1,4 @@
-"""One file uses private names of torch. Private names of other libraries are limited to the files listed here."""
+"""Only one file uses torch's private names. Other libraries' private names are limited to the files listed here."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.architecture.test_structure import DEFINED, MODULES, PACKAGE, TREES, 
 
 OF_TORCH = f"{PACKAGE}.torch_internals"
 OF_PYTHON = frozenset({"_asdict", "_current_frames", "_exit", "_fields", "_getframe", "_make", "_replace"})
-"""Documented in spite of their names."""
+"""Names that are documented even though they look private."""
 OF_THIS_PACKAGE = frozenset(
     {"_hf_hook", "_is_accelerate_prepared", "_of_dispatch", "_old_forward", "_original_forward", "_prepared_for"}
 )
-"""Set on users' objects by this package. Accelerate's clients read some of them."""
+"""Names that this package sets on users' objects. Libraries that use Accelerate read some of them."""
 _OF_OTHERS = {
     # Transformers' models.
     "big_modeling.module_tree": {"_no_split_modules"},

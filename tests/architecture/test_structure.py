@@ -1,4 +1,4 @@
-"""Rules about the structure. `python -m tests.architecture.test_structure` prints figures, which have no limits."""
+"""Rules for the structure. `python -m tests.architecture.test_structure` prints figures, which have no limits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_CODE = {
 }
 PRIVATE_OF_OTHERS = frozenset(
     {
-        # Attributes that Accelerate's clients use, and that Accelerate names like private ones.
+        # Libraries that use Accelerate read these attributes, even though their names look private.
         "_models", "_optimizers", "_schedulers", "_dataloaders", "_shared_state", "_reset_state", "_custom_objects",
         "_is_accelerate_prepared", "_add_dataloader", "_remove_dataloader",
         "_load_model_state_pre_hook", "_save_model_state_pre_hook",
@@ -43,7 +43,7 @@ def modules() -> dict[str, Path]:
     for folder, prefix in ((ROOT / PACKAGE, PACKAGE), (ROOT / "widgets", f"{PACKAGE}.widgets")):
         for path in sorted(folder.rglob("*.py")):
             if folder.name == PACKAGE and "widgets" in path.relative_to(folder).parts:
-                continue  # The link to the top-level folder.
+                continue  # This is the link to the top-level folder.
             parts = path.relative_to(folder).with_suffix("").parts
             name = ".".join([prefix, *(part for part in parts if part != "__init__")])
             found[name] = path
@@ -55,7 +55,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 
 
 def imported(name: str) -> set[str]:
-    """Return the product's modules that a module imports, at the top, in functions, or for type checkers only."""
+    """Return the product's modules that a module imports at the top, in functions, or only for type checkers."""
     found = set()
     for node in ast.walk(TREES[name]):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == PACKAGE:
@@ -96,7 +96,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def private_accesses() -> Iterator[str]:
-    """Yield the uses of a private attribute of an object that no class in their module defines."""
+    """Yield the uses of private attributes that no class in the same module defines."""
     for name, tree in TREES.items():
         own = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and is_self(node.value)}
         own |= {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}

@@ -48,7 +48,7 @@ def _log(go: Path) -> list[Call]:
     accelerator = Accelerator(cpu=True)
     until(go.exists)
     accelerator.log({"loss": 0.5}, step=1)
-    time.sleep(0.5)  # The agent sends it.
+    time.sleep(0.5)  # Meanwhile, the agent sends it.
     return _trace.own_calls()
 
 

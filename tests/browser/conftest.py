@@ -41,7 +41,7 @@ def chromium() -> Iterator[Browser]:
 
 @pytest.fixture(params=["lab", "notebook"])
 def app(request: pytest.FixtureRequest) -> App:
-    """The application that opens the notebook: both of them, one after the other."""
+    """The application that opens the notebook. Tests run in both applications, one after the other."""
     found: App = request.param
     return found
 

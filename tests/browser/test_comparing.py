@@ -1,4 +1,4 @@
-"""Automatic curves, several runs side by side, and much output, in JupyterLab and Notebook."""
+"""Automatic curves, several runs side by side, and a lot of output, in JupyterLab and Notebook."""
 
 from __future__ import annotations
 

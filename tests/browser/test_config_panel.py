@@ -33,7 +33,7 @@ FOCUSED = """() => {
   return element.getAttribute('aria-label') || element.labels?.[0]?.innerText || element.innerText || '';
 }"""
 LAUNCH = ".na-form button.na-primary"
-# The message is shown for four seconds only.
+# The message is shown only for four seconds.
 WATCH_FOR_COPIED = """() => {
   const text = () => [...document.querySelectorAll('[role=status]')].some(e => e.textContent.includes('Copied'));
   new MutationObserver(() => { window.saidCopied ||= text(); }).observe(document.body, {

@@ -1,4 +1,4 @@
-"""Two hanging ranks, diagnosed and asked from the debug panel, in JupyterLab 4 and Notebook 7."""
+"""The debug panel diagnoses and questions two hanging ranks, in JupyterLab 4 and Notebook 7."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _start_and_hang(page: NotebookPage) -> None:
     page.page.locator(CARD).scroll_into_view_if_needed()
 
 
-# Until rank 0 waits in the second all_reduce and rank 1 has reached its loop.
+# Wait until rank 0 waits in the second all_reduce and rank 1 has reached its loop.
 UNTIL = """
 deadline = time.monotonic() + 100
 while time.monotonic() < deadline and not all(map(run.diagnose().verdict.count, ("never reached", "time.sleep"))):
@@ -88,7 +88,7 @@ def test_two_stuck_ranks_are_explained(opened: Any, app: App) -> None:
     stacks = page.page.locator(f"{CARD} details", has_text="Stacks")
     stacks.locator("summary").press("Enter")
     _says(page, f"{CARD} details[open] pre", "time.sleep(0.05)")
-    page.page.wait_for_timeout(1500)  # Over the next renders.
+    page.page.wait_for_timeout(1500)  # Wait for the next renders.
     assert stacks.get_attribute("open") is not None, "an opened fold stays open"
     page.shot(f"{app}-debug-verdict", CARD)
 

@@ -1,4 +1,4 @@
-"""GPUs of Kaggle and Colab in the panels: emulated variables and NVML, and a stub of torch.cuda in the ranks."""
+"""Kaggle's and Colab's GPUs in the panels, with emulated variables and NVML, and a stub of torch.cuda in the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each state of the panels at 1280 and 600 pixels, light and dark: screenshots without errors or cut-off text."""
+"""Screenshots of each state of the panels, at 1280 and 600 pixels, light and dark, have no errors or cut-off text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.browser import Browser, NotebookPage, Server
 
-pytestmark = pytest.mark.nightly  # Takes minutes, and the other tests drive the same states without pictures.
+pytestmark = pytest.mark.nightly  # This takes minutes, and other tests cover the same states without pictures.
 
 TRAIN = """
 import math, os, random, time
@@ -59,7 +59,7 @@ def train(lr, steps=100_000):
 LAUNCH = "run = notebook_launcher(train, ({}), num_processes=2, use_port=0, block=False{})"
 CARD = ".na-live"
 HEIGHT = 2200
-"""Margin in pixels, so that a screenshot shows a whole panel without the toolbar above it."""
+"""The height of the window in pixels, at which a screenshot shows a whole panel without the toolbar above it."""
 SIZES = ((1280, "desktop"), (600, "narrow"))
 # Nothing is wider than the card, except for scrolling parts, and curves out of sight, which are drawn later.
 WIDER = """(selector) => {
@@ -213,7 +213,7 @@ def test_finished_runs_have_no_cut_off_text(page: NotebookPage, server: Server, 
     run_state(page, 2, "Succeeded")
     page.run(3)
     run_state(page, 3, "Running")
-    page.page.wait_for_timeout(5000)  # For some steps.
+    page.page.wait_for_timeout(5000)  # Wait for some steps.
     happen(server, "fail")
     run_state(page, 3, "Failed")
     page.idle()

@@ -1,4 +1,4 @@
-"""Prompts of ranks, answered in the notebook's own input line, and the front end's report that it draws the panel."""
+"""Prompts of ranks that are answered in the notebook's input line, and the report that the panel has been drawn."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_front_end_reports_that_it_draws_the_panel(opened: Any, app: App) -> N
     page = opened([SETUP, launch, f"{drawn}\nopen('{end}', 'w').close(); run.wait()"])
     page.run(1)
     page.wait_for("() => document.querySelector('.na-card')?.innerText.includes('Click Stop to end this run')")
-    page.page.wait_for_timeout(3000)  # Until the report has arrived.
+    page.page.wait_for_timeout(3000)  # Wait until the report has arrived.
     page.run(2)
     page.wait_for("() => document.body.innerText.includes('drawn: True')")
     page.idle()

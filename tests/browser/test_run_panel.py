@@ -42,7 +42,7 @@ def train(seconds, fail_at=None):
 """
 LAUNCH = "run = notebook_launcher(train, ({},), num_processes=2, use_port=0, block=False)"
 LONG = 1200
-"""Duration in seconds of a run whose end no test waits for, even with slow steps."""
+"""The duration in seconds of a run that no test waits for, even with slow steps."""
 LAST = "import notebook_accelerate; notebook_accelerate.runs()[-1].panel()"
 CARD = ".na-live"
 BOOK = "window.jupyterapp.shell.currentWidget.content"
@@ -125,7 +125,7 @@ def test_curves_move_and_a_click_stops_the_run_on_an_idle_kernel(opened: Any, se
     page.wait_for(f"(hint) => document.querySelector('{CARD}').innerText.includes(hint)", hint)
     assert page.page.locator(".na-chart-name", has_text="<img src=x onerror=alert(1)>").count() == 1
 
-    # After the end the panel stays as it is: its elements, the zoom of a chart, and the selected tab.
+    # After the end, the panel keeps its elements, the zoom of a chart, and the selected tab.
     _zoom(page)
     page.page.locator(".na-tabs [role=tab]", has_text="Logs").click()
     page.page.evaluate(f"() => {{ document.querySelector('{CARD}').dataset.mine = 'yes'; }}")

@@ -167,7 +167,7 @@ _CURVE = """() => {
 
 
 def test_only_the_first_points_of_a_curve_are_drawn_as_points(blank: Any) -> None:
-    """The first step may take long, and a scale that suits one point does not suit the hundred that follow."""
+    """The first step may be slow, and a scale that suits one point does not suit the hundred that follow."""
     _load(blank, *SCRIPTS)
     blank.evaluate(_CURVE)
     blank.evaluate("() => log(1, 0, 1)")

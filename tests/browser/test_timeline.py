@@ -279,7 +279,7 @@ MANY = "view = TimelineView(large(8, 200_000))"
 
 @DAILY_IN_LAB
 def test_200_000_events_of_eight_ranks_open_and_move(opened: Any, app: App) -> None:
-    """`make bench` measures the times. This guards against an order of magnitude."""
+    """`make bench` measures the times. This test notices if they grow by an order of magnitude."""
     page: NotebookPage = opened([IMPORTS, MANY, "view"])
     page.run(1)
     page.idle()

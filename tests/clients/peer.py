@@ -24,12 +24,12 @@ from tests.support.ranks import reserved_port
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(sys.prefix) / "peer"
-"""The folder of the real Accelerate, which is outside of the path so that nothing else imports it."""
+"""The folder of the real Accelerate, which is not on the path, so that nothing else imports it."""
 VERSIONS = ROOT / ".build" / "transformers"
 """The folder in which make installs other versions of transformers, each with its dependencies."""
 RANKS = 2
 SECONDS = 300
-"""Time limit in seconds for one program. After that its ranks print their stacks and exit."""
+"""Time limit in seconds for one program, after which its ranks print their stacks and exit."""
 LIBRARIES = (
     "transformers.trainer", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "peft", "diffusers.models",
     "datasets", "diffusers.training_utils", "pytorch_accelerated.trainer", "lightning", "torch._dynamo",
@@ -47,8 +47,9 @@ def start(folder: Path, names: Iterable[str], *path: Path | str) -> subprocess.P
 
     Args:
         folder: An empty folder.
-        names: The programs, on two ranks; with "@1" after the name in one process.
-        path: The folders imported first: the real Accelerate or this package, and a version of transformers.
+        names: The programs, which run on two ranks, or in one process if "@1" follows the name.
+        path: The folders that come first on the path: the real Accelerate or this package, and a version of
+            transformers.
     """
     dropped = ("ACCELERATE_", "PYTEST_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
@@ -64,7 +65,7 @@ def start(folder: Path, names: Iterable[str], *path: Path | str) -> subprocess.P
 
 
 def results(process: subprocess.Popen[str], folder: Path) -> dict[str, list[Any]]:
-    """Wait for started programs. Return for each the results of its ranks, or the text of the exception."""
+    """Wait for started programs. Return for each program the results of its ranks, or the text of its exception."""
     try:
         code = process.wait(SECONDS * 4)
     finally:

@@ -1,4 +1,4 @@
-"""Mixtures of experts of transformers, with their experts split over ranks: `make test-clients`."""
+"""transformers' mixtures of experts, whose experts are split across ranks: `make test-clients`."""
 
 from __future__ import annotations
 

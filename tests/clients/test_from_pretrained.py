@@ -1,4 +1,4 @@
-"""`from_pretrained` of transformers finds weights written by `save_model` and `save_state`, also tied ones."""
+"""`from_pretrained` of transformers finds weights written by `save_model` and `save_state`, even tied ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Public notebooks that are ported, executed from top to bottom. Their last cells check the training."""
+"""Ported public notebooks are executed from top to bottom, and their last cells check the training."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Training libraries in ranks with this package as their `accelerate` compute the same as with the real one.
+"""Training libraries that import this package as `accelerate` in ranks compute the same as with the real one.
 
-Their losses, steps and progress are in the run, and the cell shows neither widgets of ranks nor warnings of forks.
+Their losses, steps and progress are in the run, and the cell shows neither widgets of ranks nor warnings about forks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = [
 ]
 EACH = pytest.mark.parametrize("name", PROGRAMS)
 TOLERANCE = 1e-4
-"""Relative tolerance of losses and weights. Most are bitwise equal."""
+"""The relative tolerance of losses and weights, most of which are bitwise equal."""
 SECONDS = 900
 
 CODE = """

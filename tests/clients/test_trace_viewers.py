@@ -78,7 +78,7 @@ class Saved:
     folder: Path
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        """Return the events of one of its files."""
+        """Return the events in one file of a profile."""
         rows: list[dict[str, Any]] = json.loads(gzip.decompress((self.folder / name).read_bytes()))["traceEvents"]
         return rows
 

@@ -14,7 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArg
 
 
 class TinyConfig(PretrainedConfig):
-    """Nothing to configure."""
+    """A configuration without any settings."""
 
     model_type = "tiny"
 
@@ -61,7 +61,7 @@ def trainer_of(folder: str, batch: int, more: dict[str, Any]) -> Trainer:
 
 
 def main(folder: str, batch: int, more: dict[str, Any]) -> None:
-    """Train, evaluate, then train again from the first epoch's checkpoint."""
+    """Train, evaluate, and then train again from the first epoch's checkpoint."""
     trainer = trainer_of(folder, batch, more)
     trained = trainer.train()
     weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)

@@ -12,7 +12,7 @@ import pytest
 from tests.support import fake_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
-# Devices and files that a container with a GPU has, and this machine lacks.
+# A container with a GPU has these devices and files, and this machine lacks them.
 DRIVER_FILES = "from notebook_accelerate.hardware import device_counts; device_counts._nvidia_driver = lambda: True\n"
 
 
@@ -20,7 +20,7 @@ class Machine:
     """A machine that runs Python with torch's build for CUDA.
 
     Args:
-        folder: Holds the libraries and their log.
+        folder: The folder for the libraries and their log.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,7 +67,7 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the folder's tests with a torch that was not built for CUDA."""
+    """Skip the tests of this folder if torch was not built for CUDA."""
     import torch
 
     if torch.version.cuda is None:

@@ -71,7 +71,7 @@ def test_each_rank_has_a_gpu_and_the_variables_that_its_model_needs(machine: Mac
 def test_ranks_are_counted_by_the_devices_visible_to_them(
     machine: Machine, kernel: dict[str, str], run: dict[str, str], count: int
 ) -> None:
-    """Without a visible GPU the run is on the CPU, with one process."""
+    """Without a visible GPU, the run uses the CPU, with one process."""
     accelerator, _, ranks = _planned(machine, f"plan(env={run!r})", **{**MACHINES["eight H100s"], **kernel})
     assert (accelerator, len(ranks)) == (("cuda", count) if count else ("cpu", 1))
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's sequence parallelism (Ulysses): losses, gradients and checkpoints equal a training on whole sequences."""
+"""With DeepSpeed's sequence parallelism (Ulysses), losses, gradients and checkpoints equal those on whole sequences."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SECONDS = 400
 
 
 class Sentences(Dataset[dict[str, torch.Tensor]]):
-    """Sequences whose first labels do not count. Their number differs between pieces and between sequences."""
+    """Sequences whose first labels do not count. The number of such labels differs between pieces and sequences."""
 
     def __init__(self, count: int) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -180,7 +180,7 @@ def test_windows_and_shared_heads_train_equally() -> None:
 
 
 def test_two_sequences_on_four_ranks_train_equally() -> None:
-    # Pairs of ranks read different batches: together they make a step of two.
+    # Pairs of ranks read different batches, so that together they make a step of two batches.
     found = run_ranks(split, {"stage": 2}, 32, 1, 4, {"dp_replicate_size": 2}, world_size=4, timeout=SECONDS)
     batches = list(DataLoader(Sentences(32), batch_size=ROWS))
     model = llama()

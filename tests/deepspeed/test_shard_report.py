@@ -42,7 +42,7 @@ def told(stages: list[int], precision: str) -> list[tuple[ShardReport, int]]:
 
 
 def told_of_offloaded() -> list[ShardReport]:
-    """Return the report with the optimizer state, and optionally parameters, in main memory."""
+    """Return the report with the optimizer state, and optionally parameters, in CPU memory."""
     found = []
     for parameters in ("none", "cpu"):
         plugin = DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="cpu", offload_param_device=parameters)

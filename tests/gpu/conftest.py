@@ -20,7 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def figure(request: pytest.FixtureRequest) -> Figure:
     """Record a measurement for the table that is printed after the tests and written to .build/gpu-figures.md.
 
-    It is also a property of the test, which `tests.gpu.day` reads: its summary has the figures of all its items.
+    The measurement is also a property of the test. `tests.gpu.day` reads these for its summary of all items.
     """
 
     def note(name: str, value: str) -> None:

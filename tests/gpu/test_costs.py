@@ -110,7 +110,7 @@ def test_an_offloaded_model_is_copied_while_it_computes(figure: gpu.Figure) -> N
 
 
 def peak() -> tuple[int, int]:
-    """Return the peak memory of a training on the device, and its estimate."""
+    """Return the peak memory of a training run on the device, and the estimate of it."""
     accelerator = Accelerator()
     raw = gpu.network(WIDTH, DEPTH)
     model, optimizer = accelerator.prepare(raw, torch.optim.AdamW(raw.parameters()))

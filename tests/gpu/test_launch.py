@@ -49,7 +49,7 @@ def test_cuda_used_in_the_kernel_before_the_launch_makes_ranks_start_from_the_zy
 
 @gpu.only_cuda
 def test_a_driver_initialised_without_torch_is_detected(kernel: Kernel) -> None:
-    """torch.cuda.is_initialized() says False although the driver is initialised (accelerate#3925)."""
+    """torch.cuda.is_initialized() returns False even though the driver is initialized (accelerate#3925)."""
     kernel.run("assert ctypes.CDLL('libcuda.so.1').cuInit(0) == 0 and not torch.cuda.is_initialized()").expect_ok()
     cell = kernel.run("run = notebook_launcher(train, (5,), num_processes=1, timeout=120)", timeout=150).expect_ok()
     assert "CUDA is initialised in the kernel" in cell.stdout

@@ -1,4 +1,4 @@
-"""Quantization with bitsandbytes' CUDA kernels. Offloaded weights are loaded for each forward."""
+"""Quantization with bitsandbytes' CUDA kernels. Offloaded weights are loaded for each forward pass."""
 
 from __future__ import annotations
 

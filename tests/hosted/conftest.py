@@ -10,7 +10,7 @@ SERVICE = os.environ.get("TEST_HOSTED", "")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip them in other environments."""
+    """Skip these tests in other environments."""
     if not SERVICE:
         for item in items:
             if item.path.parent.name == "hosted":

@@ -95,13 +95,13 @@ def test_the_install_cell_does_not_change_installed_packages(tmp_path: Path) -> 
         assert {name: after.get(name) for name in before} == before, installed.plain
         added = set(after) - set(before)
         assert {"notebook-accelerate"} <= added <= {"notebook-accelerate", "nvidia-ml-py"}, installed.plain
-        fresh.check(TRAIN)  # Without a restart.
+        fresh.check(TRAIN)  # This works without a restart.
         assert fresh.value("__import__('notebook_accelerate').__file__").startswith(str(tmp_path))
         assert fresh.value("list(launch().results)") == [2, 2]
 
 
 def _copy_of_the_tree(folder: Path) -> Path:
-    """Copy the sources of a wheel, because setuptools writes next to them."""
+    """Copy the sources of a wheel, because setuptools writes files next to them."""
     folder.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
@@ -117,7 +117,7 @@ def _pip(*arguments: str) -> None:
 
 
 def _environment_over_this_one(folder: Path) -> str:
-    """Make a virtual environment that also sees the packages installed here. Return its interpreter."""
+    """Create a virtual environment that also sees the packages installed here. Return its interpreter."""
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     (found,) = (folder / "lib").glob("python*/site-packages")
     (found / "image.pth").write_text(sysconfig.get_path("purelib") + "\n")

@@ -18,7 +18,7 @@ def _missing() -> str | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip them if one is missing."""
+    """Skip these tests if marimo or the browser is missing."""
     reason = _missing()
     for item in items:
         if item.path.parent.name == "marimo":

@@ -7,13 +7,13 @@ import pytest
 from tests.support import ranks
 from tests.support.fresh import fresh_state
 
-# Each rank would import it again, which takes longer than the test. Without it nothing is imported.
+# Otherwise, each rank would import it again, which takes longer than the test. If it is not installed, nothing happens.
 ranks._PRELOAD += [
     f"megatron.core.{name}"
     for name in ("dist_checkpointing", "distributed", "models.T5", "models.bert", "models.gpt", "optimizer")
 ]
 SECONDS = 900
-"""Time limit in seconds for one test. The first one waits, possibly minutes, for the imports of the rank server."""
+"""Time limit in seconds for one test. The first test may wait minutes for the imports of the rank server."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -76,7 +76,7 @@ def test_ranks_on_two_machines_resume_from_a_store(more: dict[str, Any], tmp_pat
 
 
 def without_its_manifest(case: Case) -> list[tuple[float, float]]:
-    """Train from a folder as Megatron-LM leaves it: with iterations, and without files of Accelerate."""
+    """Train from a folder as Megatron-LM leaves it, with iterations and without files of Accelerate."""
     with place() as cpu:
         accelerator, model, optimizer, loader = prepared(case, cpu)
         assert case.start is not None

@@ -1,4 +1,4 @@
-"""Text generation with a GPT on megatron-core, on one rank and split over several."""
+"""Text generation with a GPT on megatron-core, on one rank and split across several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT on megatron-core, with tensors and stages split over ranks, compared with the same GPT in plain torch."""
+"""GPT on megatron-core, with tensors and stages split across ranks, compared with the same GPT in plain torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 CLOSE = 1e-5
-"""Relative tolerance: float32 with another order of additions."""
+"""The relative tolerance for float32 sums in another order."""
 HALF_WAY = 2
 
 

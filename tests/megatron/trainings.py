@@ -1,4 +1,4 @@
-"""Trainings for the ranks of these tests: small models on megatron-core, whose CUDA calls run on the CPU.
+"""Training functions for the ranks of these tests: small models on megatron-core, whose CUDA calls run on the CPU.
 
 If each rank has a GPU, nothing is redirected.
 """
@@ -67,7 +67,7 @@ class Given(nn.Module):
 
 
 class GivenForSequenceClassification(Given):
-    """The same with a name that requests labels of whole samples."""
+    """A model whose class name requests labels for whole samples."""
 
 
 def gpt() -> Given:
@@ -100,7 +100,7 @@ def samples(kind: str = "gpt") -> list[dict[str, torch.Tensor]]:
 
 @dataclass
 class Case:
-    """One training."""
+    """The options of one training run."""
 
     tp: int = 1
     pp: int = 1
@@ -111,7 +111,7 @@ class Case:
     start: str | None = None
     """The checkpoint to start from."""
     skipped: int = 0
-    """Windows that are skipped at the beginning."""
+    """The number of windows that are skipped at the beginning."""
     save_after: int = -1
     """The step after which a checkpoint is written."""
     save_to: str = ""
@@ -121,17 +121,17 @@ class Case:
     """Whether the launch passes the plugin."""
 
     def plugin(self) -> MegatronLMPlugin:
-        """Return the plugin."""
+        """Return the plugin for the case."""
         settings: dict[str, Any] = {"num_micro_batches": self.micro_batches, **self.more}
         return MegatronLMPlugin(tp_degree=self.tp, pp_degree=self.pp, **settings)
 
 
 @contextmanager
 def place() -> Iterator[bool]:
-    """Run on the GPU if each rank has one, otherwise on the CPU.
+    """Run on the GPU if each rank has one, or else on the CPU.
 
     Yields:
-        Whether it is the CPU.
+        Whether the ranks run on the CPU.
     """
     alone = torch.cuda.device_count() < int(os.environ.get("WORLD_SIZE", "1"))
     with warnings.catch_warnings(), cuda_on_cpu() if alone else nullcontext():
@@ -151,7 +151,7 @@ def prepared(case: Case, cpu: bool) -> tuple[Accelerator, Any, Any, Any]:
 
 
 def run(case: Case) -> list[tuple[float, float]]:
-    """Train a case. Return loss and norm of the gradients for each step."""
+    """Train a case. Return the loss and the gradient norm of each step."""
     with place() as cpu:
         accelerator, model, optimizer, loader = prepared(case, cpu)
         if case.start:
@@ -181,7 +181,7 @@ def steps(case: Case, accelerator: Accelerator, model: Any, optimizer: Any, load
 
 
 def beside_plain(case: Case) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Train a case on one rank, and the same model in plain torch. Return loss and norm of both for each step."""
+    """Train a case on one rank, and the same model in plain torch. Return both losses and norms of each step."""
     with place() as cpu:
         accelerator, model, optimizer, loader = prepared(case, cpu)
         (plain,) = make_chunks(accelerator.state.megatron_lm_plugin, accelerator.device)
@@ -193,7 +193,7 @@ def beside_plain(case: Case) -> tuple[list[tuple[float, float]], list[tuple[floa
 
 
 def plainly(model: nn.Module, size: int) -> list[tuple[float, float]]:
-    """Train a GPT of megatron-core like any module of torch."""
+    """Train megatron-core's GPT like any other torch module."""
     parameters = list(model.parameters())
     wide, flat = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() == 1]
     optimizer = torch.optim.AdamW(

@@ -20,8 +20,8 @@ class Program:
     """A program, and the content that its run must show.
 
     Args:
-        train: Trains in each rank. "steps" of its result counts the optimizer's steps.
-        curve: Name of the metric with the losses, or "" if the code neither logs nor writes them.
+        train: The function that trains in each rank. "steps" in its result is the number of optimizer steps.
+        curve: The name of the metric with the losses, or "" if the code neither logs nor writes them.
         bar: Whether rank 0 has a progress bar.
     """
 
@@ -78,6 +78,6 @@ def run_several(names: Sequence[str]) -> dict[str, Any]:
             found[name] = PROGRAMS[name].train()
         except Exception:  # noqa: BLE001 - the program's test shows it
             found[name] = traceback.format_exc()
-        AcceleratorState._reset_state(True)  # The process group remains.
+        AcceleratorState._reset_state(True)  # This keeps the process group.
         GradientState._reset_state()
     return found

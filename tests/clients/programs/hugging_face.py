@@ -101,7 +101,7 @@ def _settings_of_trl(kind: Any, **options: Any) -> Any:
 
 
 def _trained_by_trl(made: Any) -> dict[str, Any]:
-    """Train, evaluate if there are rows for it, and return the comparable values."""
+    """Train, evaluate if there are rows for that, and return the comparable values."""
     made.train()
     found = {"losses": logged_losses(made), "weights": weight_sums(made.model), "steps": made.state.global_step}
     return {**found, "evaluated": made.evaluate()["eval_loss"]} if made.eval_dataset is not None else found
@@ -244,7 +244,7 @@ def _denoiser() -> tuple[Any, Any, Any, Any]:
 
 
 def ddpm() -> dict[str, Any]:
-    """Train like diffusers' DDPM example: accumulation, EMA, a schedule, and saved states, one of them reloaded."""
+    """Train like diffusers' DDPM example, with accumulation, EMA, a schedule, and saved states, and load one of them."""
     from accelerate import Accelerator
     from diffusers import DDPMScheduler
     from diffusers.training_utils import EMAModel
@@ -285,7 +285,7 @@ def ddpm() -> dict[str, Any]:
 
 
 def tied_weights() -> dict[str, Any]:
-    """Save models with tied weights by save_model. Load them whole, and as the models without a head."""
+    """Save models with tied weights with save_model. Load them whole, and as the models without a head."""
     import transformers
     from accelerate import Accelerator
     from safetensors import safe_open

@@ -77,7 +77,7 @@ def test_a_class_that_users_never_construct_shows_no_constructor() -> None:
     signature = page.partition('id="notebook_accelerate.Run">')[2].partition("</dt>")[0]
     assert ">Run<" in signature
     assert "sig-paren" not in signature
-    assert "Name of the launched function" in page  # Its attributes stay.
+    assert "Name of the launched function" in page  # The attributes remain.
     assert "None means a new one" not in page
 
 

@@ -1,6 +1,6 @@
 """Run the tests that fit into nine minutes on one GPU: ``python -m tests.gpu.day``, or ``make test-gpu-day``.
 
-Each item is a pytest in a separate session, which is killed at its limit. Items of a lane run one after another, the
+Each item is a pytest in a separate session, which is killed at its limit. Items of a lane run one after another, and
 lanes of a phase in parallel. Items that measure time or memory have a separate phase. After each item, the folder OUT
 (.build/gpu-day) has summary.md, results.json and logs.tar.gz: few files, for machines that return few. While an item
 runs, its log is in .build/gpu-day-logs.
@@ -39,7 +39,7 @@ RESERVE_SECONDS = 5.0
 DRY_FACTOR = 3.0
 """How much longer an item may take on two busy cores than on a machine with a GPU."""
 LONGEST = 700
-"""Number of characters of a failure in the summary: its end, which contains the error."""
+"""The number of characters of a failure that the summary shows. They are its end, which contains the error."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Item:
     """One run of pytest.
 
     Attributes:
-        name: Its name.
-        limit: Seconds until it is killed.
-        tests: Arguments of pytest: files relative to tests/gpu, and options.
+        name: The name of the item.
+        limit: The number of seconds after which it is killed.
+        tests: The arguments for pytest: files relative to tests/gpu, and options.
     """
 
     name: str
@@ -65,9 +65,9 @@ def _check(name: str, limit: float) -> Item:
 
 
 _FILES = ("big_modeling", "checkpointing", "quantization", "detection")
-# Such a machine has no DeepSpeed.
+# DeepSpeed is not installed on such a machine.
 _ZERO = "--deselect=tests/gpu/test_training.py::test_zero_has_the_losses_of_one_device"
-# It compares the memory of the whole device, which other lanes use. `kernel` checks the same without other lanes.
+# It compares the memory of the whole device, which other lanes use. `kernel` checks it while no other lanes run.
 _FREED = "--deselect=tests/gpu/test_launch.py::test_memory_is_freed_after_the_run"
 PHASES: Sequence[Sequence[Lane]] = (
     [[_check("facts", 75)]],
@@ -85,7 +85,7 @@ PHASES: Sequence[Sequence[Lane]] = (
     [[_check("costs", 110)]],
     [[Item("figures", 90, ("test_costs.py",))]],
 )
-"""Phases in their order; each is a list of lanes."""
+"""The phases in order. Each is a list of lanes."""
 
 
 @dataclass
@@ -93,10 +93,10 @@ class Result:
     """The outcome of an item.
 
     Attributes:
-        item: Its name.
+        item: The name of the item.
         ended: pytest's exit status, "killed at its limit", or "no time left".
-        begin: Its start, in seconds since the start of the day.
-        seconds: Its duration.
+        begin: When the item started, in seconds since the start of the day.
+        seconds: The duration of the item.
         tests: The outcome of each test.
     """
 
@@ -120,7 +120,7 @@ class Day:
         out: The folder for the results.
         logs: The folder for the logs, which is emptied first.
         seconds: The time limit for all items.
-        dry: Whether they run on the CPU.
+        dry: Whether the items run on the CPU.
     """
 
     def __init__(self, out: Path, logs: Path, seconds: float = SECONDS, *, dry: bool = False) -> None:
@@ -132,11 +132,11 @@ class Day:
             folder.mkdir(parents=True, exist_ok=True)
 
     def run(self, phases: Iterable[Iterable[Lane]], only: Sequence[str] = ()) -> int:
-        """Run phases one after another, the lanes of each in parallel. Return 1 if an item failed or did not run.
+        """Run the phases one after another, with their lanes in parallel. Return 1 if an item failed or did not run.
 
         Args:
-            phases: The phases.
-            only: Names of the items to run; empty: all.
+            phases: The phases to run.
+            only: The names of the items to run. If empty, all items run.
         """
         for phase in phases:
             lanes = [[item for item in lane if not only or item.name in only] for lane in phase]
@@ -172,7 +172,7 @@ class Day:
                 ended = str(process.wait(min(limit, left - RESERVE_SECONDS)))
             except subprocess.TimeoutExpired:
                 ended = "killed at its limit"
-            with suppress(ProcessLookupError):  # Also processes that an item left behind.
+            with suppress(ProcessLookupError):  # This includes processes that an item left behind.
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         return Result(item.name, ended, round(begin, 1), round(self._now() - begin, 1), outcomes.read(written))
@@ -204,8 +204,8 @@ def summary(results: Sequence[Result], *, dry: bool = False) -> str:
     """Return the results as Markdown: a table of the items, the failed and skipped tests, and the figures.
 
     Args:
-        results: The items so far.
-        dry: Whether they ran on the CPU.
+        results: The results of the items so far.
+        dry: Whether the items ran on the CPU.
     """
     lines = ["A dry run on the CPU: its figures mean nothing.", ""] if dry else []
     lines += ["| item | exit status | seconds | tests |", "|---|---|---|---|"]

@@ -1,4 +1,4 @@
-"""Weights in main memory and on disk: bitwise equal results, their speed, and use after an out-of-memory error."""
+"""Weights in CPU memory and on disk: bitwise equal results, their speed, and use after an out-of-memory error."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_a_save_has_the_state_of_the_call(training: _Training, tmp_path: Path, f
         training.accelerator.save_state(folder, blocking=False)
         returned = time.perf_counter() - begin
         training.steps(8)
-        training.accelerator.load_state(folder)  # Waits for the thread.
+        training.accelerator.load_state(folder)  # This waits for the thread.
         assert all(map(torch.equal, training.tensors(), expected))
     nbytes = sum(tensor.nbytes for tensor in training.tensors())
     figure("background save: the call", f"{1000 * returned:.0f} ms for {nbytes >> 20} MiB")

@@ -27,7 +27,7 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.gpu
 SECONDS = 45
-"""How long the rank would wait by itself."""
+"""How long the rank waits if nothing stops it."""
 
 
 def _wait_for_device(library: Path | None) -> str:

@@ -1,4 +1,4 @@
-"""Writes the outcome of each test as soon as it finishes, so that an item killed at its limit keeps its results.
+"""Write the outcome of each test as soon as it finishes, so that an item killed at its limit keeps its results.
 
 The runner loads this module as a plugin of pytest: ``-p tests.gpu.day.outcomes``.
 """
@@ -22,11 +22,11 @@ class Outcome:
     """The outcome of a test.
 
     Attributes:
-        test: Its file and name.
+        test: The file and the name of the test.
         outcome: "passed", "failed" or "skipped".
-        seconds: Its duration.
-        why: The failure, or the reason for skipping it.
-        figures: Its measurements: names and values.
+        seconds: The duration of the test.
+        why: The failure, or the reason why the test was skipped.
+        figures: The names and values of its measurements.
     """
 
     test: str

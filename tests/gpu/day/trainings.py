@@ -1,4 +1,4 @@
-"""The trainings of `check_parity`: ``python -m tests.gpu.day.trainings PACKAGE`` prints all of them as JSON."""
+"""The training runs of `check_parity`: ``python -m tests.gpu.day.trainings PACKAGE`` prints all of them as JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WIDTH = gpu.size(256, 16)
 def train(
     package: str, *, clip: float | None = None, pin: bool = False, overflow: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """Train with a package. Return losses, skipped steps, scales, weights, a random number and the peak of memory."""
+    """Train with a package. Return losses, skipped steps, scales, weights, a random number and the peak memory use."""
     if gpu.DRY and options.get("mixed_precision") == "fp16":
         del options["mixed_precision"]  # fp16 mixed precision requires a GPU.
     library, utils = import_module(package), import_module(f"{package}.utils")

@@ -1,6 +1,6 @@
-"""Shrinks the wheel of bitsandbytes: of its CUDA libraries (43 MB), it keeps only those for CUDA 13.0 and the CPU.
+"""Shrink the wheel of bitsandbytes: of its CUDA libraries (43 MB), keep only those for CUDA 13.0 and the CPU.
 
-``python -m tests.gpu.day.wheels FOLDER`` is part of `make gpu-day-wheels`. It needs the standard library only.
+``python -m tests.gpu.day.wheels FOLDER`` is part of `make gpu-day-wheels`. It needs only the standard library.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def repack(path: Path) -> None:
     """Rewrite a wheel of bitsandbytes without the other libraries.
 
     Args:
-        path: The wheel.
+        path: The wheel, which is replaced.
     """
     part = path.with_suffix(".part")
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as new:
