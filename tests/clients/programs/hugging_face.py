@@ -244,7 +244,7 @@ def _denoiser() -> tuple[Any, Any, Any, Any]:
 
 
 def ddpm() -> dict[str, Any]:
-    """Train like diffusers' DDPM example, with accumulation, EMA, a schedule, and saved states, and load one of them."""
+    """Train like diffusers' DDPM example, with accumulation, EMA, a schedule and saved states, and load one of them."""
     from accelerate import Accelerator
     from diffusers import DDPMScheduler
     from diffusers.training_utils import EMAModel
