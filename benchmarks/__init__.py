@@ -1,1 +1,1 @@
-"""Benchmarks of time and memory, compared with Accelerate and other peers: `make bench`."""
+"""Benchmarks of time and memory, compared with Accelerate and other packages: `make bench`."""

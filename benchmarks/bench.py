@@ -29,7 +29,7 @@ from pathlib import Path
 from benchmarks import record
 
 REPEATS = 10
-"""Number of measurements for each median, unless a row chooses another."""
+"""The number of measurements for each median, unless a row chooses another."""
 OUTPUT = Path(".build") / "bench.json"
 
 Measure = Callable[[], Iterator["Figure"]]
@@ -45,7 +45,7 @@ class Figure:
         ours: The median of this package, or None if it could not be measured.
         peer: The median of the peer, or None if there is no peer or it did not finish.
         ratio: The median of the ratios of pairs, or None without a comparison.
-        spread: First and third quartile of the ratios, or of this package's measurements if there is no peer.
+        spread: The first and third quartiles of the ratios, or of this package's measurements if there is no peer.
         goal: The goal in words, or "" if there is no goal.
         met: Whether the goal was met, or None if there is no goal.
         note: What a reader needs to interpret the figure.
@@ -118,8 +118,8 @@ def compared(
         peer: The measurements of the peer.
         unit: The unit after scaling.
         scale: The factor by which measurements are multiplied.
-        ratio: The goal: the largest acceptable ratio to the peer.
-        limit: The goal: the largest acceptable median, in the unit.
+        ratio: The goal, as the largest acceptable ratio to the peer.
+        limit: The goal, as the largest acceptable median in the unit.
         note: What a reader needs to interpret the figure.
     """
     here = statistics.median(ours) * scale
@@ -153,7 +153,7 @@ def paired(ours: Sequence[float], peer: Sequence[float]) -> list[float]:
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return the first and third quartile, or None for a single value."""
+    """Return the first and third quartiles, or None for a single value."""
     if len(values) < 2:
         return None
     first, _, third = statistics.quantiles(values, n=4, method="inclusive")
@@ -184,8 +184,8 @@ def main(arguments: Sequence[str]) -> int:
     """Measure the selected rows, print the table and write the file.
 
     Args:
-        arguments: Areas or names of rows; all rows by default. "--but" selects every row except those named, "--quick"
-            the quick rows. "--record" writes the figures to the committed table.
+        arguments: Areas or names of rows; by default all rows. "--but" selects every row except the named ones, and
+            "--quick" selects the quick rows. "--record" writes the figures to the committed table.
 
     Returns:
         0 on success, 1 if a row could not be measured, 2 if an argument is unknown.

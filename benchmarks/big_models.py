@@ -92,7 +92,7 @@ def disk() -> Iterator[Figure]:
 
 @row("big models", "gpu")
 def gpu() -> Iterator[Figure]:
-    """Measure tokens per second of a 1 GB model that is offloaded to main memory and runs on a GPU."""
+    """Measure tokens per second of a 1 GB model that is offloaded to CPU memory and runs on a GPU."""
     what, goal = "tokens per second, 1 GB in main memory, on a GPU", "≥ 0.85 × bound"
     if not torch.cuda.is_available():
         yield Figure(what=what, unit="tokens/s", ours=None, goal=goal, note="not measured: this machine has no GPU")
@@ -115,7 +115,7 @@ def gpu() -> Iterator[Figure]:
 
 @row("big models", "maps")
 def maps() -> Iterator[Figure]:
-    """Measure computing a device map for 128,000 modules. The peer is three traversals of the modules."""
+    """Measure computing a device map for 128,000 modules, compared with traversing the modules three times."""
     for layout in ("flat", "blocks"):
         with tempfile.TemporaryDirectory() as folder, Side(HERE, folder) as here:
             answers = [here.ask(f"map {layout}") for _ in range(4)][1:]

@@ -1,6 +1,6 @@
 """A process that measures big models on command: ``python -m benchmarks.big_models_worker PACKAGE FOLDER``.
 
-It reads one command per line from standard input and answers each with a line of JSON, in seconds and bytes.
+The process reads one command per line from standard input, and answers each with a line of JSON, in seconds and bytes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 WIDTH, BLOCKS, TOKENS = 1024, 30, 32
-"""A model of thirty blocks of 33.6 MB is 1 GB. A forward pass computes 32 tokens."""
+"""A model of thirty blocks of 33.6 MB each has 1 GB. A forward pass computes 32 tokens."""
 SHARDS = 20
 
 
@@ -115,7 +115,7 @@ class Worker:
         return _median(copy, 10)
 
     def gpu(self) -> float:
-        """Return the seconds of a forward pass on the GPU of the 1 GB model offloaded to main memory."""
+        """Return the seconds of a forward pass on the GPU of the 1 GB model offloaded to CPU memory."""
         x = torch.randn(TOKENS, WIDTH, device="cuda")
         if self._model is None:
             self._model = self._package.cpu_offload(self._filled(), torch.device("cuda", 0))

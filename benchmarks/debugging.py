@@ -1,4 +1,4 @@
-"""Debugging: the cost for a training step while it is not used, and the time until it answers."""
+"""Debugging: what it costs a training step while it is not used, and how long its answers take."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.kernel import Kernel
 
 STEPS, BLOCKS = 10, 60
 SIZES = {"1 ms": (64, 256, 64), "10 ms": (256, 1024, 128)}
-"""Width of the input and of the hidden layer, and batch size, by the approximate duration of a step on one core."""
+"""The widths of the input and hidden layer, and the batch size, by the approximate duration of a step on one core."""
 
 
 @row("debugging", "unused")

@@ -1,4 +1,4 @@
-"""Launches on several hosts, simulated by `join` commands on this machine, compared with a launch on one."""
+"""Launches on several hosts, simulated by `join` commands on this machine, compared with a launch on one host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A panel that is open in JupyterLab: its cost for the training and for the main thread of the browser.
+"""A panel that is open in JupyterLab: what it costs the training and the main thread of the browser.
 
 The rows need Chromium and the environment of the browser tests, which ``make bench`` provides.
 """
@@ -18,14 +18,14 @@ from tests.support.browser import Browser, NotebookPage, Server, missing
 T = TypeVar("T")
 
 ROUNDS, SECONDS = 10, 4.0
-"""Number and duration in seconds of the trainings, which alternate between with and without a panel."""
+"""The number of training runs and their duration in seconds. Runs with and without a panel alternate."""
 TRACES, TRACE_SECONDS = 5, 10.0
 TIMELINES, SCALES = 5, (1.0, 1 / 8, 1 / 64)
-"""Number of timelines to open, and the shares of each that are visible while it is dragged."""
+"""The number of timelines to open, and the shares of each that are visible while it is dragged."""
 FRAME = 16.7
-"""Milliseconds between two frames at 60 Hz."""
+"""The number of milliseconds between two frames at 60 Hz."""
 LONG_TASK = 50.0
-"""Milliseconds after which a task delays a click noticeably."""
+"""The number of milliseconds from which a task delays clicks noticeably."""
 
 # A rank trains a hundred steps per second. In each, it computes, and then sleeps as if it waited for an accelerator.
 _TRAIN = """
@@ -142,9 +142,9 @@ class MainThread(NamedTuple):
     """The load of a page's main thread, from a trace, in wall or CPU time.
 
     Attributes:
-        busy: Percentage of the time spent in tasks.
-        frame: 95th percentile of the milliseconds of tasks that draw a frame in which scripts run.
-        long: Number of tasks per second that take more than `LONG_TASK`.
+        busy: The percentage of the time that is spent in tasks.
+        frame: The 95th percentile, in milliseconds, of tasks that draw a frame in which scripts run.
+        long: The number of tasks per second that take more than `LONG_TASK`.
     """
 
     busy: float
@@ -236,7 +236,7 @@ def measured(events: Sequence[dict[str, Any]], kind: str) -> MainThread:
 
     Args:
         events: The events of Chromium's trace.
-        kind: "dur" for wall time, "tdur" for CPU time.
+        kind: The kind of time to measure: "dur" for wall time, "tdur" for CPU time.
     """
     return _figures(*_main_thread(events), kind)
 

@@ -1,4 +1,4 @@
-"""Saved runs: the cost for the ranks, the size of the journal, and the time to open a run."""
+"""Saved runs: what they cost the ranks, the size of the journal, and the time to open a run."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def zygote_times() -> Iterator[Figure]:
 
 @row("launch", "first zygote")
 def first_zygote() -> Iterator[Figure]:
-    """Measure the first launch of a kernel, immediately after the import, while the zygote imports torch."""
+    """Measure the first launch of a kernel, immediately after the import, while the zygote still imports torch."""
 
     def first_launch() -> float:
         with Launcher(HERE) as here:
@@ -223,7 +223,7 @@ def printing(lines, quiet):
 def printing() -> Iterator[Figure]:
     """Measure the time that lines take to reach the notebook, compared with the same function printing to /dev/null.
 
-    In this package the cell shows only the first and the last of many lines, and `run.logs()` returns all of them.
+    In this package, the cell shows only the first and the last of many lines, and `run.logs()` returns all of them.
     """
     lines, few = 10_000, 500
     lost: list[int] = []
@@ -326,7 +326,7 @@ def logging_cost() -> Iterator[Figure]:
             quiet, loud = blocks[0::2], blocks[1::2]
             plain = [wall for walls, *_ in loud for wall in walls[0]]
             step = statistics.median(plain)
-            # Take medians: on a busy machine a mean would measure the other processes.
+            # Take medians, because on a busy machine, a mean would measure the other processes.
             shares = [statistics.median(b - a for a, b in zip(*walls, strict=True)) / step for walls, *_ in loud]
             note = f"the step took {step / 1e6:.2f} ms; {len(plain)} pairs of neighbours"
             yield compared(f"{who}, a step of 2 ms: wall clock", shares, unit="%", scale=100.0, limit=0.5, note=note)

@@ -1,4 +1,4 @@
-"""The cost of a panel: for an update, compared with plotly and an HTML table, and for the training that it shows."""
+"""The cost of a panel per update, compared with plotly and an HTML table, and for the training that it shows."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def _reply_seconds(kernel: Kernel) -> float:
 
 @row("panels", "cost to training")
 def training() -> Iterator[Figure]:
-    """Measure a training of two ranks, launched from a kernel with and without the panel."""
+    """Measure training on two ranks, launched from a kernel with and without the panel."""
     with Kernel() as kernel:
         kernel.check(_TRAIN, timeout=60)
 

@@ -1,4 +1,4 @@
-"""Writes the committed table of benchmarks, docs/benchmarks.md, and compares later runs with it.
+"""Write the committed table of benchmarks, docs/benchmarks.md, and compare later runs with it.
 
 Only ratios to a peer and percentages are compared, because they hardly depend on the machine.
 """
@@ -20,7 +20,7 @@ WORSE = 1.3
 SMALLEST = 0.05
 """Smaller growth is noise, even if it is large relative to a ratio near zero."""
 SHARES = ("%", "×")
-"""Units of figures that do not depend on the machine."""
+"""The units of figures that do not depend on the machine."""
 
 _HEAD = """\
 # Benchmarks

@@ -1,4 +1,4 @@
-"""The cost of sampling and profiling for the steps of a rank."""
+"""What sampling and profiling cost the steps of a rank."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def sampling() -> Iterator[Figure]:
 
 
 class Meter:
-    """Times the steps of a rank, and records three of them with torch's own profiler when asked.
+    """Times the steps of a rank, and records three of them with torch's own profiler on request.
 
     Attributes:
         seconds: The duration of each step since `begin`.
-        with_torch: Whether torch's profiler is still to record.
+        with_torch: Whether torch's profiler has yet to record.
     """
 
     BEFORE, AFTER = 20, 60
-    """Steps to count before and after the first recorded one, since preparing and writing a trace takes time."""
+    """The steps to count before and after the first recorded one: preparing and writing a trace takes time."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -82,7 +82,7 @@ class Meter:
         return 0 < self._first <= len(self.seconds) - self.AFTER
 
     def window(self) -> range:
-        """Return the indices of the steps that count. Both sides count equally many, since each step adds noise."""
+        """Return the indices of the steps that count. Both sides count equally many, because each step adds noise."""
         return range(max(0, self._first - self.BEFORE), self._first + self.AFTER)
 
     def lost(self) -> float:

@@ -1,4 +1,4 @@
-"""The cost of many ranks for the kernel: simulated ranks feed the real supervisor, store and run panel."""
+"""What many ranks cost the kernel: simulated ranks feed the real supervisor, store and run panel."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from tests.support.simulated import EVENTS_PER_SECOND, LinkedBackend, SimulatedB
 
 COUNTS = (1, 8, 64, 512)
 SETTLE_SECONDS, SECONDS = 15.0, 15.0
-"""Seconds to wait before the measurement, and to measure. At first, hosts send the backlog of events from the start."""
+"""The seconds to wait before the measurement, and to measure. At first, hosts send a backlog of events."""
 Backend = SimulatedBackend | LinkedBackend
 LIMIT, LINKED_LIMIT = 12.0, 20.0
-"""Percentage of one core that 512 ranks may use: local ranks, and ranks on 64 hosts."""
+"""The percentages of one core that 512 ranks may use if they are local, and if they are on 64 hosts."""
 
 
 @dataclass
@@ -37,14 +37,14 @@ class Cost:
     """The cost of monitoring some ranks.
 
     Attributes:
-        events: Events per second that reached the journal.
-        supervisor: Percentage of one core that the supervisor thread used.
-        panel: Percentage of one core that the panel thread used.
-        whole: Percentage of one core that the whole process used.
-        memory: Growth of the process in bytes since before the launch.
-        sent: Bytes per second that the widgets of the panel sent to the browser.
-        printed: Bytes per second of the ranks' output below the cell.
-        report: CPU seconds to build the report.
+        events: The number of events per second that reached the journal.
+        supervisor: The percentage of one core that the supervisor thread used.
+        panel: The percentage of one core that the panel thread used.
+        whole: The percentage of one core that the whole process used.
+        memory: The growth of the process in bytes since before the launch.
+        sent: The number of bytes per second that the panel's widgets sent to the browser.
+        printed: The number of bytes per second of the ranks' output below the cell.
+        report: The CPU seconds that building the report takes.
     """
 
     events: float
@@ -88,11 +88,11 @@ class Traffic:
 
 
 class WatchedGroup:
-    """A group of simulated ranks with the thread of its supervisor and its panel.
+    """A group of simulated ranks, with its supervisor's thread and its panel.
 
     Args:
         ranks: The number of ranks.
-        backend: The backend that starts them.
+        backend: The backend that starts the ranks.
     """
 
     def __init__(self, ranks: int, backend: Backend) -> None:
@@ -180,7 +180,7 @@ def watch(ranks: int, backend: Backend, seconds: float = SECONDS) -> Cost:
 
 
 def figures(ranks: int, cost: Cost, first: Cost, limit: float) -> Iterator[Figure]:
-    """Yield the figures of some ranks. The goal is linear scaling: an event costs no more than with one rank."""
+    """Yield the figures for some ranks. The goal is linear scaling: an event costs no more than with one rank."""
     expected, who = EVENTS_PER_SECOND * ranks, f"{ranks} rank{'s' * (ranks > 1)}"
     yield Figure(what=f"{who}: events/s", unit="", ours=cost.events, goal=f"≥ {0.9 * expected:,.0f}",
                  met=cost.events >= 0.9 * expected)  # fmt: skip

@@ -24,10 +24,10 @@ ROUNDS, STEPS = 11, 3
 """The sides alternate every few steps, so that a busy moment of the machine affects all of them."""
 REPEATS = 5
 EXTENSIONS = Path(".build/torch-extensions").absolute()
-"""The cache of DeepSpeed's compiled operations, which the first group of ranks fills."""
+"""The cache of DeepSpeed's compiled operators, which the first group of ranks fills."""
 BLOCKS = 4
 DEEP = 24
-"""Number of blocks of the model that is saved. It has 19 million parameters, 230 MB with Adam's state."""
+"""The number of blocks of the model that is saved, which has 19 million parameters, or 230 MB with Adam's state."""
 
 
 def world(side: str, strategy: str, blocks: int = BLOCKS) -> WorkerRanks:
@@ -91,7 +91,7 @@ def _rounds(sides: Sequence[WorkerRanks]) -> list[list[dict[str, float]]]:
 
 
 def _against(what: str, ours: Sequence[float], plain: Sequence[float], ratio: float | None = None) -> Figure:
-    """Compare with plain by the median of the ratios of rounds, because a round sees the same load of the machine."""
+    """Compare with `plain` by the median of the rounds' ratios, because all sides of a round see the same load."""
     quotient = statistics.median(a / b for a, b in zip(ours, plain, strict=True))
     return Figure(
         what=what,
@@ -134,7 +134,7 @@ def zero() -> Iterator[Figure]:
 
 @row("strategies", "sharded checkpoints")
 def checkpoints() -> Iterator[Figure]:
-    """Measure saving and loading 230 MB sharded over two ranks."""
+    """Measure saving and loading 230 MB that are sharded across two ranks."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, ExitStack() as stack:
         here, peer = (stack.enter_context(world(side, "fsdp2", DEEP)) for side in (HERE, PEER))
         background, blocking, theirs = alternate(

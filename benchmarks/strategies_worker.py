@@ -107,7 +107,7 @@ def zero_config(stage: int) -> dict[str, Any]:
 
 
 class Plain:
-    """A training written in plain torch or with DeepSpeed's engine.
+    """Training code in plain torch or with DeepSpeed's engine.
 
     Args:
         strategy: `ddp`, `fsdp2`, `zero2` or `zero3`.
@@ -177,7 +177,7 @@ def sharded(model: nn.Module) -> nn.Module:
 
 
 class Prepared:
-    """A training written with a package as its documentation recommends.
+    """Training code for a package, as the package's documentation recommends.
 
     Args:
         package: The package to use: notebook_accelerate or accelerate.
@@ -255,7 +255,7 @@ class Worker:
         return resident("VmHWM") - int(self.training.before)
 
     def save(self, folder: str, blocking: str) -> dict[str, float]:
-        """Save. Return the seconds of the call, and the same plus the slowdown of the next two steps."""
+        """Save the state. Return the seconds of the call, and the same plus the slowdown of the next two steps."""
         options = {} if blocking == "yes" else {"blocking": False}
         if dist.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -294,7 +294,7 @@ def main(side: str, strategy: str, blocks: str) -> None:
     for line in sys.stdin:
         name, *arguments = line.split()
         print(f"= {json.dumps(getattr(worker, name)(*arguments))}", flush=True)
-    os._exit(0)  # The other ranks exit too, so no process waits for the group.
+    os._exit(0)  # The other ranks exit, too, so no process waits for the group.
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A rank that runs transformers' Trainer on command: ``python -m benchmarks.trainer_worker PACKAGE FOLDER``.
 
-PYTHONPATH decides which package is imported as `accelerate`. The training waits for a command ("steps COUNT") on
-standard input, runs that many steps, answers with the time of one, and waits again.
+PYTHONPATH decides which package is imported as `accelerate`. The Trainer waits for a command ("steps COUNT") on
+standard input, runs that many steps, answers with the time of one step, and waits again.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Commands(TrainerCallback):
     def _wait(self) -> None:
         line = sys.stdin.readline()
         if not line:
-            os._exit(0)  # The other ranks exit too, so no process waits for the group.
+            os._exit(0)  # The other ranks exit, too, so no process waits for the group.
         self._count = self._left = int(line.split()[1])
         self._begin = time.perf_counter(), time.process_time()
 

@@ -123,7 +123,7 @@ def prepared_step(package: str, accumulation: int) -> Step:
 
 @row("training", "loader")
 def loader_overhead() -> Iterator[Figure]:
-    """Measure the overhead of iterating a prepared loader over the plain one."""
+    """Measure the overhead of iterating over a prepared loader, relative to the plain one."""
     for ranks in (1, 2):
         plain, here, peer = run_ranks(time_loaders, world_size=ranks, process_group=ranks > 1)[0]
         yield compared(
@@ -270,7 +270,7 @@ def saving() -> Iterator[Figure]:
 
 
 def time_saves(folder: str) -> list[list[float]]:
-    """Return the seconds until `save_state` returns, which does not block here. The disk is idle before each save."""
+    """Return the seconds that `save_state` takes, which does not block here. The disk is idle before each save."""
     import os
 
     import torch

@@ -1,4 +1,4 @@
-"""Other calls of the training API: preparing, clipping, printing, objects, metrics, dispatching, small tensors."""
+"""Other calls of the training API: preparing, clipping, printing, objects, metrics, dispatching and small tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks in separate processes that measure on command: a command is a line of text, its answer a line of JSON."""
+"""Ranks in separate processes that measure on command. A command is a line of text, and its answer a line of JSON."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class WorkerRanks:
 
     Args:
         arguments: The module of the worker and its arguments, as after `python -m`. The worker writes "= ready" once,
-            then "= " and JSON for each command.
+            and then "= " and JSON for each command.
         ranks: The number of processes. A single rank gets none of torchrun's variables and forms no process group.
-        environment: Additional environment variables, which override those of torchrun.
+        environment: Additional environment variables, which override torchrun's.
     """
 
     def __init__(self, arguments: Sequence[str], ranks: int, environment: Mapping[str, object]) -> None:

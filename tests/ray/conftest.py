@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.ray_cluster import SHADOW, LocalCluster
 
-# Set before anything imports Ray, here and in kernels started from here.
+# Set this before anything imports Ray, here and in kernels started from here.
 sys.path.insert(0, str(SHADOW))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(SHADOW), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 (Path(__file__).resolve().parents[2] / ".build").mkdir(exist_ok=True)
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[LocalCluster]:
-    """Three processors on the head node, and two on the other node."""
+    """A cluster with three CPUs on the head node and two on the other node."""
     found = LocalCluster(3, 2, client=True)
     os.environ["RAY_ADDRESS"] = found.address
     yield found

@@ -1,4 +1,4 @@
-"""Runs on a cluster of two nodes, as the user sees them: results, output, failures, stops, resources."""
+"""Runs on a cluster of two nodes, as the user sees them: results, output, failures, stops and resources."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPREAD = RayCluster(strategy="SPREAD")
 
 
 def mapped_at(address: int) -> str:
-    """Return device and inode of the file that is mapped at an address of this process."""
+    """Return the device and the inode of the file that is mapped at an address in this process."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         area, _, _, device, inode, *_ = line.split()
         begin, _, end = area.partition("-")
@@ -353,12 +353,12 @@ def resumable(folder: str, wait: bool) -> list[float]:
 
 
 def tables(run: Any) -> dict[str, list[str]]:
-    """Return the tables of a run's report: the head of each, by its caption."""
+    """Return the header of each table in a run's report, by caption."""
     html = run.report().html
     between = r"(?:(?!<table|<summary).)*"  # A section may have a picture above its table.
     found = re.findall(rf"<summary>([^<]*)</summary>{between}<table[^>]*><thead><tr>(.*?)</tr></thead>", html)
     heads = {caption.partition(":")[0]: re.findall(r"<th[^>]*>(.*?)</th>", head) for caption, head in found}
-    heads.pop("Step time", None)  # Reported once a second, by longer runs.
+    heads.pop("Step time", None)  # Longer runs report it once a second.
     return heads
 
 
@@ -411,7 +411,7 @@ def test_a_launch_waits_until_a_node_with_gpus_joins(cluster: LocalCluster) -> N
     before = notebook_accelerate.runs()
     thread.start()
     until(lambda: any(run.notes for run in notebook_accelerate.runs() if run not in before))
-    address = cluster.add_node(2, gpus=3, late=2)  # Ray does not check whether it has them.
+    address = cluster.add_node(2, gpus=3, late=2)  # Ray does not check whether the node has them.
     thread.join(300)
     run = found[0]
     assert run.results[0] == run.results[1], "both ranks see both devices, each its own device at its local rank"

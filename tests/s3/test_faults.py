@@ -1,4 +1,4 @@
-"""Failures of an object store: saves killed at any moment, refused credentials, missing buckets, no server."""
+"""Failures of an object store: saves killed at any moment, refused credentials, missing buckets, and no server."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ from tests.support.kernel import Kernel
 from tests.support.launching import children, ready_kernel
 
 WARM_UP = 0.2
-"""The share of the time during which the kernel may still grow: modules are imported, caches are filled."""
+"""The share of the time during which the kernel may still grow, because it imports modules and fills caches."""
 ALLOWED = {"memory": 48, "descriptors": 8, "threads": 2, "folders": 0}
-"""Permitted growth of a reading afterwards. Runs that the registry keeps come and go."""
+"""The permitted growth of each reading after the warm-up. The registry keeps a varying number of runs."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Allocates memory so that little is left for other processes: ``python -m tests.soak.balloon MIB_TO_LEAVE``."""
+"""Allocate memory so that little is left for other processes: ``python -m tests.soak.balloon MIB_TO_LEAVE``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events of a run: each scene causes one in a kernel and checks that the run reports it."""
+"""Scenes, each of which causes an event in a kernel's run, and checks that the run reports it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def train(folder, seconds, blocking=True):
 """
 
 GUARD = 300.0
-"""Time limit in seconds for anything: a busy machine needs more than one minute to start three interpreters."""
+"""Time limit in seconds for each step. A busy machine needs more than a minute to start three interpreters."""
 Scene = Callable[[Kernel, random.Random], None]
 SCENES: dict[str, tuple[int, Scene]] = {}
 
@@ -164,7 +164,7 @@ def is_stopped_by_force(kernel: Kernel, chance: random.Random) -> None:
 
 @scene(2)
 def is_interrupted(kernel: Kernel, chance: random.Random) -> None:
-    """The stop button, while the cell waits for the run."""
+    """The user presses the stop button while the cell waits for the run."""
     cell = kernel.submit(f"run = None; launch(work, 600.0, {_options(chance)})")
     kernel.wait_for(lambda: "a line" in cell.stdout, 90.0, what="a line of a rank")
     kernel.interrupt()
@@ -180,14 +180,14 @@ def times_out(kernel: Kernel, chance: random.Random) -> None:
 
 @scene(1)
 def restarts(kernel: Kernel, chance: random.Random) -> None:
-    """The first attempt fails, the second succeeds."""
+    """The first attempt fails, and the second succeeds."""
     results = f"list(launch(once, max_restarts=1, {_options(chance)}).results)"
     assert set(kernel.value(results, GUARD)) == {"second"}
 
 
 @scene(2)
 def returns_much(kernel: Kernel, chance: random.Random) -> None:
-    """Large results that no one keeps."""
+    """Ranks return large results that nothing keeps."""
     megabytes = chance.choice([4, 64, 200])
     call = f"launch(large, {megabytes}, {_options(chance)}).results"
     assert kernel.value(f"[float(one.mean()) for one in {call}][:2]", GUARD) == [0.0, 1.0]
@@ -195,13 +195,13 @@ def returns_much(kernel: Kernel, chance: random.Random) -> None:
 
 @scene(1)
 def leaves_children(kernel: Kernel, chance: random.Random) -> None:
-    """Ranks start two processes: one that is waited for, and one that must not outlive the run."""
+    """Ranks start two processes: one that they wait for, and one that must not outlive the run."""
     kernel.check(f"launch(parent, {_options(chance)}).results", GUARD)
 
 
 @scene(3)
 def saves(kernel: Kernel, chance: random.Random) -> None:
-    """A training saves in each step. The run is killed at a random moment and resumes from its checkpoint."""
+    """A run saves in each step. It is killed at a random moment, and resumes from its checkpoint."""
     kernel.check("import tempfile; folder = tempfile.TemporaryDirectory(); place = folder.name + '/saved'")
     blocking, options = chance.random() < 0.5, _options(chance)
     for _ in range(2):
@@ -238,7 +238,7 @@ def loses_its_server(kernel: Kernel, chance: random.Random) -> None:
 
 @scene(1)
 def runs_at_once(kernel: Kernel, chance: random.Random) -> None:
-    """Several concurrent runs, including a failing one."""
+    """Several runs, one of which fails, run at the same time."""
     kernel.check(f"good = [launch(work, 1.0, block=False, {_options(chance)}) for _ in range(2)]", GUARD)
     kernel.check(f"bad = launch(failing, block=False, {_options(chance)})", GUARD)
     found = kernel.value("[(one.wait(90), one.status) for one in [*good, bad]]", 300.0)

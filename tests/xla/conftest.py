@@ -4,6 +4,6 @@ import os
 
 from tests.support.fresh import fresh_state
 
-os.environ.setdefault("PJRT_DEVICE", "CPU")  # The device that torch_xla uses without a TPU.
+os.environ.setdefault("PJRT_DEVICE", "CPU")  # torch_xla uses this device without a TPU.
 
 __all__ = ["fresh_state"]

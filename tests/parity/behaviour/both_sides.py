@@ -1,4 +1,4 @@
-"""Compares the programs on Accelerate and on this package: `python -m tests.parity.behaviour.both_sides [TEXT]`."""
+"""Compare the programs on Accelerate and on this package: `python -m tests.parity.behaviour.both_sides [TEXT]`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run_both(folder: Path, pattern: str = "") -> tuple[dict[str, Any], dict[str,
 
     Args:
         folder: An empty folder.
-        pattern: A part of the names of the programs to run.
+        pattern: The text that the names of the programs to run contain.
 
     Returns:
         The outcomes on Accelerate and on this package, by program name.

@@ -1,4 +1,4 @@
-"""Lists the public names of Accelerate that no program uses: `python -m tests.parity.behaviour.coverage`."""
+"""List the public names of Accelerate that no program uses: `python -m tests.parity.behaviour.coverage`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NEEDS_OTHER_PACKAGES = {
     "a TPU, or SageMaker": "prepare_tpu prepare_sagemager_args_inputs",
     "an installation of Accelerate": "test_launch",
 }
-"""Names without a program, because Accelerate's functions only run with one of these packages."""
+"""The names that need no program, because Accelerate's functions run only with one of these packages."""
 
 
 def names_in_programs() -> set[str]:

@@ -1,4 +1,4 @@
-"""Describes results of programs as plain data, which two processes with different packages can compare."""
+"""Describe the results of programs as plain data, so that the results of two packages can be compared."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ _KINDS: tuple[tuple[Any, Any], ...] = (
 )
 
 
-# Accelerate fails with one of these if it does not check an argument. This package raises ValueError then.
+# Accelerate fails with one of these if it does not check an argument, while this package raises ValueError.
 _UNCHECKED = {"AttributeError", "TypeError", "KeyError", "IndexError", "AssertionError", "NotImplementedError"}
 
 
@@ -97,8 +97,8 @@ def differences(theirs: Any, ours: Any, tolerance: float = 0.0, at: str = "") ->
     Args:
         theirs: The description from Accelerate.
         ours: The description from this package, whose dataclasses may have more fields.
-        tolerance: Relative tolerance of floats.
-        at: The position in the result, for the lines.
+        tolerance: The relative tolerance of floats.
+        at: The position in the result, which the lines name.
 
     Returns:
         One line for each difference.

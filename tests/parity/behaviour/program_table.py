@@ -22,12 +22,12 @@ class Program:
     """One program of the table.
 
     Attributes:
-        name: Module and function, or module and expression.
-        run: Runs it.
-        ranks: Number of processes that run it at the same time, or 0 for one process without a launcher's variables.
-        needs: Packages that it imports in addition to accelerate and torch.
-        tolerance: Relative tolerance of floats; 0 requires bitwise equality.
-        is_expression: Whether it is a single expression, which may share its processes with others.
+        name: The module and the function, or the module and the expression.
+        run: The function that runs the program.
+        ranks: The number of processes that run it at the same time. 0 means one process without a launcher's variables.
+        needs: The packages that it imports in addition to accelerate and torch.
+        tolerance: The relative tolerance of floats. 0 requires bitwise equality.
+        is_expression: Whether it is a single expression, which may share its processes with other expressions.
     """
 
     name: str
@@ -48,7 +48,7 @@ def program(*, ranks: int = 0, needs: str = "", tolerance: float = 0.0) -> Calla
 
     Args:
         ranks: See `Program.ranks`.
-        needs: Names of packages, separated by spaces.
+        needs: The names of packages, separated by spaces.
         tolerance: See `Program.tolerance`.
     """
 

@@ -1,4 +1,4 @@
-"""Runs programs with one package, in forked processes: `python -m tests.parity.behaviour.side OUT [TEXT]`.
+"""Run programs with one package, in forked processes: `python -m tests.parity.behaviour.side OUT [TEXT]`.
 
 The caller's PYTHONPATH selects `accelerate`. The results go to a file: the outcomes by name.
 """
@@ -29,9 +29,9 @@ from tests.parity.behaviour.description import describe
 from tests.parity.behaviour.program_table import Program, programs
 
 SECONDS = 60
-"""Time limit in seconds for the programs of one process. After that its ranks print their stacks and exit."""
+"""Time limit in seconds for the programs of one process, after which its ranks print their stacks and exit."""
 EXPRESSIONS = 25
-"""Number of expressions that share a process, one after the other, because a fork takes longer than most of them."""
+"""The number of expressions that share a process in turn, because a fork takes longer than most of them."""
 
 
 def main(out: str, pattern: str = "") -> None:
@@ -65,7 +65,7 @@ def run(group: Sequence[Program]) -> list[dict[str, Any]]:
     """Run programs one after the other in separate processes, each in an empty folder.
 
     Returns:
-        For each program either "skipped" with the reason, or "ranks" with each rank's described outcome and output.
+        For each program, either "skipped" with the reason, or "ranks" with each rank's described outcome and output.
     """
     if group[0].missing:
         return [{"skipped": f"not installed: {', '.join(group[0].missing)}"}]

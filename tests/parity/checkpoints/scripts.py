@@ -1,4 +1,4 @@
-"""One training for both packages: `train` saves, `go_on` loads, and both return values that must be equal."""
+"""The same training for both packages: `train` saves, `go_on` loads, and both return values that must be equal."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def epoch(accelerator: Any, counter: Counter, model: Any, optimizer: Any, schedu
 
 
 def train(package: str, folder: str, safe: bool, precision: str = "no", loading: str = "in order") -> list[float]:
-    """Train, save, and continue. Return the losses after the checkpoint, the counter, rate and scale.
+    """Train, save, and continue. Return the losses after the checkpoint, the counter, the rate and the scale.
 
     The checkpoint is saved between two epochs, or with a stateful loader in the middle of the first.
     """
@@ -157,7 +157,7 @@ def save_model(package: str, folder: str, safe: bool) -> None:
 
 
 def loaded_model(package: str, folder: str) -> list[float]:
-    """Read it."""
+    """Read the model that `save_model` wrote."""
     model = _layers([9] * 6)
     import_module(f"{package}.utils").load_checkpoint_in_model(model, folder)
     return [parameter.flatten()[0].item() for parameter in model.parameters()]

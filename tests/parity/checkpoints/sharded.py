@@ -1,4 +1,4 @@
-"""A sharded training for both packages, the counterpart of the unsharded one in `scripts.py`. It runs on two ranks."""
+"""Sharded training for both packages on two ranks, the counterpart of the unsharded training in `scripts.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def insist_on_sharding(plugin: Any) -> None:
-    """Make Accelerate 1.15 shard on a CPU. Otherwise it ignores its plugin there and trains with DDP."""
+    """Make Accelerate 1.15 shard on a CPU, where it otherwise ignores its plugin and trains with DDP."""
     state = import_module("accelerate.state")
     dynamo = import_module("accelerate.utils").TorchDynamoPlugin()
     state.AcceleratorState(cpu=True, fsdp_plugin=plugin, dynamo_plugin=dynamo, _from_accelerator=True)
@@ -17,11 +17,11 @@ def insist_on_sharding(plugin: Any) -> None:
 
 
 class ShardedTraining:
-    """A model that two ranks share, its optimizer and schedule.
+    """A model that two ranks share, with its optimizer and schedule.
 
     Args:
-        package: accelerate or notebook_accelerate.
-        seed: The seed of the weights.
+        package: The package to use: accelerate or notebook_accelerate.
+        seed: The seed for the weights.
     """
 
     def __init__(self, package: str, seed: int) -> None:

@@ -139,7 +139,7 @@ PARSERS = {
     "config": "config:get_config_parser",
 }
 MISSPELLED = {"torhchxla_trace_once"}
-"""A back end that Accelerate's parser accepts and its configuration refuses."""
+"""A backend that Accelerate's parser accepts and its configuration refuses."""
 
 
 def options(parser: argparse.ArgumentParser, command: str) -> dict[tuple[str, str], argparse.Action]:

@@ -62,7 +62,7 @@ class Rows(Dataset[Any]):
 
 
 class Noisy(Rows):
-    """Augments its rows with random numbers."""
+    """A dataset that augments its rows with random numbers."""
 
     def __getitem__(self, number: int) -> Any:
         row = self.row(number)

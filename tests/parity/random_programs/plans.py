@@ -37,7 +37,7 @@ PHASES = ("train", "train", "read", "evaluate", "resume", "save and load", "coll
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The choices that a program is made of. Names of parts are those in `pieces` and in the tables above."""
+    """The choices that make up a program. The names of its parts are those in `pieces` and in the tables above."""
 
     number: int
     ranks: int
@@ -78,7 +78,7 @@ class Plan:
 
     @property
     def is_dispatched(self) -> bool:
-        """Whether rank 0 reads for all."""
+        """Whether rank 0 reads for all ranks."""
         return self.is_stream if self.dispatch_batches is None else self.dispatch_batches
 
     @property
@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def has_short_rounds(self) -> bool:
-        """Whether rank 0 divides short batches before the last one: those at the end of a worker's part."""
+        """Whether rank 0 divides short batches, from the end of a worker's part, before the last batch."""
         return self.is_dispatched and self.is_stream and self.ranks > 1 and self.workers > 1
 
     @property
@@ -121,8 +121,8 @@ class Plan:
     def has_same_losses(self) -> bool:
         """Whether the losses after resuming equal the losses of the uninterrupted pass.
 
-        Not saved are the gradients of an open window, the counters that a model keeps, and the noise of the batch
-        that is read ahead. A window stays open after an interrupted pass, or if the end of a pass does not close it.
+        The gradients of an open window, the counters that a model keeps, and the noise of the batch that is read ahead
+        are not saved. A window stays open after an interrupted pass, or if the end of a pass does not close it.
         """
         stays_open = "leave" in self.phases or not self.sync_with_dataloader
         in_window = self.skipped % self.accumulation > 0 or (stays_open and self.accumulation > 1)
@@ -175,7 +175,7 @@ EXCLUSIONS = (
         lambda p: {
             "phases": ("read", "read"),
             "evaluated_inside": False,
-            "length": max(p.length, 2 * p.ranks * p.batch_size),  # Each has one.
+            "length": max(p.length, 2 * p.ranks * p.batch_size),  # Each rank has one.
         },
     ),
     Exclusion(
@@ -202,9 +202,9 @@ class Apart:
 
     Attributes:
         reason: The behaviour of Accelerate.
-        place: "start" of the program; "load": loading a state saved between two passes; "resume": loading one saved
-            within a pass; "resumed": the end of that pass.
-        applies: Whether programs of a plan have it.
+        place: "start" for the start of the program, "load" for loading a state that was saved between two passes,
+            "resume" for loading one that was saved within a pass, or "resumed" for the end of that pass.
+        applies: Whether programs of a plan have the difference.
         labels: The values that are not compared from there on. If empty, nothing is compared.
     """
 

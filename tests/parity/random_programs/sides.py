@@ -1,4 +1,4 @@
-"""Runs random programs with both packages and compares their records.
+"""Run random programs with both packages, and compare their records.
 
 `python -m tests.parity.random_programs.sides 0 60` compares the programs 0 to 59 and prints those that differ.
 `... 17 1 --show` prints program 17.
@@ -35,12 +35,12 @@ from tests.parity.random_programs.plans import plan
 from tests.parity.random_programs.writing import RandomProgram, write
 
 SECONDS = 60
-"""Time limit in seconds for one program. After that its ranks print their stacks and exit."""
+"""Time limit in seconds for one program, after which its ranks print their stacks and exit."""
 TOLERANCE = 1e-6
-"""Relative tolerance of losses and weights."""
+"""The relative tolerance of losses and weights."""
 PATHS = {"theirs": str(ROOT), "ours": f"{STARTUP_FOLDER}{os.pathsep}{ROOT}"}
 Outcomes = dict[int, list[dict[str, Any]]]
-"""By the number of a program, the records and the exception of each rank."""
+"""The records and the exception of each rank, by the number of a program."""
 
 
 def run_both(folder: Path, numbers: Iterable[int]) -> tuple[Outcomes, Outcomes]:

@@ -1,4 +1,4 @@
-"""Writes random programs: loaders, accumulation, schedulers, models, saving and resuming, on one, two or three ranks.
+"""Write random programs: loaders, accumulation, schedulers, models, saving and resuming, on one, two or three ranks.
 
 A program is the text of a script. `write(number)` returns the same program for the same number.
 """

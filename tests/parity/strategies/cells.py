@@ -1,4 +1,4 @@
-"""The checks that every strategy must pass: the losses of plain torch, and the same losses after being killed."""
+"""The checks that every strategy must pass: it has the losses of plain torch, even after it was killed."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from notebook_accelerate.errors import CheckpointError
 from tests.parity.strategies.scripts import Case, accelerated, killed, plain, saves_alone
 from tests.support.ranks import RankError, run_ranks
 
-# fp32: sums in another order. bf16: units and engines round their weights once more than autocast does.
+# In fp32, sums are in another order. In bf16, units and engines round their weights once more than autocast does.
 TOLERANCE = {"no": 1e-5, "bf16": 1e-2}
 ACCUMULATION = (1, 4)
 SECONDS = 300.0
-"""Time limit in seconds for one training, which takes a second or two on an idle machine."""
+"""Time limit in seconds for one training run, which takes a second or two on an idle machine."""
 patient = pytest.mark.timeout(3 * SECONDS)
 
 
@@ -44,7 +44,7 @@ def assert_trains_and_resumes(case: Case, ranks: int, folder: Path) -> None:
 
 
 def assert_same(resumed: dict[str, Any], whole: dict[str, Any], first: int, exactly: bool) -> None:
-    """Compare a resumed training with an uninterrupted one, from its batch `first` on."""
+    """Compare a resumed training run with an uninterrupted one, from batch `first` on."""
     assert resumed["weights"].keys() == whole["weights"].keys()
     if not exactly:
         assert resumed["losses"] == pytest.approx(whole["losses"][first:], rel=1e-4)
@@ -55,7 +55,7 @@ def assert_same(resumed: dict[str, Any], whole: dict[str, Any], first: int, exac
 
 
 def assert_notices_saving_alone(case: Case, folder: Path) -> None:
-    """Save a sharded state on the main rank only: this raises an error that says what to write, and does not hang."""
+    """Check that saving a sharded state on the main rank only raises an error that says what to write."""
     with pytest.raises(RankError, match="Rank 0 is in save_state, and the other ranks cannot reach it") as caught:
         run_ranks(saves_alone, case, str(folder / "checkpoint"), timeout=SECONDS)
     assert isinstance(caught.value.__cause__, CheckpointError)

@@ -1,4 +1,4 @@
-"""Functions that ranks run with DeepSpeed: trainings with checkpoints, measurements, and configuration files."""
+"""Functions that ranks run with DeepSpeed: training with checkpoints, measurements, and configuration files."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def held_back() -> dict[str, Any]:
 
 
 def two_models() -> dict[str, Any]:
-    """Train a student by stage 2 together with a teacher that stage 3 shards, each with a separate Accelerator."""
+    """Train a student with stage 2, and use a teacher sharded with stage 3, each with its own Accelerator."""
     plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=3)}
     accelerator = Accelerator(deepspeed_plugins=plugins)
     first = accelerator.deepspeed_plugin is plugins["student"]
@@ -290,7 +290,7 @@ def lacking() -> dict[str, str]:
         model, optimizer = parts()
         accelerator.prepare(model, optimizer, DataLoader(dataset(Case(steps=2)), batch_size=GLOBAL_BATCH))
 
-    Accelerator(deepspeed_plugin=DeepSpeedPlugin())  # Imports DeepSpeed for this device.
+    Accelerator(deepspeed_plugin=DeepSpeedPlugin())  # This imports DeepSpeed for the device.
     said = {"fp16": "", "nvme": ""}
     if not get_accelerator().is_fp16_supported():
         said["fp16"] = _said(functools.partial(train, "fp16", zero_stage=2))

@@ -1,4 +1,4 @@
-"""The memory that a rank really holds for parameters, gradients and optimizer state: bytes behind the tensors."""
+"""The memory that a rank really holds for parameters, gradients and optimizer state: the bytes behind tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WIDTH, BLOCKS, SAMPLES = 64, 4, 2
 
 
 class Block(nn.Module):
-    """A perceptron around a residual."""
+    """A perceptron with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Wide(nn.Module):
-    """A megabyte of parameters, all of them in blocks, and hardly any activations."""
+    """A model with a megabyte of parameters, all of them in blocks, and hardly any activations."""
 
     tp_plan: ClassVar = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
@@ -46,7 +46,7 @@ class Wide(nn.Module):
 
 
 WHOLE = sum(parameter.numel() * parameter.element_size() for parameter in Wide().parameters())
-"""Bytes of all parameters in one process."""
+"""The number of bytes of all parameters in one process."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def size_of(tensors: Iterable[Any]) -> int:
 
 
 def living() -> list[torch.Tensor]:
-    """List all tensors that Python knows."""
+    """Return all tensors that Python's garbage collector knows."""
     gc.collect()
     kinds = {torch.Tensor, nn.Parameter, FlatParameter, DTensor}
     return [item for item in gc.get_objects() if type(item) in kinds]

@@ -28,7 +28,7 @@ GLOBAL_BATCH = 8
 
 @dataclass(frozen=True)
 class Case:
-    """The model, data and options of a training."""
+    """The model, data and options of a training run."""
 
     fsdp: dict[str, Any] | None = None
     deepspeed: dict[str, Any] | None = None
@@ -43,7 +43,7 @@ class Case:
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each around a residual."""
+    """Attention and a perceptron, each with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ def accelerator_of(case: Case) -> Accelerator:
 
 
 class Training:
-    """A case on one rank, prepared."""
+    """The prepared objects of a case on one rank."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
@@ -162,7 +162,7 @@ class Training:
 
 
 def accelerated(case: Case, save: str | None = None, load: str | None = None) -> dict[str, Any]:
-    """Train on one rank. Return the losses of all ranks' batches, averaged, and the whole weights of rank 0."""
+    """Train on one rank. Return the losses, averaged over all ranks' batches, and the whole weights of rank 0."""
     training = Training(case)
     if load is not None:
         training.load(load)

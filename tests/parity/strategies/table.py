@@ -1,4 +1,4 @@
-"""The strategies that must train like plain torch, each with the numbers of ranks it supports."""
+"""The strategies that must train like plain torch, each with the numbers of ranks that it supports."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 from tests.parity.strategies.scripts import Case
 
 WORLD = -1
-"""As a degree: the number of ranks."""
+"""A degree that stands for the number of ranks."""
 _UNITS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
 _FIRST = {"fsdp_version": 1, "sync_module_states": True, "use_orig_params": True, **_UNITS}
 _PREFETCHING = {"backward_prefetch": "BACKWARD_POST", "forward_prefetch": True, "limit_all_gathers": False}
 _SECOND = {"fsdp_version": 2, **_UNITS}
-# Traces and partitions forward and backward like the default back end, and omits slow parts such as kernels.
+# This traces and partitions both passes like the default backend, and omits slow parts such as kernels.
 _COMPILED = {"backend": "AOT_EAGER"}
 _KERNELS = {"backend": "INDUCTOR"}
 _REGIONS = {**_COMPILED, "use_regional_compilation": True}
@@ -40,7 +40,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp2, compiled regions": {"fsdp": _SECOND, "dynamo": _REGIONS},
     "tp, compiled regions": {"degrees": {"tp_size": WORLD}, "dynamo": _REGIONS},
 }
-"""By name: the fields of a `Case`, for any number of ranks."""
+"""The fields of a `Case` for any number of ranks, by name."""
 
 SLOW = {
     "ddp, compiled to kernels",
@@ -75,7 +75,7 @@ _OFFLOADED = {
 }
 ZERO: dict[str, dict[str, Any]] = {
     **{f"stage {stage}": {"deepspeed": {"zero_stage": stage}} for stage in (0, 1, 2, 3)},
-    # torch's optimizer in main memory. DeepSpeed's own optimizer, in C++, has a separate test.
+    # This uses torch's optimizer in CPU memory. DeepSpeed's own C++ optimizer has a separate test.
     "stage 3, offloaded": {
         "deepspeed": {"hf_ds_config": {"zero_optimization": _OFFLOADED, "zero_force_ds_cpu_optimizer": False}}
     },
@@ -89,16 +89,16 @@ FORMS: dict[str, dict[str, Any]] = {
     "fsdp2, sharded": _SECOND,
     "fsdp2, whole": {**_SECOND, "state_dict_type": "FULL_STATE_DICT"},
 }
-"""How checkpoints are written."""
+"""The ways in which checkpoints are written."""
 
 
 def case_of(name: str, ranks: int, **more: Any) -> Case:
-    """Return a strategy's training on a number of ranks.
+    """Return the case of a strategy on a number of ranks.
 
     Args:
         name: A name of one of the tables.
         ranks: The number of ranks.
-        more: Fields of `Case`.
+        more: Further fields of `Case`.
     """
     settings = {**STRATEGIES, **ON_FOUR, **ZERO}[name]
     degrees = {degree: ranks if size == WORLD else size for degree, size in settings.get("degrees", {}).items()}

@@ -1,4 +1,4 @@
-"""A training that resumes from a checkpoint equals an uninterrupted one."""
+"""A training run that resumes from a checkpoint equals an uninterrupted one."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_one_process_needs_no_launch() -> None:
 def test_deepspeeds_optimizer_for_main_memory_trains_like_plain_torch() -> None:
     case = Case(deepspeed={"zero_stage": 2, "offload_optimizer_device": "cpu"})
     found = run_ranks(accelerated, case, timeout=SECONDS)[0]["losses"]
-    assert found == pytest.approx(plain(case), rel=1e-4)  # Its square roots are the processor's approximations.
+    assert found == pytest.approx(plain(case), rel=1e-4)  # Its square roots are approximations of the CPU.
 
 
 @pytest.mark.parametrize("stage", [0, 2])  # For stage 3, see tests/deepspeed/test_stores.py.
@@ -85,7 +85,7 @@ def test_saving_on_the_main_rank_alone_is_detected(stage: int, tmp_path: Path) -
     assert_notices_saving_alone(case_of(f"stage {stage}", 2), tmp_path)
 
 
-@pytest.mark.timeout(1000)  # Compiles an optimizer in C++, which takes minutes on a busy machine.
+@pytest.mark.timeout(1000)  # This compiles a C++ optimizer, which takes minutes on a busy machine.
 def test_precisions_and_devices_that_this_machine_lacks_are_reported() -> None:
     (said,) = run_ranks(scripts.lacking, world_size=1, timeout=900)
     assert said["fp16"] in {
@@ -134,7 +134,7 @@ def test_the_optimizer_and_the_schedule_of_a_configuration_train_and_resume(tmp_
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     assert [found["config"][name] for name in sizes] == [8, 4, 1]
     assert found["config"]["scheduler"]["params"]["total_num_steps"] == scripts.STEPS
-    assert "scheduler.bin" not in found["names"]  # The engine has it.
+    assert "scheduler.bin" not in found["names"]  # The engine saves it.
     assert found["rate of the checkpoint"] == found["rates"][scripts.STEPS // 2]
 
 
@@ -169,7 +169,7 @@ def test_mistakes_are_refused_with_a_message() -> None:
     assert "create another Accelerator for the second model" in said["second"]
     assert "call accelerator.clip_grad_norm_" in said["values"]
     assert "which clips by the 2-norm" in said["norm"]
-    assert said["again"] == "2"  # Filled anew for the second loader.
+    assert said["again"] == "2"  # It was filled again for the second loader.
 
 
 def test_whole_weights_of_a_sharded_model_can_be_saved(tmp_path: Path) -> None:

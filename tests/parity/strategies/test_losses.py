@@ -1,4 +1,4 @@
-"""Every strategy's losses equal one process in plain torch, even after being killed.
+"""Every strategy's losses equal those of one process in plain torch, even after it was killed.
 
 One cell per strategy runs daily; `make test-nightly` runs all combinations of precision, accumulation and ranks.
 """

@@ -13,8 +13,8 @@ from tests.support.nightly import rest_nightly
 from tests.support.ranks import run_ranks
 
 MOMENTS = 2
-"""Number of tensors of each parameter's shape that AdamW keeps."""
-# Unsplit biases, padding of parts, a batch and its activations.
+"""The number of tensors that AdamW keeps for each parameter, in the parameter's shape."""
+# This allows for unsplit biases, the padding of parts, and a batch and its activations.
 CLOSE = 0.06
 PARTS = {
     "ddp": 1,
@@ -25,7 +25,7 @@ PARTS = {
     "fsdp1, replicas of gradients and optimizer": 2,
     "fsdp2, replicas of shards": 2,
 }
-"""Number of parts into which a model is cut. By default, one part per rank."""
+"""The number of parts into which a model is split; by default, one part per rank."""
 WHOLE_IN_BACKWARD = {
     "fsdp1, gradients and optimizer",
     "fsdp1, replicas of gradients and optimizer",

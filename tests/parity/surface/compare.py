@@ -1,4 +1,4 @@
-"""Compares this package's public surface with the table of the API that it implements.
+"""Compare this package's public names with the table of the API that it implements.
 
 The table, api_surface.json, lists for each module the names that Accelerate exports: kind, signature, members of
 enums, fields of dataclasses, methods and properties of classes, and the area of the API each belongs to.
@@ -36,12 +36,12 @@ def gaps(module: str, name: str, row: dict[str, Any]) -> list[str]:
     """Return one line per difference between the table's row and the object at the same place.
 
     Args:
-        module: Module below the package, empty for its root.
-        name: Name in the module.
-        row: The table's entry.
+        module: The module below the package, or "" for the root.
+        name: The name in the module.
+        row: The entry of the table.
 
     Returns:
-        Lines, empty if everything agrees.
+        The lines, or an empty list if everything agrees.
     """
     path = f"{PACKAGE}.{module}".rstrip(".")
     where = f"{path}.{name}"
@@ -85,7 +85,7 @@ def _has_attribute(found: Any, name: str) -> bool:
 def _signature_gaps(where: str, signature: str, found: Callable[..., Any]) -> list[str]:
     try:
         have = inspect.signature(found).parameters
-    except (TypeError, ValueError):  # Built in, or an enum: there is no signature to compare.
+    except (TypeError, ValueError):  # Built-in functions and enums have no signature to compare.
         return []
     kinds = {parameter.kind for parameter in have.values()}
     takes_any = inspect.Parameter.VAR_KEYWORD in kinds
@@ -101,7 +101,7 @@ def _signature_gaps(where: str, signature: str, found: Callable[..., Any]) -> li
 
 
 def _parameters(signature: str) -> dict[str, Any]:
-    """Return name and default of each parameter of a signature in the format of inspect."""
+    """Return the name and the default of each parameter in a signature that inspect has formatted."""
     source = re.sub(r"<[^<>]*>", "...", signature)  # Defaults such as <object object>.
     arguments = ast.parse(f"def _{source}: ...").body[0].args  # type: ignore[attr-defined]
     positional = [*arguments.posonlyargs, *arguments.args]

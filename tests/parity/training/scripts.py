@@ -17,7 +17,7 @@ Result = tuple[list[float], list[torch.Tensor]]
 
 @dataclass(frozen=True)
 class Case:
-    """The model, data and options of a training."""
+    """The model, data and options of a training run."""
 
     samples: int = 24
     batch_size: int = 4
@@ -31,7 +31,7 @@ class Case:
 
 
 class Net(nn.Module):
-    """Two layers and a normalization: small, but not linear."""
+    """Two layers and a normalization: a model that is small but not linear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def _step(case: Case, model: nn.Module, optimizer: Any, scheduler: Any, scaler: 
 
 
 def accelerated(case: Case, package: str = "notebook_accelerate") -> Result:
-    """Train through an Accelerator, of this package or of another with the same API."""
+    """Train through an Accelerator from this package, or from another one with the same API."""
     from importlib import import_module
 
     accelerator = import_module(package).Accelerator(

@@ -136,7 +136,7 @@ def raised(call: Callable[[], Any]) -> Any:
 
 
 def files(folder: str | Path = ".") -> dict[str, Any]:
-    """Return the files below a folder: tensors of weights, the content of JSON, or None."""
+    """Return the files below a folder, each with its tensors if it holds weights, its content if JSON, or None."""
     return {str(path.relative_to(folder)): _content(path) for path in sorted(Path(folder).rglob("*")) if path.is_file()}
 
 

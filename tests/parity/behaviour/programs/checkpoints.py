@@ -278,7 +278,7 @@ def _overlapping() -> Any:
 
 
 class _Settings:
-    """An object in a state that is not plain data."""
+    """An object, part of a state, that is not plain data."""
 
     value = 3
 

@@ -1,4 +1,4 @@
-"""Accelerate's guides to DeepSpeed, with DeepSpeed itself, on the CPU. There, Accelerate supports one process only."""
+"""Accelerate's guides to DeepSpeed, with DeepSpeed itself on the CPU, where Accelerate supports only one process."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def buckets_without_a_hidden_size() -> Any:
 
 
 def _from_environment(config: dict[str, Any], in_file: bool = False, **fields: str) -> Any:
-    """Start like a launch with a configuration file: the fields come from the command line."""
+    """Start like a launch with a configuration file, whose fields come from the command line."""
     _on_cpu()
     Path("ds.json").write_text(json.dumps(config))
     names = {"mixed_precision": "ACCELERATE_MIXED_PRECISION", "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING"}

@@ -135,7 +135,7 @@ def trackers_by_name_and_member() -> Any:
 
 
 class Line(nn.Module):
-    """One weight."""
+    """A model with one weight."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Complete trainings on two ranks, one for each feature that Accelerate's examples by feature show."""
+"""Complete training runs on two ranks, one for each feature that Accelerate's examples by feature show."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _run(accelerator: Any, parts: Any, when: str) -> list[float]:
 
 
 def _metrics() -> Any:
-    """Evaluate with an incomplete last batch: metrics count each sample once."""
+    """Evaluate with an incomplete last batch, so that metrics count each sample once."""
     accelerator = Accelerator(cpu=True)
     net, batches = accelerator.prepare(model(), _loader(13, shuffle=False, batch_size=4))
     net.eval()

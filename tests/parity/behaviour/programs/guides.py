@@ -135,7 +135,7 @@ def _batch(accelerator: Any) -> torch.Tensor:
 
 @program(ranks=2)
 def gradients_are_exchanged_where_the_forward_is_outside_of_no_sync() -> Any:
-    """The guide's improper use: only the backward is inside."""
+    """This is the guide's improper use, in which only the backward pass is inside."""
     accelerator = Accelerator()
     net = accelerator.prepare(nn.Linear(3, 1, bias=False))
     loss = net(_batch(accelerator)).sum()

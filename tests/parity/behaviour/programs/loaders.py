@@ -1,4 +1,4 @@
-"""Prepared loaders: shares, order, padding, states, iterable and stateful datasets."""
+"""Prepared loaders: shares, order, padding, states, and iterable and stateful datasets."""
 
 from __future__ import annotations
 
@@ -431,7 +431,7 @@ def _resumed_after(rounds: int, shuffle: bool) -> tuple[Any, Any, list[int]]:
         next(interrupted)
     state, numbers = loaders[0].state_dict(), torch.get_rng_state()
     left = [number for batch in interrupted for number in batch.tolist()]
-    torch.set_rng_state(numbers)  # As load_state does.
+    torch.set_rng_state(numbers)  # load_state does this.
     loaders[1].load_state_dict(state)
     return accelerator, loaders[1], left
 

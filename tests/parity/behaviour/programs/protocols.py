@@ -1,4 +1,4 @@
-"""Prepared objects keep the protocols of the originals: copies, pickles, classes, attributes, hooks."""
+"""Prepared objects keep the protocols of the originals: copies, pickles, classes, attributes and hooks."""
 
 from __future__ import annotations
 

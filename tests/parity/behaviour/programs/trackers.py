@@ -46,7 +46,7 @@ VENDORS = (
 
 
 class Kept(GeneralTracker):
-    """Keeps what it receives."""
+    """A tracker that keeps what it receives."""
 
     name = "kept"
     requires_logging_directory = False
