@@ -28,7 +28,7 @@ START_SECONDS = 600.0
 TRIES = 6
 """The number of attempts. Ray gives a node 30 seconds to start, which may not be enough on a busy machine."""
 PATIENCE = {
-    "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "100",  # Like TRIES, this is for busy machines.
+    "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "100",  # Like TRIES, this helps on busy machines.
     "GRPC_ENABLE_FORK_SUPPORT": "0",  # Otherwise the fork for that server may crash before it executes its program.
     "RAY_worker_register_timeout_seconds": "600",  # This is for the processes of actors.
     "RAY_health_check_timeout_ms": "120000",  # A slow node is not dead. A dead one refuses connections immediately.

@@ -55,7 +55,7 @@ def assert_same(resumed: dict[str, Any], whole: dict[str, Any], first: int, exac
 
 
 def assert_notices_saving_alone(case: Case, folder: Path) -> None:
-    """Check that saving a sharded state on the main rank only raises an error that says what to write."""
+    """Check that saving a sharded state on only one rank raises an error that says what to write."""
     with pytest.raises(RankError, match="Rank 0 is in save_state, and the other ranks cannot reach it") as caught:
         run_ranks(saves_alone, case, str(folder / "checkpoint"), timeout=SECONDS)
     assert isinstance(caught.value.__cause__, CheckpointError)

@@ -86,7 +86,7 @@ AWAY = {"0": "cpu", "1": "cpu", "2": "cpu", "3": "disk", "4": "cpu"}
 
 
 def _saved(folder: Path) -> tuple[torch.Tensor, torch.Tensor, nn.Module]:
-    """Save a model's weights in the folder. Return an input, its output, and the model without its weights."""
+    """Save a model's weights in the folder. Return an input, the output, and the model without weights."""
     model, x = _network().eval(), torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
     save_file(model.state_dict(), folder / "model.safetensors")
     with init_empty_weights():
