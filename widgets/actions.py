@@ -1,4 +1,4 @@
-"""Rows of text with buttons; in the panel of a run they show what needs its user, and how it is stopped or resumed."""
+"""Rows of text with buttons, with which a run's panel shows what needs the user, and stops or resumes the run."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ class ActionRows(anywidget.AnyWidget):
 
         Args:
             rows: The rows, from the top.
-            kernel: Id of the kernel on the notebook's server; "": not known.
-            note: A text below them.
-            unreachable: The text instead of ``note`` where the browser cannot interrupt the kernel; "": ``note``.
+            kernel: The kernel's ID on the notebook's server, or "" if it is unknown.
+            note: A text below the rows.
+            unreachable: The text to show instead where the browser cannot interrupt the kernel. If "", ``note``.
         """
         shown = [asdict(row) for row in rows]
         for row in shown:
@@ -78,12 +78,12 @@ class ActionRows(anywidget.AnyWidget):
 
     @property
     def text(self) -> str:
-        """The rows and the note as plain text, a line each."""
+        """The rows and the note as plain text, with one line for each."""
         lines = [" ".join([row["text"], *(f"[{each['label']}]" for each in row["actions"])]) for row in self.rows]
         return "\n".join(filter(None, [*map(str.strip, lines), self.note.get("text", "")]))
 
     def click(self, action: str) -> None:
-        """Do what a click does."""
+        """Do what a click on an action's button does."""
         self._on_action(action)
 
     def _on_message(self, _: object, content: object, __: object) -> None:
@@ -92,12 +92,12 @@ class ActionRows(anywidget.AnyWidget):
 
 
 class CopyButton(anywidget.AnyWidget):
-    """Copies ``text`` to the browser's clipboard, or inserts it as a cell below, when it is clicked.
+    """A button that copies ``text`` to the browser's clipboard, or inserts it as a cell below.
 
     Args:
-        text: The text.
+        text: The text to copy.
         label: What is copied, for screen readers, such as "Copy this cell".
-        insertable: Whether the text is the code of a cell: it can be inserted in JupyterLab and Notebook.
+        insertable: Whether the text is the code of a cell, which can be inserted in JupyterLab and Notebook.
     """
 
     _esm = f"{asset('copy.js')}\nexport default {{ render: showCopyButtons }};"
@@ -114,9 +114,9 @@ class Stopping:
     """How a run can be stopped now.
 
     Attributes:
-        action: The button.
-        note: A sentence about it; "" after the end.
-        unreachable: The sentence where the action interrupts and the browser cannot; "": ``note``.
+        action: The button that stops the run.
+        note: A sentence about the button, or "" after the end of the run.
+        unreachable: The sentence for browsers that cannot interrupt the kernel, if the action does so. If "", ``note``.
     """
 
     action: Action
@@ -129,7 +129,7 @@ def stopping(run: Run, kernel: KernelState | None) -> Stopping:
 
     Args:
         run: The run.
-        kernel: The state of the kernel; None outside a kernel.
+        kernel: The state of the kernel, or None outside a kernel.
     """
     kills = run.status == "stopping"
     interrupts = kernel is not None and _interrupts(run, kernel)
@@ -163,7 +163,7 @@ def is_inline(run: Run) -> bool:
     return run.plan is not None and run.plan.start_method == "inline"
 
 
-# ---- what a run needs its user for
+# ---- what the user of a run should know or do
 
 DEBUG = Action(id="debug", label="Debug", hint="Show where every rank is, and how to open its debugger")
 
@@ -177,7 +177,7 @@ RELEASE = Action(id="stop", label="Release ranks", hint="End the ranks that are 
 
 
 def needs(run: Run, now: float, stop: Action) -> list[ActionRow]:
-    """Return what the user should know or do, the most urgent first.
+    """Return what the user should know or do, with the most urgent first.
 
     Args:
         run: The run.
@@ -239,7 +239,7 @@ def _warnings(run: Run) -> Iterator[ActionRow]:
         yield ActionRow(key=f"warning {index}", text=text, tone="warn")
 
 
-# ---- how the training of an ended run can go on
+# ---- resume the training of an ended run
 
 CONTINUE = Action(
     id="continue",
@@ -250,11 +250,11 @@ CONTINUE = Action(
 
 
 class ResumeOffer:
-    """Says from where an ended run can go on, and launches it.
+    """Offers to resume the training of an ended run from a checkpoint, and launches the new run.
 
     Attributes:
-        parent: The execute request of the cell that shows the panel; None: none does.
-        launched: The run that goes on; None: there is none yet.
+        parent: The execute request of the cell that shows the panel, or None if no cell shows it.
+        launched: The run that resumes the training, or None if it has not been launched.
     """
 
     def __init__(self) -> None:
@@ -283,10 +283,10 @@ class ResumeOffer:
         return self._checkpoint
 
     def launch(self, run: Run) -> None:
-        """Launch the run that goes on, in the background; its panel is shown under the same cell.
+        """Launch the run that resumes the training, in the background. Its panel is shown under the same cell.
 
         Raises:
-            LaunchError: The function or an argument exists no more, or the run could not be started.
+            LaunchError: The function or an argument no longer exists, or the run could not be started.
         """
         if self.launched is not None or (call := internals(run).call) is None:
             return

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class ComparedRun(Protocol):
-    """A run of this kernel, one that goes on elsewhere, or one that was read from a file."""
+    """A run of this kernel, one that is running elsewhere, or one that was read from a file."""
 
     id: int
     function_name: str
@@ -55,12 +55,12 @@ class KeptRow:
     """A kept run in a table of runs: its summary, and the run itself once it is open.
 
     Args:
-        kept: The run.
+        kept: The kept run.
         label: Its name in the table.
 
     Attributes:
-        run: The open run; None: it is not open yet.
-        is_broken: Whether it cannot be opened.
+        run: The open run, or None if it is not open yet.
+        is_broken: Whether the run cannot be opened.
     """
 
     def __init__(self, kept: KeptRun, label: str) -> None:
@@ -79,7 +79,7 @@ class KeptRow:
 
 
 def opened(run: ComparedRun | KeptRow) -> ComparedRun | None:
-    """Return the run of a row; None for a kept run that is not open."""
+    """Return the run of a row, or None for a kept run that is not open."""
     return run.run if isinstance(run, KeptRow) else run
 
 
@@ -89,7 +89,7 @@ def label_of(run: ComparedRun | KeptRow) -> str:
 
 
 def state_of(run: ComparedRun | KeptRow) -> str:
-    """Return the status of a run, or what holds one of this kernel that is running; see `run_snapshot.status`."""
+    """Return the status of a run. If a run of this kernel is waiting, say for what; see `run_snapshot.status`."""
     known: Any = opened(run)
     if known is None:
         return str(cast("KeptRow", run).entry.state)
@@ -97,7 +97,7 @@ def state_of(run: ComparedRun | KeptRow) -> str:
 
 
 def source_of(run: ComparedRun, label: str) -> Source:
-    """Return the curves of a run for a comparison with others: of each metric, the curve of the lowest rank."""
+    """Return the curves of a run for a comparison with other runs. Each metric has the curve of the lowest rank."""
     return Source(internals(run).store, run.started, label, ranks=False, automatic=run.config.automatic_metrics)
 
 
@@ -108,13 +108,13 @@ class BestValues:
         self._known: dict[tuple[int, str], tuple[tuple[int, int], float]] = {}
 
     def last(self, run: ComparedRun, name: str) -> float | None:
-        """Return the last value; None where there is none."""
+        """Return the last value of a metric, or None if there is none."""
         store = source_of(run, "").store_of(name)
         ranks = store.ranks_of(name)
         return store.last_value(name, ranks[0]) if ranks else None
 
     def best(self, run: ComparedRun, name: str) -> float | None:
-        """Return the best finite value; None where there is none, or where neither high nor low is better."""
+        """Return the best finite value, or None if there is none or if neither high nor low values are better."""
         store, direction = source_of(run, "").store_of(name), better(name)
         ranks = store.ranks_of(name)
         if not direction or not ranks:
@@ -133,9 +133,9 @@ def entry_of(run: ComparedRun | KeptRow, names: Sequence[str], values: BestValue
     """Return the row of a run.
 
     Args:
-        run: The run.
-        names: The metrics.
-        values: Returns their values.
+        run: The run of the row.
+        names: The metrics to show.
+        values: Returns the values of the metrics.
         more: Other attributes of the entry.
     """
     known = opened(run)

@@ -42,16 +42,16 @@ def read_settings(
     """Read a configuration file.
 
     Args:
-        path: YAML or JSON.
+        path: The file, YAML or JSON.
         base: The settings that such files do not contain.
-        before: The file that was loaded before. Its variables are removed.
+        before: The file that was loaded previously, whose variables are removed.
 
     Returns:
         The file's contents, including settings that the forms do not contain, and the launch it describes.
 
     Raises:
         FileNotFoundError: The file does not exist.
-        ValueError: It contains unknown keys or values, or is for SageMaker.
+        ValueError: The file contains unknown keys or values, or is for SageMaker.
     """
     found = load_cluster_config(path)
     arguments = found.to_launch_arguments()
@@ -86,9 +86,9 @@ def file_contents(
     """Return the configuration file for the values of the forms.
 
     Args:
-        launch: The launch.
-        training: Options of the training.
-        hardware: This machine.
+        launch: The launch settings.
+        training: The training options.
+        hardware: This machine's hardware.
         before: The file that was loaded. Its settings that the forms do not contain are kept.
     """
     local = launch.num_processes or max(hardware.count, 1)
@@ -114,11 +114,11 @@ def _distributed_type(accelerator: str, world: int, before: ClusterConfig | None
 
 
 def write_settings(path: str | os.PathLike[str], config: ClusterConfig) -> Path:
-    """Write a configuration file, YAML or (.json) JSON, and return its path.
+    """Write a configuration file, and return its path.
 
     Args:
-        path: The file; its folder is created.
-        config: The configuration.
+        path: The file, JSON if its name ends in .json and otherwise YAML. Its folder is created if it does not exist.
+        config: The configuration to write.
     """
     file = Path(path).expanduser()
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -150,8 +150,8 @@ def launch_cell(function: str, arguments: str, config: LaunchConfig, *, hidden: 
 
     Args:
         function: Name of the training function.
-        arguments: The code of its arguments, such as ``(model, 3)``; "" for none.
-        config: The launch.
+        arguments: The code of its arguments, such as ``(model, 3)``, or "" if there are none.
+        config: The launch settings.
         hidden: Whether to hide secrets: values of variables, and credentials in URLs.
     """
     code = shown_code if hidden else _whole_code
@@ -213,7 +213,7 @@ def _whole_code(_: str, value: object) -> str:
 
 
 def _multiline(name: str, value: Any, code: Callable[[str, Any], str]) -> str:
-    """Return the code of a value; a dict has one entry per line."""
+    """Return the code of a value, with one line for each entry of a dict."""
     if not isinstance(value, dict):
         return code(name, value)
     entries = "".join(f"        {code_of(key)}: {code(key, entry)},\n" for key, entry in value.items())
@@ -254,7 +254,7 @@ def name_of(function: Any) -> str:
 
 
 def training_functions(namespace: dict[str, Any]) -> list[str]:
-    """Return the names of the functions that the notebook itself defines, the latest first."""
+    """Return the names of the functions that the notebook itself defines, latest first."""
     own = [
         name
         for name, value in namespace.items()
@@ -269,12 +269,12 @@ _HOSTS = {"jupyter": "Jupyter", "colab": "Colab", "kaggle": "Kaggle", "vscode": 
 
 
 def plan_sentence(plan: LaunchPlan, config: LaunchConfig, training: TrainingOptions) -> str:
-    """Return the plan in a sentence, as "2 processes on cpu, fork, gloo, bf16; effective batch: 64".
+    """Return the plan in a sentence, such as "2 processes on cpu, fork, gloo, bf16; effective batch: 64".
 
     Args:
-        plan: The launch.
-        config: The configuration it was made from.
-        training: The training's options.
+        plan: The plan of the launch.
+        config: The settings from which the plan was made.
+        training: The training options.
     """
     processes = "1 process" if plan.num_processes == 1 else f"{plan.num_processes} processes"
     if plan.world_size != plan.num_processes:
@@ -294,7 +294,7 @@ def machine_summary(machine: HardwareInfo) -> str:
     """Return the hardware of a machine in one line.
 
     Args:
-        machine: The hardware.
+        machine: The machine's hardware.
     """
     return " · ".join(_facts_of(machine))
 
@@ -312,11 +312,11 @@ def chips(machine: HardwareInfo) -> Markup:
 
 
 def details(plan: LaunchPlan, training: TrainingOptions) -> list[str]:
-    """Return the texts below the sentence: the reason for the start method, the batch size, the threads.
+    """Return the texts below the sentence: the reason for the start method, the batch size and the threads.
 
     Args:
-        plan: The launch.
-        training: The training's options.
+        plan: The plan of the launch.
+        training: The training options.
     """
     found = [f"{plan.start_method}: {plan.reason}"]
     if total := training.batch_sum(plan.world_size):

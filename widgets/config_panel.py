@@ -267,7 +267,7 @@ class ConfigPanel(Panel):
 
         Raises:
             FileNotFoundError: The file does not exist.
-            ValueError: It contains unknown keys or values.
+            ValueError: The file contains unknown keys or values.
         """
         now = self.launch_form.checked.value or LaunchConfig(block=False)
         file = Path(path).expanduser()
@@ -469,7 +469,7 @@ class ConfigPanel(Panel):
         return Section(key="settings", nodes=(Text(lines=tuple(lines)), *settings, cell))
 
     def _show_in(self, output: Output) -> None:
-        """Show the live panel; a saved notebook keeps the static form beside it."""
+        """Show the live panel. A saved notebook keeps the static form beside it."""
         self._parent = output.parent
         self._guarded(self.refresh, "run")
         super()._show_in(output)
@@ -487,7 +487,7 @@ def configure(
 
     Args:
         function: The training function. If None, the user chooses one in the panel.
-        args: Its arguments.
+        args: The arguments that the Launch button passes to it.
         config: The initial launch settings.
         model: The model to train, a function that returns it, or a transformers configuration. The panel warns if the
             training does not fit in memory.

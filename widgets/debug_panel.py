@@ -47,7 +47,7 @@ class DebugPanel(LivePanel):
 
     Args:
         run: The run to inspect.
-        clock: Seconds since the epoch; a fake one in tests.
+        clock: Returns the time in seconds since the epoch. Tests pass a fake clock.
     """
 
     def __init__(self, run: Run, clock: Callable[[], float] = steady_time.now) -> None:
@@ -66,7 +66,7 @@ class DebugPanel(LivePanel):
         self.why_button = self._button("Why is it stuck?", "Find out where every rank is", self._diagnose)
         self.pause_button = self._button("Pause", "Hold all ranks before their next step", self._pause)
         self.unpause_button = self._button("Unpause", "Continue the paused ranks", self._unpause)
-        # The descriptions are labels for screen readers; the style sheet hides them.
+        # The descriptions are labels for screen readers, which the style sheet hides.
         options = [ALL, *(f"rank {info.rank}" for info in self.run.ranks)]
         self.target = ipywidgets.Dropdown(options=options, description="Ranks to ask", layout={"width": "120px"})
         self.line = ipywidgets.Combobox(
@@ -108,11 +108,11 @@ class DebugPanel(LivePanel):
             self.close()
 
     def _reachable(self) -> bool:
-        """Return whether ranks can be asked: also after a failure, while they are held."""
+        """Return whether ranks can be asked. After a failure, they can as long as they are held."""
         return self.run.ended is None or self.run.held
 
     def _ended(self, run: Run) -> None:
-        if not run.held:  # not held for inspection
+        if not run.held:  # The ranks are not held for inspection.
             super()._ended(run)
 
     # ---- requests, sent from any thread
@@ -155,7 +155,7 @@ class DebugPanel(LivePanel):
         """Wait until the running requests have ended.
 
         Args:
-            timeout: Seconds.
+            timeout: The maximum time to wait, in seconds.
 
         Raises:
             ValueError: ``timeout`` is not a number of at least 0.
@@ -172,7 +172,7 @@ class DebugPanel(LivePanel):
             self._send()
 
     def _complete(self, change: Any) -> None:
-        """Offer the names that complete the line. Requests do not wait for this."""
+        """Offer the names that complete the line, without delaying requests."""
         text = change["new"]
         busy = self._completion is not None and self._completion.is_alive()
         if busy or text in self.line.options or not _PARTIAL_NAME.search(text) or not self._reachable():
@@ -181,7 +181,7 @@ class DebugPanel(LivePanel):
         self._completion = self._start_thread(lambda: self._offer(text, rank))
 
     def _offer(self, text: str, rank: int) -> None:
-        with suppress(Exception):  # the rank has ended: no completions
+        with suppress(Exception):  # If the rank has ended, there are no completions.
             found = tuple(self.run.complete(text, rank, timeout=1.5)[:100])
             if self.line.value == text:
                 self.line.options = found
@@ -211,15 +211,15 @@ def _shown(value: Any) -> str:
 
 
 class DebugSection:
-    """Shows how to open the debugger of a rank, and of ranks that can be asked their locations and values.
+    """Shows how to open a rank's debugger and, for ranks that can be asked, their locations and values.
 
     Args:
-        run: The run.
-        clock: Seconds since the epoch.
+        run: The run to inspect.
+        clock: Returns the time in seconds since the epoch.
 
     Attributes:
         widget: Empty while the section is closed.
-        panel: The panel for the ranks; None until it is opened, and for ranks that have ended.
+        panel: The panel for the ranks, or None if it has not been opened or the ranks have ended.
     """
 
     def __init__(self, run: Run, clock: Callable[[], float]) -> None:
@@ -255,14 +255,14 @@ class DebugSection:
         self.widget.children = parts
 
     def update(self) -> None:
-        """Show that the ranks have ended meanwhile."""
+        """Show that the ranks have ended, if they have ended since the section was opened."""
         if self.shows and not self._reachable() and (self.panel is not None or self.shows == "answer"):
             self._close_panel()
             self.shows = ""
             self.widget.children = ()
 
     def close(self) -> None:
-        """Stop updating; delete what is not shown, which is no part of the panel's tree of widgets."""
+        """Stop updating, and delete the hidden widgets, which are not part of the panel's tree of widgets."""
         self._close_panel()
         close_hidden(self.widget, self._text, self._line)
 
@@ -280,7 +280,7 @@ class DebugSection:
         return self.run.ended is None or self.run.held
 
     def _how_to_open(self, topic: str) -> tuple[str, str]:
-        """Return a text, and the line to type; "" where there is none to type now."""
+        """Return a text, and the line to type, or "" if there is no line to type now."""
         waiting = [rank for rank in self.run.prompts if rank not in internals(self.run).commands.prompts.debugged()]
         if topic == "answer" and self.run.config.block:
             return _paragraph("Type the line into the box below the cell that launched the run."), ""
@@ -298,7 +298,7 @@ def _paragraph(text: str) -> str:
 
 
 def _line(run: Run | None, rank: int | None = None) -> str:
-    """Return the code that opens a debugger: of a run, if another one could be meant."""
+    """Return the code that opens a debugger. It names the run if another one could be meant."""
     argument = "" if rank is None else f"rank={rank}"
     known = run_registry.runs()
     others = [each for each in known if run is not None and each.id != run.id and (each.ended is None or each.held)]
@@ -312,7 +312,7 @@ def _line(run: Run | None, rank: int | None = None) -> str:
 # ---- the document
 
 MAX_HISTORY = 50
-"""Commands and replies that are kept."""
+"""The maximum number of commands that are kept, with their replies."""
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -332,7 +332,7 @@ class Entry:
 
     @property
     def text(self) -> str:
-        """The entry as plain text; equal replies are listed once."""
+        """The entry as plain text. Equal replies are listed only once."""
         found: dict[str, list[int]] = {}
         for rank, answer in self.answers.items():
             found.setdefault(_COLOURS.sub("", answer).rstrip(), []).append(rank)
@@ -362,21 +362,21 @@ def verdict(run: Run, found: Diagnosis | None) -> Section:
 
 
 def frames(found: Diagnosis | None) -> Section:
-    """Return the stacks of the latest diagnosis behind a fold, equal ones once."""
+    """Return the stacks of the latest diagnosis in a fold. Equal stacks are shown only once."""
     text = repr(stacks_of(found)) if found is not None else ""
     nodes = (Text(lines=(text,), tone="code"),) if text else ()
     return Section(key="frames", title="Stacks", nodes=nodes, open=False)
 
 
 def history(entries: Sequence[Entry]) -> Text:
-    """Return commands and replies, the newest first."""
+    """Return commands and replies, newest first."""
     return Text(lines=tuple(entry.text for entry in reversed(entries)), tone="log", label="Commands and replies")
 
 
 def places_table(run: Run, found: Diagnosis | None) -> Table:
     """Return the table of ranks: state, step, and the location in the latest diagnosis.
 
-    Of many ranks, those with the same state and location share a row, the smallest groups first.
+    If there are many ranks, those with the same state and location share a row, and the smallest groups come first.
     """
     inspected = {place.rank for place in found.places} if found is not None else set()
     stopped, many = internals(run).commands.prompts.debugged(), len(run.ranks) > MANY

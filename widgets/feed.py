@@ -23,7 +23,7 @@ class Feed(anywidget.AnyWidget):
     asks for a new ``full``. A view that has been drawn reports it: see ``front_end``.
 
     Args:
-        period: Seconds between repetitions of everything, after ``REFRESH_AGES``.
+        period: Seconds between messages with everything, after those at ``REFRESH_AGES``.
         traits: Values of the traits.
     """
 
@@ -38,7 +38,7 @@ class Feed(anywidget.AnyWidget):
         self.on_msg(self._on_message)
 
     def _on_message(self, _: Any, content: Any, __: Any) -> None:
-        # Called on any thread: record the message, nothing else.
+        # This is called on any thread, so it only records the message.
         kind = content.get("kind") if isinstance(content, dict) else None
         if kind == "hello":
             self._full_requested = True
@@ -51,6 +51,6 @@ class Feed(anywidget.AnyWidget):
         return self._repeats.due(now) or requested
 
     def _send_message(self, kind: str, content: dict[str, Any]) -> None:
-        """Send a message: ``kind`` is "full" or "delta"."""
+        """Send a message of a kind, "full" or "delta"."""
         self._seq += 1
         setattr(self, kind, {"seq": self._seq, "prev": self._seq - 1, **content})

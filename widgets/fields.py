@@ -78,9 +78,9 @@ def fields_of(
 
     Args:
         cls: The dataclass.
-        choices: Allowed values by field name, for types that do not list them; None: as in the class's settings.
+        choices: Allowed values by field name, for types that do not list them. If None, those in the class's settings.
             ``metadata`` of other fields may have "choices", a "label" and a "placeholder".
-        names: The fields to return; None: all.
+        names: The fields to return. If None, all fields.
 
     Raises:
         ValueError: ``cls`` is not a dataclass, or has no such field.

@@ -41,19 +41,19 @@ class Form:
 
     Args:
         cls: The dataclass.
-        value: The initial instance; None: the defaults.
-        title: The caption of the static form; "": the name of the class.
+        value: The initial instance. If None, one with the defaults.
+        title: The caption of the static form. If "", the name of the class.
         choices: Allowed values by field, for types that do not list them.
-        groups: Titles and fields; None: as in the class's settings. The first group is open, and the others are folded.
-            Fields without a group come last.
-        names: The fields to show; None: all.
+        groups: Titles and fields of the groups. If None, those in the class's settings. The first group is open, and
+            the others are folded. Fields without a group come last.
+        names: The fields to show. If None, all fields.
         on_change: Called after each change, on the thread of the change.
-        lock: Held during a change; None: a new lock.
+        lock: A lock that is held during a change. If None, a new lock is created.
 
     Attributes:
         fields: The fields.
         entries: Texts, choices, and whether boxes are checked, by field.
-        view: The widget that shows the form; None: not created yet.
+        view: The widget that shows the form, or None if it has not been created.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Form:
         """The dataclass's instance.
 
         Raises:
-            ValueError: Entries are not allowed; the message has a line for each.
+            ValueError: Some entries are not allowed; the message has a line for each.
         """
         checked = self.checked
         if checked.errors:
@@ -102,7 +102,7 @@ class Form:
         """Set all entries from an instance, before the form is shown. None sets the defaults.
 
         Raises:
-            ValueError: It is an instance of another class.
+            ValueError: The value is an instance of another class.
         """
         if value is not None and not isinstance(value, self._cls):
             name = self._cls.__name__
@@ -111,7 +111,7 @@ class Form:
         for entry in self.fields.values():
             given = entry.default if value is None else getattr(value, entry.name)
             if plain is not None and given == getattr(plain, entry.name):
-                given = entry.default  # The class set it, not the user.
+                given = entry.default  # The class set this value, not the user.
             self._put(entry, given)
 
     def _plain_instance(self) -> Any:
@@ -144,7 +144,7 @@ class Form:
         return self._nested[name]
 
     def enter(self, path: str, shown: str | bool) -> None:
-        """Set an entry as typing in the form does.
+        """Set an entry, as if the user had typed it into the form.
 
         Args:
             path: The field, dotted if it belongs to a nested dataclass.
@@ -324,13 +324,13 @@ class Part:
     title: str = ""
     """The label. Fields with a title are folded."""
     hint: str = ""
-    """What a click does."""
+    """A description of what a click does."""
     style: str = ""
     """Classes of the style sheet."""
     names: tuple[str, ...] = ()
     """The fields, in their order."""
     parts: tuple[Part, ...] = ()
-    """The parts inside."""
+    """The parts inside this one."""
 
 
 class FormView(anywidget.AnyWidget):
@@ -349,11 +349,11 @@ class FormView(anywidget.AnyWidget):
     _css = asset("palette.css") + asset("forms.css")
     parts: Any = traitlets.List().tag(sync=True)
     tables: Any = traitlets.Dict().tag(sync=True)
-    """Fields by the path of their form: of each form, and of the nested dataclasses that were opened."""
+    """The fields of each form, and of the nested dataclasses that were opened, by the path of their form."""
     entries: Any = traitlets.Dict().tag(sync=True)
     """The contents of the inputs by path."""
     version: Any = traitlets.Int(0).tag(sync=True)
-    """How often ``entries`` was sent: an entry that was typed before the browser received the last ones is repeated."""
+    """How often ``entries`` was sent. It shows whether an entry was typed before the browser received the last ones."""
     errors: Any = traitlets.Dict().tag(sync=True)
     """Errors by path."""
     suggestions: Any = traitlets.Dict().tag(sync=True)
@@ -459,5 +459,5 @@ def code_of(value: object, field: Callable[[str, Any], str] = lambda _, value: c
     if isinstance(value, dict):
         return "{" + ", ".join(f"{code_of(key)}: {code_of(entry)}" for key, entry in value.items()) + "}"
     plain = value.value if isinstance(value, Enum) else value
-    # JSON's escapes are Python's too, and formatters prefer double quotes.
+    # JSON's escapes are also valid in Python, and formatters prefer double quotes.
     return json.dumps(plain, ensure_ascii=False) if isinstance(plain, str) else repr(plain)

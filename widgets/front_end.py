@@ -1,12 +1,12 @@
-"""What the front end of this kernel shows, and which clicks the kernel handles now, as far as the kernel can know.
+"""Find out what the front end of this kernel shows, and whether the kernel handles clicks now.
 
 Some front ends have no widgets (marimo), a notebook that nbclient executes has no front end, and VS Code may have its
-renderer switched off. Panels show an HTML display there, which is updated while the run lasts.
+renderer switched off. In these cases, panels show an HTML display, which is updated while the run lasts.
 
 Clicks reach the kernel through its shell channel. While a cell blocks, they wait there, unless the front end has opened
 a subshell for them (ipykernel 7.0 to 7.3 with JupyterLab 4.4 and later; 7.4 sends such messages to the main shell
-again). While a cell awaits, ipykernel 7 handles them and ipykernel 6 does not. Where they wait for the cell that waits
-for the run, a click interrupts that cell through the notebook's server instead.
+again). While a cell awaits, ipykernel 7 handles them, but ipykernel 6 does not. If a click would have to wait for the
+cell that waits for the run, it instead interrupts that cell through the notebook's server.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.output.replaceable_outputs import Output
 
 ANSWER_SECONDS = 10.0
-"""A front end that has drawn a view reports it. One that has not done so in this time, in which the kernel could have
-handled the report, shows no live widgets; VS Code may first load a renderer."""
+"""Seconds in which a front end reports that it has drawn a view. If the kernel could have handled a report for that
+long and none has arrived, the front end shows no live widgets. VS Code may have to load a renderer first."""
 
 SUBSHELLS = ((7, 0), (7, 4))
 """The first ipykernel version that handles clicks on a subshell, and the first that no longer does."""
@@ -48,14 +48,14 @@ class FrontEnd:
 
     @property
     def silent(self) -> bool:
-        """Whether it has had the time to draw a live view, and has not."""
+        """Whether the front end had enough time to draw a live view, but did not."""
         return not self.drawn and self._waited >= ANSWER_SECONDS
 
     def observe(self, now: float, *, handles_messages: bool) -> None:
         """Count the time in which a live view is shown and the kernel handles messages.
 
         Args:
-            now: Seconds on any clock.
+            now: The time in seconds, on any clock.
             handles_messages: Whether a message from the browser is handled now, not after the running cell.
         """
         if handles_messages and not self.drawn:
@@ -63,7 +63,7 @@ class FrontEnd:
         self._last = now
 
     def note(self, reason: str) -> str:
-        """Return why panels are HTML displays, for the first of them; "" for later ones."""
+        """Return why panels are HTML displays, so that the first one can show it, or "" for later panels."""
         if self._noted:
             return ""
         self._noted = True
@@ -75,10 +75,10 @@ front_end = FrontEnd()
 
 
 def no_widgets(output: Output | None) -> str:
-    """Return why a front end shows no live widgets; "" if it does or may.
+    """Return why a front end shows no live widgets, or "" if it shows them or may do so.
 
     Args:
-        output: An output of the running cell; None outside a notebook.
+        output: An output of the running cell, or None outside a notebook.
     """
     if isinstance(output, MarimoOutput):
         return "marimo shows no ipywidgets"
@@ -99,7 +99,7 @@ class KernelState:
         busy: Whether a cell is running.
         blocked: Whether that cell blocks the main thread; otherwise it awaits.
         subshell: Whether a front end has opened a subshell.
-        id: The kernel's id on the notebook's server; "": not known.
+        id: The kernel's ID on the notebook's server, or "" if it is unknown.
     """
 
     version: tuple[int, int]
@@ -119,7 +119,7 @@ class KernelState:
 
 
 def kernel_state() -> KernelState | None:
-    """Return the state of the kernel; None outside a kernel."""
+    """Return the state of the kernel, or None outside a kernel."""
     kernel = running_kernel()
     if kernel is None:
         return None
@@ -131,8 +131,8 @@ def kernel_state() -> KernelState | None:
 
 @cache
 def _kernel_id() -> str:
-    """Return the id of this kernel on its server, which is in the name of its connection file; "" if it is not."""
-    with suppress(Exception):  # a kernel that was started otherwise
+    """Return this kernel's ID on its server, from the name of its connection file, or "" if it is not in that name."""
+    with suppress(Exception):  # The kernel may have been started in another way.
         from ipykernel.connect import get_connection_file
 
         found = re.fullmatch(r"kernel-(.+)\.json", PurePath(get_connection_file()).name)
@@ -152,7 +152,7 @@ def _busy(shell: Any) -> bool:
 
 
 def _blocked() -> bool:
-    """Return whether the main thread is inside a cell's code; an awaiting cell is not on the stack."""
+    """Return whether the main thread is inside a cell's code. A cell that awaits is not on the stack."""
     codes = (frame.f_code for frame in callers(main_frame()))
     return any(code.co_name == "run_code" and "interactiveshell" in code.co_filename for code in codes)
 

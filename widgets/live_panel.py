@@ -28,18 +28,19 @@ if TYPE_CHECKING:
 
 
 class Panel(DocumentView):
-    """A view that cells display; outside a notebook, its document is displayed.
+    """A view that is displayed in cells. Outside a notebook, its document is displayed instead.
 
-    Each cell that displays the panel shows the same widget, which is updated while what it shows changes. Then the
-    panel rests: it renders only what the user asks for. A closed panel is replaced by its static form in every cell.
+    Each cell that displays the panel shows the same widget, which is updated as long as its content changes. After
+    that, the panel rests, and renders only what the user asks for. A closed panel is replaced by its static form in
+    every cell.
 
     Args:
         stores: The stores whose changes are rendered.
-        clock: Seconds since the epoch; a fake one in tests.
-        reason: Why there is no widget; "": there is one.
+        clock: Returns the time in seconds since the epoch. Tests pass a fake clock.
+        reason: Why there is no widget, or "" if there is one.
 
     Attributes:
-        widget: The live view; None: there is only the document.
+        widget: The live view, or None if there is only the document.
         closed: Whether the panel is no longer updated.
     """
 
@@ -58,7 +59,7 @@ class Panel(DocumentView):
     # ---- implemented by each panel
 
     def _build(self) -> Any:
-        """Create the widget; a panel whose updates can fail also sets ``_problem``, the HTML widget for the error."""
+        """Create the widget. A panel whose updates can fail also sets ``_problem``, the HTML widget for the error."""
 
     def _render(self, now: float) -> None:
         """Update the widget."""
@@ -76,7 +77,7 @@ class Panel(DocumentView):
         """Return the title above the static form."""
 
     def _status(self) -> str:
-        """Return the status in that title; "" for none."""
+        """Return the status in the title, or "" if the title has none."""
         return ""
 
     # ---- being displayed
@@ -90,10 +91,10 @@ class Panel(DocumentView):
         """Show the view.
 
         Args:
-            output: The output of a cell; None: of the running cell.
+            output: The output of a cell. If None, an output of the running cell.
 
         Returns:
-            The output; None outside a notebook.
+            The output, or None outside a notebook.
         """
         target = output or current_output()
         if target is not None:
@@ -102,7 +103,7 @@ class Panel(DocumentView):
 
     def _show_in(self, output: Output) -> None:
         """Show the view in the output of a cell."""
-        changes = self._changes()  # Ask before rendering: if the end comes during it, a later tick shows it.
+        changes = self._changes()  # Ask before rendering, so that a later tick shows an end during it.
         self.schedule.touch()
         self.schedule.tick()
         close_retired()
@@ -125,7 +126,7 @@ class Panel(DocumentView):
     # ---- updates
 
     def _tick(self, now: float) -> None:
-        rests = self._can_rest()  # Ask before rendering: a change during it has not been rendered yet.
+        rests = self._can_rest()  # Ask before rendering, because a change during it has not been rendered yet.
         self._render(now)
         if rests:
             self._rest()
@@ -139,12 +140,12 @@ class Panel(DocumentView):
             self.schedule.tick(due=True)
 
     def _rest(self) -> None:
-        """Render only what the user asks for from now on."""
+        """From now on, render only what the user asks for."""
         self._shown.leave()
         ticker.suspend(self.schedule)
 
     def _show_problem(self, text: str) -> None:
-        """Show a problem; "" removes it."""
+        """Show a problem, or remove the shown one if the text is ""."""
         if self._problem is not None:
             self._problem.value = problem(text)
 
@@ -154,7 +155,7 @@ class Panel(DocumentView):
     # ---- the end
 
     def close(self) -> None:
-        """Stop updating; each cell that displays the panel keeps its static form."""
+        """Stop updating. Each cell that displays the panel keeps its static form."""
         with self._closing:
             if self.closed:
                 return
@@ -168,15 +169,15 @@ class Panel(DocumentView):
             close_retired()
 
     def _release(self) -> None:
-        """Release what a closed panel does not need: its widgets are deleted later."""
+        """Release what a closed panel does not need, except its widgets, which are deleted later."""
 
     def _end_outputs(self) -> None:
-        """Show the static form; a front end that may still be drawing the live one first shows its last state."""
+        """Show the static form. A front end that may still be drawing the live view first shows its last state."""
         left = self._shown_at + SETTLE_SECONDS - time.monotonic()
         if self.widget is None or left <= 0 or not self._shown.in_notebook:
             self._shown.end()
             return
-        with suppress(Exception):  # the static form is shown in any case
+        with suppress(Exception):  # The static form is shown even if this fails.
             self._render(self._clock())
         self._shown.leave()
         timer = threading.Timer(left, self._shown.end)
@@ -226,10 +227,10 @@ class LivePanel(Panel):
 
     def _show_in(self, output: Output) -> None:
         super()._show_in(output)
-        if self._lives and self.run.ended is not None:  # it ended while the panel was being shown
+        if self._lives and self.run.ended is not None:  # The run ended while the panel was being shown.
             self.settle()
 
-    # ---- requests to the ranks, on a thread: a rank replies within seconds, at its next step
+    # ---- requests to the ranks, on a thread, because a rank replies only at its next step, which may take seconds
 
     def _start_request(self, request: Callable[[], object]) -> bool:
         """Send a request to the ranks; return False if another one is running."""
@@ -256,13 +257,13 @@ class LivePanel(Panel):
     # ---- the end
 
     def _ended(self, _: Run) -> None:
-        """Settle. Runs on the supervisor's thread, which must not see any error."""
+        """Settle. This runs on the supervisor's thread, so it must not raise an error."""
         with suppress(Exception):
             if self._shown:
                 self.settle()
 
     def _refer_to(self, run: Run) -> None:
-        """Show ``run`` from now on: the same run, without what the panel must not keep."""
+        """From now on, show ``run``, which is the same run without what the panel must not keep."""
         self.run = run
 
     def _failed(self, error: Exception) -> None:
@@ -275,7 +276,7 @@ class LivePanel(Panel):
             shown = self.shown
             self.close()
             return shown
-        self.schedule.tick(due=True)  # of a run that has ended it rests; held ranks can still be asked
+        self.schedule.tick(due=True)  # The panel of an ended run rests, but held ranks can still be asked.
         with suppress(Exception):
             self._shown.leave()
         if self._rests:
@@ -301,7 +302,7 @@ class HtmlPanel(LivePanel):
     Args:
         run: The run to watch.
         reason: Why there is no live panel.
-        clock: Seconds since the epoch; a fake one in tests.
+        clock: Returns the time in seconds since the epoch. Tests pass a fake clock.
     """
 
     def __init__(self, run: Run, reason: str, clock: Callable[[], float] = steady_time.now) -> None:
@@ -319,10 +320,10 @@ class HtmlPanel(LivePanel):
 
 
 class NewestPanels:
-    """Panels that stay live although nothing updates them: the oldest of more than ``limit`` are closed.
+    """Panels that stay live even though nothing updates them. If there are more than ``limit``, the oldest are closed.
 
     Args:
-        limit: The largest number of such panels.
+        limit: The maximum number of such panels.
     """
 
     def __init__(self, limit: int) -> None:
@@ -336,31 +337,31 @@ class NewestPanels:
             self._panels = [*(other for other in self._panels if other is not panel and not other.closed), panel]
 
     def close_older(self) -> None:
-        """Close the panels over the limit, and those that no output shows."""
+        """Close the panels beyond the limit, and those that no output shows."""
         with self._lock:
             before, self._panels = self._panels, [panel for panel in self._panels if panel.shown][-self._limit :]
             over = [panel for panel in before if panel not in self._panels]
         for panel in over:
-            with suppress(Exception):  # its widgets may be gone
+            with suppress(Exception):  # Its widgets may have been deleted.
                 panel.close()
 
 
 SETTLE_SECONDS = 3.0
-"""A live view stays for this long after it was shown: ipywidgets reports errors for boxes that are removed before their
-children are drawn. Until then its static form beside it is that of the end."""
+"""Seconds for which a live view stays after it was shown, because ipywidgets reports errors for boxes that are removed
+before their children are drawn. If the run ends earlier, the static form beside the view already shows the end."""
 DRAWING_SECONDS = 120.0
-"""A front end may still be drawing a view that was shown more recently, and would miss deleted models."""
+"""Seconds for which a front end may still be drawing a view, and would miss deleted models."""
 _retired: list[tuple[float, Any]] = []
 _retiring = threading.Lock()
 _resting = NewestPanels(10)
-"""Panels of ended runs that stay live; the cells of older ones keep the static form."""
+"""Panels of ended runs that stay live. The cells of older ones keep the static form."""
 
 
 def close_retired(now: float | None = None) -> None:
     """Close the panels that need not stay live, and delete the widgets that no front end can still be drawing.
 
     Args:
-        now: Seconds on the monotonic clock; None: now.
+        now: The time in seconds on the monotonic clock. If None, the current time.
     """
     moment = time.monotonic() if now is None else now
     _resting.close_older()
@@ -372,7 +373,7 @@ def close_retired(now: float | None = None) -> None:
 
 
 def close_all(widget: Any) -> None:
-    """Delete a widget and its descendants, in the kernel and in the browser; layouts and styles are models too."""
+    """Delete a widget and its descendants, with their layouts and styles, in the kernel and in the browser."""
     for child in getattr(widget, "children", ()):
         close_all(child)
     for part in (getattr(widget, "layout", None), getattr(widget, "style", None), widget):
@@ -381,11 +382,11 @@ def close_all(widget: Any) -> None:
 
 
 def close_hidden(box: Any, *parts: Any) -> None:
-    """Delete what a box does not show now: such widgets are not in the tree of a panel, which deletes the others.
+    """Delete the widgets that a box does not show now. Closing a panel deletes only the widgets in its tree.
 
     Args:
         box: The box that shows some of the widgets.
-        parts: The widgets; None is ignored.
+        parts: The widgets that the box can show. None is ignored.
     """
     for part in parts:
         if part is not None and part not in box.children:

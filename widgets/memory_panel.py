@@ -30,7 +30,7 @@ _COLOURS = {
 }
 _OFFLOADED = "repeating-linear-gradient(45deg, #b4b8bf 0 4px, #d0d3d8 4px 8px)"
 _WIDTH = 720
-"""The longest bar, in pixels."""
+"""The width of the longest bar, in pixels."""
 _BOX = f"font:13px sans-serif;max-width:{_WIDTH}px"
 _TRACK = "position:relative;white-space:nowrap;font-size:0;background:rgba(128,128,128,.15)"
 _NOTES = "margin:4px 0 12px;padding-left:18px;opacity:.75"
@@ -59,7 +59,7 @@ def estimate_html(estimate: Any, available: int | None = None) -> Markup:
 
     Args:
         estimate: The result of `estimate_memory`, whose class the kernel's side must not import.
-        available: Bytes of the device; None: no comparison.
+        available: The memory of the device in bytes. If None, the estimate is not compared with it.
     """
     bars = {"training": estimate.training, "inference": estimate.inference}
     limits = dict.fromkeys(bars, available)
@@ -102,7 +102,7 @@ def _track(heading: Sequence[str], label: str, pieces: Sequence[str], limit: int
 
 
 def device_map_html(placed: Any) -> Markup:
-    """Return a device map: modules as blocks on their devices, with widths by size; hatched if they move.
+    """Return a device map, with modules as blocks on their devices. Widths show sizes; modules that move are hatched.
 
     Args:
         placed: The result of `measure_device_map`, whose class the kernel's side must not import.
@@ -151,8 +151,8 @@ class MemoryPanel:
 
     Args:
         estimate: The result of `estimate_memory`.
-        placed: The result of `measure_device_map`; None: only the estimate is shown.
-        available: Bytes of the device.
+        placed: The result of `measure_device_map`. If None, only the estimate is shown.
+        available: The memory of the device in bytes.
     """
 
     def __init__(self, estimate: Any, placed: Any = None, available: int | None = None) -> None:
@@ -175,15 +175,14 @@ class MemoryPanel:
 # ---- the estimate before a launch
 
 _ESTIMATE = "notebook_accelerate.big_modeling.estimate"
-"""The module that estimates memory. It is loaded on first use: it belongs to the workers' side and needs torch."""
+"""The module that estimates memory. It is loaded on first use, because it is part of the workers and needs torch."""
 
 
 class MemoryCheck:
     """Compares the estimated memory of a training with the available memory.
 
     Args:
-        model: An argument of `estimate_memory`: a model, a function that returns one, or a configuration of
-            transformers.
+        model: An argument of `estimate_memory`: a model, a function that returns one, or a transformers configuration.
         memory: More arguments of `estimate_memory`, such as optimizer, sequence_length, inputs.
     """
 
@@ -198,12 +197,12 @@ class MemoryCheck:
         machine: HardwareInfo,
         variables: Mapping[str, str] | None = None,
     ) -> str:
-        """Return a sentence if the training does not fit; "" if it fits, or if the devices' memory is not known.
+        """Return a warning if the training does not fit, or "" if it fits or the memory of the devices is unknown.
 
         Args:
-            plan: The launch.
-            training: The training's options.
-            machine: The hardware.
+            plan: The plan of the launch.
+            training: The training options.
+            machine: The machine's hardware.
             variables: Environment variables of the launch, which may choose the devices.
         """
         available, where = _available(plan, machine, {**os.environ, **(variables or {})})
@@ -234,7 +233,7 @@ class MemoryCheck:
 
 
 def _too_much(parts: Mapping[str, int], where: str, limit: int, available: int) -> str:
-    """Return a sentence if the bytes of one process exceed ``limit``; "" otherwise."""
+    """Return a warning if the bytes of one process exceed ``limit``, or "" otherwise."""
     needed = sum(parts.values())
     if needed <= limit:
         return ""
@@ -246,7 +245,7 @@ def _too_much(parts: Mapping[str, int], where: str, limit: int, available: int) 
 
 
 def _too_much_offloaded(needed: int, machine: HardwareInfo) -> str:
-    """Return a sentence if the offloaded bytes of all processes exceed the main memory; "" otherwise."""
+    """Return a warning if the offloaded bytes of all processes exceed the CPU memory, or "" otherwise."""
     if needed <= machine.memory_bytes:
         return ""
     return (
@@ -256,15 +255,15 @@ def _too_much_offloaded(needed: int, machine: HardwareInfo) -> str:
 
 
 def distribution_of(training: TrainingOptions, ranks: int, local: int) -> dict[str, Any]:
-    """Return how the model is distributed over ranks, as arguments of `estimate_memory`.
+    """Return how the model is distributed across ranks, as arguments of `estimate_memory`.
 
     Args:
-        training: The training's options.
-        ranks: Processes on all machines.
-        local: Processes on this machine.
+        training: The training options.
+        ranks: The number of processes on all machines.
+        local: The number of processes on this machine.
 
     Returns:
-        "strategy", and if they are not empty "degrees" and "offload".
+        The argument "strategy", and "degrees" and "offload" if they are not empty.
     """
     degrees = _degrees(training)
     offload: dict[str, str] = {}
@@ -306,7 +305,7 @@ def _megatron(plugin: Any) -> tuple[str, dict[str, str]]:
 
 
 def _deepspeed(plugin: Any, ranks: int) -> tuple[str, dict[str, str]]:
-    """Return the stage and the offloaded tensors; gradients are offloaded with the optimizer that consumes them."""
+    """Return the stage and the offloaded tensors. Gradients are offloaded with the optimizer that consumes them."""
     stage = int(plugin.zero_stage or 0)
     devices = {"cpu": "cpu", "nvme": "disk"}
     offload = {}
@@ -332,7 +331,7 @@ def _strategy_names(plugin: Any) -> str:
 
 
 def _available(plan: LaunchPlan, machine: HardwareInfo, variables: Mapping[str, str]) -> tuple[int | None, str]:
-    """Return the available bytes, and the device if each process has its own; "" if the processes share them."""
+    """Return the available bytes, and the device if each process has its own, or "" if processes share the memory."""
     if plan.accelerator in ("cpu", "mps"):
         return machine.memory_bytes, ""
     if plan.accelerator == "cuda":

@@ -1,6 +1,6 @@
-"""What panels and forms share: scripts, style sheets, boxes, messages, and MIME bundles.
+"""Elements that panels and forms share: scripts, style sheets, boxes, messages and MIME bundles.
 
-Importing this module imports no widget library: panels without widgets use it, too.
+Importing this module imports no widget library, because panels without widgets use it, too.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ def notice(text: str, kind: str = "na-help") -> Markup:
     """Return a status message.
 
     Args:
-        text: The text.
-        kind: na-help or na-good.
+        text: The message.
+        kind: The CSS class, na-help or na-good.
     """
     return element("span", text, class_=kind, role="status")
 
 
 def problem(text: str) -> Markup:
-    """Return a warning as a paragraph; "" for no text."""
+    """Return a warning as a paragraph, or "" if there is no text."""
     return element("p", text, class_="na-problem", role="alert") if text else Markup()
 
 
@@ -76,7 +76,7 @@ def widget_bundle(widget: Any, static: Mapping[str, Any]) -> dict[str, Any]:
     """Return the MIME bundle of a live widget (ipywidgets 7 and 8).
 
     Args:
-        widget: The widget.
+        widget: The live widget.
         static: The bundle of its static form, for front ends without widgets.
     """
     view = {"version_major": 2, "version_minor": 0, "model_id": widget.model_id}
@@ -89,7 +89,7 @@ def asset(name: str) -> str:
 
 
 def script(*names: str) -> str:
-    """Return files of ``static/`` as one module, in this order: definitions before their uses.
+    """Return files of ``static/`` as one module, in the given order. Definitions must come before their uses.
 
     A widget's script is sent to the browser as one text, which cannot import other files.
     """

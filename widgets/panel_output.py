@@ -1,10 +1,10 @@
 """The outputs of a live view in the notebook.
 
-A saved notebook holds no widgets: without its kernel a live view is an error message, whatever else its bundle holds.
-A live view therefore has a second output beside it with its static form, which ``static/left.css`` hides while the view
-is live and which is updated regularly. When the view is closed, the static form replaces both.
+A saved notebook contains no widgets. Without its kernel, a live view is shown as an error message, whatever else its
+bundle contains. A live view therefore has a second output beside it with its static form, which ``static/left.css``
+hides while the view is live and which is updated regularly. When the view is closed, the static form replaces both.
 
-In a front end without live widgets the static form is all that is shown, and it is updated more often.
+In a front end without live widgets, only the static form is shown, and it is updated more often.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 LEAVE_AGES = (2.0, 5.0, 15.0, 30.0)
 LEAVE_SECONDS = 60.0
-"""The static form beside a live view is updated at these ages of the view, and then once per LEAVE_SECONDS."""
+"""The static form beside a live view is updated at these ages of the view, and then every LEAVE_SECONDS seconds."""
 HTML_AGES = tuple(float(age) for age in range(2, 61, 2))
 HTML_SECONDS = 10.0
-"""The same for a static form that is shown instead of a live view: it may hold a hundred kilobytes."""
+"""The same for a static form that is shown instead of a live view. It may have a hundred kilobytes."""
 
 
 class PanelOutput:
@@ -42,8 +42,8 @@ class PanelOutput:
     Args:
         static: Returns the static form, a bundle with text/html and text/plain.
         title: Returns the title above the static form.
-        clock: Seconds since the epoch.
-        status: Returns the status of the run that is shown; "" for other views.
+        clock: Returns the time in seconds since the epoch.
+        status: Returns the status of the run that is shown, or "" for other views.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class PanelOutput:
         self._static, self._title, self._clock, self._status = static, title, clock, status
         self._lock = threading.RLock()
         self._outputs: list[Output] = []
-        self._html: set[Output] = set()  # those without a live view
+        self._html: set[Output] = set()  # The outputs without a live view.
         self._note = ""
         self._times = RepeatTimes(LEAVE_AGES, LEAVE_SECONDS)
-        self._instead = False  # whether the static form is shown instead of the live view
+        self._instead = False  # Whether the static form is shown instead of the live view.
         _all.add(self)
 
     def __bool__(self) -> bool:
@@ -67,12 +67,12 @@ class PanelOutput:
 
     @property
     def in_notebook(self) -> bool:
-        """Whether a notebook's front end shows an output; other clients name no cell in their requests."""
+        """Whether a notebook's front end shows an output. Other clients do not name a cell in their requests."""
         return any(output.notebook_cell for output in self._outputs)
 
     @property
     def stays_live(self) -> bool:
-        """Whether a live view may stay after its run: its front end hides the static form beside it."""
+        """Whether a live view may stay after its run has ended, because its front end hides the form beside it."""
         is_live = any(output not in self._html for output in self._outputs) and not self._instead
         return is_live and self.in_notebook and host() == "jupyter"
 
@@ -80,13 +80,13 @@ class PanelOutput:
         """Show the live widget in ``output``.
 
         Args:
-            output: The output.
-            widget: The widget; None: only the static form is shown, and updated.
+            output: The output of a cell.
+            widget: The widget. If None, only the static form is shown and updated.
             reason: Why there is no widget.
         """
         if widget is not None:
             widget.add_class("na-live")
-        for other in list(_all):  # without the lock: another thread may be adding an output to another view
+        for other in list(_all):  # Do not hold the lock: another thread may run this for another view.
             other._forget_replaced(output)
         reason = reason or no_widgets(output)
         with self._lock:
@@ -103,14 +103,14 @@ class PanelOutput:
             self._times.start(self._clock())
 
     def _use_html(self, note: str, *, watched: bool = True) -> None:
-        """Update the static form often, because it is all that is seen, if somebody watches."""
+        """Update the static form often if somebody watches it, because it is all that is shown."""
         self._instead = True
         self._note = note or self._note
         self._times = RepeatTimes(HTML_AGES, HTML_SECONDS) if watched else RepeatTimes(LEAVE_AGES, LEAVE_SECONDS)
         self._times.start(self._clock())
 
     def _forget_replaced(self, newer: Output) -> None:
-        """Forget the outputs of a cell that was executed again: they are deleted."""
+        """Forget the outputs of a cell that was executed again, because the front end has deleted them."""
         with self._lock:
             same = [one for one in self._outputs if one.notebook_cell and one.notebook_cell == newer.notebook_cell]
             for output in same:
@@ -146,12 +146,12 @@ class PanelOutput:
             self._html.clear()
             static = self._static() if outputs else {}
             for output in outputs:
-                with suppress(Exception):  # the other outputs are still updated
+                with suppress(Exception):  # If this fails, the other outputs are still updated.
                     output.end(static)
                 forget(output)
 
     def _updated(self) -> Bundle:
-        """Return the static form where it is shown instead of a live view."""
+        """Return the static form for outputs that show it instead of a live view."""
         static = self._static()
         if not self._note:
             return static
@@ -159,9 +159,9 @@ class PanelOutput:
         return {**static, "text/html": html, "text/plain": f"{self._note}\n\n{static['text/plain']}"}
 
     def _beside(self) -> Bundle:
-        """Return the static form beside a live view."""
+        """Return the static form for outputs beside a live view."""
         static = self._updated()
-        if self._status() in ENDED:  # the report says what it is of
+        if self._status() in ENDED:  # The report itself names its run.
             body = element("div", Markup(static["text/html"]), class_="na-left")
             return {**static, "text/html": join([style_sheet("left.css"), body])}
         moment = datetime.fromtimestamp(self._clock()).strftime("%H:%M:%S")
@@ -172,7 +172,7 @@ class PanelOutput:
                 "span", f"Kernel gone. {self._title()} at {moment}", class_="na-left-gone", style="display:none"
             )
             summary = element("summary", gone, element("span", title))
-        # Closed in front ends that ignore the style sheet: there it is visible below the live view.
+        # Close the fold in front ends that ignore the style sheet, where it is visible below the live view.
         body = Markup(static["text/html"])
         is_open = host() == "jupyter" or front_end.silent
         details = element("details", summary, body, class_="na-left", open=is_open)
@@ -184,10 +184,10 @@ _all: weakref.WeakSet[PanelOutput] = weakref.WeakSet()
 
 
 class RepeatTimes:
-    """The times at which something is repeated: at some ages, then once per period.
+    """The times at which something is repeated: first at some ages, and then once per period.
 
     Args:
-        ages: Seconds after the start.
+        ages: The first times, in seconds after the start.
         period: Seconds between later repetitions.
     """
 

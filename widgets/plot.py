@@ -15,22 +15,25 @@ from notebook_accelerate.widgets.panel_elements import asset, script
 
 SCRIPTS = ("uPlot.iife.min.js", "feed.js", "looks.js", "plot.js")
 MAX_METRICS = 200
-"""Metrics that are sent at a time; the filter selects others."""
+"""The maximum number of metrics that are sent at a time. The filter selects others."""
 MAX_BROWSER_POINTS = 400_000
 MAX_SERIES_POINTS = 2_000
-"""Points of a curve in its first message, after M4; the browser keeps up to three times as many, then downsamples."""
+"""The maximum number of points of a curve in its first message, after M4.
+
+The browser keeps up to three times as many, and then downsamples them.
+"""
 MAX_NEW_POINTS = 400
-"""Points of one series in one update, after M4."""
+"""The maximum number of points of one series in one update, after M4."""
 ENVELOPE_RANKS = 16
-"""With more ranks the envelope is drawn: minimum, mean and maximum. Single ranks are drawn over it."""
+"""With more ranks than this, an envelope (minimum, mean and maximum) is drawn, and single ranks over it."""
 MAX_CHOSEN, MAX_OUTLIERS = 8, 2
-"""Ranks drawn over an envelope: at most as many as there are colours if the user chose them, else the outliers."""
+"""The maximum numbers of ranks drawn over an envelope: ranks that the user chose (one per colour), or outliers."""
 REFRESH_SECONDS = 30.0
 """Seconds between messages with everything, after ``REFRESH_AGES``."""
 
 
 def _fits(wanted: str, name: str) -> bool:
-    """Return whether a metric matches a user's regular expression, or contains the text if it is none."""
+    """Return whether a metric matches a user's regular expression, or contains the text if it is not an expression."""
     try:
         return re.search(wanted, name, re.IGNORECASE) is not None
     except re.error:
@@ -38,7 +41,7 @@ def _fits(wanted: str, name: str) -> bool:
 
 
 def chosen_ranks(text: str) -> tuple[int, ...]:
-    """Return the ranks in a user's text such as "0, 5-7"; other words are ignored."""
+    """Return the ranks in a user's text, such as "0, 5-7". Other words are ignored."""
     found: list[int] = []
     for part in re.split(r"[,;\s]+", re.sub(r"\s*[-–]\s*", "-", text.strip())):
         first, _, last = part.partition("-")
@@ -63,11 +66,11 @@ def _message(drawn: Iterable[tuple[str, Curve]]) -> dict[str, Any]:
 
 
 class Plot(Feed):
-    """One chart per metric, one curve per rank; its controls work while the kernel is busy.
+    """A chart for each metric, with a curve for each rank. Its controls work while the kernel is busy.
 
     Args:
         sources: The stores to draw.
-        empty_text: Shown before the first metric that is logged.
+        empty_text: The text that is shown until a metric is logged.
 
     The trait ``order`` lists labels of curves in the order of their colours, for a table beside the plot.
     """
@@ -88,7 +91,7 @@ class Plot(Feed):
         self._cursors: dict[tuple[str, str], tuple[int, int]] = {}
 
     def draw(self, sources: Sequence[Source]) -> None:
-        """Draw other stores from now on.
+        """From now on, draw other stores.
 
         Args:
             sources: The stores to draw.
@@ -116,11 +119,11 @@ class Plot(Feed):
         """Send the new points, or everything if a view asked for it or may have missed a message.
 
         Args:
-            now: Seconds, on any clock that does not go back.
+            now: The time in seconds, on any clock that does not go back.
         """
         names = self._names()
         self._apply_choice()
-        # The first points are sent as everything: a view could not ask a busy kernel for the message they continue.
+        # The first points are sent as everything, because a view could not ask a busy kernel for an earlier message.
         if self._full_due(now) or self._filter != self.wanted or not self.full:
             self._filter = self.wanted
             self._send_full(names)
@@ -149,7 +152,7 @@ class Plot(Feed):
     def _send_new(self, names: Sequence[str]) -> bool:
         """Send the points since the last message; return False if everything has to be sent again.
 
-        This is so if the store has moved its points, or if an envelope takes the place of single ranks.
+        This is the case if the store has moved its points, or if an envelope replaces single ranks.
         """
         drawn = []
         for series in self._series(names):

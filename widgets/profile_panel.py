@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 class ProfilePanel(Panel):
-    """A profile that is shown live; the saved notebook holds its static form.
+    """A profile that is shown live. The saved notebook contains its static form.
 
     Args:
-        profile: The profile, which is not kept.
+        profile: The profile to show. The panel does not keep it.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -56,15 +56,15 @@ class ProfilePanel(Panel):
 
     def _release(self) -> None:
         self._shown.end()
-        close_all(self.widget)  # Not later, as other panels: it holds the events.
+        close_all(self.widget)  # Other panels do this later, but this widget holds the events.
 
     @staticmethod
     def parts(profile: Profile, view: TimelineView) -> list[Any]:
         """Return the widgets of a profile, from the top.
 
         Args:
-            profile: The profile.
-            view: Its timeline.
+            profile: The profile to show.
+            view: The view of its timeline.
         """
         style = style_widget("profile.css")
         documents = (profile.summary(), profile.tables())
@@ -73,7 +73,7 @@ class ProfilePanel(Panel):
 
 
 def show(profile: Profile) -> bool:
-    """Show a profile live in the running cell; return False where there are no live widgets.
+    """Show a profile live in the running cell, or return False if there are no live widgets.
 
     Args:
         profile: The profile.
@@ -89,7 +89,7 @@ def show(profile: Profile) -> bool:
 
 
 _live = NewestPanels(4)
-"""Live views of a kernel: each holds its events, up to 36 MB, here and in the browser. The oldest become static."""
+"""The kernel's live views. Each holds up to 36 MB of events, here and in the browser, so the oldest become static."""
 
 
 # ---- the Profile section of a run's panel
@@ -101,15 +101,15 @@ CLOSE = Action(id="close", label="Close", hint="Close this profile")
 
 
 class ProfileSection:
-    """Records steps of a run on a thread of its own, and shows the profile.
+    """Records steps of a run on its own thread, and shows the profile.
 
     Args:
-        run: The run.
+        run: The run to profile.
         changed: Called on any thread when the section has changed.
 
     Attributes:
         widget: Empty while there is nothing to show.
-        profile: What is shown; None until there is one.
+        profile: The profile that is shown, or None if there is none yet.
         recording: Whether steps are being recorded.
     """
 
@@ -117,13 +117,13 @@ class ProfileSection:
         self.run, self._changed = run, changed
         self.profile: Profile | None = None
         self.recording = False
-        self._status: Any = None  # created at the first click: most panels are never asked for a profile
+        self._status: Any = None  # It is created at the first click, because most panels never show a profile.
         self.widget: Any = with_classes(ipywidgets.VBox(), "na-profile")
         self._parts: list[Any] = []
         self._static = Markup()
 
     def start(self) -> None:
-        """Record the next steps, and show them when they are there; returns at once."""
+        """Record the next steps, and show them when they are complete. Return at once."""
         if self.recording:
             return
         self.recording = True
@@ -171,7 +171,7 @@ class ProfileSection:
         return Drawing(html=join([element("p", _title(self.profile)), self._static]))
 
     def close(self) -> None:
-        """Delete what is not shown, which is no part of the panel's tree of widgets."""
+        """Delete the hidden widgets, which are not part of the panel's tree of widgets."""
         close_hidden(self.widget, self._status, *self._parts)
 
 
@@ -183,17 +183,17 @@ def _title(profile: Profile) -> str:
 
 SCRIPTS = ("feed.js", "looks.js", "timeline_data.js", "timeline_canvas.js", "timeline.js")
 MAX_EVENTS = 3_000_000
-"""Events that are sent: 36 MB. Of more, the shortest are left out."""
+"""The maximum number of events that are sent (36 MB). If there are more, the shortest are left out."""
 MAX_NAME = 300
-"""Characters of a name or a detail that are sent."""
+"""The maximum number of characters of a name or a detail that are sent."""
 TICKS = 2**32 - 1
-"""The start of an event is sent in this many parts of the span: of 10 s a part is 2.3 ns."""
+"""The number of parts of the span in which starts of events are sent. If the span is 10 s, a part is 2.3 ns."""
 
 
 class TimelineView(anywidget.AnyWidget):
     """Tracks of events on one clock, with zoom, search and the waits of ranks for each other.
 
-    It holds all its data: it works while the kernel is busy.
+    It holds all its data, so it works while the kernel is busy.
 
     Args:
         timeline: The timeline.
@@ -213,17 +213,19 @@ class TimelineView(anywidget.AnyWidget):
 
 
 def encode(timeline: Timeline, limit: int = MAX_EVENTS) -> dict[str, Any]:
-    """Return what a view needs of a timeline: texts, and columns of events as bytes in little-endian order.
+    """Return the data of a timeline that a view needs: texts, and columns of events as bytes in little-endian order.
 
     The events are in the order of tracks, then depth, then start; ``tracks`` has the number of events of each depth.
     ``start`` is uint32 in units of ``tick`` microseconds, ``duration`` float32 in microseconds, ``name`` uint16 (or
-    uint32, of more than 65,536 names), ``category`` uint8. ``looks`` has the title and the colours, in a light and in a
-    dark theme, of each category. ``waits`` has two int32 for each: the event that waits and the one that it waits for.
+    uint32 if there are more than 65,536 names), ``category`` uint8. ``looks`` has the title and the colours, in a light
+    and in a dark theme, of each category. ``waits`` has two int32 for each: the event that waits and the one that it
+    waits for.
     ``steps`` has four float64: rank, start, end, number.
 
     Args:
         timeline: The timeline.
-        limit: Of more events, the shortest are left out; collectives stay. ``shortest`` says how long they were.
+        limit: The maximum number of events. If there are more, the shortest are left out, except collectives.
+            ``shortest`` is the duration below which they are left out.
     """
     shortest = _shortest(timeline.tracks, limit)
     collective = timeline.categories.index("collective") if "collective" in timeline.categories else -1
@@ -253,7 +255,7 @@ def encode(timeline: Timeline, limit: int = MAX_EVENTS) -> dict[str, Any]:
 
 
 def _shortest(tracks: Sequence[Track], limit: int) -> float:
-    """Return the duration below which events are left out, in microseconds; 0.0: none."""
+    """Return the duration in microseconds below which events are left out, or 0.0 to leave out none."""
     total = sum(map(len, tracks))
     if total <= limit:
         return 0.0
@@ -262,7 +264,7 @@ def _shortest(tracks: Sequence[Track], limit: int) -> float:
 
 
 def _order(track: Track, shortest: float, collective: int) -> np.ndarray:
-    """Return the indices of a track's events as they are sent."""
+    """Return the indices of the events of a track that are sent, in their order."""
     order = np.argsort(np.asarray(track.depth), kind="stable")
     if not shortest:
         return order
@@ -285,7 +287,7 @@ def _column(timeline: Timeline, orders: Sequence[np.ndarray], name: str, kind: s
 
 
 def _waits(timeline: Timeline, orders: Sequence[np.ndarray]) -> np.ndarray:
-    """Return for each wait the places of its two events in the columns, shape (n, 2)."""
+    """Return the places of each wait's two events in the columns, as an array of shape (n, 2)."""
     places, first = [], 0
     for track, order in zip(timeline.tracks, orders, strict=True):
         place = np.full(len(track), -1)

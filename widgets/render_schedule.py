@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 PERIOD = 0.2
 """The shortest time between two renders of a view, in seconds."""
 IDLE_PERIOD = 1.0
-"""Seconds between two renders without events: elapsed times and silences still change."""
+"""Seconds between two renders without events, because elapsed times and silences still change."""
 REST, LONGEST_REST = 24.0, 3.0
-"""After a round of renders the thread sleeps this many times its processor time, but at most so many seconds."""
+"""After a round of renders, the thread sleeps for REST times its CPU time, but at most for LONGEST_REST seconds."""
 
 
 class RenderSchedule:
@@ -37,7 +37,7 @@ class RenderSchedule:
         stores: The stores whose changes are rendered; `watch` adds more.
         render: Called with the time on the views' thread, never concurrently.
         failed: Called once with the error that closed the schedule.
-        clock: Seconds; a fake one in tests.
+        clock: Returns the time in seconds. Tests pass a fake clock.
     """
 
     def __init__(
@@ -49,26 +49,26 @@ class RenderSchedule:
     ) -> None:
         self._render, self._failed, self._clock = render, failed, clock
         self._stores = list(stores)
-        self._rendered = 0  # the stores' changes
+        self._rendered = 0  # The number of changes of the stores.
         self._touched = True
         self._last = float("-inf")
         self._lock = threading.RLock()
         self.closed = False
 
     def watch(self, store: Store) -> None:
-        """Render when ``store`` changes too."""
+        """Also render when ``store`` changes."""
         with self._lock:
             self._stores.append(store)
 
     def touch(self, *_: Any) -> None:
-        """Record a change outside the stores. May be called on any thread; costs one assignment."""
+        """Record a change outside the stores. This may be called on any thread, and costs one assignment."""
         self._touched = True
 
     def tick(self, *, due: bool = False) -> bool:
-        """Render if that is due; return whether it was.
+        """Render if it is due, and return whether it was.
 
         Args:
-            due: Render in any case.
+            due: Whether to render even if it is not due.
         """
         with self._lock:
             now = self._clock()
@@ -94,13 +94,13 @@ class RenderSchedule:
             warnings.warn(text, stacklevel=2)
 
     def close(self) -> None:
-        """Stop rendering. Waits for a running render, unless it is the caller."""
+        """Stop rendering. Wait for a running render, unless that is the caller."""
         with self._lock:
             self.closed = True
 
 
 class Ticker:
-    """The thread that ticks all open schedules; it exists only while there are some."""
+    """The thread that ticks all open schedules. It exists only while there are open schedules."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -118,33 +118,33 @@ class Ticker:
                 self._thread.start()
 
     def remove(self, schedule: RenderSchedule) -> None:
-        """Close ``schedule``; if it was the last one, the thread has ended on return."""
+        """Close ``schedule``. If it was the last one, the thread has ended when this returns."""
         schedule.close()
         self.rest(schedule)
 
     def suspend(self, schedule: RenderSchedule) -> None:
-        """Stop ticking ``schedule`` until it is added again; it stays open."""
+        """Stop ticking ``schedule`` until it is added again. It stays open."""
         with self._lock:
             self._schedules = [other for other in self._schedules if other is not schedule]
 
     def rest(self, schedule: RenderSchedule) -> None:
-        """Suspend ``schedule``; if it was the last one, the thread has ended on return."""
+        """Suspend ``schedule``. If it was the last one, the thread has ended when this returns."""
         self.suspend(schedule)
         self._woken.set()
         with self._lock:
             thread = self._thread if all(other.closed for other in self._schedules) else None
         if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout=2.0)  # it may be rendering another panel
+            thread.join(timeout=2.0)  # The thread may be rendering another panel.
 
     def _main(self) -> None:
         while schedules := self._open():
             begin, before = time.monotonic(), time.thread_time()
             for schedule in schedules:
                 schedule.tick()
-            with suppress(Exception):  # private names of ipykernel
+            with suppress(Exception):  # These names are private in ipykernel.
                 _restore_busy_indicator()
-            # Sleep at least as long as the round took, for slow front ends and busy machines; the panels of hundreds
-            # of ranks use at most a twentieth of a processor.
+            # Sleep at least as long as the round took, for slow front ends and busy machines. The panels of hundreds
+            # of ranks then use at most a twentieth of a core.
             spent, worked = time.monotonic() - begin, time.thread_time() - before
             self._woken.wait(max(PERIOD - spent, spent, min(REST * worked, LONGEST_REST), 0.01))
             self._woken.clear()
@@ -166,14 +166,14 @@ def _restore_busy_indicator() -> None:
     """Report "busy" again if a cell blocks the kernel and a front end has opened a subshell.
 
     ipykernel 7 handles the messages of widgets on subshells, and reports "idle" after each, which front ends show for
-    the whole kernel: while a cell blocks, a notebook with a live view would be shown as idle.
+    the whole kernel. Otherwise a notebook with a live view would be shown as idle while a cell blocks.
     """
     kernel, state = running_kernel(), kernel_state()
     if kernel is None or not _is_misreported(state):
         return
     cell = kernel.get_parent()
     _report(kernel, "busy", cell)
-    if not _is_misreported(kernel_state()):  # it has just ended: its own "idle" may have come first
+    if not _is_misreported(kernel_state()):  # The cell has ended, and its own "idle" may have come first.
         _report(kernel, "idle", cell)
 
 

@@ -1,4 +1,4 @@
-"""The resource strip: processor, memory and accelerator of every rank, on machines with and without GPUs."""
+"""The resource strip: CPU, memory and accelerator of every rank, on machines with and without GPUs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 MAX_SHOWN = 64
 MAX_CARDS = 8
-"""More ranks are shown with two figures each."""
+"""The maximum number of ranks with a card each. More ranks are shown with two figures each."""
 
 
 class ResourceStrip(LivePanel):
@@ -31,7 +31,7 @@ class ResourceStrip(LivePanel):
 
     Args:
         run: The run to watch.
-        clock: Seconds since the epoch; a fake one in tests.
+        clock: Returns the time in seconds since the epoch. Tests pass a fake clock.
     """
 
     def __init__(self, run: Run, clock: Callable[[], float] = steady_time.now) -> None:
@@ -53,7 +53,7 @@ class ResourceStrip(LivePanel):
 
 
 def strip(now: RunSnapshot, watcher: RunWatcher) -> Drawing:
-    """Return one small card per rank; of many ranks two figures of each rank or node."""
+    """Return a small card for each rank or, if there are many ranks, two figures for each rank or node."""
     if len(now.ranks) > MANY and len({rank.node for rank in now.ranks}) > 1:
         return Drawing(html=_node_meters(now.ranks))
     if len(now.ranks) > MAX_CARDS:
@@ -100,7 +100,7 @@ def _meter(name: str, who: str, ranks: Sequence[RankSnapshot], *, gpu: bool, tin
 
 
 def _figures(ranks: Sequence[RankSnapshot]) -> dict[str, str]:
-    """Return the use of ranks, by its title."""
+    """Return the combined use of ranks as text, by column title."""
     names = ("cpu", "memory", "gpu", "gpu memory") if has_gpu(ranks) else ("cpu", "memory")
     return {COLUMNS[name].title: str(COLUMNS[name].cell(ranks)) for name in names}
 
@@ -112,7 +112,7 @@ def _card(rank: RankSnapshot, history: Sequence[float]) -> Markup:
 
 
 def _curve(history: Sequence[float]) -> Markup:
-    """Return the last minute of processor use as a curve; it is hidden from screen readers, which read the figures."""
+    """Return the last minute of CPU use as a curve, which is hidden from screen readers (they read the figures)."""
     if len(history) < 2:
         return Markup()
     top = max(100.0, *history)

@@ -55,16 +55,16 @@ if TYPE_CHECKING:
 SECTIONS = ("head", "progress", "resources", "verdict", "devices", "times", "sharding", "errors", "setup")
 TABS = ("Curves", "Ranks", "Step time", "Sharding", "Logs", "Errors", "Setup")
 SLOW_SECONDS = 1.0
-"""Seconds between two updates of the resources, step times and shards: of many ranks, and in tabs that are hidden."""
+"""Seconds between two updates of resources, step times and shards, if there are many ranks or the tab is hidden."""
 RANK_TABS = ("Ranks", "Step time", "Sharding")
 
 
 class RunPanel(LivePanel):
-    """Header with its buttons, what needs the user, resources, curves, ranks, step times, shards, logs, errors, setup.
+    """A header with buttons, what needs the user, resources, curves, ranks, step times, shards, logs, errors and setup.
 
     Args:
         run: The run to watch.
-        clock: Seconds since the epoch; a fake one in tests.
+        clock: Returns the time in seconds since the epoch. Tests pass a fake clock.
     """
 
     stays = True
@@ -135,7 +135,7 @@ class RunPanel(LivePanel):
         self.logs.update(now)
 
     def _show_actions(self, now: float, status: str, kernel: KernelState | None) -> None:
-        """Show the buttons of the header, and what needs the user; a click may have to wait for the running cell."""
+        """Show the buttons of the header, and what needs the user. A click may have to wait for the running cell."""
         run, how = self.run, stopping(self.run, kernel)
         reached = kernel is None or kernel.handles_clicks
         rows = [*needs(run, now, how.action), *self._still_running(), *self._resume_offer.rows(run)]
@@ -153,7 +153,7 @@ class RunPanel(LivePanel):
         self._resume_offer.parent = output.parent
 
     def _still_running(self) -> list[ActionRow]:
-        """Return the runs of earlier executions of the cell that go on, with buttons that stop them."""
+        """Return the runs of earlier executions of the cell that are still running, with buttons that stop them."""
         self._earlier = [other for other in self._earlier if other.ended is None]
         return [
             ActionRow(
@@ -166,7 +166,7 @@ class RunPanel(LivePanel):
         ]
 
     def _render_ranks(self, now: float, seen: RunSnapshot) -> None:
-        """Update the parts that grow with the ranks; most of them once a second, if they are many or hidden."""
+        """Update the parts that grow with the ranks, most of them once a second if the ranks are many or hidden."""
         run, many = self.run, len(seen.ranks) > MANY
         due = now >= self._ranks_due or run.ended is not None or (self._shows_ranks() and not many)
         show = self.sections.show
@@ -186,7 +186,7 @@ class RunPanel(LivePanel):
         show("sharding", reports, lambda: run_sections.sharding(reports))
 
     def _shows_ranks(self) -> bool:
-        """Return whether the tab on top is one that shows ranks; the browser may have reported an earlier one."""
+        """Return whether the open tab shows ranks, according to the last report of the browser."""
         selected = self._tabs.selected_index
         return selected is not None and TABS[selected] in RANK_TABS
 
@@ -197,7 +197,7 @@ class RunPanel(LivePanel):
         self._render_soon()
 
     def _act(self, action: str) -> None:
-        """Do what a button does."""
+        """Do what a click on a button does."""
         name, _, number = action.partition(" ")
         if number:
             for other in [other for other in self._earlier if str(other.id) == number]:
@@ -217,7 +217,7 @@ class RunPanel(LivePanel):
         self._render_soon()
 
     def close(self) -> None:
-        """Stop updating, with the sections for debugging and profiles; each cell keeps the static form."""
+        """Stop updating the panel and its sections for debugging and profiles. Each cell keeps the static form."""
         self.debug_section.close()
         self.profile_section.close()
         super().close()
@@ -230,7 +230,7 @@ class RunPanel(LivePanel):
 
 
 def _earlier_of_cell(run: Run) -> list[Run]:
-    """Return the runs that last and whose panels are gone: the cell that launched them was executed again."""
+    """Return the runs that still last but whose panels are gone, because their cell was executed again."""
     cell = output_of(run).cell
     others = run_registry.runs() if cell else []
     return [each for each in others if output_of(each).cell == cell and _precedes(each, run)]
@@ -241,7 +241,7 @@ def _precedes(earlier: Run, run: Run) -> bool:
 
 
 def _reached(row: ActionRow, *, reached: bool) -> ActionRow:
-    """Return a row whose buttons are disabled while a click would wait for the running cell; Stop may wait."""
+    """Return a row whose buttons, except Stop, are disabled while a click would wait for the running cell."""
     if reached:
         return row
     waits = "Works again when the running cell has ended"
@@ -252,17 +252,17 @@ def _reached(row: ActionRow, *, reached: bool) -> ActionRow:
 # ---- the output of the ranks
 
 FIRST_LINES = 500
-"""Lines per rank in a message with everything."""
+"""The maximum number of lines per rank in a message with everything."""
 NEW_LINES = 200
-"""Lines per rank in one update: the last ones."""
+"""The maximum number of lines per rank in one update, which are the last ones."""
 ALL_FIRST_LINES, ALL_NEW_LINES = 8_000, 1_600
-"""The same over all ranks: the more ranks, the fewer lines of each."""
+"""The same limits for all ranks together. The more ranks there are, the fewer lines each one has."""
 MAX_LINE = 4_000
-"""Characters of a line that are shown."""
+"""The maximum number of characters of a line that are shown."""
 
 
 class LogView(Feed):
-    """The lines of all ranks, newest at the end.
+    """The output lines of all ranks, with the newest at the end.
 
     Args:
         run: The run.
@@ -279,7 +279,7 @@ class LogView(Feed):
     def update(self, now: float) -> None:
         """Send the new lines, or the latest lines of all ranks if a view asked for them or may have missed some."""
         total = internals(self.run).store.log_total
-        # The first lines are sent as everything: a view could not ask a busy kernel for the message they continue.
+        # The first lines are sent as everything, because a view could not ask a busy kernel for an earlier message.
         first = not self.full and total > 0
         if self._full_due(now) or first:
             self._send_lines("full", min(FIRST_LINES, self._per_rank(ALL_FIRST_LINES)))

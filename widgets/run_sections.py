@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def head(run: Run, now: RunSnapshot) -> Drawing:
-    """Return the header in one line: state, name, time, and how far the run is."""
+    """Return the header in one line: state, name, time and progress of the run."""
     attempt = f" · attempt {len(run.attempts)}" if len(run.attempts) > 1 else ""
     given = given_name(run)
     name = f" · {given}" if given else ""
@@ -36,7 +36,7 @@ def head(run: Run, now: RunSnapshot) -> Drawing:
 
 
 def progress(now: RunSnapshot) -> Drawing:
-    """Return one progress bar for all ranks; nothing without a total."""
+    """Return one progress bar for all ranks, or nothing if the total is unknown."""
     done = now.progress
     if done.share is None:
         return Drawing()
@@ -57,7 +57,7 @@ def progress(now: RunSnapshot) -> Drawing:
 
 
 def _figures(done: Progress, *, moves: bool) -> list[Markup]:
-    """Return rate, epoch, step, share and time left, as far as they are known; of a run that is held no rate."""
+    """Return rate, epoch, step, share and time left, as far as they are known. A run that is held has no rate."""
     parts = []
     if done.rate is not None and moves:
         unit = "steps/s" if done.label == "step" else "per second"
@@ -90,7 +90,7 @@ def step_times(now: RunSnapshot, run: Run) -> Section:
 
 
 def sharding(reports: ShardReports) -> Section:
-    """Return how the model is sharded over the ranks."""
+    """Return how the model is sharded across the ranks."""
     if not reports:
         return Section(key="sharding", nodes=(Text(lines=(_NO_SHARDS,), tone="empty"),))
     summary = Text(lines=(mesh_diagram.summary(reports),), tone="verdict")

@@ -1,4 +1,4 @@
-"""Runs side by side: what they were called with, their last and best metrics, and their curves in one plot."""
+"""Runs side by side: their arguments, their last and best metrics, and their curves in one plot."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 
 MAX_OVERLAID = 16
-"""Runs whose curves are drawn: as many as can be told apart, by eight colours, solid and dashed."""
+"""The maximum number of runs whose curves are drawn. Eight colours, solid and dashed, tell them apart."""
 OPENING_SECONDS = 0.2
-"""Seconds for which an update opens kept runs."""
+"""Seconds that an update may spend on opening kept runs."""
 TABLE_SECONDS = 1.0
 """Seconds between two updates of the table while no run starts, ends or changes its state."""
 
@@ -45,17 +45,17 @@ TABLE_SECONDS = 1.0
 class RunsTable(Panel):
     """Runs with their arguments, differing settings, last and best metrics, and their curves in one plot.
 
-    A displayed table is updated at most five times a second while a run lasts. In the browser it is sorted by a click
-    on a head, and filtered by a regular expression; each row has Open, and Stop while its run lasts.
+    A displayed table is updated at most five times a second while a run lasts. In the browser, a click on a column's
+    head sorts it, and a regular expression filters it. Each row has the button Open and, while its run lasts, Stop.
 
     Args:
-        chosen: The runs to show, or their ids; None: all runs of this kernel, also those launched later. Any object
+        chosen: The runs to show, or their IDs. If None, all runs of this kernel, even those launched later. Any object
             with the attributes of `compared_run.ComparedRun` is a run. The plot overlays the latest 16 of them; a
             button hides or shows each. Of `KeptRuns`, those 16 are opened once the table is displayed.
         clock: Seconds since the epoch; a fake one in tests.
 
     Raises:
-        ValueError: There is no run with such an id.
+        ValueError: A chosen ID belongs to no run.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RunsTable(Panel):
         return "Kept runs" if self._is_kept else "Runs of this kernel"
 
     def refresh(self) -> None:
-        """Read the runs again; a displayed table does so by itself while a run lasts."""
+        """Read the runs again. A displayed table does so by itself while a run lasts."""
         self.schedule.tick(due=True)
 
     # ---- while runs last
@@ -104,7 +104,7 @@ class RunsTable(Panel):
         self.plot.draw(_sources(self._overlaid))
 
     def _follow(self, run: ComparedRun | KeptRow) -> None:
-        """Render at the end of a run of this kernel; others end unnoticed until the next tick."""
+        """Render at the end of a run of this kernel. The end of other runs is noticed only at the next tick."""
         if isinstance(known := opened(run), Run):
             add_ending_callback(known, self.schedule.touch)
 
@@ -148,7 +148,7 @@ class RunsTable(Panel):
 
     def _rest(self) -> None:
         super()._rest()
-        for index, run in enumerate(self.runs):  # in place: another thread may be adding a run
+        for index, run in enumerate(self.runs):  # Change it in place, because another thread may add a run.
             if isinstance(run, Run) and run.ended is not None and not run.held:
                 self.runs[index] = without_results(run)
         if self.shown and self._changes():  # a run was launched during the last render
@@ -163,7 +163,7 @@ class RunsTable(Panel):
 
     @property
     def table(self) -> Table:
-        """The table as it is now, the latest run first."""
+        """The table as it is now, with the latest run first."""
         names = shown_names(_sources(self.runs))[: run_comparison.MAX_METRICS]
         places = {id(run): place for place, run in enumerate(self.runs[-MAX_OVERLAID:])}
         entries = [
@@ -194,7 +194,7 @@ class RunsTable(Panel):
     # ---- clicks
 
     def _on_action(self, key: str, action: str) -> None:
-        self._clicks.append((key, action))  # on any thread
+        self._clicks.append((key, action))  # This is called on any thread.
         self._render_soon()
 
     def _handle_clicks(self) -> None:
@@ -222,13 +222,13 @@ class RunsTable(Panel):
         shown, self._open = self._open, None
         if shown is not None:
             self._opened.children = []
-            with suppress(Exception):  # its widgets may be gone
+            with suppress(Exception):  # Its widgets may have been deleted.
                 shown[1].close()
 
     _release = _close_panel
 
     def _add_run(self, run: Run) -> None:
-        """Add a new run; called on the thread of its launch."""
+        """Add a new run. This is called on the thread of its launch."""
         self.runs = [*self.runs, run]
         self._draw_curves()
         self.schedule.watch(internals(run).store)
@@ -241,7 +241,7 @@ class RunsTable(Panel):
 
     @property
     def rows(self) -> list[list[str]]:
-        """The table: a head, then a row per run, the latest first. Settings that all runs share are left out."""
+        """The table as a head and a row for each run, latest first. Settings that all runs share are left out."""
         table = self.table
         return [[column.title for column in table.columns], *([str(cell) for cell in row.cells] for row in table.rows)]
 

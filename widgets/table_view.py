@@ -37,7 +37,7 @@ class LiveDocument:
         """Show a document.
 
         Args:
-            now: Seconds, on any clock that does not go back.
+            now: The time in seconds, on any clock that does not go back.
             document: The document, which always has the same number of nodes.
             complete: Whether this may be the last update; see `TableView.update`.
         """
@@ -66,12 +66,12 @@ class LiveDocument:
 class TableView(Feed):
     """A live table; see ``static/table.js``.
 
-    A fold is opened in the browser, and a busy kernel does not receive that: closed groups are updated too, only
-    less often.
+    Folds are opened in the browser, and a busy kernel is not told. Closed groups are therefore updated, too, but less
+    often.
 
     Args:
         on_action: Called with the key of a row and the id of its action that was clicked, on any thread.
-        throttled: The key of a folded group with too many rows to build them for each update; "": none.
+        throttled: The key of a folded group with too many rows to build them for each update, or "" if there is none.
     """
 
     _esm = script("feed.js", "looks.js", "table.js")
@@ -88,7 +88,7 @@ class TableView(Feed):
         """Send what has changed, or everything if a view asked for it or may have missed a message.
 
         Args:
-            now: Seconds, on any clock that does not go back.
+            now: The time in seconds, on any clock that does not go back.
             build: Returns the table, with (True) or without the rows of the throttled group, which then keeps its rows.
             complete: Whether to send all rows, and everything instead of a delta, because this may be the last update.
         """

@@ -1,8 +1,8 @@
 /* Rows of text with buttons.
  *
- * While a cell blocks the kernel, the messages of widgets wait in it. An action with `interrupts` therefore asks the
- * notebook's own server to interrupt the kernel, as the button ■ of the toolbar does. Where the page has no such server
- * (an output frame of another origin, or a kernel that the server does not list), the button is disabled.
+ * While a cell blocks the kernel, messages of widgets have to wait. An action with `interrupts` therefore asks the
+ * notebook's own server to interrupt the kernel, as the toolbar's button ■ does. If the page has no such server (an
+ * output frame of another origin, or a kernel that the server does not list), the button is disabled.
  */
 const PRESS = "Press ■ in the toolbar";
 

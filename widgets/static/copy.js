@@ -1,4 +1,4 @@
-// Buttons that copy a text to the clipboard, or insert it as a cell below. Where the front end does not allow the
+// Buttons that copy a text to the clipboard, or insert it as a cell below. If the front end does not allow the
 // clipboard API (an output frame without the permission), a selected text box and the copy command are used instead.
 async function copy(text) {
   try {
@@ -20,7 +20,7 @@ async function copy(text) {
   }
 }
 
-// JupyterLab and Notebook: the notebook's own button inserts an empty cell below the active one.
+// In JupyterLab and Notebook, the notebook's own button inserts an empty cell below the active one.
 const INSERT = '[data-command="notebook:insert-cell-below"], [data-jp-item-name="insert"] :is(jp-button, button)';
 
 function insertButton(el) {
@@ -102,7 +102,7 @@ function addCopyButtons(el, label, insertable, text) {
   el.classList.add("na-copies");
   insert.hidden = true;
   el.append(button, insert, status);
-  // The element is attached later, and the toolbar may be too.
+  // The element is attached later, and so may be the toolbar.
   const shown = new IntersectionObserver(() => { insert.hidden = !(insertable && insertButton(el)); });
   shown.observe(el);
   return () => {

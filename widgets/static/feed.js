@@ -1,4 +1,4 @@
-/* Helpers of all views of growing data; this file precedes the view's own. */
+/* Helpers for all views of growing data. This file comes before that of the view. */
 
 function make(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
@@ -11,12 +11,12 @@ function make(tag, attributes = {}, ...children) {
   return node;
 }
 
-/* Sets the text of a node, where it differs: the same text set again would be laid out again. */
+/* Sets the text of a node if it differs, because setting the same text again would repeat the layout. */
 function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-/* Makes these nodes the children of a node. What stays is not moved, and what has the focus keeps it. */
+/* Makes these nodes the children of a node. Nodes that stay are not moved, so they keep the focus. */
 function place(parent, nodes) {
   const focused = parent.contains(document.activeElement) ? document.activeElement : null, wanted = new Set(nodes);
   for (const node of [...parent.childNodes]) if (!wanted.has(node)) node.remove();
@@ -28,8 +28,8 @@ function place(parent, nodes) {
   if (focused?.isConnected && focused !== document.activeElement) focused.focus({ preventScroll: true });
 }
 
-/* Shows actions {id, label, hint, tone, enabled} as buttons; a click calls `clicked(id, button)`. A button that stays is
- * the same node: a click takes longer than the time between two updates may be. */
+/* Shows actions {id, label, hint, tone, enabled} as buttons. A click calls `clicked(id, button)`. A button that stays
+ * keeps its node, because a click may last longer than the time between two updates. */
 function showButtons(parent, actions, clicked) {
   const old = new Map([...parent.children].map((button) => [button.dataset.action, button]));
   place(parent, actions.map(({ id, label, hint, tone, enabled = true }) => {
@@ -42,10 +42,10 @@ function showButtons(parent, actions, clicked) {
   }));
 }
 
-/* Receives the messages of a model: its traits `full` and `delta` hold {seq, prev, ...}. A delta continues the message
- * `prev`; a view that missed one sends "hello" and waits for the next full.
+/* Receives the messages of a model. Its traits `full` and `delta` hold {seq, prev, ...}. A delta continues the message
+ * `prev`. A view that has missed a message sends "hello" and waits for the next full one.
  *
- * Each message with the key `key` is passed to `onFull(message)` or `onDelta(message)`, the present ones immediately.
+ * Each message with the key `key` is passed to `onFull(message)` or `onDelta(message)`, existing ones immediately.
  */
 class Feed {
   constructor(model, key, onFull, onDelta) {
@@ -79,7 +79,7 @@ class Feed {
   }
 }
 
-/* Returns a function that runs `paint` once in the next animation frame, however often it is called before. */
+/* Returns a function that runs `paint` once in the next animation frame, however often it is called before then. */
 function oncePerFrame(paint) {
   let frame = 0;
   return () => {
@@ -93,7 +93,7 @@ const english = (count) => count.toLocaleString("en");
 
 const capitalized = (text) => text[0].toUpperCase() + text.slice(1);
 
-/* Returns the anywidget module of a view: a class with a method `stop`. "drawn" tells the kernel that there is one. */
+/* Returns the anywidget module of a view, which is a class with a method `stop`. "drawn" tells the kernel of a view. */
 const widgetOf = (View) => ({
   render({ model, el }) {
     const view = new View(model, el);

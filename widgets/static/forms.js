@@ -1,12 +1,12 @@
 /* Forms, texts and buttons, drawn from the parts of a model.
  *
- * Whatever is typed is sent to the kernel as a path and a value, and kept in the browser's own model, so that other views
- * of it follow. The kernel sends entries only if they changed elsewhere. They never replace the text of an input that has
- * the focus: it is compared again when the focus leaves.
+ * Whatever the user types is sent to the kernel as a path and a value, and stored in the browser's own model, which
+ * updates its other views. The kernel sends entries only if they were changed elsewhere. They never replace the text of
+ * an input that has the focus. That text is compared again when the input loses the focus.
  */
 let count = 0;
 
-/* An element with these properties, attributes (where it has no such property) and children. */
+/* Returns an element with these properties (or attributes if it has no such property) and children. */
 function make(tag, settings = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(settings)) {
@@ -17,7 +17,7 @@ function make(tag, settings = {}, ...children) {
   return node;
 }
 
-/* A text with `names` in backquotes as code elements. */
+/* Returns the nodes of a text, with names in backquotes as code elements. */
 function withCode(text) {
   return text.split(/``?([^`]+)``?/).map((part, index) => (index % 2 ? make("code", { textContent: part }) : part));
 }
@@ -128,7 +128,7 @@ class FormView {
       else alert.remove();
     });
     const words = field.label.split("_").flatMap((word, index) => (index ? ["_", make("wbr"), word] : [word]));
-    const label = make("label", { htmlFor: id }, ...words);  // a long name is broken at its underscores
+    const label = make("label", { htmlFor: id }, ...words);  // long names are broken at their underscores
     const row = make("div", { className: "na-field" }, label, input, aside);
     if (input.type === "text") this.suggest(input, path, row);
     return field.kind === "nested" ? [row, this.nested(path)] : [row];
@@ -171,7 +171,7 @@ class FormView {
     });
     this.watch(["entries"], show);
   }
-  /* The fields of a nested dataclass, drawn when its box is first ticked. */
+  /* Draws the fields of a nested dataclass when its box is first ticked. */
   nested(path) {
     const below = make("div", { className: "na-nested" });
     this.watch(["tables", "entries"], () => {

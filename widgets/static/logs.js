@@ -1,4 +1,4 @@
-/* The output of the ranks, with tabs per rank and a search that work while the kernel is busy.
+/* The output of the ranks, with a tab for each rank and a search, which also work while the kernel is busy.
  *
  * `full` and `delta` (see feed.js) hold {seq, prev, lines: [[rank, seconds, stream, text], ...], skipped: {rank: count}}.
  * Text is set as text, never as markup.
@@ -77,7 +77,7 @@ class Logs {
     }));
     if (focused) this.tabs.querySelector("[aria-selected=true]").focus();
   }
-  /* With many ranks a list replaces the tabs; it is grouped if there are several nodes. */
+  /* If there are many ranks, a list replaces the tabs. It is grouped if there are several nodes. */
   paintPicker(names) {
     const option = (value, text) => make("option", { value: String(value) }, text);
     const groups = new Map();
@@ -120,7 +120,7 @@ class Logs {
     this.body.scrollTop = at ?? this.body.scrollHeight;
     this.selection = selection;
   }
-  /* Shows these lines; those of the rows that are shown already are kept. */
+  /* Shows these lines, and keeps the rows that are already shown. */
   paintLines(lines, query, rows) {
     const known = rows.length ? rows[rows.length - 1].number : -1;
     const kept = rows.filter(({ number }) => lines.length && number >= lines[0].number);

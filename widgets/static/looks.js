@@ -1,4 +1,4 @@
-/* Colours and numbers as text, for curves and the tables with their runs.
+/* Colours, and numbers as text, for curves and for tables of the runs that they belong to.
  *
  * Images in reports have the same hues in mid-tones (COLOURS in svg_curves.py), because they cannot follow the theme.
  */
@@ -16,7 +16,7 @@ function isDark(node) {
   return matchMedia("(prefers-color-scheme: dark)").matches;
 }
 
-/* Calls `changed` when the theme of the page changes; returns a function that ends it. */
+/* Calls `changed` when the theme of the page changes. Returns a function that stops this. */
 function watchTheme(changed) {
   const themes = new MutationObserver(changed), media = matchMedia("(prefers-color-scheme: dark)");
   const attributeFilter = ["class", "style", "theme", "data-jp-theme-name", "data-jp-theme-light", "data-vscode-theme-kind"];
@@ -25,14 +25,14 @@ function watchTheme(changed) {
   return () => { themes.disconnect(); media.removeEventListener("change", changed); };
 }
 
-/* Steps between the ticks of an axis. uPlot's own end at 5e31, and an axis without one has no ticks. */
+/* Possible steps between the ticks of an axis. uPlot's own steps end at 5e31, beyond which an axis has no ticks. */
 const INCREMENTS = [];
 for (let exponent = -32; exponent <= 307; exponent++)
   for (const factor of [1, 2, 2.5, 5]) INCREMENTS.push(Number(`${factor}e${exponent}`));
 
 const AXIS_FONT = "11px system-ui, sans-serif";
 
-/* The width of the longest text in the font of the axes, in pixels. */
+/* Returns the width of the longest text in the font of the axes, in pixels. */
 function widest(u, texts) {
   u.ctx.save();
   u.ctx.font = AXIS_FONT;
@@ -49,7 +49,7 @@ function format(value) {
   return String(Number(value.toPrecision(4)));
 }
 
-/* Labels of an axis, with enough digits to distinguish neighbours. */
+/* Returns the labels of an axis, with enough digits to distinguish neighbours. */
 function ticks(splits) {
   const found = splits.filter((value) => value != null);
   const largest = Math.max(...found.map(Math.abs)), step = Math.abs(found[1] - found[0]) || largest || 1;

@@ -8,8 +8,8 @@
  * replaces the points at steps from `from` on (null: all of them).
  */
 const MAX_CHARTS = 60;
-const FEW_METRICS = 3;  // so many need no sections
-const DRAWING_MS = 3;  // of a frame's 16.7 ms: layout and painting follow, which take several times as long without a GPU
+const FEW_METRICS = 3;  // this many metrics need no sections
+const DRAWING_MS = 3;  // of a frame's 16.7 ms, because layout and painting follow, which take several times as long without a GPU
 const REST = 9;  // after drawing new points, no more are drawn for this many times as long
 
 /* ---- the points: series of ranks or runs, their envelope, and tables for uPlot */
@@ -68,15 +68,15 @@ class Envelope {
   }
 }
 
-/* Whether each value is greater than the one before it. */
+/* Returns whether each value is greater than the one before it. */
 function increasing(xs) {
   for (let i = 1; i < xs.length; i++) if (!(xs[i] > xs[i - 1])) return false;
   return true;
 }
 
-/* Merges tables [x, column, ...] into one x and all columns; `undefined` where a table has no point at an x.
+/* Merges tables [x, column, ...] into one x and all columns, with `undefined` where a table has no point at an x.
  *
- * uPlot.join sorts the values of all tables, which takes several times as long; it remains for what is not increasing.
+ * uPlot.join sorts the values of all tables, which takes several times as long. It is used only if an x does not increase.
  */
 function merge(tables) {
   if (!tables.every(([x]) => increasing(x)))
@@ -124,7 +124,7 @@ class Metrics {
   }
 }
 
-/* Points in the order of x, one for each x: the last one that is drawn. */
+/* Returns points in the order of x, with only the last one drawn at each x. */
 function sorted(x, values, drawn) {
   const xs = [], ys = [];
   for (const i of [...x.keys()].sort((a, b) => x[a] - x[b])) {
@@ -135,8 +135,8 @@ function sorted(x, values, drawn) {
   return [xs, ys];
 }
 
-/* Whether two series have the same values at the steps that both have: ranks report at different moments, and their
- * points are downsampled at different lengths. Most steps must be in both.
+/* Returns whether two series have the same values at their common steps. Most steps must be in both, but not all: ranks
+ * report at different moments, and their points are downsampled at different lengths.
  */
 function identical(one, other) {
   if (!increasing(one.step) || !increasing(other.step)) return false;
@@ -152,7 +152,7 @@ function identical(one, other) {
   return common > 0 && 2 * common >= Math.min(one.step.length, other.step.length);
 }
 
-/* The mean of several tables [x, values], with the smallest and the largest value at each x. */
+/* Returns the mean of several tables [x, values], with the smallest and the largest value at each x. */
 function meanOf(tables) {
   const [xs, ...columns] = merge(tables.map(([x, values]) => [x, values]));
   const mean = [], low = [], high = [];
@@ -172,8 +172,8 @@ function meanOf(tables) {
   return [xs, mean, low, high];
 }
 
-/* The values that no axis can show: [{x, until, value, label, last}, ...], neighbours of one kind together; `last` where
- * the series ends with them.
+/* Returns the values that no axis can show as [{x, until, value, label, last}, ...]. Neighbours of the same kind share an
+ * entry. `last` tells whether the series ends with them.
  */
 const MAX_MARKS = 200;
 
@@ -259,7 +259,7 @@ class Chart {
     if (large) requestAnimationFrame(() => this.node.scrollIntoView({ block: "nearest" }));
   }
   height() { return this.large ? 380 : this.wide ? 240 : 170; }
-  /* Hosts' curves are drawn over time whatever the axis of the others: no step belongs to them. */
+  /* Curves of hosts are always drawn over time, because they have no steps. */
   get overTime() { return this.panel.axis === "time" || this.metric.startsWith("system/"); }
   resized(width) {
     if (!width || width === this.width) return;  // 0 while the tab is hidden
@@ -315,7 +315,7 @@ class Chart {
     tables.reduce((at, table) => { this.starts.push(at); return at + table.length - 1; }, 1);
     this.isEnvelope = tables.map((table) => table.length === 4);
     const updates = Boolean(this.u) && shape === this.shape;
-    // In a batch uPlot draws at once; otherwise it draws after the frame's last script, where no time is taken.
+    // In a batch, uPlot draws at once. Otherwise it draws after the frame's last script, where the time is not measured.
     if (updates) this.u.batch((u) => u.setData(joined, !this.zoomed));
     else this.build(shape, labels, joined, width);
     this.describe();
@@ -323,14 +323,14 @@ class Chart {
     this.drawn = performance.now();
     return updates;
   }
-  /* Why a metric with values has no curve. */
+  /* Returns why a metric with values has no curve. */
   whyEmpty() {
     const known = [...(this.panel.data.metrics.get(this.metric)?.values() ?? [])];
     return known.some((series) => series.value.some(Number.isFinite))
       ? "A log scale shows positive values only, and this metric has none."
       : "All values of this metric are NaN or infinite.";
   }
-  /* Says beside the title where the first value is that is not finite. */
+  /* Shows beside the title where the first value that is not finite is. */
   describeMarks() {
     const first = this.marks.reduce((least, mark) => (least && least.x <= mark.x ? least : mark), null);
     this.flag.hidden = !first;
@@ -340,8 +340,8 @@ class Chart {
     setText(this.flag, `${format(first.value)} since ${at}${where}`);
     this.flag.title = "Values that are NaN or infinite are crosses and triangles at the edges of the plot";
   }
-  /* Marks on the edges of the plot: a cross for NaN below, a triangle for an infinite value at its end; a line to the
-   * last of several neighbours. */
+  /* Draws marks on the edges of the plot: a cross at the bottom for NaN, a triangle at the top or bottom for an infinite
+   * value, and a line to the last of several neighbours. */
   drawMarks(u) {
     const { ctx, bbox } = u, size = 3.5 * devicePixelRatio, end = bbox.left + bbox.width;
     ctx.save();
@@ -368,7 +368,7 @@ class Chart {
     }
     ctx.restore();
   }
-  /* The value of a curve at an x that no axis shows; null: the last one. */
+  /* Returns the mark of a curve at an x or, if x is null, at the end of the curve. */
   markAt(label, x) {
     return this.marks.find((mark) => mark.label === label && (x == null ? mark.last : x >= mark.x && x <= mark.until));
   }
@@ -427,7 +427,7 @@ class Chart {
   range(u, low, high) {
     if (low == null) return [0, 1];
     if (high - low <= 1e-12 * Math.max(Math.abs(low), Math.abs(high))) { const spread = Math.abs(low) * 0.1 || 1; return [low - spread, high + spread]; }
-    const margin = high * 0.06 - low * 0.06;  // not of their difference, which may be infinite
+    const margin = high * 0.06 - low * 0.06;  // the difference itself may be infinite
     return [Math.max(low - margin, -Number.MAX_VALUE), Math.min(high + margin, Number.MAX_VALUE)];
   }
   reset() {
@@ -435,7 +435,7 @@ class Chart {
     if (this.u) this.u.setData(this.joined, true);
     this.panel.zoomChanged();
   }
-  /* The value under the cursor, or the last one; of some curves, if there are many. */
+  /* Shows the values under the cursor, or else the last ones. If there are many curves, only some are shown. */
   read() {
     if (!this.u) { this.readout.replaceChildren(); this.parts = []; return; }
     const index = this.u.cursor.idx, x = index == null ? null : this.joined[0][index];
@@ -448,7 +448,7 @@ class Chart {
       if (range) setText(range, ` ${format(this.joined[start + 1][at])} to ${format(this.joined[start + 2][at])}`);
     }
   }
-  /* Builds the elements that `read` fills: their texts change with every point, the elements do not. */
+  /* Builds the elements that `read` fills. Only their texts change with every point. */
   buildReadout(labels) {
     const many = labels.length > 4;
     this.position = make("b", {}, "");
@@ -479,7 +479,7 @@ class Chart {
     this.u.setCursor({ left: this.u.valToPos(this.joined[0][to], "x"), top: 10 });
     this.panel.announce(`${this.metric}: ${this.readout.textContent}`);
   }
-  /* The points that the browser has, of the curves that are shown; of long curves the browser has a selection. */
+  /* Saves the points of the visible curves that the browser has. Of long curves, it has only a selection. */
   saveCsv() {
     const rows = [["metric", "curve", "step", "seconds", "value", "min", "max"]];
     for (const [label, series] of this.panel.data.metrics.get(this.metric) ?? []) {
@@ -532,7 +532,7 @@ class Panel {
     this.smoothing = 0;
     this.mean = false;
     this.filter = "";
-    this.pins = new Map();  // by metric, what the user chose
+    this.pins = new Map();  // whether the user pinned it, by metric
     this.folded = new Set(["system"]);
     this.sections = new Map();
     this.resting = 0;
@@ -580,7 +580,7 @@ class Panel {
   }
   watch() {
     const unwatch = watchTheme(() => requestAnimationFrame(() => { this.dark = undefined; this.redraw(); }));
-    // The widths are kept: to read one between two drawings would compute the layout of the whole page each time.
+    // The widths are kept, because reading one between two drawings would compute the layout of the whole page.
     this.sizes = new ResizeObserver((entries) => {
       for (const { target, contentRect } of entries) this.charts.get(target.parentElement?.dataset.metric)?.resized(contentRect.width);
     });
@@ -618,7 +618,7 @@ class Panel {
     this.paintChips();
     this.schedule();
   }
-  /* A filter is a regular expression; one that is none is a text to look for. */
+  /* A filter is a regular expression. If it is not a valid one, it is a text to look for. */
   matcher() {
     const { filter } = this, plain = (name) => name.toLowerCase().includes(filter.toLowerCase());
     this.search.setAttribute("aria-invalid", "false");
@@ -631,8 +631,8 @@ class Panel {
       return plain;
     }
   }
-  /* The loss and the accuracy are pinned where there are many metrics, and the automatic loss where nothing is logged,
-   * unless the user chose otherwise. */
+  /* If there are many metrics, the loss and the accuracy are pinned. If nothing is logged, the automatic loss is. The user
+   * can change this. */
   pinned(names) {
     const own = names.filter((name) => !isAutomatic(name)), last = (name) => name.split("/").at(-1);
     const first = (pattern) => own.find((name) => pattern.test(last(name)) && !/val|test|eval/i.test(name)) ?? own.find((name) => pattern.test(last(name)));
@@ -644,7 +644,7 @@ class Panel {
     this.layout();
     this.schedule();
   }
-  /* The sections: pinned metrics, then those without a prefix, then one section per prefix; automatic ones come last. */
+  /* Returns the sections: pinned metrics, metrics without a prefix, one section per prefix, and automatic ones last. */
   grouped(names, pinned) {
     const groups = new Map();
     const put = (key, name) => { if (!groups.has(key)) groups.set(key, []); groups.get(key).push(name); };
@@ -658,7 +658,7 @@ class Panel {
     for (const key of ["auto", "system"]) for (const name of rest) if (late(name) >= 0 && name.startsWith(`${key}/`)) put(key, name);
     return groups;
   }
-  /* All metrics but the automatic ones for what the run logs itself. */
+  /* Returns all metrics except the automatic ones that the run also logs itself. */
   wantedNames() {
     const all = [...this.data.metrics.keys()], own = all.filter((name) => !isAutomatic(name));
     const logged = (pattern) => own.some((name) => pattern.test(name.split("/").at(-1)) && !/val|test|eval/i.test(name));
@@ -697,7 +697,7 @@ class Panel {
     for (const [name, section] of this.sections) if (!groups.has(name)) { section.node.remove(); this.sections.delete(name); }
     const own = [...groups.keys()].filter((name) => name === "pinned" || name.startsWith("/"));
     [...groups].forEach(([name, metrics], index) => {
-      // Cards of one size, but for what is pinned, and where there is one section: these fill the row.
+      // Cards have the same size, except pinned ones and those of a single section, which fill the row.
       const section = this.section(name), fills = name === "pinned" || (own.length < 2 && (own.includes(name) || groups.size < 2));
       section.grid.classList.toggle("na-fills", fills);
       section.head.hidden = groups.size < 2;
@@ -744,7 +744,7 @@ class Panel {
     }
     return chart;
   }
-  /* The place of a curve's colour: tables beside the plot may give the order. */
+  /* Returns the place of a curve's colour. Tables beside the plot may determine the order. */
   place(label) {
     const order = this.model.get("order");
     return Math.max(0, (order?.includes(label) ? order : this.data.labels).indexOf(label));
@@ -753,13 +753,13 @@ class Panel {
     const colours = PALETTE[this.dark ? "dark" : "light"];
     return colours[this.place(label) % colours.length];
   }
-  /* The colours repeat after the eighth curve, with dashes. */
+  /* After the eighth curve, the colours repeat with dashes. */
   dashed(label) { return Math.floor(this.place(label) / PALETTE.light.length) % 2 === 1; }
   sample(label) {
     const colour = this.colour(label);
     return this.dashed(label) ? make("i", { class: "na-dashed", style: `border-color:${colour}` }) : make("i", { style: `background:${colour}` });
   }
-  /* The sample of a curve that stands for all ranks: their first two colours. */
+  /* The sample of a curve that stands for all ranks has their first two colours. */
   sharedSample(label) {
     const ranks = this.data.labels.filter(isRank), other = ranks[ranks.indexOf(label) + 1] ?? ranks[0];
     return make("i", { style: `background:linear-gradient(90deg, ${this.colour(label)} 50%, ${this.colour(other)} 50%)` });
@@ -783,9 +783,9 @@ class Panel {
     if (focused != null) [...this.chips.children].find((chip) => chip.dataset.label === focused)?.focus();
   }
   zoomChanged() { this.resetZoom.hidden = ![...this.charts.values()].some((chart) => chart.zoomed); }
-  /* Draws all again, at once: the user has changed how. */
+  /* Draws everything again at once, because the user has changed a setting. */
   redraw() { this.charts.forEach((chart) => { chart.stale = true; }); this.resting = 0; this.schedule(); }
-  /* Draws what is stale and visible, for as long as a frame allows; the rest follows in the next one. */
+  /* Draws stale and visible charts for as long as a frame allows. The others follow in the next frame. */
   paint() {
     if (!this.root.isConnected) return;
     this.dark ??= isDark(this.root);

@@ -29,7 +29,7 @@ class Row {
   paint(index, cell) {
     const node = this.nodes[index], dotted = this.view.columns[index][1] === "run";
     const { text, badge, state, part, meter, colour = dotted ? -1 : undefined, title = this.view.sortable ? text : "" } = described(cell);
-    if (title || node.title) node.title = title;  // narrow columns of a table that is sorted cut their texts
+    if (title || node.title) node.title = title;  // narrow columns of a sortable table cut off their texts
     if (typeof cell === "string" && colour === undefined && !node.firstElementChild) { setText(node, cell); return; }
     node.replaceChildren(
       ...(colour === undefined ? [] : [make("i", { class: "na-run-colour", "data-colour": colour })]),
@@ -39,7 +39,7 @@ class Row {
       ...(badge ? [make("span", { class: "na-badge" }, badge)] : []));
     if (colour !== undefined) this.view.schedule();
   }
-  /* What a column is sorted by. */
+  /* Returns the value by which a column is sorted. */
   value(index) { return this.order ? this.order[index] : described(this.cells[index]).text; }
 }
 
@@ -170,7 +170,7 @@ class TableView {
     if (this.sortable) node.replaceChildren(make("button", { type: "button", class: "na-sort", title: `Sort by ${title}`, onclick: () => this.sort(title, kind === "number") }, title, make("i", { "aria-hidden": "true" })));
     return node;
   }
-  /* Numbers the other way round first: the highest is what is looked for. A third click restores the order. */
+  /* Numbers are sorted in descending order first, because users look for the highest. A third click restores the order. */
   sort(title, first) {
     const now = this.sorting?.title === title ? this.sorting : null;
     this.sorting = !now ? { title, down: first } : now.down === first ? { title, down: !first } : null;

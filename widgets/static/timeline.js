@@ -1,6 +1,6 @@
-/* The view of a timeline: tools, an overview with a ruler, the tracks on one canvas, and what is known of an event.
+/* The view of a timeline: tools, an overview with a ruler, the tracks on one canvas, and the details of an event.
  *
- * The visible part eases towards `goal`, which zooming and moving by keys change; dragging moves both.
+ * The visible part eases towards `goal`, which is changed by zooming and by keys that move it. Dragging moves both.
  */
 const EASE_MS = 70, LEAST_SPAN = 0.05, MOST_HEIGHT = 560;
 const HELP = "Drag to move · Ctrl + wheel or W, S to zoom · A, D to move · Shift + drag to measure · click an event for who waits for whom · "
@@ -53,7 +53,7 @@ class TimelineView {
     this.labels = make("div", { class: "na-tl-labels" });
     this.content = make("div", { class: "na-tl-content" }, this.canvas, this.labels);
     const id = randomId();
-    // JupyterLab's own keys, as A for a new cell, must not act on what is typed here.
+    // JupyterLab's own keys, such as A for a new cell, must not act on what is typed here.
     this.scroll = make("div", {
       class: "na-tl-scroll", tabindex: "0", role: "application", "aria-label": `Timeline of ${size}`, "aria-describedby": id, "data-lm-suppress-shortcuts": "true",
     }, this.content);
@@ -127,7 +127,7 @@ class TimelineView {
     this.painter.resize(width, Math.min(height, this.total));
     this.schedule();
   }
-  /* Shows a part of the span, moved so that it is inside. */
+  /* Shows a part of the span, after moving it inside the span. */
   show(from, to, now = false) {
     const { span } = this.data, wide = Math.min(span, Math.max(LEAST_SPAN, to - from));
     const left = Math.min(Math.max(0, (from + to - wide) / 2), span - wide);
@@ -268,7 +268,7 @@ class TimelineView {
     const ruler = this.mapDrag ? this.mapDrag.ruler : event.clientY - top > mapHeight;
     return { ruler, time: ruler ? this.from + share * (this.to - this.from) : share * this.data.span };
   }
-  /* A drag in the ruler, or outside the visible part, zooms to what it spans; of the visible part it moves it. */
+  /* A drag in the ruler, or outside the visible part, zooms to the dragged range. Inside the visible part, it moves that. */
   pressMap(event) {
     this.map.setPointerCapture(event.pointerId);
     const { ruler, time } = this.mapTime(event), grabbed = !ruler && time >= this.from && time <= this.to && this.to - this.from < 0.95 * this.data.span;
@@ -340,7 +340,7 @@ class TimelineView {
     this.describe();
     this.schedule();
   }
-  /* Chooses an event and moves until it is seen. */
+  /* Chooses an event, and moves so that it is visible. */
   goTo(event) {
     if (event < 0) return;
     const { data } = this, [from, to] = this.goal, start = data.start[event], end = data.end(event), lane = data.laneOf(event);
@@ -362,12 +362,12 @@ class TimelineView {
     const lane = this.rows.find((row) => row.lanes.length && row.y + row.height > this.scroll.scrollTop)?.lanes[0];
     if (lane) this.goTo(Math.min(lane.last - 1, this.data.firstUntil(lane, this.from)));
   }
-  /* The neighbour in the lane. */
+  /* Chooses a neighbour in the lane. */
   step(by) {
     const lane = this.data.laneOf(this.chosen), event = this.chosen + by;
     if (event >= lane.first && event < lane.last) this.goTo(event);
   }
-  /* The event that contains the chosen one, or the first that it contains. */
+  /* Chooses the event that contains the chosen one, or the first event in it. */
   climb(by) {
     const { data, chosen } = this, lane = data.laneOf(chosen), next = lane.track.lanes[lane.depth + by];
     if (!next) return;
@@ -385,7 +385,7 @@ class TimelineView {
     if (!data.found?.total) return;
     const known = this.current !== undefined, start = known ? data.start[this.current] : step > 0 ? this.goal[0] : this.goal[1];
     let event = data.neighbour(start, known ? this.current : step > 0 ? -1 : data.count, step);
-    if (event < 0) event = data.neighbour(step > 0 ? -Infinity : Infinity, 0, step);  // from the other end
+    if (event < 0) event = data.neighbour(step > 0 ? -Infinity : Infinity, 0, step);  // continue from the other end
     this.current = event;
     this.goTo(event);
     this.showMatches();
@@ -397,7 +397,7 @@ class TimelineView {
     this.previous.disabled = this.next.disabled = !found?.total;
   }
 
-  /* ---- what is known */
+  /* ---- details */
 
   describe() {
     if (this.chosen >= 0) this.details.replaceChildren(...this.ofEvent(this.chosen));
@@ -413,7 +413,7 @@ class TimelineView {
     const head = make("p", { class: "na-tl-name" }, make("b", {}, data.text(event)));
     return [head, list, ...this.ofCollective(event)];
   }
-  /* Who waits for whom in the collective of an event. */
+  /* Describes which ranks wait for which in the collective of an event. */
   ofCollective(event) {
     const { data } = this, [last, ...others] = data.collective(event);
     if (last === undefined) return [];

@@ -1,19 +1,19 @@
 /* Draws the visible part of a timeline.
  *
- * Events narrower than NARROW pixels are collected in rows of pixels: each pixel has the colour of the event that covers
- * most of it, and is as opaque as it is covered. Events narrower than a pixel are not looked at one by one: those that
- * start in one pixel are found by binary search. A lane therefore costs as much as it has pixels.
+ * Events narrower than NARROW pixels are collected in rows of pixels. Each pixel has the colour of the event that covers
+ * most of it, and its opacity is the share of it that is covered. Events narrower than a pixel are not examined one by
+ * one: those that start in one pixel are found by binary search. A lane therefore costs as much as it has pixels.
  */
 const LANE = 17, HEAD = 22, MARGIN = 5, NARROW = 4, FONT = "11px system-ui, -apple-system, 'Segoe UI', sans-serif";
-const SHADES = 5;  // of each category, so that neighbours differ: an event's depends on its name
+const SHADES = 5;  // per category, chosen by an event's name, so that neighbours differ
 
-/* Operations are most of the events: theirs differ in hue. */
+/* The shades of operations also differ in hue, because most events are operations. */
 const OPERATIONS = { light: ["#b1c1d8", "#a9cfd0", "#c3bfe0", "#c9cfb0", "#d5bfc9"], dark: ["#43546d", "#3a6063", "#57507a", "#586040", "#6a4d5b"] };
 
 const channels = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
 const mixed = (from, to, share) => from.map((value, index) => Math.round(value + (to[index] - value) * share));
 
-/* What the theme decides: the colours of text, lines and categories. */
+/* The properties that depend on the theme: the colours of text, lines and categories. */
 class Look {
   constructor(root, { categories, looks }) {
     this.dark = isDark(root);
@@ -22,7 +22,7 @@ class Look {
     this.bad = this.dark ? "#ff7b72" : "#c62833";
     this.accent = this.dark ? "#6aa5f8" : "#2563c9";
     this.fills = [];
-    this.words = [];  // the same as numbers, as ImageData has them, without alpha
+    this.words = [];  // the same colours as numbers without alpha, as in ImageData
     for (const [index, name] of categories.entries())
       for (let shade = 0; shade < SHADES; shade++) {
         const base = name === "op" ? OPERATIONS[this.dark ? "dark" : "light"][shade] : looks[index][this.dark ? 2 : 1];
@@ -55,7 +55,7 @@ class Painter {
     this.most = new Float32Array(this.columns);
     this.colours = new Uint32Array(this.columns);
   }
-  /* Draws the rows that are visible: `rows` from TimelineView, `scene` says which part and what is chosen. */
+  /* Draws the visible rows of TimelineView's `rows`. `scene` holds the visible part and what is chosen. */
   draw(rows, scene, look) {
     const context = this.context, { ratio } = this;
     Object.assign(this, { scene, look, from: scene.from, perPixel: (scene.to - scene.from) / this.width });
@@ -85,7 +85,7 @@ class Painter {
     for (const row of rows) if (row.kind === "rank") context.fillRect(0, row.y - scene.top, this.width, 1);
     context.globalAlpha = 1;
   }
-  /* The lanes of these rows: strips of pixels for what is narrow, rectangles and text for what is wide. */
+  /* Draws the lanes of these rows: strips of pixels for narrow events, and rectangles with text for wide ones. */
   lanes(rows) {
     const lanes = [];
     for (const row of rows)
@@ -133,7 +133,7 @@ class Painter {
       }
       const pixel = Math.max(0, Math.floor(left)), end = data.next(from + (pixel + 1) / scale, i, lane.last);
       let last = Math.max(end, i + 1), event = data.longest(lane, i, last);
-      if (duration[event] * scale >= 1) { last = event; event = i; }  // those before it first
+      if (duration[event] * scale >= 1) { last = event; event = i; }  // first draw the events before it
       let matches = 1;
       if (found) {
         matches = Number(found.before[last] > found.before[i]);
@@ -180,7 +180,7 @@ class Painter {
     }
     context.globalAlpha = 1;
   }
-  /* The name of an event, and its line, shortened to so many pixels. */
+  /* Returns the name of an event, and its line, shortened to this many pixels. */
   fitted(event, room) {
     const { data } = this, name = data.name[event], text = data.labels[name];
     const width = (data.widths[name] ||= this.context.measureText(text).width);
@@ -243,7 +243,8 @@ class Painter {
   }
   laneY(row, lane) { return row.y + row.laneTop + (row.kind === "rank" ? 0 : LANE * lane.depth) - this.scene.top; }
   rowOf(rows, lane) { return rows.find((row) => row.tracks.includes(lane.track)); }
-  /* Joins the events of each visible collective: a line where the last rank enters it. Of many, only the chosen one. */
+  /* Draws a line through each visible collective where the last rank enters it. If there are many, only the hovered and
+   * the chosen one have a line. */
   meetings(rows) {
     const { context, data, scene } = this;
     const low = data.meetings.findIndex((event) => data.start[event] >= scene.from);
@@ -280,7 +281,7 @@ class Painter {
     context.stroke();
     return ends;
   }
-  /* Names the last rank of a collective at its event, and how long each other waits at theirs. */
+  /* Names the last rank of a collective at its event, and shows at the other events how long their ranks wait. */
   named(events, ends) {
     const { context, data, look } = this, x = this.x(data.start[events[0]]);
     events.forEach((event, index) => {
@@ -301,7 +302,7 @@ class Painter {
       context.fillText(text, left + 5, y + 0.5);
     });
   }
-  /* Outlines what is hovered and chosen, and shades the range that is selected. */
+  /* Outlines the hovered and the chosen event, and shades the selected range. */
   marks(rows) {
     const { context, data, scene, look } = this;
     for (const [event, width, colour] of [[scene.hovered, 1, look.ink], [scene.chosen, 2, look.accent]]) {
@@ -324,7 +325,7 @@ class Painter {
   }
 }
 
-/* The whole span above the ruler: a row per rank, the visible part lit, and the times of the visible part below. */
+/* Draws the whole span above the ruler, with a row per rank and the visible part lit. Below are that part's times. */
 class Overview {
   constructor(canvas, data) {
     this.canvas = canvas;
@@ -427,7 +428,7 @@ class Overview {
   }
 }
 
-/* The times of a ruler: round, and about `room` pixels from each other. */
+/* Returns the times of a ruler, which are round and about `room` pixels apart. */
 function rulerTicks(from, to, width, room = 96) {
   const raw = ((to - from) / Math.max(1, width)) * room, power = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((factor) => factor * power).find((value) => value >= raw * 0.999) || 10 * power;
@@ -435,7 +436,7 @@ function rulerTicks(from, to, width, room = 96) {
   for (let index = Math.ceil(from / step); index * step <= to; index++) ticks.push(index * step);
   return { ticks, step };
 }
-/* A time of the ruler, with as many digits as the step needs, in the unit of its size. */
+/* Returns a time of the ruler as text, in a unit of its size and with as many digits as the step needs. */
 function tickText(time, step) {
   const [unit, factor] = time >= 1e6 ? ["s", 1e6] : time >= 1e3 ? ["ms", 1e3] : step >= 1 ? ["µs", 1] : ["ns", 1e-3];
   const digits = Math.max(0, Math.ceil(-Math.log10(step / factor) - 1e-9));

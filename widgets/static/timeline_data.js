@@ -1,8 +1,8 @@
-/* The events of a timeline in columns, and what is looked up in them.
+/* The events of a timeline in columns, and functions that look them up.
  *
- * Events of one depth of a track are a lane: they are sorted by start, and contiguous in the columns.
+ * The events of one depth of a track are a lane. They are sorted by start, and contiguous in the columns.
  */
-const FAN = 16;  // events, or groups of them, that one entry of the next level stands for
+const FAN = 16;  // number of events, or of groups of them, in one entry of the next level
 
 const bytesOf = (view) => (view ? view.buffer.slice(view.byteOffset, view.byteOffset + view.byteLength) : new ArrayBuffer(0));
 
@@ -76,7 +76,7 @@ class TimelineData {
     return levels;
   }
   readWaits(pairs) {
-    this.groups = new Map();  // by the event that the others wait for: those that wait
+    this.groups = new Map();  // the waiting events, by the event that they wait for
     this.waitsFor = new Map();
     for (let i = 0; i < pairs.length; i += 2) {
       const [from, to] = [pairs[i], pairs[i + 1]];
@@ -98,7 +98,7 @@ class TimelineData {
     for (const steps of this.steps.values()) steps.sort((a, b) => a.start - b.start);
   }
 
-  /* The lane of a rank that says most in one row: of its first track, below the events that are whole steps. */
+  /* Returns the most informative lane of a rank: in its first track, the one below the events that are whole steps. */
   summary(tracks) {
     const lanes = tracks.find((track) => track.lanes.length)?.lanes || [], step = this.categories.indexOf("step");
     return lanes.find((lane) => this.category[lane.first] !== step || lane === lanes.at(-1));
@@ -116,7 +116,7 @@ class TimelineData {
     }
     return this.lanes[low];
   }
-  /* The first event of [low, high) that starts at `time` or later. */
+  /* Returns the first event of [low, high) that starts at `time` or later. */
   startingAt(time, low, high) {
     const start = this.start;
     while (low < high) {
@@ -125,13 +125,13 @@ class TimelineData {
     }
     return low;
   }
-  /* The same from `low` on, where it is near. */
+  /* Does the same from `low` on, faster if the event is near. */
   next(time, low, high) {
     let reach = 1;
     while (low + reach < high && this.start[low + reach] < time) reach *= 2;
     return this.startingAt(time, low + (reach >> 1), Math.min(high, low + reach + 1));
   }
-  /* The first event of a lane that ends after `time`. */
+  /* Returns the first event of a lane that ends after `time`. */
   firstUntil(lane, time) {
     let low = lane.first, high = lane.last;
     while (low < high) {
@@ -140,7 +140,7 @@ class TimelineData {
     }
     return low;
   }
-  /* The longest event of [low, high) of a lane. */
+  /* Returns the longest event of [low, high) of a lane. */
   longest(lane, low, high) {
     const duration = this.duration;
     let best = low, a = low - lane.first, b = high - lane.first, below = null;
@@ -154,19 +154,19 @@ class TimelineData {
     for (; a < b; a++) consider(below ? below[a] : lane.first + a);
     return best;
   }
-  /* The event of a lane at a time; the longest near it if none is wide enough to be hit. */
+  /* Returns the event of a lane at a time, or the longest one near it if no event is wide enough to be hit. */
   at(lane, time, near) {
     for (let i = this.startingAt(time, lane.first, lane.last) - 1, tries = 0; i >= lane.first && tries < 8; i--, tries++)
       if (this.end(i) >= time && this.duration[i] > 2 * near) return i;
     const low = this.firstUntil(lane, time - near), high = this.startingAt(time + near, low, lane.last);
     return low < high ? this.longest(lane, low, high) : -1;
   }
-  /* How long an event waits for the last rank of its collective, in microseconds. */
+  /* Returns how long an event waits for the last rank of its collective, in microseconds. */
   waited(event) {
     const last = this.waitsFor.get(event);
     return last === undefined ? 0 : Math.max(0, Math.min(this.start[last] - this.start[event], this.duration[event]));
   }
-  /* The events of the collective of an event, that which is waited for first; empty where it is in none. */
+  /* Returns the events of an event's collective, starting with the last rank's, or none if it is in no collective. */
   collective(event) {
     const last = this.waitsFor.get(event) ?? event, others = this.groups.get(last);
     return others ? [last, ...others] : [];
@@ -182,12 +182,12 @@ class TimelineData {
     this.names.forEach((name, index) => {
       wanted[index] = Number(name.toLowerCase().includes(words) || (this.details.get(index) || "").toLowerCase().includes(words));
     });
-    const before = new Uint32Array(this.count + 1);  // how many of the events before each are found
+    const before = new Uint32Array(this.count + 1);  // the number of found events before each event
     for (let i = 0; i < this.count; i++) before[i + 1] = before[i] + wanted[this.name[i]];
     this.found = { wanted, before, total: before[this.count] };
   }
   isFound(event) { return !this.found || this.found.wanted[this.name[event]] === 1; }
-  /* The found event after (step 1) or before (step -1) a place in time; equal starts are in the order of events. */
+  /* Returns the found event after (step 1) or before (step -1) a time. Equal starts are in the order of events. */
   neighbour(time, event, step) {
     const { wanted } = this.found;
     let best = -1;
@@ -199,7 +199,7 @@ class TimelineData {
     }
     return best;
   }
-  /* How many found events are before an event, in the order of `neighbour`. */
+  /* Returns how many found events are before an event, in the order of `neighbour`. */
   place(event) {
     const { wanted } = this.found, time = this.start[event];
     let place = 0;
@@ -207,7 +207,7 @@ class TimelineData {
       if (wanted[this.name[i]] && (this.start[i] < time || (this.start[i] === time && i < event))) place++;
     return place;
   }
-  /* The names with the most time of their own between two times: [name, category, seconds, count]. */
+  /* Returns the names with the most own time between two times, as [name, category, seconds, count]. */
   totals(from, to, limit) {
     const times = new Float64Array(this.names.length), counts = new Uint32Array(this.names.length), kinds = new Uint8Array(this.names.length);
     const add = (lane) => {
@@ -217,7 +217,7 @@ class TimelineData {
         times[this.name[i]] += part;
         counts[this.name[i]]++;
         kinds[this.name[i]] = this.category[i];
-        if (lane.depth) {  // the time of its own of the event that contains it is less
+        if (lane.depth) {  // subtract it from the own time of the event that contains it
           const above = lane.track.lanes[lane.depth - 1], parent = this.startingAt(this.start[i] + 1e-9, above.first, above.last) - 1;
           if (parent >= above.first) times[this.name[parent]] -= part;
         }
@@ -229,7 +229,7 @@ class TimelineData {
   }
 }
 
-/* Microseconds as text. */
+/* Returns microseconds as text. */
 function microseconds(value, digits = 3) {
   const size = Math.abs(value);
   const [unit, factor] = size >= 1e6 ? ["s", 1e6] : size >= 1e3 ? ["ms", 1e3] : size >= 1 || !size ? ["µs", 1] : ["ns", 1e-3];
