@@ -24,7 +24,7 @@ _COMMANDS = {
 
 
 def parser_for(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """Create the parser of a command line, with its command only if it names one, and otherwise with all commands.
+    """Create the parser of a command line, with only the command that it names, or with all commands if it names none.
 
     Args:
         arguments: The command line.
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program.
 
     Args:
-        arguments: The command line without the program's name; None: this process's.
+        arguments: The command line without the program's name. If None, that of this process.
 
     Returns:
         The exit code: 0, 1 if the command failed, 2 if its options are wrong, or 130 if it was interrupted.

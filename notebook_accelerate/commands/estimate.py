@@ -93,7 +93,7 @@ def create_empty_model(
 
     Args:
         model_name: Name on the Hub, or a folder.
-        library_name: transformers or timm; None: timm if the name starts with "timm/", otherwise transformers.
+        library_name: transformers or timm. If None, timm if the name starts with "timm/", and otherwise transformers.
         trust_remote_code: Whether to run code from the model's repository.
         access_token: Token for the Hub.
 

@@ -43,7 +43,7 @@ def launch_command_parser(subparsers: Subparsers | None = None) -> argparse.Argu
     """Create the parser of ``launch``.
 
     Args:
-        subparsers: The subparsers of the program; None: create a standalone parser.
+        subparsers: The subparsers of the program. If None, a standalone parser is created.
     """
     parser = command_parser(
         subparsers,
@@ -110,9 +110,9 @@ def run_in_ranks(
     """Run a function as a command's only task. Print a failure and exit with its exit code.
 
     Args:
-        config: The launch.
+        config: The launch settings.
         function: The function that every rank runs.
-        arguments: Its arguments.
+        arguments: The arguments of the function.
         quiet: Whether to show only the error of the first failed rank.
         logs: Receives the output of the ranks.
 
@@ -208,8 +208,8 @@ def run_script(script: str, arguments: list[str]) -> None:
     """Run a Python file.
 
     Args:
-        script: Its path.
-        arguments: Its command line arguments.
+        script: The path of the file.
+        arguments: The script's command line arguments.
     """
     with io.open_code(str(Path(script).resolve())) as file:
         code = compile(file.read(), script, "exec")
@@ -225,8 +225,8 @@ def run_module(module: str, arguments: list[str]) -> None:
     """Run a module, as ``python -m`` does.
 
     Args:
-        module: Its dotted name.
-        arguments: Its command line arguments.
+        module: The dotted name of the module.
+        arguments: The module's command line arguments.
     """
     with _as_program(module, arguments, str(Path.cwd())):
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -236,8 +236,8 @@ def run_program(program: str, arguments: list[str]) -> None:
     """Run a program that is not a Python script, with this rank's environment.
 
     Args:
-        program: Its path, or its name on the PATH.
-        arguments: Its command line arguments.
+        program: The path of the program, or its name on the PATH.
+        arguments: The program's command line arguments.
 
     Raises:
         SystemExit: The program failed. The exit code is the program's.
@@ -249,7 +249,7 @@ def run_program(program: str, arguments: list[str]) -> None:
 
 @contextmanager
 def _as_program(name: str, arguments: list[str], folder: str) -> Iterator[None]:
-    """Set ``sys.argv`` and ``sys.path``, then restore them and ``__main__``: a single rank runs in this process."""
+    """Set ``sys.argv`` and ``sys.path``, then restore them and ``__main__``, as a single rank runs in this process."""
     argv, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
     sys.argv = [name, *arguments]
     sys.path.insert(0, folder)

@@ -52,7 +52,7 @@ def interpreter_options(args: argparse.Namespace) -> tuple[bool, bool]:
         args: Options of ``launch``.
 
     Raises:
-        ValueError: Both options are given.
+        ValueError: Both of these options are given.
     """
     module, no_python = bool(option(args, "module", False)), bool(option(args, "no_python", False))
     if module and no_python:
@@ -260,16 +260,16 @@ def _check_supported(args: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Option:
-    """One option.
+    """One option of ``launch``.
 
     Attributes:
-        name: Its name on the command line, with underscores. Hyphens are accepted, too.
+        name: The option's name on the command line, with underscores. Hyphens are accepted, too.
         help: A sentence, or a function that returns it.
-        type: Converts its text. None: the option is a flag.
-        choices: Allowed values.
+        type: Converts the option's text. If None, the option is a flag.
+        choices: The allowed values.
         default: The value if neither the command line nor the configuration file sets one.
-        short: A second name, as "-m".
-        supported: Whether this package supports it. Other options are rejected.
+        short: A second name, such as "-m".
+        supported: Whether this package supports the option. Other options are rejected.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""``merge-weights``: sharded weights of FSDP become whole files."""
+"""``merge-weights``: merges FSDP's sharded weights into whole files."""
 
 from __future__ import annotations
 

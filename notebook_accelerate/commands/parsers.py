@@ -10,7 +10,7 @@ PROGRAM = "notebook-accelerate"
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Shows each option once, with underscores, although hyphens are accepted, too."""
+    """Shows each option once, with underscores, even though hyphens are accepted, too."""
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, **{"max_help_position": 36, "width": 110, **options})
@@ -40,7 +40,7 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""What ``add_subparsers`` returns."""
+"""The type of the object that ``add_subparsers`` returns."""
 
 
 def command_parser(
@@ -49,10 +49,10 @@ def command_parser(
     """Create the parser of a command.
 
     Args:
-        subparsers: The subparsers of the program; None: create a standalone parser.
-        name: The command.
-        help: A sentence.
-        description: A longer text for ``--help``; "": the same sentence.
+        subparsers: The subparsers of the program. If None, a standalone parser is created.
+        name: The name of the command.
+        help: A sentence about the command.
+        description: A longer text for ``--help``. If "", the sentence is used.
     """
     options: dict[str, Any] = {
         "description": description or help,

@@ -1,4 +1,4 @@
-"""``test``: checks a configuration with a short training, and prints a line for each result."""
+"""``test``: checks a configuration with a short training run, and prints a line for each result."""
 
 from __future__ import annotations
 

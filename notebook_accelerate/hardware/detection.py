@@ -25,7 +25,7 @@ class HardwareInfo:
     cpu_count: int
     """Number of cores that this process may use, with affinity and container limits applied."""
     memory_bytes: int
-    """Main memory in bytes, with the container limit applied."""
+    """CPU memory in bytes, with the container limit applied."""
     host: str
     """Where the user types code: terminal, jupyter, colab, kaggle or vscode."""
     loopback: str | None
@@ -76,7 +76,7 @@ def _container_cores() -> int | None:
 
 
 def machine_memory() -> tuple[int, int]:
-    """Return the total and the available main memory in bytes, within all limits of this process's control groups."""
+    """Return the total and the available CPU memory in bytes, within all limits of this process's control groups."""
     total, available = system_memory()
     for limit, used in _memory_limits():
         total, available = min(total, limit), min(available, max(0, limit - used))
@@ -107,7 +107,7 @@ def _statistic(file: Path, name: str) -> int:
 
 
 def system_memory() -> tuple[int, int]:
-    """Return the total and the available main memory of this machine in bytes, without a container's limit."""
+    """Return the total and the available CPU memory of this machine in bytes, without a container's limit."""
     import psutil
 
     try:

@@ -21,7 +21,7 @@ from notebook_accelerate.hardware import device_table, nvml, tpu_environment, ve
 _PROBE_SECONDS = 60
 
 
-# Variables that change a count, in addition to the variables of the rows.
+# These variables change a count, in addition to the variables of the rows.
 _OTHER_VARIABLES = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "TPU_ACCELERATOR_TYPE")
 
 
@@ -178,7 +178,7 @@ def _device_files(device_type: str, env: Mapping[str, str], pattern: str = "") -
 
 
 def _count_listed(value: str | None, physical: int) -> int:
-    """Return how many of ``physical`` devices a list such as "0,2" or "0-3" selects; None selects all."""
+    """Return how many of ``physical`` devices a list such as "0,2" or "0-3" selects. None selects all of them."""
     if value is None or value.strip().lower() == "all":
         return physical
     seen: set[int] = set()
@@ -213,7 +213,7 @@ def _probe(code: str, env: Mapping[str, str]) -> int:
     """
     restricting = {name for row in device_table.ROWS for name in row.visible_variables}.union(_OTHER_VARIABLES)
     others = {name: value for name, value in os.environ.items() if name not in restricting}
-    # Remove the working directory from the path: a random.py there would shadow the standard library's.
+    # Remove the working directory from the path, because a random.py there would shadow the standard library's.
     installed_only = "import sys; sys.path[:] = filter(None, sys.path); "
     try:
         done = subprocess.run(

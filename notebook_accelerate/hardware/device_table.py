@@ -1,4 +1,4 @@
-"""The table of device types, with their back ends and the functions to use them.
+"""The table of device types, with their backends and the functions to use them.
 
 The rows are data. Methods that need torch import it when they are called.
 """
@@ -25,7 +25,7 @@ class DeviceRow:
     type: str
     """The name in ``torch.device(type)``."""
     backend: str
-    """The back end of process groups for such devices."""
+    """The backend of process groups for such devices."""
     distributed_type: DistributedType
     """The distributed type of several ranks on such devices, or NO if only one process can use them."""
     communicator: str = "torch"
@@ -33,7 +33,7 @@ class DeviceRow:
     functions: str = ""
     """The module of torch with the functions for such devices. If empty, ``torch.<type>``."""
     extension: str = ""
-    """The module to import before torch knows the type; empty if torch itself knows it."""
+    """The module to import before torch knows the type, or "" if torch itself knows it."""
     visible_variables: tuple[str, ...] = ()
     """The environment variables that restrict the devices of a process."""
 
@@ -123,7 +123,7 @@ def xla_device() -> torch.device:
     """
     from notebook_accelerate.hardware import (
         device_counts,
-    )  # It imports this module, so a global import would be circular.
+    )  # The imported module imports this one, so a global import would be circular.
 
     torch_xla: Any = importlib.import_module("torch_xla")
     runtime: Any = importlib.import_module("torch_xla.runtime")
@@ -139,7 +139,7 @@ def xla_device() -> torch.device:
 
 
 def _check_world(found: int) -> None:
-    """Check that torch_xla has connected the ranks. Otherwise each would train alone, and collectives do nothing."""
+    """Check that torch_xla has connected the ranks. Otherwise each would train alone, without collectives."""
     world = environ.integer("WORLD_SIZE", 1) or 1
     if found != world:
         kind = environ.text("PJRT_DEVICE") or "XLA"
@@ -150,7 +150,7 @@ def _check_world(found: int) -> None:
         )
 
 
-# Types that have exactly one device per process, without an index.
+# These types have exactly one device per process, without an index.
 _ONE_PER_PROCESS = frozenset(("cpu", "mps", "tpu", "xla", "hpu", "neuron"))
 
 _selected: dict[str, int] = {}

@@ -21,7 +21,7 @@ class Gpu:
     name: str
     uuid: str
     memory_bytes: int
-    """Total memory, or 0 if the GPU shares the main memory and NVML does not report a size."""
+    """Total memory, or 0 if the GPU shares the CPU's memory and NVML does not report a size."""
     capability: tuple[int, int]
     pci_bus_id: str
 
@@ -31,7 +31,7 @@ class GpuUse:
     """Use of one physical GPU by all its processes.
 
     Attributes:
-        uuid: Its identity, as `bare_uuid` returns it.
+        uuid: The identity of the GPU, as `bare_uuid` returns it.
         percent: Share of the last sample period during which a kernel ran, or None if NVML does not report it (MIG).
         used_bytes: Memory in use.
         total_bytes: Total memory, or 0 if NVML does not report a size.
@@ -53,7 +53,7 @@ def bare_uuid(uuid: object) -> str:
 
 
 class GpuReader:
-    """Reads the use of all GPUs through NVML, which stays initialised until `close`. Empty without a driver.
+    """Reads the use of all GPUs through NVML, which stays initialised until `close`. Without a driver, there are none.
 
     Memory per process is not read, because NVML identifies processes by the host's pids, which are meaningless in a
     container. https://github.com/NVIDIA/nvidia-docker/issues/1483
@@ -88,7 +88,7 @@ def _use(uuid: str, handle: Any) -> GpuUse:
 
 
 LOCK_SECONDS = 2.0
-"""How long a fork or another call waits for a running NVML call. A call that takes longer may never return."""
+"""Seconds for which a fork or another call waits for a running NVML call. A longer call may never return."""
 
 
 class _Calls:
@@ -172,7 +172,7 @@ def driver_version() -> str | None:
 
 
 def gpus() -> list[Gpu]:
-    """Return all physical GPUs in PCI bus order. Empty without a driver."""
+    """Return all physical GPUs in PCI bus order, or an empty list without a driver."""
     with _session():
         handles = [
             _query("nvmlDeviceGetHandleByIndex", index) for index in range(_query("nvmlDeviceGetCount", default=0))

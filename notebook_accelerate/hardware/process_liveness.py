@@ -21,16 +21,16 @@ class ProcessIdentity:
     """The identity of a process, which lets other processes find it."""
 
     machine: str
-    """Identifies its machine and PID namespace. Empty if the system provides no identifier."""
+    """The identity of its machine and PID namespace, or "" if the system does not provide one."""
     pid: int
-    """Its process ID in that namespace."""
+    """The process ID in its PID namespace."""
     started: int = 0
-    """When it started, in clock ticks since the machine started, or 0 if unknown. Process IDs are reused."""
+    """Its start in clock ticks since the machine started, or 0 if unknown. Process IDs alone are reused."""
     host: str = ""
     """The name of its machine, for messages."""
 
     def has_ended(self) -> bool:
-        """Return whether the process is known to have exited. False also if this process cannot find out."""
+        """Return whether the process is known to have exited, or False if this process cannot find out."""
         if not self.machine or self.machine != _machine_identity():
             return False
         try:
@@ -45,7 +45,7 @@ class ProcessIdentity:
         return fields[STATE] in _ENDED or self.started not in {0, int(fields[STARTED])}
 
     def is_suspended(self) -> bool:
-        """Return whether it is a process on this machine that is suspended."""
+        """Return whether the process is on this machine and suspended."""
         return self._runs_here() and is_stopped(self.pid)
 
     def kill_tree(self) -> None:
@@ -121,7 +121,7 @@ def read_stat(folder: Path) -> list[str]:
     """
     try:
         text = (folder / "stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # Also raised without /proc.
+    except OSError:  # This is also raised if there is no /proc.
         return []
     fields = text.rpartition(")")[2].split()  # The name, in parentheses, may contain anything.
     return fields if len(fields) > STARTED else []

@@ -20,8 +20,8 @@ def is_package(name: str, distribution: str | None = None, minimum: str | None =
     """Return whether a package can be imported, without importing it.
 
     Args:
-        name: Its import name.
-        distribution: Name of its distribution. None means the import name. A folder with the package's name (such as
+        name: The import name of the package.
+        distribution: Name of its distribution. If None, the import name. A folder with the package's name (such as
             the logs of wandb) does not count.
         minimum: The minimum version.
 
@@ -50,7 +50,7 @@ def installed_version(distribution: str) -> str | None:
     """Return the version of an installed distribution, or None if it is not installed.
 
     Args:
-        distribution: Its name, such as notebook-accelerate.
+        distribution: The name of the distribution, such as notebook-accelerate.
     """
     try:
         return importlib.metadata.version(distribution)
@@ -104,7 +104,7 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchBuild:
-    """Versions of torch and of the platforms it was built for, with None for others."""
+    """The versions of torch and of the platforms for which it was built. Those of other platforms are None."""
 
     version: str | None = None
     cuda: str | None = None

@@ -95,8 +95,8 @@ class Finding:
         rule: The name of the rule, such as "slow_loader".
         sentence: A sentence that describes the problem and a remedy.
         ranks: The affected ranks.
-        lines: The lines of the user's code that cause it, if known.
-        seconds: The time per step that it costs; 0.0 for memory.
+        lines: The lines of the user's code that cause the problem, if known.
+        seconds: The time per step that the problem costs, or 0.0 if it concerns memory.
     """
 
     rule: str
@@ -110,7 +110,7 @@ class Finding:
 
 
 def apply_rules(facts: ProfileFacts) -> list[Finding]:
-    """Return the findings, those that cost most time first."""
+    """Return the findings, starting with those that cost the most time."""
     ranks = [each for each in facts.ranks if each.steps and each.step > 0]
     found = [finding for rule in RULES for finding in rule(ranks)]
     reading = {rank for each in found if each.rule == "reads_of_values" for rank in each.ranks}
@@ -125,7 +125,7 @@ def slow_loader(ranks: Sequence[RankFacts]) -> list[Finding]:
 
     def costly(each: RankFacts) -> bool:
         waiting = min(each.loader, each.idle)
-        if each.loader_processes:  # On a busy machine they lack processor time as much as the main thread does.
+        if each.loader_processes:  # On a busy machine, they lack CPU time as much as the main thread does.
             waiting *= each.running / each.step
         return waiting >= max(LEAST_LOADER * each.step, LEAST_SECONDS)
 
@@ -393,7 +393,7 @@ RULES: tuple[Callable[[Sequence[RankFacts]], list[Finding]], ...] = (
 )  # fmt: skip
 
 
-# ---- words
+# ---- the words of findings
 
 
 def _numbers(group: Iterable[RankFacts]) -> tuple[int, ...]:

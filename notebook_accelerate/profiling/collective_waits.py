@@ -34,10 +34,10 @@ class CollectiveWait:
     """Ranks wait for the last rank in one collective of each step.
 
     Attributes:
-        label: For example "all_reduce #7 (64 MB)".
+        label: The collective as text, for example "all_reduce #7 (64 MB)".
         culprit: The last rank.
         seconds: By waiting rank, its waiting time per step, minus the time of operations that it runs while it waits.
-        line: The line that the last rank executes during that time; None if unknown.
+        line: The line that the last rank executes during that time, or None if it is unknown.
         steady: The share of the steps in which this rank is the last.
         computing: The share of the waiting time in which the last rank runs operations.
     """
@@ -115,7 +115,7 @@ class _Operations:
                 self._ends.append(until := trace.end(event))
 
     def seconds(self, begin: float, end: float) -> float:
-        """Return the seconds of computation between two times, which are seconds of the trace's clock."""
+        """Return the seconds of computation between two times, which are given in seconds by the trace's clock."""
         begin, end, total = begin * 1e6, end * 1e6, 0.0
         for index in range(max(0, bisect_right(self._starts, begin) - 1), len(self._starts)):
             if self._starts[index] >= end:
@@ -132,7 +132,7 @@ class Joined:
     """One collective of all ranks.
 
     Attributes:
-        number: Its number among the collectives of the group, from 1.
+        number: The collective's number in its group, from 1.
         calls: The call of each rank.
     """
 
@@ -141,7 +141,7 @@ class Joined:
 
     @property
     def last(self) -> int:
-        """The rank that entered it last."""
+        """The rank that entered the collective last."""
         return max(self.calls, key=lambda rank: self.calls[rank].start)
 
     def waits(self) -> dict[int, float]:
@@ -150,7 +150,7 @@ class Joined:
         return {rank: min(entered, call.end) - call.start for rank, call in self.calls.items() if rank != self.last}
 
     def label(self) -> str:
-        """Return "all_reduce #7 (64 MB)"."""
+        """Return the collective as text, such as "all_reduce #7 (64 MB)"."""
         call = next(iter(self.calls.values()))
         size = f" ({size_text(call.nbytes)})" if call.nbytes else ""
         return f"{call.operation} #{self.number}{size}"
@@ -245,13 +245,13 @@ class TracedCall:
     """A collective of one rank.
 
     Attributes:
-        event: Its index in the trace.
-        group: The name of the process group and its ranks; "" if unknown.
-        operation: For example "all_reduce".
-        nbytes: The size of its input; 0 if unknown.
+        event: The index of its event in the trace.
+        group: The name of the process group and its ranks, or "" if they are unknown.
+        operation: The name of the operation, for example "all_reduce".
+        nbytes: The size of its input, or 0 if it is unknown.
         start: The start in seconds since the epoch, by the run's clock.
         end: The end in seconds since the epoch, by the run's clock.
-        number: Its number among the collectives of the group, from 1; 0 if unknown.
+        number: Its number among the collectives of the group, from 1, or 0 if it is unknown.
     """
 
     event: int

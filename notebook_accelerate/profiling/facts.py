@@ -48,8 +48,8 @@ class RankFacts:
     """The facts of one rank. Times are in seconds per step.
 
     Attributes:
-        rank: The rank.
-        steps: How many complete steps were recorded.
+        rank: The number of the rank.
+        steps: The number of complete steps that were recorded.
         step: The time of a step.
         loader: The time spent waiting for a DataLoader.
         loader_processes: Whether the DataLoader has worker processes.
@@ -79,12 +79,12 @@ class RankFacts:
         saving_line: The line that saves.
         saving_steps: The share of steps that contain a save.
         threads: Other Python threads that compute much more than the main thread while samples wait for the interpreter
-            lock: name, processor time as a share of the thread's and the main thread's together, line.
+            lock: name, CPU time as a share of the thread's and the main thread's together, line.
         blocked: The share of samples that had to wait for the interpreter lock.
         delay: The share of time that the main thread waited for a processor.
         grown: Variables that hold a growing number of tensors with graphs: name, count, growth over all steps.
         retained: Variables that keep activations between steps: name, bytes.
-        memory_growth: Bytes per step that were allocated and not freed; 0 if allocations were not recorded.
+        memory_growth: Bytes per step that were allocated and not freed, or 0 if allocations were not recorded.
         asked: The settings that the training requested: "mixed_precision", "compiled".
     """
 
@@ -138,19 +138,19 @@ class RankFacts:
 
 @dataclass
 class ProfileFacts:
-    """The facts of all ranks, and which rank each waits for."""
+    """The facts of all ranks, and the ranks that they wait for."""
 
     ranks: list[RankFacts]
     waits: list[CollectiveWait] = field(default_factory=list)
     world: int = 0
-    """The number of ranks of the training; 0 if unknown."""
+    """The number of ranks of the training run, or 0 if it is unknown."""
 
 
 class RankReader:
     """Reads the facts of one rank from its trace.
 
     Args:
-        trace: The trace.
+        trace: The trace of the rank.
         lines: The stack samples that were taken during the trace.
     """
 
@@ -170,7 +170,7 @@ class RankReader:
         self.facts = RankFacts(trace.rank, len(self._steps))
 
     def read(self) -> RankFacts:
-        """Return the facts."""
+        """Return the facts of the rank."""
         facts, trace = self.facts, self._trace
         facts.step = (self._end - self._begin) / self._per_step
         facts.asked = dict(trace.facts.get("asked") or {})

@@ -15,7 +15,7 @@ from notebook_accelerate.telemetry.tracebacks import is_user_code
 _STEP, _FORWARD = CATEGORIES.index("step"), CATEGORIES.index("forward")
 
 USED = 0.9
-"""The share of a device's memory that a training can use. The rest is fragmented or belongs to the driver."""
+"""The share of a device's memory that a training run can use. The rest is fragmented or belongs to the driver."""
 MOST = 64
 _KEPT = ("parameters", "gradients", "optimizer state", "other tensors")
 
@@ -102,9 +102,9 @@ class Line:
     """A line of the user's code.
 
     Attributes:
-        place: For example "Cell In[7], line 3".
+        place: The location of the line, for example "Cell In[7], line 3".
         function: The function that contains the line.
-        source: The line's text; "" if unknown.
+        source: The line's text, or "" if it is unknown.
     """
 
     place: str
@@ -198,7 +198,7 @@ class LineSeconds:
     """The time of one line of the user's code, including library functions that it called.
 
     Attributes:
-        line: The line.
+        line: The line of the user's code.
         seconds: The time in seconds, by rank.
         shares: The share of the profiled time, from 0 to 1, by rank.
     """
@@ -277,12 +277,12 @@ def peak_of(trace: RankTrace, lines: SampledLines) -> PeakMemory:
 
 
 def what_fits(parts: Mapping[str, int], capacity: int, ranks: int) -> list[str]:
-    """Return sentences about what would fit into the memory of a rank; empty if the activations are unknown.
+    """Return sentences about what would fit into the memory of a rank, or none if the activations are unknown.
 
     Args:
         parts: The bytes of each kind, such as "parameters".
         capacity: The rank's memory in bytes.
-        ranks: The number of ranks over which state can be sharded.
+        ranks: The number of ranks across which state can be sharded.
     """
     activations = parts.get("activations at the peak", 0)
     if not activations or capacity <= 0:

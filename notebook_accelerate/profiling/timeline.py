@@ -45,8 +45,8 @@ class Track:
     The events are ordered by their start. An event contains the deeper events that follow it, until its end.
 
     Attributes:
-        rank: The rank.
-        name: For example "rank 0 · main thread", "rank 0 · gpu stream 7" or "rank 0 · collectives".
+        rank: The rank to which the events belong.
+        name: The track's name, for example "rank 0 · main thread", "rank 0 · gpu stream 7" or "rank 0 · collectives".
         start: The start in microseconds from the timeline's origin.
         duration: The duration in microseconds.
         names: The index of the event's name in ``Timeline.names``.
@@ -214,7 +214,7 @@ class ChromeEvents:
     and threads.
 
     Args:
-        timeline: The timeline.
+        timeline: The timeline to convert.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -289,7 +289,7 @@ class Lanes:
     One thread is enough unless a track has events of several threads, as the track of collectives does.
 
     Args:
-        track: The track.
+        track: The track whose events are distributed.
 
     Attributes:
         start: The start of each event, in whole nanoseconds.

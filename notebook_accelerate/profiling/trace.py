@@ -44,7 +44,7 @@ _REPEATED = ("Trace", "gpu_user_annotation")
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHING = ("cuda_runtime", "cuda_driver")
 _CPU = 0
-"""The value of c10::DeviceType for main memory."""
+"""The value of c10::DeviceType for CPU memory."""
 _NAMED = (
     (STEP, "step"), (AFTER_STEPS, "step"), ("enumerate(DataLoader)", "loader"), ("Optimizer.", "optimizer"),
     ("gloo:", "collective"), ("nccl:", "collective"), ("c10d::", "collective"), ("record_param_comms", "collective"),
@@ -69,7 +69,7 @@ class RankTrace:
     """The trace of one rank: events in parallel columns, ordered by start time.
 
     Attributes:
-        rank: The rank.
+        rank: The number of the rank.
         start: The start in microseconds, by the trace's own clock.
         duration: The duration in microseconds.
         name: The index in ``names``.
@@ -78,13 +78,13 @@ class RankTrace:
         names: The names of events.
         threads: The threads and streams.
         arguments: By event, the arguments that torch recorded, for the events whose arguments are used.
-        correlation: The ID shared by a kernel and the call that launched it; 0 for other events.
+        correlation: The ID shared by a kernel and the call that launched it, or 0 for other events.
         memory: Allocations as time, bytes (negative if freed) and address. If there are allocations on accelerators,
             only these.
         base: The time of the trace's 0, in seconds since the epoch.
         facts: Further data that the rank recorded: see ``worker.step_profiler``.
-        groups: The number of process groups; 0 if unknown.
-        world: The number of ranks of the training; 0 if unknown.
+        groups: The number of process groups, or 0 if it is unknown.
+        world: The number of ranks of the training run, or 0 if it is unknown.
         members: The ranks of each process group by its name, if torch recorded them.
     """
 
@@ -167,8 +167,8 @@ def read_trace(path: str | Path, rank: int | None = None) -> RankTrace:
     """Read a trace file, which may be compressed with gzip.
 
     Args:
-        path: The file.
-        rank: The rank. If None, the rank that the file names.
+        path: The trace file.
+        rank: The rank of the trace. If None, the rank that the file names.
 
     Raises:
         ValueError: The file is not a trace of torch's profiler.

@@ -42,7 +42,7 @@ class LiveTracker(GeneralTracker):
 
         Args:
             values: The values by name. Text and media are left to the other trackers.
-            step: The step.
+            step: The training step.
             kwargs: Not used.
         """
         if telemetry.current_sink() is None:
@@ -136,9 +136,9 @@ def log(
     """Record values of one step, in the notebook that launched this rank and in the started trackers.
 
     Args:
-        accelerator: The Accelerator.
+        accelerator: The Accelerator whose trackers are used.
         values: Numbers by name. Some trackers also accept text and other values.
-        step: The step.
+        step: The training step.
         log_kwargs: The arguments for each tracker's `log`, by its name.
 
     Raises:
@@ -151,8 +151,8 @@ def log(
         and _FLOATS.issuperset(map(type, values.values()))
         and _TEXTS.issuperset(map(type, values))
     ):
-        # A shortcut for the common case. After a training step, the CPU's caches no longer contain this code: the
-        # shortcut then takes 36 us and the general case 55 us. In a loop that only logs, both take 3 us.
+        # This is a shortcut for the common case. After a training step, the CPU's caches no longer contain this code.
+        # The shortcut then takes 36 us, and the general case 55 us. In a loop that only logs, both take 3 us.
         telemetry.emit(MetricEvent(values.copy(), step))
         return
     if not isinstance(values, Mapping):
@@ -183,9 +183,9 @@ def get_tracker(accelerator: AcceleratorProperties, name: str, unwrap: bool = Fa
     """Return a started tracker.
 
     Args:
-        accelerator: The Accelerator.
+        accelerator: The Accelerator that started the tracker.
         name: The tracker's name. The tracker "live" always exists.
-        unwrap: Return the vendor's own run object.
+        unwrap: Whether to return the vendor's own run object.
 
     Returns:
         The tracker. On ranks without trackers, and if the tracker could not be started, a tracker that does nothing.

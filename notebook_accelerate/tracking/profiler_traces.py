@@ -18,8 +18,8 @@ def profiled(settings: ProfileKwargs, rank: int, wait: Callable[[], None]) -> It
     """Profile the block; every rank must enter it.
 
     Args:
-        settings: What to record, and the folder of the traces.
-        rank: This rank.
+        settings: The settings of the profiler, and the folder of the traces.
+        rank: The number of this rank.
         wait: Waits for all ranks.
 
     Yields:

@@ -46,7 +46,7 @@ class GeneralTracker:
     Its constructor takes the project's name and stores it. `start` opens the run after the process group was created.
 
     Args:
-        _blank: Skip the checks. Used for the tracker that does nothing, on ranks without trackers.
+        _blank: Whether to skip the checks, for the tracker that does nothing on ranks without trackers.
 
     Raises:
         NotImplementedError: The subclass lacks a required attribute.
@@ -82,7 +82,7 @@ class GeneralTracker:
 
         Args:
             values: Numbers by name. Some trackers also accept text and other values.
-            step: The step.
+            step: The training step.
             kwargs: Arguments of the vendor's own function.
         """
 
@@ -210,7 +210,7 @@ class RunTracker(VendorTracker):
 
         Args:
             values: Numbers, strings, and the vendor's own media by name.
-            step: The step.
+            step: The training step.
             kwargs: Arguments of the vendor's `log`.
         """
         self.tracker.log(plain_numbers(values), step=step, **kwargs)
@@ -230,7 +230,7 @@ class ImageRunTracker(RunTracker):
 
         Args:
             values: Lists of images (arrays, tensors, PIL images, paths) by name.
-            step: The step.
+            step: The training step.
             kwargs: Arguments of the vendor's `Image`, for instance `caption`.
         """
         make_image = import_module(self.name).Image

@@ -110,7 +110,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 
 
 def find_row(name: str) -> TrackerRow | None:
-    """Return the row of a tracker, or None. Entry points are searched if no row has the name.
+    """Return the row of a tracker, or None if there is none. Entry points are searched if no row has the name.
 
     Args:
         name: The tracker's name.

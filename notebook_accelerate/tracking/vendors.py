@@ -66,7 +66,7 @@ class AimTracker(VendorTracker):
 
         Args:
             values: Numbers and Aim's own objects by name.
-            step: The step.
+            step: The training step.
             kwargs: Arguments of `Run.track`, for instance `context`.
         """
         for name, value in plain_numbers(values).items():
@@ -80,7 +80,7 @@ class AimTracker(VendorTracker):
 
         Args:
             values: Images (arrays, tensors, PIL images) by name. A tuple contains an image and its caption.
-            step: The step.
+            step: The training step.
             kwargs: The arguments of `aim.Image` under ``aim_image``, and those of `Run.track` under ``track``.
         """
         import aim
@@ -126,7 +126,7 @@ class ClearMLTracker(VendorTracker):
             self._run.close()
 
     task = property(lambda self: self.tracker)
-    """The task."""
+    """The ClearML task."""
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -143,7 +143,7 @@ class ClearMLTracker(VendorTracker):
 
         Args:
             values: Numbers by name; ``eval_loss`` becomes the series ``eval`` of the plot ``loss``.
-            step: The step; without one, a number is recorded as the task's single value of that name.
+            step: The training step. Without one, a number is recorded as the task's single value of that name.
             kwargs: Arguments of `report_scalar` or `report_single_value`.
         """
         numbers = scalars(values, "ClearML", texts=False)
@@ -160,7 +160,7 @@ class ClearMLTracker(VendorTracker):
 
         Args:
             values: Images (arrays, PIL images, paths) by name.
-            step: The step.
+            step: The training step.
             kwargs: Arguments of `report_image`.
         """
         logger = self.tracker.get_logger()
@@ -224,7 +224,7 @@ class CometMLTracker(VendorTracker):
         self._run.end()
 
     writer = property(lambda self: self.tracker)
-    """The experiment."""
+    """The Comet experiment."""
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -241,7 +241,7 @@ class CometMLTracker(VendorTracker):
 
         Args:
             values: The values by name.
-            step: The step.
+            step: The training step.
             kwargs: Arguments of `log_metric`, `log_other` or `log_metrics`.
         """
         if step is not None:
@@ -263,7 +263,7 @@ class DVCLiveTracker(VendorTracker):
 
     Args:
         run_name: Name of the project; not used by DVCLive.
-        live: A `dvclive.Live` to use; None creates one.
+        live: The `dvclive.Live` to use. If None, one is created.
         kwargs: Arguments of `dvclive.Live`.
     """
 
@@ -301,7 +301,7 @@ class DVCLiveTracker(VendorTracker):
 
         Args:
             values: The values by name.
-            step: The step. If None, the step after the last one.
+            step: The training step. If None, the step after the last one.
             kwargs: Arguments of `log_metric`.
         """
         recorded = scalars(values, "DVCLive", texts=True)
@@ -325,7 +325,7 @@ class MLflowTracker(VendorTracker):
 
     Args:
         experiment_name: The name of the experiment. The environment variable MLFLOW_EXPERIMENT_NAME takes precedence.
-        logging_dir: The tracking URI or folder. None keeps MLflow's own setting.
+        logging_dir: The tracking URI or folder. If None, MLflow's own setting is kept.
         run_id: The run to continue. The environment variable MLFLOW_RUN_ID takes precedence.
         tags: The tags of the run, as a dictionary or JSON. The environment variable MLFLOW_TAGS takes precedence.
         nested_run: Whether the run is nested in an open run. The environment variable MLFLOW_NESTED_RUN takes
@@ -400,7 +400,7 @@ class MLflowTracker(VendorTracker):
 
         Args:
             values: The values by name.
-            step: The step.
+            step: The training step.
             kwargs: Arguments of `mlflow.log_metrics`.
         """
         import mlflow
@@ -413,7 +413,7 @@ class MLflowTracker(VendorTracker):
         """Record a figure.
 
         Args:
-            figure: A figure of matplotlib or plotly.
+            figure: A matplotlib or plotly figure.
             artifact_file: Path below the run's artifacts.
             save_kwargs: Arguments of the figure's own save method.
         """
@@ -450,7 +450,7 @@ class MLflowTracker(VendorTracker):
 
 
 class SwanLabTracker(ImageRunTracker):
-    """Records a run of SwanLab.
+    """Records a SwanLab run.
 
     Args:
         run_name: Name of the project.
@@ -467,7 +467,7 @@ class TensorBoardTracker(VendorTracker):
     """Writes TensorBoard's event files.
 
     Args:
-        run_name: Name of the project: a folder inside `logging_dir`.
+        run_name: Name of the project, and of a folder inside `logging_dir`.
         logging_dir: Parent of that folder.
         kwargs: Arguments of torch's `SummaryWriter`.
     """
@@ -494,7 +494,7 @@ class TensorBoardTracker(VendorTracker):
         """Record the settings in TensorBoard's table of hyperparameters, and write them to ``hparams.yml``.
 
         Args:
-            values: Numbers, texts and flags by name; others are recorded as text.
+            values: Numbers, texts and flags by name. Other values are recorded as text.
         """
         plain = {
             str(name): value if isinstance(value, (bool, int, float, str)) else str(value)
@@ -514,7 +514,7 @@ class TensorBoardTracker(VendorTracker):
 
         Args:
             values: The values by name.
-            step: The step.
+            step: The training step.
             kwargs: Arguments of `add_scalar`, `add_text` or `add_scalars`.
         """
         writers = {
@@ -532,7 +532,7 @@ class TensorBoardTracker(VendorTracker):
 
         Args:
             values: Arrays or tensors of N images by name.
-            step: The step.
+            step: The training step.
             kwargs: Arguments of `add_images`, for instance ``dataformats="NHWC"``.
         """
         for name, images in values.items():
@@ -588,11 +588,11 @@ class WandBTracker(ImageRunTracker):
         """Record a table.
 
         Args:
-            table_name: Its name.
+            table_name: The name of the table.
             columns: Names of the columns.
             data: The rows.
             dataframe: A pandas DataFrame, in place of columns and rows.
-            step: The step.
+            step: The training step.
             kwargs: Arguments of the run's `log`.
         """
         import wandb

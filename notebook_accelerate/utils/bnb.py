@@ -25,7 +25,7 @@ def has_4bit_bnb_layers(model: torch.nn.Module) -> bool:
     """Return whether a model contains 4-bit layers of bitsandbytes.
 
     Args:
-        model: The model.
+        model: The model to inspect.
     """
     return any(
         kind.__name__ == "Linear4bit" and kind.__module__.startswith("bitsandbytes")

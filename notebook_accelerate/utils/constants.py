@@ -17,7 +17,7 @@ reexport(__name__)
 SAGEMAKER_PARALLEL_EC2_INSTANCES = ["ml.p3.16xlarge", "ml.p3dn.24xlarge", "ml.p4dn.24xlarge"]
 DEEPSPEED_MULTINODE_LAUNCHERS = ["pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm"]
 
-# The minimum versions that Accelerate's features need.
+# Accelerate's features need at least these versions.
 FSDP_PYTORCH_VERSION = "2.1.0.a0+32f93b1"
 FSDP2_PYTORCH_VERSION = "2.6.0"
 DTENSOR_PYTORCH_VERSION = "2.5.0"
@@ -29,7 +29,7 @@ BETA_TP_AVAILABLE_TRANSFORMERS_VERSION = "4.52.0"
 BETA_CP_AVAILABLE_PYTORCH_VERSION = "2.6.0"
 BETA_SP_AVAILABLE_DEEPSPEED_VERSION = "0.18.2"
 
-# Options of torchrun.
+# These are options of torchrun.
 TORCH_LAUNCH_PARAMS = [
     "nnodes",
     "nproc_per_node",

@@ -199,7 +199,7 @@ class CPUInformation:
     rank: int = 0
     """The index among all ranks."""
     world_size: int = 1
-    """Number of ranks."""
+    """The number of all ranks."""
     local_rank: int = 0
     """The index among the ranks of this machine."""
     local_world_size: int = 1
@@ -208,7 +208,7 @@ class CPUInformation:
 
 def get_cpu_distributed_information() -> CPUInformation:
     """Read the rank and world size of this process from the variables of torchrun or MPI."""
-    from notebook_accelerate.state.process_group import RANK_VARIABLES  # Imports torch.
+    from notebook_accelerate.state.process_group import RANK_VARIABLES  # This imports torch.
 
     defaults = CPUInformation()
     return CPUInformation(
@@ -224,7 +224,7 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
         local_process_index: The index of this rank on its machine.
         verbose: Whether to print the cores. If None, they are printed only with ACCELERATE_DEBUG_MODE.
     """
-    from notebook_accelerate.state import process_group  # Imports torch.
+    from notebook_accelerate.state import process_group  # This imports torch.
 
     process_group.override_numa_affinity(local_process_index, verbose)
 

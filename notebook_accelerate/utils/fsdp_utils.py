@@ -70,7 +70,7 @@ def save_fsdp_model(
 
     Args:
         fsdp_plugin: The plugin. Its `state_dict_type` determines the format.
-        accelerator: The Accelerator.
+        accelerator: The Accelerator that prepared the model.
         model: The sharded model.
         output_dir: The folder, which is created if it does not exist.
         model_index: The number of the model, which is part of the file names.
@@ -100,7 +100,7 @@ def load_fsdp_model(
 
     Args:
         fsdp_plugin: Not used, because the folder shows its format.
-        accelerator: The Accelerator.
+        accelerator: The Accelerator that prepared the model.
         model: The sharded model.
         input_dir: The folder.
         model_index: The number of the model, which is part of the file names.
@@ -130,7 +130,7 @@ def save_fsdp_optimizer(
 
     Args:
         fsdp_plugin: The plugin. Its `state_dict_type` determines the format.
-        accelerator: The Accelerator.
+        accelerator: The Accelerator that prepared the model.
         optimizer: The optimizer, prepared or not.
         model: The sharded model.
         output_dir: The folder, which is created if it does not exist.
@@ -159,7 +159,7 @@ def load_fsdp_optimizer(
 
     Args:
         fsdp_plugin: Not used, because the folder shows its format.
-        accelerator: The Accelerator.
+        accelerator: The Accelerator that prepared the model.
         optimizer: The optimizer, prepared or not.
         model: The sharded model.
         input_dir: The folder.
@@ -190,7 +190,7 @@ def fsdp2_prepare_model(accelerator: AcceleratorProperties, model: nn.Module) ->
 
     Args:
         accelerator: The Accelerator, with an FSDP 2 plugin.
-        model: The model.
+        model: The model to shard.
 
     Returns:
         The model, sharded in place.
@@ -213,7 +213,7 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Calla
     """Return a function that decides which modules of a model become units.
 
     Args:
-        fsdp2_plugin: The plugin.
+        fsdp2_plugin: The FSDP 2 plugin with the policy.
         model: The model, which is not sharded yet.
 
     Returns:
@@ -255,10 +255,10 @@ def fsdp2_load_full_state_dict(
     """Load the weights of rank 0 into a sharded model on any device; every rank must call this.
 
     Args:
-        accelerator: The Accelerator.
+        accelerator: The Accelerator that prepared the model.
         model: The sharded model. Its parameters may be on the meta device.
-        full_sd: The full state on rank 0; ignored on other ranks.
-        cpu_offload: Whether the shards are kept in main memory.
+        full_sd: The full state on rank 0. It is ignored on other ranks.
+        cpu_offload: Whether the shards are kept in CPU memory.
     """
     ties = tied_names(model)
     load_full_state(model, full_sd, cpu_offload)
@@ -269,7 +269,7 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
     """Replace, in place, the parameters of an optimizer that was created before its model was sharded.
 
     Args:
-        optimizer: The optimizer.
+        optimizer: The optimizer to change.
         mapping: The new parameters, by the old parameter or by its `data_ptr()`.
     """
     switch_parameters(optimizer, mapping)
@@ -293,9 +293,9 @@ def get_parameters_from_modules(
     """Return the parameters of some modules of a model, moved to a device.
 
     Args:
-        modules: The modules, or a regular expression that matches their full names; None for no modules.
-        model: The model.
-        device: The device that the modules are moved to.
+        modules: The modules, or a regular expression that matches their full names. If None, there are no modules.
+        model: The model that contains the modules.
+        device: The device to which the modules are moved.
 
     Returns:
         The parameters.

@@ -1,4 +1,4 @@
-"""Checks for packages, devices and precisions. They import no large package.
+"""Checks for packages, devices and precisions. None of them imports a large package.
 
 The package itself uses `hardware.packages` and `hardware.device_counts` instead.
 """
@@ -181,7 +181,7 @@ def is_mlu_available(check_device: bool = False) -> bool:
     """Return whether torch_mlu is installed and there is an MLU.
 
     Args:
-        check_device: Also call torch, which may initialise the device.
+        check_device: Whether to also call torch, which may initialise the device.
     """
     return _usable("mlu", check_device)
 
@@ -190,7 +190,7 @@ def is_musa_available(check_device: bool = False) -> bool:
     """Return whether torch_musa is installed and there is a MUSA GPU.
 
     Args:
-        check_device: Also call torch, which may initialise the device.
+        check_device: Whether to also call torch, which may initialise the device.
     """
     return _usable("musa", check_device)
 
@@ -199,7 +199,7 @@ def is_npu_available(check_device: bool = False) -> bool:
     """Return whether torch_npu is installed and there is an NPU.
 
     Args:
-        check_device: Also call torch, which may initialise the device.
+        check_device: Whether to also call torch, which may initialise the device.
     """
     return _usable("npu", check_device)
 
@@ -208,7 +208,7 @@ def is_sdaa_available(check_device: bool = False) -> bool:
     """Return whether torch_sdaa is installed and there is an SDAA device.
 
     Args:
-        check_device: Also call torch, which may initialise the device.
+        check_device: Whether to also call torch, which may initialise the device.
     """
     return _usable("sdaa", check_device)
 
@@ -217,7 +217,7 @@ def is_neuron_available(check_device: bool = False) -> bool:
     """Return whether torch_neuronx is installed and there is a Neuron core.
 
     Args:
-        check_device: Also call torch, which may initialise the device.
+        check_device: Whether to also call torch, which may initialise the device.
     """
     return _usable("neuron", check_device)
 
@@ -226,7 +226,7 @@ def is_hpu_available(init_hccl: bool = False) -> bool:
     """Return whether Habana's torch bridge is installed and there is an HPU.
 
     Args:
-        init_hccl: Also import its back end for process groups.
+        init_hccl: Whether to also import its backend for process groups.
     """
     if not _usable("hpu"):
         return False
@@ -247,13 +247,13 @@ def is_xpu_available(check_device: bool = False) -> bool:
     """Return whether torch is built for Intel GPUs and there is one.
 
     Args:
-        check_device: Also call torch, which may initialise the device.
+        check_device: Whether to also call torch, which may initialise the device.
     """
     return _usable("xpu", check_device)
 
 
 def is_xccl_available() -> bool:
-    """Return whether torch has the back end for process groups of Intel GPUs."""
+    """Return whether torch has the backend for process groups of Intel GPUs."""
     return bool(torch_build().xpu) and bool(importlib.import_module("torch.distributed").is_xccl_available())
 
 
@@ -266,11 +266,11 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
     """Return whether torch_xla is installed and not disabled (USE_TORCH_XLA=false).
 
     Args:
-        check_is_tpu: Also require a TPU.
-        check_is_gpu: Also require a GPU.
+        check_is_tpu: Whether to also require a TPU.
+        check_is_gpu: Whether to also require a GPU.
 
     Raises:
-        ValueError: Both are True.
+        ValueError: Both arguments are True.
     """
     if check_is_tpu and check_is_gpu:
         raise ValueError("check_is_tpu and check_is_gpu cannot both be True; pass one of them")
@@ -296,7 +296,7 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
     """Return whether this machine's device supports bf16. NVIDIA GPUs before Ampere compute it in fp32.
 
     Args:
-        ignore_tpu: Ignore the machine's TPU.
+        ignore_tpu: Whether to ignore the machine's TPU.
     """
     if is_torch_tpu_available() or is_torch_xla_available(check_is_tpu=True):
         return not ignore_tpu
@@ -329,7 +329,7 @@ def is_tpu_available(check_device: bool = True) -> bool:
     """Deprecated: return whether torch_xla is installed and there is a TPU.
 
     Args:
-        check_device: Require a TPU; otherwise torch_xla suffices.
+        check_device: Whether to require a TPU. Otherwise an installed torch_xla suffices.
     """
     _deprecated("is_tpu_available", "is_torch_xla_available(check_is_tpu=True)")
     return is_torch_xla_available(check_is_tpu=check_device)
@@ -346,7 +346,7 @@ def torchao_required(func: _F) -> _F:
     """Make a function raise ImportError if torchao is not installed.
 
     Args:
-        func: The function.
+        func: The function to wrap.
     """
     return _required(func, is_torchao_available, "torchao", "pip install 'torchao>=0.6.1'")
 
@@ -355,7 +355,7 @@ def deepspeed_required(func: _F) -> _F:
     """Make a function raise ImportError if DeepSpeed is not installed.
 
     Args:
-        func: The function.
+        func: The function to wrap.
     """
     return _required(func, is_deepspeed_available, "DeepSpeed", "pip install deepspeed")
 

@@ -79,7 +79,7 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
         args: Options of ``accelerate launch``.
 
     Raises:
-        ValueError: Options are mutually exclusive, or the mixed precision is unknown.
+        ValueError: Some options are mutually exclusive, or the mixed precision is unknown.
     """
     module, no_python = interpreter_options(args)
     env = _environment(args)

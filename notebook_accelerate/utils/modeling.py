@@ -67,7 +67,7 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
     """Return an identifier of a tensor's memory: device, address and bytes of its storage.
 
     Args:
-        tensor: The tensor.
+        tensor: The tensor to identify.
     """
     if tensor.device.type == "meta":  # It has no memory and no address, so the object itself identifies it.
         return tensor.device, id(tensor), tensor.numel() * tensor.element_size()
@@ -105,5 +105,5 @@ def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> Any:
 
         return ShardedGradScaler(**kwargs)
     accelerator = torch.accelerator.current_accelerator()
-    # Without an accelerator the scaler does nothing.
+    # Without an accelerator, the scaler does nothing.
     return torch.amp.GradScaler(accelerator.type if accelerator is not None else "cuda", **kwargs)

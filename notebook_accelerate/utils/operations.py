@@ -158,10 +158,10 @@ def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Size | None,
     """Send the shape of a tensor that only one rank has to all ranks; every rank must call this.
 
     Args:
-        tensor: The tensor on one rank; None on the others.
+        tensor: The tensor on one rank, and None on the others.
 
     Returns:
-        The shape, and the number of the dtype in `TENSOR_TYPE_TO_INT`; both are None if no rank has a tensor.
+        The shape, and the number of the dtype in `TENSOR_TYPE_TO_INT`. Both are None if no rank has a tensor.
     """
     state = PartialState()
     mine = None if tensor is None else (tensor.shape, TENSOR_TYPE_TO_INT[tensor.dtype])
@@ -173,7 +173,7 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     """Send a tensor from one rank to all ranks, which do not have to know its shape; every rank must call this.
 
     Args:
-        tensor: The tensor on exactly one rank; None on the others.
+        tensor: The tensor on exactly one rank, and None on the others.
 
     Returns:
         The tensor, on the rank's device.
@@ -247,10 +247,10 @@ def GatheredParameters(  # noqa: N802 - Accelerate's name
     It does nothing for other parameters.
 
     Args:
-        params: The parameters.
+        params: The parameters to gather.
         modifier_rank: The rank whose changes inside the block are sent to all ranks. If None, changes are discarded.
         fwd_module: The module that uses the parameters.
-        enabled: If False, do nothing.
+        enabled: Whether to gather the parameters. If False, this does nothing.
 
     Yields:
         Nothing.

@@ -120,7 +120,7 @@ def get_module_children_bottom_up(model: torch.nn.Module, return_fqns: bool = Fa
     """Return all modules of a model, with children before their parents and the model last.
 
     Args:
-        model: The model.
+        model: The model whose modules are returned.
         return_fqns: Whether to return pairs of full name and module.
 
     Returns:

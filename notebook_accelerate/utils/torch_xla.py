@@ -15,12 +15,12 @@ from notebook_accelerate.hardware.versions import installed_version
 def install_xla(upgrade: bool = False, dry_run: bool = False) -> list[str]:
     """Install torch_xla and the torch that it is built against, for this Python.
 
-    Prints the changes, and what to install instead if torch would be downgraded. The installation replaces torch, so a
-    kernel that has imported torch must be restarted.
+    This prints the changes, and what to install instead if torch would be downgraded. The installation replaces torch,
+    so a kernel that has imported torch must be restarted.
 
     Args:
         upgrade: Whether to replace an installed torch_xla with a newer one.
-        dry_run: Only print what would change.
+        dry_run: Whether to only print what would change.
 
     Returns:
         The pip command.
@@ -58,12 +58,12 @@ def _downgrade_notes(version: str) -> list[str]:
 def install_tpu(upgrade: bool = False, dry_run: bool = False) -> list[str]:
     """Install torch_tpu, which makes TPUs a device type of torch 2.11 to 2.15.
 
-    Prints the changes. An installed torch in that range is kept; any other version is replaced. In both cases, a kernel
-    that has imported torch must be restarted.
+    This prints the changes. An installed torch in that range is kept, and any other version is replaced. In both cases,
+    a kernel that has imported torch must be restarted.
 
     Args:
         upgrade: Whether to replace an installed torch_tpu with a newer one.
-        dry_run: Only print what would change.
+        dry_run: Whether to only print what would change.
 
     Returns:
         The pip command.
@@ -117,8 +117,8 @@ def _installed_torch() -> Version | None:
     return None if found == "not installed" else Version(found)
 
 
-# Versions of torch_xla that are also versions of torch, newest first, with the oldest and the newest Python for which
-# the package index has files.
+# These versions of torch_xla are also versions of torch. They are listed newest first, with the oldest and the newest
+# Python for which the package index has files.
 _XLA_RELEASES: tuple[tuple[str, tuple[int, int], tuple[int, int]], ...] = (
     ("2.9", (3, 10), (3, 13)),
     ("2.8", (3, 10), (3, 13)),

@@ -64,7 +64,7 @@ def config_command(args: argparse.Namespace) -> None:
     """
     print("Press Enter to accept the answer in brackets.\n")
     config = get_cluster_input(input)
-    config.to_launch_arguments()  # Raises the errors that a launch would raise.
+    config.to_launch_arguments()  # This raises the errors that a launch would raise.
     print(f"\nthe configuration is in {_write(config, args.config_file)}")
 
 
@@ -108,18 +108,18 @@ def _plain_type(answers: dict[str, Any], machine: hardware.HardwareInfo) -> Dist
 
 
 def default_config_command(args: argparse.Namespace) -> None:
-    """Write a file for this machine."""
+    """Write a configuration file for this machine."""
     path = write_basic_config(args.mixed_precision, args.config_file or config_file.default_config_file)
     if path:
         print(f"the configuration is in {path}")
 
 
 def update_config_command(args: argparse.Namespace) -> None:
-    """Read a file and write it again, with the keys of this version.
+    """Read a configuration file and write it again, with the keys of this version.
 
     Raises:
         FileNotFoundError: The file does not exist.
-        ValueError: It has unknown keys or values.
+        ValueError: The file has unknown keys or values.
     """
     path = args.config_file or config_file.default_config_file
     config = config_file.load_config_from_file(path)

@@ -21,10 +21,10 @@ def write_basic_config(
     Args:
         mixed_precision: no, fp16, bf16 or fp8.
         save_location: The path of the file, which is JSON if it ends in .json, and otherwise YAML.
-        use_xpu: Deprecated and without effect: Intel GPUs are used if there are any.
+        use_xpu: Deprecated, and has no effect, because Intel GPUs are used if there are any.
 
     Returns:
-        The path, or False if the file already exists, which is then not changed.
+        The path, or False if the file already exists. An existing file is not changed.
 
     Raises:
         ValueError: The precision is not allowed.
