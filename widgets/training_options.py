@@ -1,4 +1,4 @@
-"""The options of the training: the arguments of an Accelerator that a form can show."""
+"""The training options: the arguments of an Accelerator that a form can show."""
 
 from __future__ import annotations
 
@@ -42,31 +42,31 @@ class TrainingOptions:
     """
 
     batch_size: int | None = setting()
-    """Batch size of the data loader in the training function; only used to show the effective batch size."""
+    """Batch size of the data loader in the training function. It is only used to show the effective batch size."""
     gradient_accumulation_steps: int = setting(1)
     """Number of batches per optimizer step."""
     gradient_accumulation_plugin: GradientAccumulationPlugin | None = setting(group=_DATA)
     """How gradients are accumulated, in detail."""
     dataloader_config: DataLoaderConfiguration | None = setting(group=_DATA)
-    """How data loaders divide their data among ranks; None: the defaults."""
+    """How data loaders divide their data among ranks. If None, the defaults."""
     project_config: ProjectConfiguration | None = setting(group=_DATA)
-    """Folders for checkpoints and logs; None: not set."""
+    """Folders for checkpoints and logs. If None, they are not set."""
     dynamo_plugin: TorchDynamoPlugin | None = setting(group=_DATA)
-    """How ``torch.compile`` compiles models; None: models are not compiled."""
+    """How ``torch.compile`` compiles models. If None, models are not compiled."""
     log_with: list[str] | None = setting(group=_DATA)
     """Experiment trackers: all, aim, tensorboard, wandb, comet_ml, mlflow, trackio, clearml, dvclive, swanlab."""
     step_scheduler_with_optimizer: bool = setting(True, group=_DATA)
     """Whether a scheduler advances with the optimizer's steps (True) or when you call it (False)."""
     ddp_kwargs: DistributedDataParallelKwargs | None = setting(group=_ARGUMENTS)
-    """Arguments of ``DistributedDataParallel``; None: torch's defaults."""
+    """Arguments of ``DistributedDataParallel``. If None, torch's defaults."""
     autocast_kwargs: AutocastKwargs | None = setting(group=_ARGUMENTS)
-    """Arguments of ``torch.autocast``; None: torch's defaults."""
+    """Arguments of ``torch.autocast``. If None, torch's defaults."""
     scaler_kwargs: GradScalerKwargs | None = setting(group=_ARGUMENTS)
-    """Arguments of the gradient scaler of fp16; None: torch's defaults."""
+    """Arguments of the gradient scaler of fp16. If None, torch's defaults."""
     process_group_kwargs: InitProcessGroupKwargs | None = setting(group=_ARGUMENTS)
-    """Backend and time limit of collectives; None: the defaults for the device."""
+    """Backend and time limit of collectives. If None, the defaults for the device."""
     profile_kwargs: ProfileKwargs | None = setting(group=_ARGUMENTS)
-    """What ``Accelerator.profile`` records; None: every step."""
+    """Arguments of ``Accelerator.profile``. If None, every step is recorded."""
     torchao_recipe: AORecipeKwargs | None = setting(group=_ARGUMENTS)
     """fp8 recipe of torchao."""
     transformer_engine_recipe: TERecipeKwargs | None = setting(group=_ARGUMENTS)
@@ -74,15 +74,15 @@ class TrainingOptions:
     msamp_recipe: MSAMPRecipeKwargs | None = setting(group=_ARGUMENTS)
     """fp8 recipe of MS-AMP."""
     fsdp_plugin: FullyShardedDataParallelPlugin | None = setting(group=_SHARDED)
-    """Settings of FSDP; None: FSDP is not used."""
+    """Settings of FSDP. If None, FSDP is not used."""
     deepspeed_plugin: DeepSpeedPlugin | None = setting(group=_SHARDED)
-    """Settings of DeepSpeed; None: DeepSpeed is not used."""
+    """Settings of DeepSpeed. If None, DeepSpeed is not used."""
     megatron_lm_plugin: MegatronLMPlugin | None = setting(group=_SHARDED)
-    """Settings of Megatron-LM; None: Megatron-LM is not used."""
+    """Settings of Megatron-LM. If None, Megatron-LM is not used."""
     torch_tp_plugin: TorchTensorParallelPlugin | None = setting(group=_SHARDED)
-    """Tensor parallelism for models that split themselves; None: not used."""
+    """Tensor parallelism for models that split themselves. If None, it is not used."""
     parallelism_config: ParallelismConfig | None = setting(group=_SHARDED)
-    """The degree of each kind of parallelism; None: data parallelism only."""
+    """The degree of each kind of parallelism. If None, there is only data parallelism."""
 
     def __post_init__(self) -> None:
         if self.batch_size is not None:
@@ -107,7 +107,7 @@ class TrainingOptions:
 
     @property
     def strategy(self) -> str:
-        """How the model is distributed over ranks, in a few words; "" if each rank holds the whole model."""
+        """How the model is distributed across ranks, in a few words, or "" if each rank holds the whole model."""
         parts = []
         if self.fsdp_plugin is not None:
             parts.append(f"FSDP {self.fsdp_plugin.fsdp_version}")
@@ -123,7 +123,7 @@ class TrainingOptions:
         return " ".join(filter(None, parts))
 
     def dynamo_config(self) -> dict[str, Any]:
-        """Return the settings of ``torch.compile`` as in a configuration file; the dict may be empty."""
+        """Return the settings of ``torch.compile`` as in a configuration file. The dict may be empty."""
         if self.dynamo_plugin is None:
             return {}
         given = vars(self.dynamo_plugin)
@@ -165,7 +165,7 @@ class TrainingOptions:
         """Return the number of samples of one optimizer step as a short text.
 
         Args:
-            world_size: Ranks on all machines.
+            world_size: The number of ranks on all machines.
         """
         factor = self.steps * (1 if self._splits_batches else world_size)
         if self.batch_size is not None:
@@ -176,7 +176,7 @@ class TrainingOptions:
         """Return the factors of the effective batch size, or "" if it is the loader's batch size.
 
         Args:
-            world_size: Ranks on all machines.
+            world_size: The number of ranks on all machines.
         """
         split = self._splits_batches
         parts = [f"{self.batch_size} per process" if self.batch_size and not split else str(self.batch_size or "batch")]

@@ -66,7 +66,7 @@ class RayCluster:
 
     @property
     def seconds_to_wait(self) -> float:
-        """Seconds to wait for free resources; 0 if ``when_full`` is refuse."""
+        """Seconds to wait for free resources, or 0 if ``when_full`` is refuse."""
         return self.wait if self.when_full == "wait" else 0.0
 
     @property

@@ -109,7 +109,8 @@ class BaseConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the contents of a file: enums by value, without fields that are None or empty.
 
-        num_processes=-1, which means that no number was chosen, is left out, too: Accelerate's launcher rejects it.
+        num_processes=-1, which means that no number was chosen, is also left out, because Accelerate's launcher rejects
+        it.
         """
         values = {name: getattr(value, "value", value) for name, value in dataclasses.asdict(self).items()}
         if values.get("num_processes") == -1:
@@ -121,14 +122,14 @@ class BaseConfig:
         """Add the fields that older files lack.
 
         Args:
-            config_dict: Contents of a file.
+            config_dict: The contents of a file.
 
         Returns:
             Arguments of the class.
         """
         defaults = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "mixed_precision": "no"}
         config = {**defaults, "use_cpu": False, "debug": False, **config_dict}
-        if "fp16" in config:  # Files written before mixed_precision existed.
+        if "fp16" in config:  # The file was written before mixed_precision existed.
             config["mixed_precision"] = "fp16" if config.pop("fp16") else "no"
         backend = config.pop("dynamo_backend", None)
         if backend not in {None, "NO"}:
@@ -140,14 +141,14 @@ class BaseConfig:
         """Create a configuration from the contents of a file.
 
         Args:
-            config_dict: The contents.
+            config_dict: The contents of the file.
             source: Name of the file, for messages.
 
         Returns:
             The configuration.
 
         Raises:
-            ValueError: Unknown or missing keys.
+            ValueError: There are unknown or missing keys.
         """
         config = cls.process_config(config_dict)
         known = {entry.name for entry in dataclasses.fields(cls)}
@@ -160,7 +161,7 @@ class BaseConfig:
         """Read a configuration from a JSON file.
 
         Args:
-            json_file: Its path; None: the default file.
+            json_file: The path of the file. If None, the default file.
         """
         return cls._from_file(default_json_config_file if json_file is None else json_file)
 
@@ -169,7 +170,7 @@ class BaseConfig:
         """Read a configuration from a YAML file.
 
         Args:
-            yaml_file: Its path; None: the default file.
+            yaml_file: The path of the file. If None, the default file.
         """
         return cls._from_file(default_yaml_config_file if yaml_file is None else yaml_file)
 
@@ -181,7 +182,7 @@ class BaseConfig:
         """Write the configuration as JSON.
 
         Args:
-            json_file: The path.
+            json_file: The path of the file to write.
         """
         Path(json_file).write_text(json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
@@ -189,7 +190,7 @@ class BaseConfig:
         """Write the configuration as YAML.
 
         Args:
-            yaml_file: The path.
+            yaml_file: The path of the file to write.
         """
         Path(yaml_file).write_text(yaml.safe_dump(self.to_dict()), encoding="utf-8")
 
@@ -222,7 +223,7 @@ def _all_devices(answers: Answers) -> int:
 
 @dataclass
 class ClusterConfig(BaseConfig):
-    """Configuration of a training on one or several machines."""
+    """Configuration of training on one or several machines."""
 
     num_processes: int = setting(
         -1, launch="num_processes", ask="How many processes on all machines together?", answer=_all_devices, place=3
@@ -332,7 +333,7 @@ class ClusterConfig(BaseConfig):
 
 @dataclass
 class SageMakerConfig(BaseConfig):
-    """Configuration of a training on Amazon SageMaker."""
+    """Configuration of training on Amazon SageMaker."""
 
     ec2_instance_type: str
     iam_role_name: str
@@ -358,7 +359,7 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> Cluster
     """Read a configuration file.
 
     Args:
-        config_file: Path of a YAML or JSON file; None: the default file.
+        config_file: Path of a YAML or JSON file. If None, the default file.
 
     Returns:
         The configuration.
@@ -385,7 +386,7 @@ def load_cluster_config(config_file: str | os.PathLike[str] | None) -> ClusterCo
     As in Accelerate, ``distributed_type: NO`` means one process, even if the file has another number of processes.
 
     Args:
-        config_file: Path of a YAML or JSON file; None: the default file.
+        config_file: Path of a YAML or JSON file. If None, the default file.
 
     Raises:
         FileNotFoundError: The file does not exist.
@@ -404,7 +405,7 @@ def load_cluster_config(config_file: str | os.PathLike[str] | None) -> ClusterCo
 
 
 def _contents(path: Path) -> dict[str, Any]:
-    # JSON is a subset of YAML, so both load, independent of the file's name.
+    # JSON is a subset of YAML, so both can be loaded, whatever the file's name is.
     return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
 
 
@@ -430,7 +431,7 @@ def section_settings(key: str) -> list[tuple[type[Any], Setting]]:
     """Return the settings of a section of a configuration file, each with its class.
 
     Args:
-        key: The section.
+        key: The key of the section.
     """
     entries = [(owner, each) for owner in SECTIONS[key] for each in settings_of(owner).values()]
     return [(owner, each) for owner, each in entries if each.option]
@@ -443,7 +444,7 @@ def section_of(key: str) -> SettingsSection:
 
 
 def _section_variables(key: str, contents: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the variables of a section; keys that are not settings become variables with their names in capitals."""
+    """Return the variables of a section. Keys that are not settings become variables with their names in capitals."""
     section = section_of(key)
     names: dict[Any, str | None] = {}
     for _, each in section_settings(key):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 
-# Files of a checkpoint folder.
+# A checkpoint folder has these files.
 SCALER_NAME = "scaler.pt"
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"
@@ -20,7 +20,7 @@ MANIFEST_NAME = "checkpoint_manifest.json"
 Accelerate does not have this file.
 """
 
-# Files of a saved model.
+# A saved model has these files.
 WEIGHTS_NAME = f"{MODEL_NAME}.bin"
 WEIGHTS_PATTERN_NAME = "pytorch_model{suffix}.bin"
 WEIGHTS_INDEX_NAME = f"{WEIGHTS_NAME}.index.json"

@@ -24,7 +24,7 @@ class HfDeepSpeedConfig:
         config: The configuration as a dict.
 
     Raises:
-        ValueError: It is something else.
+        ValueError: The argument is something else.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
@@ -38,7 +38,7 @@ class HfDeepSpeedConfig:
     __hash__ = object.__hash__  # transformers keeps weak references to it, which need a hash.
 
     def __repr__(self) -> str:
-        # Code that a plugin accepts as hf_ds_config, so that forms can generate code from a plugin.
+        # Return code that a plugin accepts as hf_ds_config, so that forms can generate code from a plugin.
         return repr(self.config if self._source is None else os.fspath(self._source))
 
     def set_stage_and_offload(self) -> None:
@@ -112,11 +112,11 @@ class HfDeepSpeedConfig:
         return bool(self._stage == 2)
 
     def is_zero3(self) -> bool:
-        """Return whether parameters are sharded, too."""
+        """Return whether parameters are sharded, in addition to gradients and optimizer states."""
         return bool(self._stage == 3)
 
     def is_offload(self) -> bool:
-        """Return whether anything is offloaded to main memory or to a disk."""
+        """Return whether anything is offloaded to CPU memory or to a disk."""
         return self._offload
 
 

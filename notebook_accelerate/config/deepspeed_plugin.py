@@ -261,7 +261,7 @@ class DeepSpeedPlugin:
 
         Args:
             ds_key_long: The dotted key.
-            mismatches: List that receives a line for each value that differs or is unknown; None: raise an error.
+            mismatches: List that receives a line for each value that differs or is unknown. If None, raise an error.
             must_match: Whether values are compared.
             kwargs: The known values, by dotted key.
 
@@ -295,13 +295,13 @@ class DeepSpeedPlugin:
 
         Args:
             prefix: Dotted key of `config`, ending with a dot.
-            mismatches: List that receives a line for each value that differs; None: raise one error for all.
-            config: A section of the configuration; None: all of it.
+            mismatches: List that receives a line for each value that differs. If None, one error is raised for all.
+            config: A section of the configuration. If None, all of it.
             must_match: Whether values that are not "auto" are compared.
             kwargs: The known values, by dotted key.
 
         Raises:
-            ValueError: Values differ, or are "auto" and no value is known. The message lists all of them.
+            ValueError: Some values differ, or are "auto" and no value is known. The message lists all of them.
         """
         found: list[str] = [] if mismatches is None else mismatches
         for key, value in list((self.deepspeed_config if config is None else config).items()):
@@ -396,10 +396,10 @@ class DeepSpeedPlugin:
         integration.set_hf_deepspeed_config(self.dschf)
 
     def set_moe_leaf_modules(self, model: torch.nn.Module) -> None:
-        """Make ZeRO stage 3 gather each layer of experts as a whole, because ranks would wait for different experts.
+        """Make ZeRO stage 3 gather each layer of experts as a whole. Otherwise ranks would wait for different experts.
 
         Args:
-            model: The model.
+            model: The model with the layers of experts.
 
         Raises:
             ValueError: The model has no layer of a class in `transformer_moe_cls_names`.
@@ -426,13 +426,13 @@ class DeepSpeedPlugin:
         return self._selected
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """Make this the active plugin; `AcceleratorState().select_deepspeed_plugin(name)` calls it.
+        """Make this the active plugin. `AcceleratorState().select_deepspeed_plugin(name)` calls this.
 
         Args:
             _from_accelerator_state: Whether `AcceleratorState` is the caller. Only it can deselect the other plugins.
 
         Raises:
-            ValueError: The caller is another one.
+            ValueError: The caller is not `AcceleratorState`.
         """
         if not _from_accelerator_state:
             raise ValueError(
@@ -458,7 +458,7 @@ def check_launched_fields(names: Iterable[str]) -> None:
         names: The keys of its section ``deepspeed_config``.
 
     Raises:
-        ValueError: There are such settings, which would be ignored.
+        ValueError: The section has such settings, which would be ignored.
     """
     if fields := sorted(_keys().keys() & set(names)):
         raise ValueError(
@@ -508,8 +508,8 @@ class DummyScheduler:
     """Placeholder with an optimizer, for a DeepSpeed configuration that defines the scheduler.
 
     Args:
-        optimizer: The optimizer.
-        total_num_steps: Number of steps.
+        optimizer: The optimizer whose learning rate is scheduled.
+        total_num_steps: Number of all steps.
         warmup_num_steps: Number of warm-up steps.
         lr_scheduler_callable: Called with an optimizer; returns its scheduler.
         **kwargs: Further values, stored unchanged.

@@ -9,7 +9,7 @@ import enum
 import warnings
 from typing import TYPE_CHECKING, Any, cast
 
-# Current names of renamed members, by enum and older name.
+# The current names of renamed members, by enum and older name.
 _RENAMED = {("DistributedType", "TPU"): "XLA"}
 
 
@@ -20,7 +20,7 @@ class EnumWithContains(enum.EnumMeta):
         """Return whether ``item`` is a member, or the value of one."""
         return any(item is member or item == member.value for member in cast("type[enum.Enum]", cls))
 
-    if not TYPE_CHECKING:  # a type checker that sees this method accepts every name
+    if not TYPE_CHECKING:  # A type checker that sees this method accepts every name.
 
         def __getattr__(cls, name: str) -> Any:
             """Return the member for an older name, with a FutureWarning."""
@@ -88,7 +88,7 @@ class DistributedType(_NamedEnum):
     MULTI_HPU = "MULTI_HPU"
     MULTI_NEURON = "MULTI_NEURON"
     MULTI_TPU = "MULTI_TPU"
-    """TPUs through torch_tpu; those through torch_xla are XLA."""
+    """TPUs through torch_tpu. TPUs through torch_xla are XLA."""
 
 
 class SageMakerDistributedType(_NamedEnum):
@@ -100,7 +100,7 @@ class SageMakerDistributedType(_NamedEnum):
 
 
 class ComputeEnvironment(_NamedEnum):
-    """Environments that run a training."""
+    """Environments in which training runs."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
@@ -116,7 +116,7 @@ class FP8BackendType(_StringEnum):
 
 
 class DynamoBackend(_StringEnum):
-    """Compilers behind ``torch.compile``; see ``torch.compiler.list_backends()``."""
+    """Compilers that ``torch.compile`` can use; see ``torch.compiler.list_backends()``."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -135,7 +135,7 @@ class DynamoBackend(_StringEnum):
     HPU_BACKEND = "HPU_BACKEND"
     NEURON = "NEURON"
     IPEX = "IPEX"
-    """Deprecated: Intel's extension for PyTorch is discontinued; INDUCTOR has its optimisations."""
+    """Deprecated, because Intel's extension for PyTorch is discontinued. INDUCTOR has its optimisations."""
 
 
 class LoggerType(_StringEnum):
@@ -165,7 +165,7 @@ class PrecisionType(_StringEnum):
 
 
 class RNGType(_StringEnum):
-    """Random number generators that can be synchronised over ranks."""
+    """Random number generators that can be synchronised across ranks."""
 
     TORCH = "torch"
     CUDA = "cuda"

@@ -124,10 +124,10 @@ def choice(name: str, allowed: Sequence[str], default: str | None = None) -> str
 
 
 def set_variables(values: Mapping[str, Any]) -> None:
-    """Set variables for this process and its children; a None value removes the variable.
+    """Set variables for this process and its children. A value of None removes the variable.
 
     Args:
-        values: Values by exact name; numbers and enums become text, True and False become "true" and "false".
+        values: Values by exact name. Numbers and enums become text, and True and False become "true" and "false".
     """
     for name, value in values.items():
         if value is None:
@@ -148,7 +148,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
     Args:
         value: A text that `parse_flag` accepts, or a bool.
-        to_bool: Return True or False instead of 1 or 0.
+        to_bool: Whether to return True or False instead of 1 or 0.
 
     Returns:
         1 or 0, or True or False.
@@ -172,7 +172,7 @@ def flags_text(text: str) -> tuple[int, ...]:
 
 
 def assignments(text: str) -> dict[str, str]:
-    """Convert "name=value,name=value" to a dict; parts without "=" are ignored."""
+    """Convert "name=value,name=value" to a dict. Parts without "=" are ignored."""
     return dict(part.split("=", 1) for part in text.split(",") if "=" in part)
 
 
@@ -180,8 +180,8 @@ def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
     """Return the number in the first of several variables that holds a number of at least 0.
 
     Args:
-        env_keys: Names, the preferred one first.
-        default: The value if no variable does.
+        env_keys: The names of the variables, with the preferred one first.
+        default: The value if no variable holds such a number.
 
     Returns:
         The number.
@@ -199,7 +199,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
     """Set environment variables inside a with block, and restore the earlier values afterwards, even after an error.
 
     Args:
-        **kwargs: Values by name; names are upper-cased, values become text.
+        **kwargs: Values by name. Names are converted to upper case, and values to text.
 
     Examples:
         >>> with patch_environment(foo="bar"):

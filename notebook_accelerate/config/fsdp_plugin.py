@@ -249,8 +249,8 @@ class FullyShardedDataParallelPlugin:
 
         Args:
             mixed_precision: fp16, bf16 or fp32, or a dtype.
-            buffer_autocast: FSDP 1: leave buffers in float32.
-            override: Replace an earlier policy.
+            buffer_autocast: Whether buffers stay in float32 (FSDP 1).
+            override: Whether to replace an earlier policy.
 
         Raises:
             ValueError: The precision is not known.
@@ -310,7 +310,7 @@ class FullyShardedDataParallelPlugin:
         """Check that `cpu_offload` belongs to this FSDP version.
 
         Raises:
-            ValueError: It belongs to the other version.
+            ValueError: The value belongs to the other version.
         """
         from torch.distributed.fsdp import CPUOffload, OffloadPolicy
 
@@ -337,7 +337,7 @@ class FullyShardedDataParallelPlugin:
         """Set the type of state dicts, as torch's objects.
 
         Args:
-            state_dict_type: FULL_STATE_DICT, LOCAL_STATE_DICT or SHARDED_STATE_DICT; None keeps the plugin's type.
+            state_dict_type: FULL_STATE_DICT, LOCAL_STATE_DICT or SHARDED_STATE_DICT. If None, the type is kept.
 
         Raises:
             ValueError: The type is not one of this FSDP version.
@@ -372,7 +372,7 @@ class FullyShardedDataParallelPlugin:
 
 _OF_FSDP_1 = ("sharding_strategy", "backward_prefetch", "use_orig_params", "sync_module_states", "forward_prefetch")
 _OF_FSDP_2 = ("reshard_after_forward",)
-"""Fields that only one version reads from variables."""
+"""Fields that only one of the two versions of FSDP reads from variables."""
 
 
 def choice(name: str, value: Any, allowed: Sequence[str]) -> Any:
@@ -443,7 +443,7 @@ def get_module_class_from_name(module: torch.nn.Module, name: str) -> type[torch
     """Return the class with a name among the modules of a model, or None if there is no such class.
 
     Args:
-        module: The model.
+        module: The model to search.
         name: Name of the class.
     """
     return next((type(child) for child in module.modules() if type(child).__name__ == name), None)

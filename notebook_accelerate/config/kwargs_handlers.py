@@ -1,7 +1,7 @@
 """Settings of an Accelerator that are not plugins.
 
-First the keyword arguments for torch's autocast, gradient scaler, process group, DDP and profiler; then the settings of
-gradient accumulation, data loaders and project folders.
+They are the keyword arguments for torch's autocast, gradient scaler, process group, DDP and profiler, and the settings
+of gradient accumulation, data loaders and project folders.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class AutocastKwargs(KwargsHandler):
     enabled: bool = True
     """Whether autocast is on."""
     cache_enabled: bool | None = None
-    """Whether cast weights are cached until the block ends; None: torch's default."""
+    """Whether cast weights are cached until the block ends. If None, torch's default."""
 
 
 @dataclass
@@ -90,9 +90,9 @@ class InitProcessGroupKwargs(KwargsHandler):
     backend: str | None = "nccl"
     """The backend. The default means the device's backend, which is nccl on NVIDIA GPUs."""
     init_method: str | None = None
-    """URL of the rendezvous; None: the environment's MASTER_ADDR and MASTER_PORT."""
+    """URL of the rendezvous. If None, the environment's MASTER_ADDR and MASTER_PORT."""
     timeout: timedelta | None = None
-    """Time limit of a collective; None: 10 minutes for nccl, 30 minutes for other backends (torch's defaults)."""
+    """Time limit of a collective. If None, 10 minutes for nccl and 30 minutes for other backends (torch's defaults)."""
 
     def __post_init__(self) -> None:
         if self.timeout is None:
@@ -101,10 +101,10 @@ class InitProcessGroupKwargs(KwargsHandler):
             raise ValueError(f"timeout={self.timeout!r} is not allowed; pass datetime.timedelta(seconds=...)")
 
 
-# Arguments of DistributedDataParallel, and its gradient compression.
+# The next class has the arguments of DistributedDataParallel, and its gradient compression.
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
-# Module and function of each hook. The hooks in _WITH_STATE get a state that is created from ``comm_state_option``.
+# Each hook has a module and a function. Those in _WITH_STATE get a state that is created from ``comm_state_option``.
 _HOOK_OF_TYPE = {
     DDPCommunicationHookType.FP16: ("default_hooks", "fp16_compress_hook"),
     DDPCommunicationHookType.BF16: ("default_hooks", "bf16_compress_hook"),
@@ -127,7 +127,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     """
 
     dim: int = 0
-    """Dimension along which inputs are divided; has no effect if each rank has one device."""
+    """Dimension along which inputs are divided. It has no effect if each rank has one device."""
     broadcast_buffers: bool = True
     """Whether buffers are copied from rank 0 before each forward pass."""
     bucket_cap_mb: int = 25
@@ -232,9 +232,9 @@ class ProfileKwargs(KwargsHandler):
     """Arguments of ``torch.profiler.profile``, and the folder of its traces."""
 
     activities: list[ProfilerActivity] | None = None
-    """Activities to record: cpu, xpu, mtia, cuda, hpu; None: all that torch supports here."""
+    """Activities to record: cpu, xpu, mtia, cuda, hpu. If None, all that torch supports here."""
     schedule_option: dict[str, int] | None = None
-    """Arguments of ``torch.profiler.schedule``: wait, warmup, active, repeat, skip_first; None: record every step."""
+    """Arguments of ``torch.profiler.schedule``: wait, warmup, active, repeat, skip_first. If None, record all steps."""
     on_trace_ready: Callable[..., Any] | None = None
     """Called with the profiler at the end of each cycle of the schedule."""
     record_shapes: bool = False
@@ -248,7 +248,7 @@ class ProfileKwargs(KwargsHandler):
     with_modules: bool = False
     """Whether the hierarchy of modules is recorded (TorchScript only)."""
     output_trace_dir: str | None = None
-    """Folder in which each rank writes a Chrome trace when profiling ends; None: no trace."""
+    """Folder in which each rank writes a Chrome trace when profiling ends. If None, no trace is written."""
 
     def build(self) -> Any:
         """Return a ``torch.profiler.profile`` with these arguments, without starting it.
@@ -294,7 +294,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     """
 
     num_steps: int | None = None
-    """Number of batches per optimizer step; None: the Accelerator's ``gradient_accumulation_steps``."""
+    """Number of batches per optimizer step. If None, the Accelerator's ``gradient_accumulation_steps``."""
     adjust_scheduler: bool = True
     """Has no effect, as in Accelerate 1.15: schedulers step once per accumulation window, not once per batch."""
     sync_with_dataloader: bool = True
@@ -319,13 +319,13 @@ class DataLoaderConfiguration:
     split_batches: bool = False
     """Whether the loader's batch size is the total of all ranks (True) or the size on each rank (False)."""
     dispatch_batches: bool | None = None
-    """Whether rank 0 reads every batch and sends each rank its share; None: only for iterable datasets."""
+    """Whether rank 0 reads every batch and sends each rank its share. If None, only for iterable datasets."""
     even_batches: bool = True
     """Whether the last batches are padded with samples from the start, so that all ranks get equally many."""
     use_seedable_sampler: bool = False
     """Whether a random sampler is replaced with one that shuffles by epoch and seed, equally on every rank."""
     data_seed: int | None = None
-    """Seed of that sampler; None: torch's current seed."""
+    """Seed of that sampler. If None, torch's current seed."""
     non_blocking: bool = False
     """Whether batches are copied to the device asynchronously (needs pinned memory)."""
     use_stateful_dataloader: bool = False
@@ -349,11 +349,11 @@ class ProjectConfiguration:
     project_dir: str | None = None
     """Folder for checkpoints."""
     logging_dir: str | None = None
-    """Folder for the trackers' files; None: ``project_dir``."""
+    """Folder for the trackers' files. If None, ``project_dir``."""
     automatic_checkpoint_naming: bool = False
     """Whether ``save_state`` numbers its folders: checkpoints/checkpoint_0, checkpoint_1, ..."""
     total_limit: int | None = None
-    """Number of numbered checkpoints to keep (the oldest are deleted first); None: all."""
+    """Number of numbered checkpoints to keep (the oldest are deleted first). If None, all are kept."""
     iteration: int = 0
     """Number of the next checkpoint."""
     save_on_each_node: bool = False
@@ -368,7 +368,7 @@ class ProjectConfiguration:
         """Set the folder of checkpoints, and the folder of logs if it is not set yet.
 
         Args:
-            project_dir: The folder.
+            project_dir: The folder of checkpoints.
         """
         self.project_dir = project_dir
         if self.logging_dir is None:

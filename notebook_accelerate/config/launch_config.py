@@ -53,7 +53,7 @@ class LaunchConfig:
         ValueError: A value is not allowed. The message lists the allowed values.
     """
 
-    form_groups = ("", LIMITS, OUTPUT, MACHINES)  # The order of the groups in the form.
+    form_groups = ("", LIMITS, OUTPUT, MACHINES)  # This is the order of the groups in the form.
 
     num_processes: int | None = setting()
     """Number of ranks that this notebook starts; None: one per accelerator, or one without accelerators."""
@@ -188,7 +188,7 @@ class LaunchConfig:
         """Read a configuration file of Accelerate.
 
         Args:
-            path: A YAML or JSON file, as ``notebook-accelerate config`` writes it; None: the default file.
+            path: A YAML or JSON file, as ``notebook-accelerate config`` writes it. If None, the default file.
             values: Fields that override the file's. The variables in ``env`` are merged with the file's.
 
         Returns:
@@ -308,7 +308,7 @@ def _check_name(name: object) -> None:
 
 
 def _check_detached(config: LaunchConfig) -> None:
-    """Check that a detached run uses this machine only, and separate processes."""
+    """Check that a detached run uses only this machine, and separate processes."""
     if not config.detach:
         return
     if config.num_nodes > 1 or config.on is not None:
@@ -376,7 +376,7 @@ ACCELERATOR_ARGUMENTS = (
 )
 """Arguments of `Accelerator` that a launch can pass; `mixed_precision` and `cpu` are settings of the launch itself."""
 _STRATEGIES = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
-# Arguments that set the same thing. If the function passes one of a group, the launch passes none of that group.
+# The arguments of a group set the same thing. If the function passes one of them, the launch passes none of them.
 _ALTERNATIVES = (
     {"gradient_accumulation_steps", "gradient_accumulation_plugin"},
     {"dynamo_backend", "dynamo_plugin"},
@@ -392,10 +392,10 @@ def check_accelerator_arguments(given: Any) -> None:
     """Check the arguments that a launch passes to every `Accelerator()`.
 
     Args:
-        given: Arguments by name; None: no arguments.
+        given: Arguments by name. If None, there are no arguments.
 
     Raises:
-        ValueError: It is not a mapping, has a name that is not an argument of `Accelerator`, or selects two strategies.
+        ValueError: ``given`` is not a mapping, has a name that `Accelerator` does not know, or selects two strategies.
     """
     if given is None:
         return
@@ -419,7 +419,7 @@ def set_launch_arguments(given: Mapping[str, Any] | None) -> None:
     """Set the default arguments of every `Accelerator()` in this process.
 
     Args:
-        given: Arguments by name; None: no arguments.
+        given: Arguments by name. If None, there are no arguments.
     """
     _from_launch.clear()
     _from_launch.update(given or {})
@@ -430,7 +430,7 @@ def launch_arguments_set(given: Mapping[str, Any] | None) -> Iterator[None]:
     """Set the arguments as `set_launch_arguments` does, inside a with block.
 
     Args:
-        given: Arguments by name; None: no arguments.
+        given: Arguments by name. If None, there are no arguments.
 
     Yields:
         Nothing.

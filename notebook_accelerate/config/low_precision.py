@@ -45,9 +45,9 @@ class AORecipeKwargs(KwargsHandler):
     settings = _SECTION
 
     config: Float8LinearConfig | None = None
-    """torchao's configuration; None: its default with the two flags below."""
+    """torchao's configuration. If None, its default with the two flags below."""
     module_filter_func: Callable[..., Any] | None = None
-    """Called with a module and its name; returns whether to convert it. None: all but the first and last linear one."""
+    """Returns whether to convert a module, given it and its name. If None, all but the first and last linear one."""
     pad_inner_dim: bool | None = setting(unset=True, preset=1, parse=environ.str_to_bool)
     """Whether inner dimensions are padded to multiples of 16 (torchao)."""
     enable_fsdp_float8_all_gather: bool | None = setting(unset=True, preset=1, parse=environ.str_to_bool)
@@ -185,9 +185,9 @@ class BnbQuantizationConfig:
     bnb_4bit_use_double_quant: bool = False
     """Whether the scales are quantized, too."""
     bnb_4bit_compute_dtype: str = "fp16"
-    """fp32, fp16 or bf16, or a torch dtype; converted to a torch dtype."""
+    """fp32, fp16, bf16 or a torch dtype. Names are converted to torch dtypes."""
     torch_dtype: torch.dtype | None = None
-    """Dtype of the modules that are not quantized, or its name; None: fp16, or the compute dtype with 4 bits."""
+    """Dtype of the modules that are not quantized, or its name. If None, fp16, or the compute dtype with 4 bits."""
     skip_modules: list[str] | None = None
     """Modules that are not quantized."""
     keep_in_fp32_modules: list[str] | None = None

@@ -170,7 +170,7 @@ class MegatronLMPlugin:
         )
         if self.other_megatron_args is not None:
             self.other_megatron_args = _named_as_in_core(self.other_megatron_args)
-        self.scheduled = False  # Whether the learning rate follows a schedule.
+        self.scheduled = False  # This tells whether the learning rate follows a schedule.
         fill_unset(self)
         self._check()
         self.megatron_lm_default_args: dict[str, Any] = {
@@ -206,7 +206,7 @@ class MegatronLMPlugin:
         """Copy the shape of a network.
 
         Args:
-            model: A model with a `config` like that of transformers' models.
+            model: A model with a `config` like that of transformers models.
             batch_data: A batch, whose sequence length is used if no other length is given.
 
         Raises:
@@ -284,7 +284,7 @@ class MegatronLMPlugin:
         """Copy the lengths of a schedule, unless this plugin sets them.
 
         Args:
-            scheduler: A `MegatronLMDummyScheduler`; its steps count the batches of all ranks.
+            scheduler: A `MegatronLMDummyScheduler`, whose steps count the batches of all ranks.
         """
         ranks = getattr(self, "dp_degree", 1)
         if self.lr_decay_iters is None and self.lr_decay_samples is None:
@@ -313,7 +313,7 @@ _SCHEDULE = (
 )
 _LOGGED = ("log_params_norm", "log_num_zeros_in_grad", "log_memory_to_tensorboard", "log_world_size_to_tensorboard")
 
-# Functions that translate a model's configuration to Megatron's arguments, by model type.
+# These functions translate a model's configuration to Megatron's arguments, by model type.
 MODEL_CONFIGS_TO_MEGATRON_PARSERS: dict[str, Callable[..., Any]] = {}
 
 

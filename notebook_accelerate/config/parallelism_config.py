@@ -22,7 +22,7 @@ _SP_ATTENTIONS = ("flash_attention_2", "flash_attention_3", "sdpa")
 
 @dataclass
 class TorchTensorParallelPlugin:
-    """Tensor parallelism for models that split themselves, as transformers' models with ``tp_plan`` do.
+    """Tensor parallelism for models that split themselves, as transformers models with ``tp_plan`` do.
 
     Raises:
         ValueError: ``tp_size`` is not a whole number above 0.
@@ -31,7 +31,7 @@ class TorchTensorParallelPlugin:
     tp_size: int = 1
     """Number of ranks over which each tensor is split."""
     torch_device_mesh: DeviceMesh | None = None
-    """The mesh over which the model was split; None: it is created when it is needed."""
+    """The mesh over which the model was split. If None, it is created when it is needed."""
 
     def __post_init__(self) -> None:
         check_whole_number("tp_size", self.tp_size)
@@ -101,7 +101,7 @@ class DeepSpeedSequenceParallelConfig:
             )
 
 
-# From the outermost to the innermost: ranks that differ in the last dimension are neighbours, and communicate most.
+# They are ordered from outermost to innermost. Ranks that differ in the last one are neighbours, and communicate most.
 _DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "ep", "tp")
 _HANDLERS = {
     "tp": TorchTensorParallelConfig,
@@ -112,7 +112,7 @@ _HANDLERS = {
 
 @dataclass
 class ParallelismConfig:
-    """The degree of each kind of parallelism; their product is the number of ranks.
+    """The degree of each kind of parallelism. The product of the degrees is the number of ranks.
 
     Ranks are numbered with tp innermost, then ep, sp, cp, dp_shard, dp_replicate, and pp outermost.
 
@@ -207,7 +207,7 @@ class ParallelismConfig:
         """Return the settings as plain data.
 
         Returns:
-            A dict by field; handlers as dicts, or None.
+            A dict by field, with handlers as dicts or None.
         """
         return asdict(self)
 
@@ -310,7 +310,7 @@ class ParallelismConfig:
             world_size: Number of ranks.
 
         Raises:
-            ValueError: They differ. The message contains the equation.
+            ValueError: The product differs from the number of ranks. The message contains the equation.
         """
         if self.total_size == world_size:
             return
@@ -351,7 +351,7 @@ class ParallelismConfig:
         """Return the mesh, and build it if it does not exist yet; every rank must call this in that case.
 
         Args:
-            device_type: Type of the ranks' devices; None: the existing mesh's type.
+            device_type: Type of the ranks' devices. If None, that of the existing mesh.
 
         Returns:
             The mesh, or None if every degree is 1.

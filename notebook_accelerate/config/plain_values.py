@@ -22,10 +22,10 @@ def convert_bytes(size: float) -> str:
     """Return a size in a readable unit.
 
     Args:
-        size: Bytes.
+        size: The size in bytes.
 
     Returns:
-        The size with two decimals, such as ``1.5 GB``; units are powers of 1024.
+        The size with at most two decimals, such as ``1.5 GB``. Units are powers of 1024.
     """
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if abs(size) < 1024.0:
@@ -71,13 +71,13 @@ def format_setting(value: Any) -> str:
     return f"{type(value).__name__}({format_setting(changed)})"
 
 
-# Hide secrets in texts: the values of environment variables and of names such as api_key, and credentials in URLs.
+# This part hides secrets in texts: values of environment variables and of names such as api_key, and URL credentials.
 
 HIDDEN = "***"
 VARIABLES = ("env", "env_vars", "runtime_env", "rdzv_conf")
 """Fields with values that may be secrets, so that only the names of these values are shown."""
 _USER = re.compile(r"(?<=://)(?:[^\s'\"/@:]*:[^\s'\"]*|[^\s'\"/@]*)@")
-"""user:password@ or token@; a password may contain / and @."""
+"""user:password@ or token@, where a password may contain / and @."""
 _PARAMETER = re.compile(r"([?&]([^=&\s'\"]*)=)[^&#\s'\"]*")
 _SHORT = 4
 """Shorter values are not hidden in texts, because they also occur in ordinary words."""
@@ -152,7 +152,7 @@ def shown_repr(settings: DataclassInstance) -> str:
     """Return the ``repr`` of a dataclass without its secrets.
 
     Args:
-        settings: The dataclass.
+        settings: The dataclass to show.
     """
     shown = {
         entry.name: shown_value(entry.name, getattr(settings, entry.name)) for entry in dataclasses.fields(settings)
@@ -184,7 +184,7 @@ def _values(value: object, name: str = "") -> list[str]:
     return [str(value)] if name else []
 
 
-# Checks of single fields and arguments, with the messages that users see.
+# The functions below check single fields and arguments, with messages that users see.
 
 
 def check_one_of(name: str, value: object, allowed: Iterable[object]) -> None:
@@ -196,7 +196,7 @@ def check_one_of(name: str, value: object, allowed: Iterable[object]) -> None:
         allowed: The allowed values.
 
     Raises:
-        ValueError: It is not. The message lists the allowed values.
+        ValueError: The value is not allowed. The message lists the allowed values.
     """
     choices = list(allowed)
     if value not in choices:
@@ -210,7 +210,7 @@ def check_whole_number(name: str, value: object, least: int = 1, most: int | Non
         name: Name of the field or argument.
         value: Its value.
         least: The smallest number allowed.
-        most: The largest number allowed; None: no limit.
+        most: The largest number allowed. If None, there is no limit.
 
     Raises:
         ValueError: The value is something else.
@@ -249,7 +249,7 @@ def check_number(
     Args:
         name: Name of the field or argument.
         value: Its value.
-        what: What to pass, for the message.
+        what: A description of the allowed values, for the message.
         most: The largest number allowed.
         zero: Whether 0 is allowed.
 
@@ -271,7 +271,7 @@ def check_seconds(name: str, value: object, *, most: float = MAX_SECONDS, zero: 
         value: Its value.
         most: The largest number allowed.
         zero: Whether 0 is allowed.
-        none: The meaning of None, for the message; "": None is not allowed.
+        none: The meaning of None, for the message. If "", None is not allowed.
 
     Raises:
         ValueError: The value is something else.

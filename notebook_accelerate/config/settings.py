@@ -31,7 +31,7 @@ from notebook_accelerate.config.plain_values import check_one_of
 Answers = Mapping[str, Any]
 MIXED_PRECISIONS = ("no", "fp16", "bf16", "fp8")
 RDZV_BACKENDS = ("static", "c10d")
-"""Choices shared by launches and configuration files."""
+"""Choices that launches and configuration files share."""
 HARDWARE, MACHINES, LIMITS = "Hardware", "Several machines, ports", "Limits and restarts"
 OUTPUT, OTHER = "Environment and output", "Other options of Accelerate"
 """Titles of groups in the form and in the help of ``launch``."""
@@ -63,7 +63,7 @@ class SettingsSection:
 
     @property
     def switch(self) -> str:
-        """The variable that selects the strategy; "" without a strategy."""
+        """The variable that selects the strategy, or "" without a strategy."""
         return f"ACCELERATE_USE_{self.strategy.upper()}" if self.strategy else ""
 
     @property
