@@ -1,4 +1,4 @@
-"""Check the arguments of a collective on all ranks and transfer small data, in one collective of a known size.
+"""Check the arguments of a collective on all ranks, and transfer small data, in one collective of a known size.
 
 If ranks send different amounts, gloo kills the process ("op.preamble.length <= op.nbytes") or returns uninitialized
 memory. Comparing sizes first would cost as much as a small collective itself. Ranks therefore send blocks of equal
@@ -35,15 +35,15 @@ from notebook_accelerate.state.warn_once import user_frame
 from notebook_accelerate.torch_internals import foreach_copy
 
 OPERATIONS = {"gather": 0, "reduce": 1, "broadcast": 2, "pad_across_processes": 3}
-_HEADER = struct.Struct("qqq")  # The operation, the size of the data in bytes, the fingerprint of the structure.
+_HEADER = struct.Struct("qqq")  # The operation, the size of the data in bytes, and the fingerprint of the structure.
 _DATA_OFFSET = ALIGNMENT
 """The offset of the data in a block, which leaves room for the header."""
 _MIN_BLOCK = 512
 _MAX_BLOCK = 1 << 16
 _MAX_TOTAL = 1 << 20
-"""The largest total size of all ranks' blocks in bytes."""
+"""The maximum size in bytes of all ranks' blocks together."""
 _HISTORY = 8
-"""How many past exchanges determine the size of the next block. Loops alternate between a few collectives."""
+"""The number of past exchanges that determine the size of the next block. Loops alternate between a few collectives."""
 
 
 class BlockViews:
@@ -67,7 +67,7 @@ class BlockViews:
 
     @cached_property
     def by_rank(self) -> list[tuple[torch.Tensor, ...]]:
-        """For each segment, the packed tensors of each rank."""
+        """The packed tensors of each rank, for each segment."""
         with torch.inference_mode(mode=False):
             return [rows.unbind(0) for rows in self.rows]
 
@@ -80,7 +80,7 @@ class BlockViews:
 
     @cached_property
     def _gather_sources(self) -> list[list[torch.Tensor]]:
-        """For each segment, views of the rows to copy for a gather."""
+        """The views of the rows that a gather copies, for each segment."""
         found = []
         with torch.inference_mode(mode=False):
             for part, rows in zip(self._layout.segments, self.rows, strict=True):
@@ -94,7 +94,7 @@ class BlockViews:
         """Write the tensors into this rank's block.
 
         Args:
-            leaves: The tensors.
+            leaves: The tensors to write, in the order of the layout.
         """
         with torch.no_grad():
             if self._stacked is not None:
@@ -154,7 +154,7 @@ class BlockExchange:
     The memory is reused, so results must be copied before the next exchange.
 
     Args:
-        group: The group.
+        group: The process group whose ranks exchange blocks.
         size: The number of ranks in the group.
     """
 
@@ -196,11 +196,11 @@ class BlockExchange:
 
         Args:
             call: This rank's arguments.
-            source: The number of this rank.
+            source: The index of this rank.
             prepare: A function that is called while the data is in transit.
 
         Returns:
-            Whether the data fitted, and the result of `prepare`.
+            Whether the data fitted into the block, and the result of `prepare`.
         """
         views = self._write(call)
         prepared = self._communicator.broadcast_in(self.group, self._block, source, prepare)
@@ -213,7 +213,7 @@ class BlockExchange:
         """Receive the block of the rank that calls `send`; all other ranks must call this.
 
         Args:
-            source: The rank that sends.
+            source: The rank that sends its block.
             prepare: A function that is called while the data is in transit. It returns this rank's arguments and any
                 other result.
 
@@ -257,14 +257,14 @@ class BlockExchange:
         return views
 
     def _adapt_size(self, size: int) -> None:
-        """Set the size of the next block to the largest that recent exchanges needed; it is the same on every rank.
+        """Set the size of the next block to the largest that recent exchanges needed, which is the same on every rank.
 
         Args:
             size: The size in bytes of the data in this exchange, on the rank that had the most data.
         """
         needed = _DATA_OFFSET + size
         self._recent_sizes.append(needed if needed <= self._max_block else 1)
-        if self._length < 2 * needed and needed <= self._length:  # The largest recent size is in this range, too.
+        if self._length < 2 * needed and needed <= self._length:  # The largest recent size is also in this range.
             return
         length = max(_MIN_BLOCK, 1 << (max(self._recent_sizes) - 1).bit_length())
         if length != self._length:
@@ -284,10 +284,10 @@ _exchange: BlockExchange | None = None
 
 
 def exchange_for(state: PartialState) -> BlockExchange | None:
-    """Return the block exchange for the ranks, or None unless they are connected by gloo on the CPU.
+    """Return the block exchange for the ranks, or None unless the ranks are connected by gloo on the CPU.
 
     Args:
-        state: The world.
+        state: The state with the ranks to connect.
     """
     global _exchange  # noqa: PLW0603 - there is one exchange per process group
     if state.communicator != "torch" or state.device.type != "cpu" or "gloo" not in (state.backend or ""):
@@ -304,7 +304,7 @@ def gather_blocks(
     """Exchange blocks between all ranks; every rank must call this. See `BlockExchange.gather`.
 
     Args:
-        state: The world.
+        state: The state with the ranks that exchange blocks.
         call: This rank's arguments.
         prepare: A function that is called with the views while the data is in transit.
     """
@@ -321,7 +321,7 @@ def check_arguments(operation: str, data: Any, state: PartialState, free_dim: in
     Args:
         operation: The name of the collective.
         data: This rank's argument.
-        state: The world.
+        state: The state with the ranks to compare.
         free_dim: A dimension whose size may differ between ranks.
 
     Raises:

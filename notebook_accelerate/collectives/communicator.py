@@ -59,7 +59,7 @@ class Communicator:
         return flat[None]
 
     def all_reduce(self, flat: torch.Tensor, maximum: bool = False) -> torch.Tensor:
-        """Sum `flat` over ranks (or take the maximum) in place, and return it; every rank must call this."""
+        """Sum `flat` over all ranks in place (or take the maximum), and return it; every rank must call this."""
         return flat
 
     def broadcast(self, flat: torch.Tensor, source: int) -> torch.Tensor:
@@ -90,10 +90,10 @@ class TorchCommunicator(Communicator):
     ) -> Result:
         """Write the tensors `flat` of all ranks into one contiguous tensor; every rank must call this.
 
-        This calls the process group's own method, which takes 14 us less than torch's public function.
+        This calls the process group's own method, which takes 14 µs less than torch's public function.
 
         Args:
-            group: The process group.
+            group: The process group of the ranks.
             rows: The tensor to write to, of shape (ranks * count,).
             flat: This rank's tensor, of shape (count,).
             prepare: A function that is called while the data is in transit.
@@ -104,7 +104,7 @@ class TorchCommunicator(Communicator):
         work = start_all_gather(group, rows, flat, _gather_options())
         try:
             return prepare()
-        finally:  # Wait even after an exception: the collective uses the memory until then.
+        finally:  # Wait even after an exception, because the collective uses the memory until it is done.
             work.wait()
 
     @step_time.collective
@@ -182,14 +182,14 @@ COMMUNICATORS: dict[str, Communicator] = {
     "torch": TorchCommunicator(),
     "xla": XlaCommunicator(),
 }
-"""The communicators, by the name in `PartialState.communicator`."""
+"""The communicators, by their name in `PartialState.communicator`."""
 
 
-# ---- a barrier that raises if other ranks cannot reach it, instead of waiting for a timeout
+# ---- a barrier that raises an error if other ranks cannot reach it, instead of waiting for a timeout
 #
 # A rank that waits at the barrier queries the missing ranks through the store of torch's process group. A thread in
 # each rank polls for queries twice a second, and answers them. If every missing rank is stuck in another collective,
-# which in turn waits for this rank, the program is deadlocked, and the barrier raises.
+# which in turn waits for this rank, the program is deadlocked, and the barrier raises an error.
 
 QUERY_INTERVAL = 2.0
 """Seconds to wait at the barrier before the missing ranks are queried, and between two queries."""
@@ -217,7 +217,7 @@ def start_watchdog() -> None:
 
 
 def wait_for_all_ranks(call: str) -> None:
-    """Wait for all ranks; every rank must call this. Without `start_watchdog`, it does nothing.
+    """Wait for all ranks; every rank must call this. This does nothing unless `start_watchdog` has been called.
 
     Args:
         call: The name of the function that the user called, for the error.
@@ -241,7 +241,7 @@ class _CollectiveWatchdog:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._answer_queries, name="collective watchdog", daemon=True)
         self._thread.start()
-        # Stop the thread first: if it is inside the store when the interpreter exits, the process crashes.
+        # Stop the thread first. If it is inside the store when the interpreter exits, the process crashes.
         atexit.register(self._stop)
 
     def _stop(self) -> None:
@@ -263,7 +263,7 @@ class _CollectiveWatchdog:
                 next_query = time.monotonic() + QUERY_INTERVAL
 
     def _query(self, barrier: int, missing: list[int], call: str) -> None:
-        """Query the positions of the missing ranks, and raise if none of them can reach the barrier."""
+        """Query the positions of the missing ranks, and raise an error if none of them can reach the barrier."""
         query = self.store.add("queries", 1)
         self.store.set(f"query/{query}", str(barrier))
         deadline = time.monotonic() + _ANSWER_TIMEOUT
@@ -298,7 +298,7 @@ class _CollectiveWatchdog:
                 barrier = int(store.get(f"query/{query}"))
                 store.set(f"answer/{query}/{self.rank}", self._position(barrier))
                 query += 1
-        except (RuntimeError, ValueError):  # The store was closed together with the group.
+        except (RuntimeError, ValueError):  # The store has been closed together with the group.
             return
 
     def _position(self, barrier: int) -> str:
@@ -314,7 +314,7 @@ class _CollectiveWatchdog:
 
 
 def _position_in_collective() -> tuple[int, int, str] | None:
-    """Return the main thread's innermost frame, instruction and line of user code, or None outside of a collective."""
+    """Return the frame, instruction and line where the main thread is in user code, or None outside of a collective."""
     innermost = main_frame()
     libraries = _library_folders()
     inside, line = False, ""

@@ -40,7 +40,7 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
 
     Args:
         obj: A list, tuple or namedtuple.
-        generator: The new items.
+        generator: The items of the new sequence.
     """
     return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
 
@@ -61,14 +61,14 @@ def _rebuild_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     try:
         return type(data)(items)  # type: ignore[call-arg]
     except TypeError:
-        rebuilt: Any = copy.copy(data)  # The constructor does not accept a dict.
+        rebuilt: Any = copy.copy(data)  # Copy the mapping, because its constructor does not accept a dict.
         for key, value in items.items():
             rebuilt[key] = value
         return rebuilt
 
 
 def map_children(node: Any, convert: Callable[[Any, Any], Any]) -> Any:
-    """Build a container of the same type with converted children; a leaf is returned unchanged.
+    """Build a container of the same type with converted children. A leaf is returned unchanged.
 
     Args:
         node: A list, a tuple, a mapping, a dataclass instance (which may be frozen), or a leaf.
@@ -97,12 +97,12 @@ def recursively_apply(
     """Apply a function to every leaf of a nested structure.
 
     Args:
-        func: The function, called as `func(leaf, *args, **kwargs)`.
+        func: The function to apply, called as `func(leaf, *args, **kwargs)`.
         data: Nested lists, tuples, namedtuples, mappings and dataclasses.
-        args: Further arguments of `func`.
+        args: Further arguments for `func`.
         test_type: A test that selects the leaves to which the function is applied.
-        error_on_other_type: Whether to raise if a leaf fails the test, instead of keeping the leaf.
-        kwargs: Keyword arguments of `func`.
+        error_on_other_type: Whether to raise a TypeError if a leaf fails the test, instead of keeping the leaf.
+        kwargs: Keyword arguments for `func`.
 
     Returns:
         A structure with the same types, and with the function's results as leaves.
@@ -199,7 +199,7 @@ def with_tensors(data: Nested, leaves: Iterable[torch.Tensor]) -> Nested:
     """Rebuild a nested structure with other tensors.
 
     Args:
-        data: The original.
+        data: The original structure.
         leaves: The new tensors, in the order of `leaves_of`.
     """
     rebuilt: Nested = _with_tensors(data, iter(leaves))
@@ -240,7 +240,7 @@ def find_device(data: Any) -> torch.device | None:
     return next((tensor.device for tensor in _iterate_leaves(data)), None)
 
 
-# ---- packing: a layout is computed once for each combination of shapes and dtypes, because loops repeat structures
+# ---- packing: a layout is computed only once for each combination of shapes and dtypes, because loops repeat them
 
 ALIGNMENT = 64
 """Segments start at multiples of this many bytes."""
@@ -248,14 +248,14 @@ ALIGNMENT = 64
 # 64 x 4. Larger results are copies, so that a single result does not keep a large buffer in memory.
 _VIEW_LIMIT = 1 << 20
 MAX_LAYOUTS = 256
-"""The number of layouts to keep. Batches of text have many lengths, and each needs another layout."""
+"""The maximum number of layouts to keep. Batches of text have many lengths, and each length needs its own layout."""
 
 
 class Segment:
     """The tensors of one dtype in a layout, packed one after the other.
 
     Args:
-        dtype: The dtype.
+        dtype: The dtype of all tensors in the segment.
         positions: The indices of the tensors in the list of all tensors.
         shapes: The shapes of the tensors.
         begin: The offset of the segment in a buffer for the whole layout, in bytes.
@@ -264,7 +264,7 @@ class Segment:
         sizes: The number of elements of each tensor.
         count: The total number of elements.
         end: The offset of the segment's end, in bytes.
-        same_shape: Whether all tensors have the same shape, so that each step is a single operation.
+        same_shape: Whether all tensors have the same shape, so that a single operation can process all of them.
     """
 
     __slots__ = ("begin", "count", "dtype", "end", "positions", "same_shape", "shapes", "sizes")
@@ -286,7 +286,7 @@ class Segment:
         with torch.no_grad():
             if self.same_shape:
                 return torch.stack(chosen).view(-1)
-            # DDP's helper takes a third of the time that reshape and cat take from Python.
+            # DDP's helper takes a third of the time of reshape and cat called from Python.
             packed: torch.Tensor = flatten_dense_tensors(chosen)  # type: ignore[no-untyped-call]
             return packed
 
@@ -326,7 +326,7 @@ class Segment:
         return [(ranks * shape[0], *shape[1:]) if shape else (ranks,) for shape in self.shapes]
 
     def unpack_rows(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Split the packed tensors of all ranks, and join each tensor over ranks along its first dimension.
+        """Split the packed tensors of all ranks, and join each tensor across ranks along its first dimension.
 
         Args:
             rows: One packed tensor per rank, of shape (ranks, count). The results may share its memory.
@@ -351,7 +351,7 @@ def split_equally(packed: torch.Tensor, count: int, shape: tuple[int, ...]) -> l
     """
     if not shape:
         return list(packed.view(count).unbind(0))
-    # This takes 0.9 times as long as unbind.
+    # This takes only 0.9 times as long as unbind.
     return list(packed.view(count * shape[0], *shape[1:]).split_with_sizes([shape[0]] * count))
 
 
@@ -396,7 +396,7 @@ class Layout:
             self.segments.append(segment)
             self.bytes = segment.end
         self.same_shape = len(self.segments) == 1 and self.segments[0].same_shape
-        # Hash numbers only, because the hashes of strings and of None differ between processes.
+        # Hash only numbers, because the hashes of strings and of None differ between processes.
         self.fingerprint = hash((shapes, tuple(zlib.crc32(str(dtype).encode()) for dtype in dtypes)))
 
     def in_order(self, results: list[list[torch.Tensor]]) -> list[torch.Tensor]:
@@ -413,10 +413,10 @@ _layouts: dict[tuple[tuple[torch.Size, ...], tuple[torch.dtype, ...]], Layout] =
 
 
 def layout_of(leaves: list[torch.Tensor]) -> Layout:
-    """Return the layout of tensors.
+    """Return the layout that packs these tensors.
 
     Args:
-        leaves: The tensors.
+        leaves: The tensors to pack.
     """
     key = tuple([leaf.shape for leaf in leaves]), tuple([leaf.dtype for leaf in leaves])
     found = _layouts.get(key)

@@ -32,7 +32,7 @@ def send_to_device(
 
     Args:
         tensor: Nested containers of tensors, or any object with a `.to(device)` method.
-        device: The device (a `torch.device`, a name or an index).
+        device: The device to move to: a `torch.device`, a name or an index.
         non_blocking: Whether to return without waiting for copies from pinned memory.
         skip_keys: The keys of mappings whose values are not moved.
 
@@ -68,9 +68,9 @@ def slice_tensors(
 
     Args:
         data: Nested containers of tensors.
-        tensor_slice: The slice of the first dimension.
-        process_index: Not used; part of Accelerate's signature.
-        num_processes: Not used; part of Accelerate's signature.
+        tensor_slice: The slice to take of the first dimension.
+        process_index: Not used. It is part of Accelerate's signature.
+        num_processes: Not used. It is part of Accelerate's signature.
 
     Returns:
         The structure with slices in place of the tensors.
@@ -83,7 +83,7 @@ def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
     """Join structures of the same form, tensor by tensor.
 
     Args:
-        data: The structures, in order.
+        data: The structures to join, in order.
         dim: The dimension along which tensors are joined.
 
     Returns:

@@ -36,7 +36,7 @@ REDUCTIONS = ("mean", "sum", "max", "none")
 
 
 def gather(tensor: Nested) -> Nested:
-    """Join every tensor of a nested structure over ranks, along the first dimension; every rank must call this.
+    """Join every tensor of a nested structure across ranks, along the first dimension; every rank must call this.
 
     Args:
         tensor: Nested containers of tensors with the same shapes on every rank (see `pad_across_processes`).
@@ -48,7 +48,7 @@ def gather(tensor: Nested) -> Nested:
     Raises:
         TypeError: A leaf is not a tensor; use `gather_object` instead.
         DistributedOperationException: Shapes or dtypes differ between ranks. This is always detected with gloo, and
-            with other back ends in debug mode, which also compares the names of nested values.
+            with other backends only in debug mode, which also compares the names of nested values.
     """
     state = PartialState()
     leaves = _check_leaves(tensor, "gather", state)
@@ -76,7 +76,7 @@ def reduce(tensor: Nested, reduction: str = "mean", scale: float = 1.0) -> Neste
     Args:
         tensor: Nested containers of tensors with the same shapes on every rank.
         reduction: mean, sum, max or none. The mean of integers is a float.
-        scale: A factor for the result. As in Accelerate, it only has an effect on XLA.
+        scale: A factor for the result. As in Accelerate, it has an effect only on XLA.
 
     Returns:
         The structure with new tensors. With a single rank, the argument itself.
@@ -124,7 +124,7 @@ def _unpack_all(layout: Layout, totals: list[torch.Tensor]) -> list[torch.Tensor
 
 
 def _result_dtype(dtype: torch.dtype, reduction: str) -> torch.dtype:
-    """Return the dtype that the sum, mean or maximum of tensors has."""
+    """Return the dtype of the sum, mean or maximum of tensors."""
     if dtype.is_floating_point or dtype.is_complex:
         return dtype
     return torch.get_default_dtype() if reduction == "mean" else torch.int64 if dtype == torch.bool else dtype
@@ -133,7 +133,7 @@ def _result_dtype(dtype: torch.dtype, reduction: str) -> torch.dtype:
 def _reduce_rows(rows: tuple[torch.Tensor, ...], reduction: str, out: torch.Tensor) -> None:
     """Compute the sum, mean or maximum over ranks, in the order of ranks and in the dtype of the tensors.
 
-    The result equals the result of `all_reduce`.
+    The result is equal to that of `all_reduce`.
 
     Args:
         rows: The packed tensor of each rank, of shape (count,).
@@ -178,7 +178,7 @@ def broadcast(tensor: Nested, from_process: int = 0) -> Nested:
         The structure on the rank's device.
 
     Raises:
-        ValueError: `from_process` is not a rank.
+        ValueError: `from_process` is not the index of a rank.
         TypeError: A leaf is not a tensor.
         DistributedOperationException: Shapes or dtypes differ between ranks (see `gather`).
     """
@@ -247,8 +247,8 @@ def pad_across_processes(tensor: Nested, dim: int = 0, pad_index: int = 0, pad_f
 
     Raises:
         TypeError: A leaf is not a tensor.
-        DistributedOperationException: The number of tensors differs between ranks. In debug mode, also if the size of
-            another dimension differs.
+        DistributedOperationException: The number of tensors differs between ranks. In debug mode, this is also raised
+            if the size of another dimension differs.
     """
     state = PartialState()
     leaves = _check_leaves(tensor, "pad_across_processes", state, dim)
@@ -305,7 +305,7 @@ def _sizes_along(leaves: list[torch.Tensor], layout: Layout | None, dim: int) ->
 def _can_stack(leaves: list[torch.Tensor], layout: Layout | None) -> bool:
     """Return whether one operation can pad all tensors.
 
-    This is not possible with autograd: the results would be views that reject in-place changes.
+    This is not possible with autograd, because the results would be views, which reject in-place changes.
     """
     return (
         layout is not None
@@ -337,7 +337,7 @@ def _move_to(device: torch.device, leaves: list[torch.Tensor]) -> list[torch.Ten
 
 
 def _on_device(leaves: list[torch.Tensor], device: torch.device) -> bool:
-    if device.type == "cpu":  # is_cpu takes half as long as comparing devices.
+    if device.type == "cpu":  # Reading is_cpu takes half as long as comparing devices.
         return False not in [leaf.is_cpu for leaf in leaves]
     return [leaf.device for leaf in leaves].count(device) == len(leaves)
 
@@ -373,10 +373,10 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
         from_process: The rank that sends its objects.
 
     Returns:
-        The list.
+        The same list.
 
     Raises:
-        ValueError: `object_list` is not a list, or `from_process` is not a rank.
+        ValueError: `object_list` is not a list, or `from_process` is not the index of a rank.
     """
     state = PartialState()
     if not isinstance(object_list, list):
@@ -390,23 +390,23 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     return object_list
 
 
-# ---- results of an evaluation, in which every sample of the dataset counts once
+# ---- results of an evaluation, in which every sample of the dataset must count exactly once
 
 _log = logging.getLogger(__name__)
 
 
 def gather_for_metrics(input_data: Nested, gradient_state: GradientState, use_gather_object: bool = False) -> Nested:
-    """Join results over ranks, without the samples that pad the last batches; every rank must call this.
+    """Join results across ranks, without the samples that pad the last batches; every rank must call this.
 
     Args:
         input_data: Nested containers of tensors, or a list of picklable objects, with one entry for each sample.
-        gradient_state: The state that knows the loader being read.
-        use_gather_object: Whether to treat the data as Python objects although it contains tensors.
+        gradient_state: The gradient state, which knows the loader that is being read.
+        use_gather_object: Whether to treat the data as Python objects even though it contains tensors.
 
     Returns:
-        The result of each sample once. Results are also cut with a single rank, because libraries repeat the loss of a
-        short batch to the full batch size and rely on this. If a part of the results has no rows (with a single rank, a
-        loss without dimensions or a number), nothing is cut.
+        The results, with each sample once. Even with a single rank, results are cut to the number of samples, because
+        libraries repeat the loss of a short batch to the full batch size and rely on this. If a part of the results has
+        no rows (with a single rank, a loss without dimensions or a number), nothing is cut.
     """
     as_objects = use_gather_object or not _only_tensors(input_data)
     data: Any = gather_object(input_data) if as_objects else gather(input_data)
