@@ -34,30 +34,30 @@ from notebook_accelerate.state import GradientState, PartialState
 from notebook_accelerate.telemetry import step_time
 
 Column: TypeAlias = "torch.Tensor | list[Any] | tuple[Any, ...]"
-"""A part of a batch that has one entry for each sample."""
+"""A part of a batch that has one entry per sample."""
 
 # The kinds of announcement that rank 0 broadcasts before a round.
 _END, _SAME_FORM, _NEW_FORM, _FAILED = range(4)
 
 
 class DataLoaderDispatcher(PreparedDataLoader):
-    """A loader whose dataset is read only by rank 0, and which gives each rank its part of each round.
+    """A loader that reads its dataset only on rank 0, and gives each rank its part of each round.
 
-    A round takes one small broadcast, and one broadcast per dtype. The structure of a batch is sent only when it
-    changes.
+    Sending a round takes one small broadcast, and one broadcast per dtype. The structure of a batch is sent only when
+    it changes.
 
     Args:
         dataset: The dataset to load from, which only rank 0 uses.
-        split_batches: Whether a round is one batch that is split over the ranks. If False, a round has one batch for
+        split_batches: Whether a round is one batch that is split between the ranks. If False, a round has one batch for
             each rank.
         skip_batches: The number of rounds to skip at the start of each pass.
         use_stateful_dataloader: Whether to use torchdata's StatefulDataLoader.
-        _drop_last: Whether to drop a last round that is not full.
+        _drop_last: Whether to drop the last round if it is not full.
         _non_blocking: Whether to copy batches to the device asynchronously.
-        slice_fn: A function that returns a rank's part of a round; it is called like `slice_tensors`.
+        slice_fn: A function that returns a rank's part of a round. It is called in the same way as `slice_tensors`.
         torch_device_mesh: A device mesh. Ranks that differ only in model-parallel dimensions get the same part.
         iteration: The epoch of the first pass.
-        **kwargs: Arguments of torch's DataLoader.
+        **kwargs: Arguments for torch's DataLoader.
 
     Attributes:
         submesh_tp, submesh_dp, submesh_fsdp: Dimensions of the mesh if it has a dimension tp, otherwise None.
@@ -99,7 +99,7 @@ class DataLoaderDispatcher(PreparedDataLoader):
         self.device = self.state.device
         self._reads_dataset = self.state.process_index == 0
         self._reads_one_ahead = self.state.num_processes == 1
-        self._opening: list[Column] | None = None  # The first samples of this epoch, which pad its last round.
+        self._opening: list[Column] | None = None  # The first samples of this epoch, used to pad its last round.
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         batches = self._local_batches() if self.state.num_processes == 1 else self._dispatched_batches()
@@ -133,7 +133,7 @@ class DataLoaderDispatcher(PreparedDataLoader):
         return self.slice_fn(batch, own, process_index=self.dp_rank, num_processes=self.dp_size)
 
     def _mark_last_batch(self, batch: Any) -> None:
-        """Record that the next batch is the last one. A single rank counts the samples of the batch itself."""
+        """Record that the next batch is the last one. With a single rank, count the samples in the batch itself."""
         super()._mark_last_batch(batch)
         size = ignorant_find_batch_size(batch)
         if self.is_only_rank and not self._drop_last and size is not None:
@@ -169,7 +169,7 @@ class DataLoaderDispatcher(PreparedDataLoader):
         """Receive the rounds that rank 0 sends.
 
         Yields:
-            The same tuples as `_send_rounds` on rank 0.
+            The same tuples that `_send_rounds` yields on rank 0.
         """
         self._draw_as_reader()
         form: Any = None
@@ -231,12 +231,12 @@ class DataLoaderDispatcher(PreparedDataLoader):
                 yield joined
 
     def _pad_rounds(self, rounds: Iterator[Any]) -> Iterator[tuple[Any, int]]:
-        """Pad rounds that cannot be divided evenly with the first samples of the epoch.
+        """Pad rounds that cannot be divided evenly, with the first samples of the epoch.
 
-        If these have another form, such as longer sequences, a round is padded with its own first samples.
+        If the first samples have another form, such as longer sequences, a round is padded with its own samples.
 
         Yields:
-            A round, and its number of samples without padding.
+            Each round, and its number of samples without padding.
         """
         for batch in rounds:
             if self.dp_size == 1:
@@ -269,7 +269,7 @@ class DataLoaderDispatcher(PreparedDataLoader):
 
 
 def _broadcast_tensors(batch: Any) -> Any:
-    """Broadcast the tensors of rank 0. All other leaves have been sent with the description."""
+    """Broadcast the tensors of rank 0. All other leaves have already been sent with the description."""
     leaves = leaves_of(batch)
     return with_tensors(batch, broadcast(leaves)) if leaves else batch
 
@@ -293,8 +293,8 @@ def _size(batch: Any) -> int:
 def _is_column(node: Any, size: int) -> bool:
     """Return whether a part of a batch has one entry for each sample: a tensor, or a list of strings or other objects.
 
-    torch's collate function keeps strings in lists. A list whose items are tuples with one entry for each sample is a
-    container of columns, one for each field. Any other list of this length is a column.
+    torch's collate function keeps strings in lists. If the items of a list are tuples with one entry for each sample,
+    the list is a container of columns, one for each field. Any other list of this length is a column.
     """
     if isinstance(node, torch.Tensor):
         return True
@@ -321,7 +321,7 @@ def _first(column: Any, count: int) -> Any:
 
 
 def _padded(batch: Any, size: int, missing: int, opening: list[Column]) -> Any:
-    """Append samples to a batch: the first samples of the epoch if they have the same form, otherwise its own."""
+    """Append samples to a batch: the first ones of the epoch if they have the same form, otherwise the batch's own."""
     own = _columns(batch, size)
     sources = opening if len(opening) == len(own) and all(map(_can_be_joined, own, opening)) else own
     padding = iter(sources)
@@ -341,7 +341,7 @@ def _can_be_joined(column: Any, other: Any) -> bool:
 
 
 def _joined_column(pieces: list[Any]) -> Any:
-    """Concatenate columns. Tuples are joined to one tuple, and lists to one list."""
+    """Concatenate columns. Tuples are joined into one tuple, and lists into one list."""
     if isinstance(pieces[0], torch.Tensor):
         return torch.cat(pieces)
     return type(pieces[0])(itertools.chain.from_iterable(pieces))

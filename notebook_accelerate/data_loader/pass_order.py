@@ -28,15 +28,15 @@ _KNOWN = ("torch.utils.data.", "torchdata.", f"{__package__}.", "builtins")
 
 
 class PassOrder:
-    """The random numbers behind the order of a loader's current pass. Copies that skip batches share this object.
+    """The random numbers behind the order of a loader's current pass. Copies of the loader share this object.
 
     Attributes:
         numbers: The random numbers before the pass drew its order (see `read_numbers`), or None between passes.
-        last_read: If a class of the user decides the order, the number of the last item read, and the item itself.
+        last_read: The number of the last item read, and the item itself, if the user's class decides the order.
         resumed: The state of an interrupted pass whose order the next pass repeats, or None for a new order.
         exhausted: Whether the current pass has yielded its last batch.
-        completed_epoch: The epoch of a resumed pass that had already yielded its last batch, or None. Only a copy that
-            skips all batches of this pass repeats it.
+        completed_epoch: The epoch of a resumed pass that had already yielded its last batch, or None. Only a copy of
+            the loader that skips all batches of this pass repeats the pass.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class PassOrder:
 
 
 def is_own_order(source: Any) -> bool:
-    """Return whether a class of the user decides the order, and may therefore draw from any random numbers.
+    """Return whether the user's class decides the order, and may therefore draw from any random numbers.
 
     Args:
         source: A batch sampler or sampler, which may be inside BatchSamplerShard and SkipBatchSampler.
@@ -66,11 +66,11 @@ def draws_order(dataloader: DataLoader[Any]) -> bool:
     """Return whether a loader's order may depend on random numbers that are not recorded elsewhere.
 
     Args:
-        dataloader: A loader.
+        dataloader: A loader, prepared or not.
 
     Returns:
-        False for iterable datasets, and for torch's samplers whose order is fixed or depends only on a seed and an
-        epoch.
+        Whether there are such numbers. There are none for iterable datasets, and for torch's samplers whose order is
+        fixed or depends only on a seed and an epoch.
     """
     if isinstance(dataloader.dataset, IterableDataset):
         return False
@@ -83,7 +83,7 @@ def draw_order(dataloader: DataLoader[Any]) -> None:
     """Draw the global random numbers that the order of a pass would draw, without reading the pass.
 
     Args:
-        dataloader: A loader.
+        dataloader: A loader, prepared or not.
     """
     if isinstance(dataloader.dataset, IterableDataset):
         return
@@ -104,11 +104,11 @@ def read_numbers(source: Any) -> Any:
     """Return the states of the random numbers that an order is drawn from.
 
     Args:
-        source: The source of indices.
+        source: The loader's source of indices.
 
     Returns:
-        The state of the sampler's generator, or else of torch's. If a class of the user decides the order, a dict of
-        all random states that it may draw from.
+        The state of the sampler's generator, or else of torch's. If the user's class decides the order, a dict of all
+        random states that the class may draw from.
     """
     generator = _generator(source)
     if not is_own_order(source):
@@ -119,7 +119,7 @@ def read_numbers(source: Any) -> Any:
 
 @contextmanager
 def drawing_again(source: Any, numbers: Any) -> Iterator[None]:
-    """Draw an order from earlier random numbers inside the block, and restore the global ones afterwards.
+    """Draw an order from earlier random numbers inside the block, and restore the global numbers afterwards.
 
     Args:
         source: The source of indices. If its sampler has a generator, the generator continues with the earlier numbers.
@@ -200,8 +200,8 @@ def with_last_read(numbers: Any, last_read: tuple[int, Any] | None) -> Any:
 def expected_item(numbers: Any) -> int | None:
     """Return the number of the item to compare a resumed order by, or None if this rank cannot compare.
 
-    One rank saves its last item for all ranks, but each rank reads different items, which depend on the number of
-    ranks.
+    One rank saves its last item for all ranks, but each rank reads different items, and which ones depends on the
+    number of ranks.
 
     Args:
         numbers: The result of `with_last_read`.
@@ -216,7 +216,7 @@ def check_order(source: Any, numbers: Any, item: Any) -> None:
     """Warn once if a resumed pass does not have the order of the interrupted pass.
 
     Args:
-        source: The source of indices.
+        source: The loader's source of indices.
         numbers: The result of `with_last_read`.
         item: The item that the pass has at the number that `expected_item` returned.
     """
@@ -244,14 +244,15 @@ def _short(item: Any) -> int:
 class RecordedSource:
     """A loader's source of indices that records the random numbers that each order is drawn from.
 
-    It does not refer to the loader, because persistent workers exit when the last reference to the loader is dropped.
+    This object does not refer to the loader, because persistent workers exit when the last reference to the loader is
+    dropped.
 
     Args:
         source: A batch sampler or sampler.
         order: The object that stores the random numbers.
 
     Attributes:
-        draws_late: Whether an order is drawn with its first item, instead of when torch creates the iterator.
+        draws_late: Whether an order is drawn when its first item is read, instead of when torch creates the iterator.
     """
 
     def __init__(self, source: Any, order: PassOrder) -> None:
@@ -265,15 +266,15 @@ class RecordedSource:
     def __iter__(self) -> Iterator[Any]:
         if self.draws_late or self.order.resumed is not None:
             return self._recorded()
-        # Draw at the same time as without this class: an __iter__ that is not a generator function may draw when torch
-        # creates the iterator.
+        # Draw at the same time as without this class, because an __iter__ that is not a generator function may draw
+        # when torch creates the iterator.
         self.order.numbers = read_numbers(self.source)
         items = iter(self.source)
         return self._watched(items, drawn=not _are_equal(self.order.numbers, read_numbers(self.source)))
 
     def _recorded(self) -> Iterator[Any]:
-        # This must be a generator: torch creates the iterator, draws the seed of its workers, and only then reads the
-        # first item, which draws the order.
+        # This must be a generator, because torch creates the iterator, draws the seed of its workers, and only then
+        # reads the first item, which draws the order.
         resumed, self.order.resumed = self.order.resumed, None
         items = self._items(resumed)
         yield from items if self.draws_late else self._watched(items, resumed)

@@ -79,8 +79,8 @@ def prepare_data_loader(
     Args:
         dataloader: The loader to divide.
         device: The device of the batches if `put_on_device` is True.
-        num_processes: The number of ranks that share the data; None means the number in `PartialState`.
-        process_index: The number of this rank; None means the number in `PartialState`.
+        num_processes: The number of ranks that share the data. None means the number in `PartialState`.
+        process_index: The index of this rank. None means the index in `PartialState`.
         split_batches: Whether to split each batch into equal parts for the ranks. If False, each rank gets whole
             batches, so that the global batch is `num_processes` times as large.
         put_on_device: Whether to move batches to `device`.
@@ -89,10 +89,10 @@ def prepare_data_loader(
             datasets with `put_on_device`.
         even_batches: Whether to give all ranks the same number of equally large batches, by padding with samples from
             the start of the epoch.
-        slice_fn_for_dispatch: A function that returns a rank's part of a dispatched batch; it is called like
-            `slice_tensors`.
+        slice_fn_for_dispatch: A function that returns a rank's part of a dispatched batch. It is called in the same way
+            as `slice_tensors`.
         use_seedable_sampler: Whether to shuffle by a seed and the epoch (SeedableRandomSampler).
-        data_seed: The seed for `use_seedable_sampler`; None means torch's initial seed.
+        data_seed: The seed for `use_seedable_sampler`. None means torch's initial seed.
         non_blocking: Whether to copy batches to the device asynchronously.
         use_stateful_dataloader: Whether to use torchdata's StatefulDataLoader, whose position can be saved and
             restored.
@@ -183,7 +183,7 @@ def _iterable_share(dataloader: DataLoader[Any], dp_size: int, dp_rank: int, spl
 def _own_shards(dataset: Any, dp_size: int, dp_rank: int) -> Any:
     """Return a rank's shards of a datasets.IterableDataset, or None if it has fewer shards than ranks.
 
-    For any other dataset, this returns None, too.
+    For any other dataset, None is returned too.
     """
     datasets: Any = sys.modules.get("datasets")  # If the dataset belongs to this library, it has been imported.
     if datasets is None or not isinstance(dataset, datasets.IterableDataset) or dataset.n_shards < dp_size:
@@ -268,8 +268,8 @@ def _generator_of(dataloader: DataLoader[Any]) -> torch.Generator | None:
         sampler = get_sampler(dataloader)
         generator = NOTHING if isinstance(sampler, SeedableRandomSampler) else getattr(sampler, "generator", NOTHING)
         if generator is None:
-            # A sampler that draws from torch's generator although seedable sampling was requested, such as
-            # transformers' group_by_length.
+            # The sampler draws from torch's generator even though seedable sampling was requested, as the one for
+            # transformers' group_by_length does.
             return torch.default_generator
     return generator if isinstance(generator, torch.Generator) else None
 
@@ -288,7 +288,7 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         dataset: The dataset to load from.
         skip_batches: The number of batches to skip at the start of each pass.
         use_stateful_dataloader: Whether to use torchdata's StatefulDataLoader.
-        **kwargs: Arguments of torch's DataLoader.
+        **kwargs: Arguments for torch's DataLoader.
     """
 
     def __init__(
@@ -308,11 +308,11 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """Return a copy of a loader that skips the first batches of each pass.
 
-    Use the copy for the rest of an interrupted epoch, and the loader itself from the next epoch on: the end of the
-    copy's pass moves both to the next epoch. For map-style datasets, the skipped batches are not loaded.
+    Use the copy for the rest of an interrupted epoch, and the loader itself from the next epoch on. The end of the
+    copy's pass moves both loaders to the next epoch. For map-style datasets, the skipped batches are not loaded.
 
-    A stateful loader that has loaded a state skips some batches already. These count as skipped here, and the loaded
-    state passes to the copy.
+    A stateful loader that has loaded a state already skips some batches. They are included in `num_batches`, and the
+    loaded state is passed on to the copy.
 
     Args:
         dataloader: A prepared loader, or a torch DataLoader.

@@ -36,7 +36,7 @@ class DataLoaderStateMixin:
         end_of_dataloader: Whether the last batch of this pass has been yielded.
         remainder: The number of samples in the last round (one batch of each rank) that are not padding. 0 means all of
             them. -1 means that the number is unknown, or that there is no padding.
-        gradient_state: The gradient state.
+        gradient_state: The gradient state to which the loader reports.
     """
 
     end_of_dataloader = False
@@ -62,7 +62,7 @@ class DataLoaderStateMixin:
         self.gradient_state._remove_dataloader(self)
 
     def _samples_per_pass(self) -> int:
-        """Count the samples of one pass over all ranks, without padding."""
+        """Count the samples in one pass of all ranks together, without padding."""
         sampler = get_sampler(self)  # type: ignore[arg-type]
         length = getattr(sampler, "__len__", None)
         if length is None or isinstance(self.dataset, IterableDatasetShard):  # type: ignore[attr-defined]
@@ -71,14 +71,14 @@ class DataLoaderStateMixin:
 
 
 class DataLoaderAdapter(DataLoader[Any]):
-    """One class for torch's DataLoader and for torchdata's StatefulDataLoader.
+    """A loader that is based on torch's DataLoader or on torchdata's StatefulDataLoader.
 
     Args:
         dataset: The dataset to load from.
         use_stateful_dataloader: Whether to use torchdata's StatefulDataLoader, whose position can be saved and
             restored.
         batch_sampler: The batch sampler, or None.
-        **kwargs: Arguments of torch's DataLoader.
+        **kwargs: Arguments for torch's DataLoader.
 
     Raises:
         ImportError: `use_stateful_dataloader` is True, but torchdata is not installed.
@@ -102,7 +102,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         self._loader_created()
 
     def _loader_created(self) -> None:
-        """Run after torch's constructor. Stateful loaders draw random numbers here."""
+        """Called at the end of torch's constructor. Stateful loaders draw random numbers here."""
 
     @property
     def base_dataloader(self) -> DataLoader[Any]:
@@ -168,7 +168,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     Attributes:
         iteration: The epoch of the next pass. A finished pass adds one.
-        device: The device of the batches; None means that batches are not moved.
+        device: The device of the batches. None means that batches are not moved.
         between_batches: A function that is called after each batch on the device has been used, or None.
         skip_batches: The number of batches to read and drop at the start of each pass. `skip_first_batches` uses it
             only if the sampler cannot skip.
@@ -243,7 +243,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self._order.resumed = None
         self._order.completed_epoch = None
         if telemetry.current_sink() is not None and len(self.gradient_state.dataloader_references) == 2:
-            # Report only the outermost loader: a pass inside its loop, such as an evaluation, is not an epoch.
+            # Report only the outermost loader, because a pass inside its loop, such as an evaluation, is not an epoch.
             self._report_pass()
 
     def _report_pass(self) -> None:
@@ -262,7 +262,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         completed = self._order.completed_epoch
         if completed is None:
             self._resumes = skipped > 0 or self._order.resumed is not None
-        else:  # The pass is complete, so a copy that skips all of its batches reads nothing.
+        else:  # The pass is complete, so a copy that skips all of its batches has nothing to read.
             self._resumes = self._is_over = skipped >= max(_length(original), 1)
             self.iteration = completed if self._resumes else original.iteration
 
@@ -471,7 +471,7 @@ class EpochFollower:
         """Make the worker's dataset follow the epoch.
 
         Args:
-            worker: The number of the worker.
+            worker: The worker's number.
         """
         if self.function is not None:
             self.function(worker)
@@ -519,7 +519,7 @@ def send_epoch(dataloader: DataLoader[Any], epoch: int) -> None:
     """Send the epoch of the next pass to a loader's workers, which do not read between two passes.
 
     Args:
-        dataloader: The loader.
+        dataloader: The loader whose workers follow its epoch.
         epoch: The number of the epoch.
     """
     if isinstance(dataloader.worker_init_fn, EpochFollower):
@@ -530,12 +530,12 @@ def send_epoch(dataloader: DataLoader[Any], epoch: int) -> None:
 def separate_worker_seed(dataloader: DataLoader[Any], numbers: torch.Tensor | None = None) -> Iterator[None]:
     """Draw the seed of the workers from a separate generator.
 
-    torch would draw it from the loader's generator or from the global one, and change the random numbers of training
-    and samplers.
+    torch would draw the seed from the loader's generator or from the global one, and so change the random numbers of
+    training and samplers.
 
     Args:
         dataloader: The loader that starts its workers inside the context.
-        numbers: The state of the separate generator; None means the state of the generator that torch would use.
+        numbers: The state of the separate generator. None means the state of the generator that torch would use.
     """
     own = dataloader.generator
     separate = torch.Generator()

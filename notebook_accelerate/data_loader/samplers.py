@@ -70,7 +70,7 @@ class BatchSamplerShard(BatchSampler):
         batch_sampler: The batch sampler to divide. Its `batch_size` (default: None) and `drop_last` (default: False)
             decide how the last batches are divided.
         num_processes: The number of ranks that share the batches.
-        process_index: The number of this rank.
+        process_index: The index of this rank.
         split_batches: Whether to split each batch, instead of giving each rank whole batches.
         even_batches: Whether to pad the last batches with indices from the start of the epoch if they are not enough
             for all ranks, so that all ranks get the same number of equally large batches. If False, some ranks get a
@@ -197,7 +197,7 @@ def _cycle(batches: list[list[int]], start: int, count: int) -> list[int]:
 
 
 class SkipBatchSampler(BatchSampler):
-    """A batch sampler without its first batches. It has the other attributes of the inner batch sampler.
+    """A batch sampler that skips the first batches of another one, and otherwise has the other one's attributes.
 
     Args:
         batch_sampler: The inner batch sampler.
@@ -209,7 +209,7 @@ class SkipBatchSampler(BatchSampler):
         self.skip_batches = skip_batches
 
     def __getattr__(self, name: str) -> Any:
-        if name == "batch_sampler":  # It is not set yet while the object is unpickled.
+        if name == "batch_sampler":  # The attribute is not set yet while the object is unpickled.
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
@@ -289,7 +289,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         batch_size: The number of samples per batch of one rank or, with `split_batches`, of all ranks together.
         drop_last: Whether to drop a last window that is not full.
         num_processes: The number of ranks that share the dataset.
-        process_index: The number of this rank.
+        process_index: The index of this rank.
         split_batches: Whether `batch_size` counts the samples of all ranks together.
 
     Attributes:
@@ -420,7 +420,7 @@ def open_from(batches: Iterable[Any], skipped: int, kept: int) -> tuple[list[Any
     Args:
         batches: A batch sampler, or any iterable of batches.
         skipped: The number of batches that the iterator skips, 0 or more.
-        kept: How many of the epoch's first batches to return in the list, if the epoch has that many.
+        kept: The number of the epoch's first batches to return in the list, if the epoch has that many.
 
     Returns:
         The epoch's first `kept` batches, and an iterator over the batches after the first `skipped`.
@@ -447,7 +447,7 @@ def advance(iterator: Iterator[Item], count: int) -> Iterator[Item]:
     iterators are read item by item.
 
     Args:
-        iterator: The iterator, which may have been started.
+        iterator: The iterator to move, which may have been started.
         count: The number of items to skip, 0 or more.
 
     Returns:

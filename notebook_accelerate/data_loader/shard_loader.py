@@ -30,16 +30,16 @@ class DataLoaderShard(PreparedDataLoader):
 
     Args:
         dataset: The dataset to load from.
-        device: The device of the batches; None means that batches are not moved.
+        device: The device of the batches. None means that batches are not moved.
         rng_types: The random number generators to synchronise across ranks at the start of each pass.
         synchronized_generator: The generator to use for ``"generator"`` in `rng_types`.
         skip_batches: The number of batches to skip at the start of each pass.
         use_stateful_dataloader: Whether to use torchdata's StatefulDataLoader.
         _drop_last: Whether the last incomplete round is dropped, so that there is no padding.
         _non_blocking: Whether to copy batches to the device asynchronously.
-        torch_device_mesh: Accepted for compatibility; `prepare_data_loader` decides the share.
+        torch_device_mesh: Accepted for compatibility, because `prepare_data_loader` decides which rank reads what.
         iteration: The epoch of the first pass.
-        **kwargs: Arguments of torch's DataLoader.
+        **kwargs: Arguments for torch's DataLoader.
     """
 
     def __init__(
@@ -143,8 +143,8 @@ class SequenceLoader(DataLoader[Any]):
         loader: The prepared loader of this rank's batches.
         split: A function that takes an iterable of this rank's batches, and returns an iterable of pieces.
         ranks: The number of ranks that share sequences.
-        rows: The number of sequences in each batch; None allows any number.
-        device: The device of the pieces; None does not move them.
+        rows: The number of sequences in each batch. None allows any number.
+        device: The device to which pieces are moved. If None, they are not moved.
         skipped: The number of pieces to skip at the start of each pass.
 
     Attributes:
@@ -160,13 +160,13 @@ class SequenceLoader(DataLoader[Any]):
         device: torch.device | None = None,
         skipped: int = 0,
     ) -> None:
-        # Don't call DataLoader.__init__: this is a view of another loader, and has no dataset and no workers.
+        # Don't call DataLoader.__init__, because this is a view of another loader, without a dataset and workers.
         self.loader, self.ranks, self.rows, self.device = loader, ranks, rows, device
         self._split, self._skipped = split, skipped
         loader.hands_out_pieces = True
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # It is not set yet while the object is copied.
+        if name == "loader":  # The attribute is not set yet while the object is copied.
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -233,7 +233,7 @@ def _contiguous(piece: Any) -> Any:
 # ---- which ranks read different data
 
 # Ranks that differ only in these dimensions use the same samples, because they share a model, a sequence or a pipeline.
-# Ranks along "sp" share sequences, too, but each of them reads different ones, which `SequenceLoader` combines.
+# Ranks along "sp" share sequences too, but each of them reads different sequences, which `SequenceLoader` combines.
 MODEL_DIMENSIONS = frozenset({"tp", "cp", "pp", "ep"})
 
 
@@ -243,7 +243,7 @@ def data_parallel_rank(mesh: Any, num_processes: int, process_index: int) -> tup
     Args:
         mesh: A torch DeviceMesh with named dimensions, or None if all ranks are data parallel.
         num_processes: The number of all ranks.
-        process_index: The number of this rank.
+        process_index: The index of this rank.
 
     Returns:
         The number of ranks that read different data, and this rank's index among them.
@@ -269,7 +269,7 @@ def synchronize_rng_state(
         rng_type: A member of RNGType or its value: ``"torch"`` for the CPU's generator, ``"generator"`` for
             `generator`, or the name of a device type for the device's generator.
         generator: The generator to use for ``"generator"``.
-        num_processes: The number of ranks; None means the number in `PartialState`. With 1, nothing is done.
+        num_processes: The number of ranks. None means the number in `PartialState`. If 1, nothing is done.
 
     Raises:
         ValueError: `rng_type` is unknown, or is ``"generator"`` without a `generator`.
@@ -310,6 +310,6 @@ def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.
 
 
 def _from_rank_0(state: torch.Tensor) -> torch.Tensor:
-    """Return rank 0's value of a small CPU tensor."""
+    """Return the values that a small CPU tensor has on rank 0; every rank must call this."""
     received: torch.Tensor = broadcast(state.to(PartialState().device))
     return received.cpu()

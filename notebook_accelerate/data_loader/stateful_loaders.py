@@ -29,7 +29,7 @@ from notebook_accelerate.data_loader.prepared_loader import (
 from notebook_accelerate.data_loader.samplers import SeedableRandomSampler, get_sampler, index_source, iterate_from
 
 _OWN = "_notebook_accelerate"
-"""The key of the additional state in pickles and in the checkpoints of earlier versions."""
+"""The key of the additional state, in pickles and in the checkpoints of earlier versions of this package."""
 
 
 @functools.cache
@@ -83,7 +83,7 @@ class _Stateful(PreparedDataLoader):
     def _loader_created(self) -> None:
         """Draw the random numbers of the first pass now.
 
-        Accelerate draws them at the same time, because it starts the first pass to read its state.
+        Accelerate draws them at the same time, because it starts the first pass to read the state of that pass.
         """
         self._first_numbers = torch.get_rng_state() if self.generator is None else self.generator.get_state()
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)
@@ -162,17 +162,17 @@ class _Stateful(PreparedDataLoader):
         self._is_inside = False
 
     def _loaded_position(self) -> bool:
-        """Return whether the pass that starts is the rest of an earlier pass, and reset this."""
+        """Return whether the pass that starts is the rest of an earlier pass, and clear this mark."""
         continues, self._continues = self._continues, False
         return continues
 
     def _has_drawn_seed(self) -> bool:
-        """Return whether the random numbers of the pass that starts have been drawn already, and reset this."""
+        """Return whether the random numbers of the pass that starts have already been drawn, and clear this mark."""
         numbers, self._first_numbers = self._first_numbers, None
         return numbers is not None
 
     def resume_pass_of(self, original: PreparedDataLoader, skipped: int) -> None:
-        """Make this copy read the rest of the original's pass; if nothing is left, the original keeps the state."""
+        """Make this copy read the rest of the original's pass. If nothing is left, the original keeps the state."""
         super().resume_pass_of(original, skipped)
         if self._is_over:
             vars(original)["next_iter_state"] = vars(self).pop("next_iter_state")
@@ -221,8 +221,8 @@ class _Stateful(PreparedDataLoader):
         """Return the position of this loader in its epoch.
 
         Returns:
-            The state of torchdata's StatefulDataLoader after the batches that have been yielded, as a `LoaderState`. It
-            is empty on a rank that does not read the dataset.
+            The state of torchdata's StatefulDataLoader after the batches that have been yielded, as a `LoaderState`. On
+            a rank that does not read the dataset, this is empty.
         """
         own = {
             "iteration": self.iteration,
