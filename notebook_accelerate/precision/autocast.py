@@ -18,9 +18,9 @@ class Precision:
 
     Args:
         device_type: The type of the computing device: cpu, cuda, ...
-        autocast_handler: `AutocastKwargs`; None means torch's defaults.
-        scaler_handler: `GradScalerKwargs`; None means torch's defaults.
-        fp8_recipe: The recipe of the fp8 library; None in other precisions.
+        autocast_handler: `AutocastKwargs`. None means torch's defaults.
+        scaler_handler: `GradScalerKwargs`. None means torch's defaults.
+        fp8_recipe: The recipe for the fp8 library. None in other precisions.
 
     Attributes:
         native_amp: Whether models and `autocast` use torch's autocast. If this precision has no `compute_dtype`,
@@ -29,7 +29,7 @@ class Precision:
 
     name: ClassVar[str] = "no"
     compute_dtype: ClassVar[torch.dtype | None] = None
-    """The dtype of the model's computation; None means the dtype of its parameters."""
+    """The dtype in which the model computes. None means the dtype of its parameters."""
 
     def __init__(
         self, device_type: str, autocast_handler: Any = None, scaler_handler: Any = None, fp8_recipe: Any = None
@@ -71,7 +71,7 @@ class Precision:
             sharded: Whether FSDP 2 will shard its parameters. If so, this method may replace them.
 
         Returns:
-            The model.
+            The same model.
         """
         restore_forward(model)
         if self.native_amp:
@@ -83,7 +83,7 @@ class Precision:
         """Return a context manager that makes code outside of a prepared model compute in this precision.
 
         Args:
-            handler: `AutocastKwargs` for this block; None means the constructor's.
+            handler: `AutocastKwargs` for this block. None means those passed to the constructor.
         """
         return torch.autocast(**self._settings(handler)) if self.native_amp else nullcontext()
 
@@ -96,7 +96,7 @@ class Precision:
         """Update the state of this precision after an optimizer step of a sharded model; every rank must call this.
 
         Args:
-            model: The model.
+            model: The sharded model.
         """
 
     def make_scaler(self) -> torch.amp.GradScaler | None:
@@ -171,10 +171,10 @@ class AutocastForward(ConvertOutputsToFp32):
 
 
 def restore_forward(model: torch.nn.Module) -> None:
-    """Restore the forward method that a precision has replaced; a model that is not wrapped does not change.
+    """Restore the forward method that a precision has replaced. A model that is not wrapped does not change.
 
     Args:
-        model: The model.
+        model: The model to restore.
     """
     original = model.__dict__.pop("_original_forward", None)
     if original is None:

@@ -33,9 +33,9 @@ class AOPrecision(Bf16Precision):
 
     Args:
         device_type: The type of the computing device. On a CPU, fp8 is emulated.
-        autocast_handler: `AutocastKwargs`; None means torch's defaults.
+        autocast_handler: `AutocastKwargs`. None means torch's defaults.
         scaler_handler: Not used, because bfloat16 needs no scaler.
-        fp8_recipe: `AORecipeKwargs`; None means its defaults.
+        fp8_recipe: `AORecipeKwargs`. None means its defaults.
     """
 
     name: ClassVar[str] = "fp8"
@@ -76,7 +76,7 @@ def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | N
     """Return the names of a model's first and last linear layers in order of registration, or None if it has none.
 
     Args:
-        model: The model.
+        model: The model to inspect.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     return (names[0], names[-1]) if names else (None, None)
@@ -88,7 +88,7 @@ def filter_linear_layers(
     """Return whether a module can and should compute in fp8.
 
     Args:
-        module: The module.
+        module: The module to check.
         fqn: The name of the module in the model.
         first_layer_name: The name of a layer to exclude.
         last_layer_name: The name of another layer to exclude.
@@ -101,10 +101,10 @@ def filter_linear_layers(
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
     """Return whether a layer can compute in fp8 and is neither the first nor the last linear layer of the model.
 
-    The first and the last layer are the most sensitive: if they compute in fp8, training often does not converge.
+    The first and the last layer are the most sensitive. If they compute in fp8, training often does not converge.
 
     Args:
-        module: The model.
+        module: The model that contains the layer.
         fqn: The name of the layer in the model.
     """
     first, last = find_first_last_linear_layers(module)
@@ -115,7 +115,7 @@ def has_ao_layers(model: nn.Module) -> bool:
     """Return whether a model has layers of torchao that compute in fp8.
 
     Args:
-        model: The model.
+        model: The model to inspect.
     """
     # Compare names, because importing torchao is slow. Search the MRO, because FSDP 2 derives its own classes.
     return any(
@@ -134,8 +134,8 @@ def convert_model_to_fp8_ao(
     case, create the optimizer afterwards.
 
     Args:
-        model: The model.
-        config: torchao's settings; None means its defaults.
+        model: The model to convert.
+        config: torchao's settings. None means its defaults.
         module_filter_func: A function that is called with a module and its name, and returns whether to convert it.
             None means all linear layers whose dimensions are multiples of 16, except the first and the last.
 
@@ -162,9 +162,9 @@ class TEPrecision(Bf16Precision):
 
     Args:
         device_type: Must be cuda.
-        autocast_handler: `AutocastKwargs`; None means torch's defaults.
+        autocast_handler: `AutocastKwargs`. None means torch's defaults.
         scaler_handler: Not used, because bfloat16 needs no scaler.
-        fp8_recipe: `TERecipeKwargs`, or `FP8RecipeKwargs`; None means defaults.
+        fp8_recipe: `TERecipeKwargs`, or `FP8RecipeKwargs`. None means defaults.
 
     Raises:
         ValueError: The device is not an NVIDIA GPU.
@@ -205,7 +205,7 @@ def has_transformer_engine_layers(model: nn.Module) -> bool:
     """Return whether a model has layers of Transformer Engine.
 
     Args:
-        model: The model.
+        model: The model to inspect.
     """
     return any(type(module).__module__.startswith("transformer_engine") for module in model.modules())
 
@@ -218,8 +218,8 @@ def convert_model(
     The new layers have the same parameter objects, so existing optimizers stay valid.
 
     Args:
-        model: The model.
-        to_transformer_engine: Whether to convert to Transformer Engine's layers. False converts back to torch's layers.
+        model: The model to convert.
+        to_transformer_engine: Whether to convert to Transformer Engine's layers. If False, convert back to torch's.
         _convert_linear: Whether to replace linear layers, except those whose dimensions are not multiples of 16.
         _convert_ln: Whether to replace layer norms.
 
@@ -265,7 +265,7 @@ def contextual_fp8_autocast(
     Args:
         model_forward: The module's bound forward method.
         fp8_recipe: A recipe of Transformer Engine.
-        use_during_eval: Whether evaluation runs in fp8, too.
+        use_during_eval: Whether evaluation runs in fp8 too.
 
     Returns:
         A function that takes the module and the arguments of its forward method.
@@ -284,10 +284,10 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
 
     Args:
         model: The model, already converted by `convert_model`.
-        fp8_recipe_handler: `TERecipeKwargs`; None means Transformer Engine's own defaults.
+        fp8_recipe_handler: `TERecipeKwargs`. None means Transformer Engine's own defaults.
 
     Returns:
-        The model.
+        The same model.
 
     Raises:
         ImportError: Transformer Engine is missing.
@@ -323,13 +323,13 @@ def _recipe(handler: Any) -> Any:
 
 
 class MSAMPPrecision(Bf16Precision):
-    """Precision of MS-AMP, which replaces a model and its optimizer together.
+    """The precision of MS-AMP, which replaces a model and its optimizer together.
 
     Args:
         device_type: Must be cuda.
-        autocast_handler: `AutocastKwargs`; None means torch's defaults.
+        autocast_handler: `AutocastKwargs`. None means torch's defaults.
         scaler_handler: Not used.
-        fp8_recipe: `MSAMPRecipeKwargs`, or `FP8RecipeKwargs`; None means defaults.
+        fp8_recipe: `MSAMPRecipeKwargs`, or `FP8RecipeKwargs`. None means defaults.
 
     Raises:
         ImportError: MS-AMP is missing.

@@ -26,7 +26,7 @@ def _fp8(device_type: str, autocast_handler: Any, scaler_handler: Any, fp8_recip
 def fp8_library(device_type: str, recipe: Any) -> str:
     """Return the fp8 library to use.
 
-    This is the recipe's library, else the library in ACCELERATE_FP8_BACKEND, else the first one that is installed.
+    This is the library of the recipe, or else the one in ACCELERATE_FP8_BACKEND, or else the first one installed.
 
     Args:
         device_type: The type of the computing device.
@@ -80,9 +80,9 @@ def make_precision(
     Args:
         name: no, bf16, fp16, fp8, or the name of a registered precision.
         device_type: The type of the computing device: cpu, cuda, ...
-        autocast_handler: `AutocastKwargs`; None means torch's defaults.
-        scaler_handler: `GradScalerKwargs`; None means torch's defaults.
-        fp8_recipe: `AORecipeKwargs`, `TERecipeKwargs` or `MSAMPRecipeKwargs`; None means defaults.
+        autocast_handler: `AutocastKwargs`. None means torch's defaults.
+        scaler_handler: `GradScalerKwargs`. None means torch's defaults.
+        fp8_recipe: `AORecipeKwargs`, `TERecipeKwargs` or `MSAMPRecipeKwargs`. None means defaults.
 
     Raises:
         ValueError: The name is unknown, or the precision is not available here.
