@@ -1,4 +1,4 @@
-"""Serve this package under the name ``accelerate``: its modules, and the metadata of a distribution.
+"""Serve this package under the name ``accelerate``: its modules and the metadata of a distribution.
 
 Submodules are aliases: ``accelerate.utils`` is the module object ``notebook_accelerate.utils``. The top-level module is
 a separate object, because libraries compare its ``__version__`` with versions of Accelerate. All its other attributes
@@ -30,7 +30,7 @@ VERSION = "1.15.0"
 """The version of Accelerate whose interface this package implements."""
 
 STARTUP_FOLDER = str(Path(__file__).resolve().parent / "startup")
-"""A folder that is in PYTHONPATH while the alias is installed, so that child interpreters install it, too."""
+"""A folder that is in PYTHONPATH while the alias is installed, so that child interpreters install the alias too."""
 
 _PROBING_LIBRARIES = ("transformers", "diffusers")
 """Libraries that check for Accelerate only once, when they are imported, and work without it."""
@@ -159,7 +159,7 @@ class _AliasFinder:
             yield AliasDistribution(ALIAS, VERSION)
 
     def invalidate_caches(self) -> None:
-        """Do nothing: there are no caches."""
+        """Do nothing, because there are no caches."""
 
 
 _finder: Any = _AliasFinder()
@@ -173,7 +173,8 @@ def as_accelerate(enabled: bool = True) -> None:
     before importing libraries that use Accelerate.
 
     Args:
-        enabled: False removes the alias. Modules that have already imported it keep their references.
+        enabled: Whether to serve the alias. If False, it is removed, but modules that have already imported it keep
+            their references.
 
     Raises:
         NotebookAccelerateError: The real Accelerate is imported in this process.
@@ -200,7 +201,7 @@ def is_real_imported() -> bool:
 
 
 def inherited_hazard() -> str:
-    """Return why a process with this process's modules cannot serve the alias to all libraries; "" if it can."""
+    """Return why a process with this process's modules cannot serve the alias to all libraries, or "" if it can."""
     if is_real_imported():
         return "the kernel has imported the real accelerate"
     probed = [name for name in _PROBING_LIBRARIES if name in sys.modules]

@@ -30,7 +30,7 @@ _connected: set[str] = set()
 def connect_libraries(sources: Iterable[str]) -> None:
     """Connect libraries to this process's run, including libraries that are imported later.
 
-    They stay connected, and also report to a later run in this process. Without a run, nothing is sent.
+    The libraries stay connected, and also report to later runs in this process. Without a run, nothing is sent.
 
     Args:
         sources: Values of ``LaunchConfig.report_from``.
@@ -44,7 +44,7 @@ def connect_libraries(sources: Iterable[str]) -> None:
 
 
 def preload() -> None:
-    """Import the module that connects torch, if torch is imported, so that forked ranks do not have to."""
+    """Import the module that connects torch, if torch is imported, so that forked ranks do not have to import it."""
     if "torch.optim.optimizer" in sys.modules:
         from notebook_accelerate.integrations import torch_steps  # noqa: F401
 
@@ -276,20 +276,20 @@ _CONNECTIONS: dict[str, dict[str, Callable[[Any], None]]] = {
     "transformers": {"transformers.trainer": _connect_transformers},
     "wandb": {"wandb.sdk.wandb_run": _connect_wandb},
 }
-"""For each source: the modules to wait for, and the functions that connect them."""
+"""The modules to wait for, and the functions that connect them, for each source."""
 
 
-# ---- wrap methods of other libraries so that they also report; a failure to report never fails a training
+# ---- wrap methods of other libraries so that they also report; a failure to report never ends a training run
 
 _MARK = "_reports_to_a_run"
 
 
 def after(owner: Any, name: str, report: Callable[..., None]) -> None:
-    """Call ``report`` with the same arguments after each call of ``owner.name``. Do nothing if it does not exist.
+    """Call ``report`` with the same arguments after each call of ``owner.name``. Do nothing if there is no such name.
 
     Args:
         owner: A class or a module.
-        name: The method or function.
+        name: The name of the method or function.
         report: The function to call. Its exceptions are ignored.
     """
     original = getattr(owner, name, None)
@@ -311,8 +311,8 @@ def mark_reported(owner: Any, name: str) -> None:
     """Don't copy the values that ``owner.name`` writes to other trackers, because they are reported elsewhere.
 
     Args:
-        owner: A class.
-        name: The method.
+        owner: The class with the method.
+        name: The name of the method.
     """
     original = getattr(owner, name)
 
@@ -332,7 +332,7 @@ def send_numbers(values: Mapping[Any, Any], step: Any = None) -> None:
 
 
 def _number(value: Any) -> float | None:
-    """Return a number, or the value of a tensor or array with one element, or None for other values."""
+    """Return a value as a number if it is one or is a tensor or array with one element. Otherwise return None."""
     if isinstance(value, bool) or not hasattr(value, "__float__"):
         return None
     try:

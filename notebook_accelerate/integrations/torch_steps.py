@@ -25,7 +25,7 @@ from notebook_accelerate.telemetry.automatic_metrics import (
 )
 
 LONE_STEPS = 3
-"""Number of steps without a process group after which several ranks count as training separately."""
+"""After this many steps without a process group, several ranks are considered to train separately."""
 
 
 class _Steps:
