@@ -1,7 +1,7 @@
 """The Accelerate training API, launched, watched and debugged from a notebook cell.
 
 The public names are imported on first use (PEP 562), so that `import notebook_accelerate` takes milliseconds and does
-not import torch: kernels, planners and panels import this package long before anything is trained.
+not import torch, because kernels, planners and panels import this package long before anything is trained.
 """
 
 from __future__ import annotations

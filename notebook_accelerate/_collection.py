@@ -16,12 +16,12 @@ class _Blocks:
         self._reset()
 
     def _reset(self) -> None:
-        self._lock = RLock()  # It is reentrant, because a signal handler or a finalizer may enter a block, too.
+        self._lock = RLock()  # The lock is reentrant, because a signal handler or a finalizer may also enter a block.
         self._entered = 0
         self._switched_off = False
 
     def resume_in_child(self) -> None:
-        """Resume garbage collection in a process forked inside a block: other threads end blocks only in the parent."""
+        """Resume garbage collection in a process forked inside a block, because other threads do not exist there."""
         if self._switched_off:
             gc.enable()
         self._reset()
@@ -51,14 +51,14 @@ if hasattr(os, "register_at_fork"):
 def gc_paused() -> Iterator[None]:
     """Pause automatic garbage collection in all threads inside the block, which creates objects but drops few.
 
-    The collector runs after a number of new objects, and a full collection inspects all objects of the process, which
-    takes 0.1 s once torch is imported. If collection is off already, it stays off. If another thread calls
-    ``gc.disable()`` inside the block, that ends together with the block.
+    The collector runs whenever a number of new objects exist, and a full collection inspects all objects of the
+    process, which takes 0.1 s once torch is imported. If collection is already off, it stays off. If another thread
+    calls ``gc.disable()`` inside the block, collection is on again after the block.
     """
     process = os.getpid()
     _blocks.enter()
     try:
         yield
     finally:
-        if os.getpid() == process:  # Otherwise this process was forked inside the block.
+        if os.getpid() == process:  # Skip this in a process that was forked inside the block.
             _blocks.exit()

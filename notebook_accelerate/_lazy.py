@@ -16,7 +16,7 @@ from notebook_accelerate._collection import gc_paused
 
 
 class _LazyModule(ModuleType):
-    """A module that imports its exports on first use, and passes a name that a client replaces on to its home."""
+    """A module that imports its exports on first use. If a client replaces a name here, it is replaced in its home."""
 
     def __getattr__(self, name: str) -> Any:
         homes, submodules = exports(self.__name__)
@@ -54,8 +54,8 @@ def replace_everywhere(home: ModuleType, name: str, value: object) -> None:
 
     Args:
         home: The module that defines the name.
-        name: The name.
-        value: The new value.
+        name: The name to bind.
+        value: The new value of that name.
     """
     original = getattr(home, name, value)
     if original is value or not (isinstance(original, FunctionType) or isinstance(value, FunctionType)):
@@ -88,7 +88,7 @@ def reexport(module_name: str, without: Collection[str] = ()) -> None:
     ``from <this package> import submodule as submodule`` makes a submodule an attribute that is not in ``__all__``.
     ``import *`` re-exports the exports of another module of this kind, or the definitions of an ordinary module. As for
     type checkers, an import without ``as`` is not re-exported, and an import outside the block, which the module itself
-    uses, may be. Public definitions below the call are exports, too.
+    uses, may be. Public definitions below the call are exports too.
 
     Args:
         module_name: The module's ``__name__``.

@@ -1,4 +1,4 @@
-"""`Accelerator`, the facade, which checks arguments, delegates to a strategy or package, and wraps the results."""
+"""`Accelerator`, a facade that checks arguments, delegates to a strategy or a package, and wraps the results."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Accelerator(AcceleratorProperties):
     Args:
         device_placement: Whether to move models, batches and optimizer states to the rank's device.
         split_batches: Deprecated; use `DataLoaderConfiguration(split_batches=...)`.
-        mixed_precision: "no", "fp16", "bf16" or "fp8". None means the launch's setting, or "no".
+        mixed_precision: "no", "fp16", "bf16" or "fp8". None means the launch's setting, or "no" if it has none.
         gradient_accumulation_steps: The number of batches per optimizer step. The environment variable
             ACCELERATE_GRADIENT_ACCUMULATION_STEPS overrides it.
         cpu: Whether to train on the CPU even if there are GPUs or other accelerators.
@@ -70,18 +70,19 @@ class Accelerator(AcceleratorProperties):
         fsdp_plugin: A `FullyShardedDataParallelPlugin`.
         torch_tp_plugin: A `TorchTensorParallelPlugin`.
         megatron_lm_plugin: A `MegatronLMPlugin`.
-        rng_types: The random generators to synchronize at the start of each pass over a loader: "torch", "cuda", ...
-        log_with: Trackers, by name or as objects. "all" selects all installed trackers.
-        project_dir: The folder of checkpoints and logs.
+        rng_types: The random number generators to synchronise at the start of each pass over a loader: "torch", "cuda",
+            ...
+        log_with: The trackers to log with, by name or as objects. "all" selects all installed trackers.
+        project_dir: The folder for checkpoints and logs.
         project_config: The folders, checkpoint names and limits (`ProjectConfiguration`).
         gradient_accumulation_plugin: How to accumulate gradients, instead of `gradient_accumulation_steps`.
         step_scheduler_with_optimizer: Whether schedulers step only when optimizers do.
-        kwargs_handlers: Settings of autocast, DDP, the scaler, the process group and the profiler, at most one of each
+        kwargs_handlers: Settings for autocast, DDP, the scaler, the process group and the profiler, at most one of each
             kind.
         dynamo_backend: The backend of `torch.compile`.
         dynamo_plugin: How models are compiled, instead of `dynamo_backend`.
         deepspeed_plugins: An alias of `deepspeed_plugin`.
-        parallelism_config: A `ParallelismConfig`.
+        parallelism_config: The parallel layout, a `ParallelismConfig`.
 
     Attributes:
         state: The shared `AcceleratorState`.
@@ -178,7 +179,7 @@ class Accelerator(AcceleratorProperties):
         self.fp8_enabled = self.has_fp8_handler = self.state.mixed_precision == "fp8"
         self.delayed_fp8_autocast = False
         self.scaler = self.strategy.setup.scaler  # FSDP 1 has its own scaler.
-        # These are the strategy's lists. Libraries built on Accelerate read them under these names.
+        # These lists belong to the strategy. Libraries built on Accelerate read them under these names.
         self._models = self.strategy.models
         self._optimizers = self.strategy.optimizers
         self._schedulers = self.strategy.schedulers
@@ -210,8 +211,9 @@ class Accelerator(AcceleratorProperties):
         """Prepare any number of models, optimizers, loaders and schedulers in any order; every rank must call this.
 
         Args:
-            args: The objects. Objects other than models, optimizers, loaders and schedulers are returned unchanged.
-            device_placement: For each object, whether it is moved to the device; None means the Accelerator's setting.
+            args: The objects to prepare. Models, optimizers, loaders and schedulers are prepared, and all other objects
+                are returned unchanged.
+            device_placement: Whether each object is moved to the device. None means the Accelerator's setting.
 
         Returns:
             The prepared objects in the same order, as a tuple, or the object itself if only one was given.
@@ -237,10 +239,10 @@ class Accelerator(AcceleratorProperties):
         """Prepare a model; every rank must call this.
 
         Args:
-            model: The model.
-            device_placement: Whether the model is moved to the device; None means the Accelerator's setting.
-            evaluation_mode: Whether to prepare the model for inference only. It is then neither wrapped for several
-                ranks nor saved.
+            model: The model to prepare.
+            device_placement: Whether the model is moved to the device. None means the Accelerator's setting.
+            evaluation_mode: Whether to prepare the model only for inference. If so, the model is neither wrapped for
+                several ranks nor saved.
 
         Returns:
             The prepared model.
@@ -254,8 +256,9 @@ class Accelerator(AcceleratorProperties):
         """Prepare an optimizer.
 
         Args:
-            optimizer: The optimizer.
-            device_placement: Whether its state is moved to the device; None means the Accelerator's setting.
+            optimizer: The optimizer to prepare.
+            device_placement: Whether the optimizer's state is moved to the device. None means the Accelerator's
+                setting.
 
         Returns:
             The prepared optimizer.
@@ -265,10 +268,10 @@ class Accelerator(AcceleratorProperties):
         return self.strategy.prepare_optimizer(optimizer, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """Prepare a learning rate scheduler. Its optimizer must be prepared first.
+        """Prepare a learning rate scheduler, whose optimizer must already be prepared.
 
         Args:
-            scheduler: The scheduler.
+            scheduler: The scheduler to prepare.
 
         Returns:
             The prepared scheduler.
@@ -286,10 +289,10 @@ class Accelerator(AcceleratorProperties):
         """Prepare a loader; every rank must call this.
 
         Args:
-            data_loader: The loader.
-            device_placement: Whether batches are moved to the device; None means the Accelerator's setting.
-            slice_fn_for_dispatch: A function that returns a rank's part of a batch that rank 0 has read. None slices
-                the first dimension.
+            data_loader: The loader to prepare.
+            device_placement: Whether batches are moved to the device. None means the Accelerator's setting.
+            slice_fn_for_dispatch: A function that returns a rank's part of a batch that rank 0 has read. If None, the
+                first dimension is sliced.
 
         Returns:
             The prepared loader.
@@ -299,7 +302,7 @@ class Accelerator(AcceleratorProperties):
     # ---- private methods of Accelerate that downstream libraries call
 
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
-        """Prepare objects as `prepare` does, but return a tuple even for one object."""
+        """Prepare objects as `prepare` does, but return a tuple even for a single object."""
         return tuple(self.strategy.prepare(args, [None] * len(args)))
 
     def _get_named_parameters(self, *args: Any, drop_refs: bool = False) -> dict[str, Any]:
@@ -323,7 +326,7 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             loss: The loss of one batch.
-            kwargs: The arguments of `torch.Tensor.backward`, and `learning_rate` for LOMO optimizers.
+            kwargs: Arguments for `torch.Tensor.backward`, and `learning_rate` for LOMO optimizers.
 
         Raises:
             ValueError: The loss is not a tensor.
@@ -366,7 +369,7 @@ class Accelerator(AcceleratorProperties):
             model: A prepared model.
 
         Returns:
-            A context manager.
+            A context manager for the backward pass.
         """
         return self.strategy.no_sync(model)
 
@@ -375,7 +378,7 @@ class Accelerator(AcceleratorProperties):
         """Synchronise a model's gradients in the next backward pass, even though its forward pass ran under `no_sync`.
 
         Args:
-            model: The prepared model.
+            model: The prepared model whose gradients are exchanged.
 
         Returns:
             A context manager for the backward pass.
@@ -389,7 +392,7 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             joinables: The prepared models, and optimizers that communicate.
-            even_batches: The setting of the prepared loaders inside the block; None keeps the current one.
+            even_batches: The setting of the prepared loaders inside the block. None keeps the current one.
 
         Returns:
             A context manager around the loop.
@@ -402,7 +405,7 @@ class Accelerator(AcceleratorProperties):
         """Divide gradients by the scale of the loss, at most once per step. Without loss scaling, do nothing.
 
         Args:
-            optimizer: A prepared optimizer or several; None means all.
+            optimizer: One or several prepared optimizers. None means all of them.
         """
         self.strategy.unscale_gradients(optimizer)
 
@@ -412,9 +415,9 @@ class Accelerator(AcceleratorProperties):
         """Scale gradients so that their norm over all parameters is at most `max_norm`.
 
         Args:
-            parameters: The parameters.
-            max_norm: The largest norm allowed.
-            norm_type: The type of the norm: 2 for the 2-norm.
+            parameters: The parameters whose gradients to scale.
+            max_norm: The maximum norm.
+            norm_type: The type of the norm, such as 2 for the 2-norm.
 
         Returns:
             The norm before clipping.
@@ -427,8 +430,8 @@ class Accelerator(AcceleratorProperties):
         """Clip each gradient to [-clip_value, clip_value].
 
         Args:
-            parameters: The parameters.
-            clip_value: The largest absolute value allowed.
+            parameters: The parameters whose gradients to clip.
+            clip_value: The maximum absolute value.
         """
         self.strategy.clip_grad_value(parameters, clip_value)
 
@@ -436,10 +439,10 @@ class Accelerator(AcceleratorProperties):
         """Compute in this Accelerator's precision outside of prepared models, for example a loss.
 
         Args:
-            autocast_handler: The settings for this block; None means the settings in `kwargs_handlers`.
+            autocast_handler: The settings for this block. None means the settings in `kwargs_handlers`.
 
         Returns:
-            A context manager.
+            A context manager for the computation.
         """
         if autocast_handler is not None:
             check_type("autocast_handler", autocast_handler, AutocastKwargs, "AutocastKwargs(...)")
@@ -449,7 +452,7 @@ class Accelerator(AcceleratorProperties):
         """Run the fused backward pass and step of LOMO optimizers.
 
         Args:
-            loss: The loss.
+            loss: The loss of one batch.
             learning_rate: The learning rate of the step.
 
         Raises:
@@ -465,12 +468,12 @@ class Accelerator(AcceleratorProperties):
         """Profile the block; every rank must enter the context.
 
         Args:
-            profile_handler: The settings of the profiler; None means the handler in `kwargs_handlers`, or torch's
-                defaults.
+            profile_handler: The settings for the profiler. None means the handler in `kwargs_handlers`, or torch's
+                defaults without one.
 
         Returns:
-            A context manager that yields the profiler. With `output_trace_dir`, each rank writes its trace there at the
-            end even if the block fails, and the run's report lists the traces.
+            A context manager that yields the profiler. With `output_trace_dir`, each rank writes its trace to that
+            folder at the end, even if the block fails, and the run's report lists the traces.
         """
         settings = profile_handler or self._handlers.profile or ProfileKwargs()
         return tracking.profiled(settings, self.process_index, self.wait_for_everyone)
@@ -485,8 +488,8 @@ class Accelerator(AcceleratorProperties):
         """Print on one rank of each machine.
 
         Args:
-            args: The arguments of the built-in print.
-            kwargs: The keyword arguments of the built-in print.
+            args: Positional arguments for the built-in `print`.
+            kwargs: Keyword arguments for the built-in `print`.
         """
         self.state.print(*args, **kwargs)
 
@@ -498,12 +501,12 @@ class Accelerator(AcceleratorProperties):
             apply_padding: Whether to repeat the last item so that all shares have the same length.
 
         Returns:
-            A context manager that yields the share.
+            A context manager that yields this rank's share.
         """
         return self.state.split_between_processes(inputs, apply_padding=apply_padding)
 
     def gather(self, tensor: _T) -> _T:
-        """Concatenate each tensor of a nested structure over ranks in the first dimension; every rank must call this.
+        """Join each tensor of a nested structure across ranks along its first dimension; every rank must call this.
 
         Args:
             tensor: Nested containers of tensors with the same shapes on every rank.
@@ -514,14 +517,14 @@ class Accelerator(AcceleratorProperties):
         return collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: _T, use_gather_object: bool = False) -> _T:
-        """Concatenate results over ranks, without the samples that pad the last batches; every rank must call this.
+        """Join results across ranks, without the samples that pad the last batches; every rank must call this.
 
         Args:
             input_data: Nested containers of tensors, or a list of picklable objects.
-            use_gather_object: Whether to treat the data as Python objects although it contains tensors.
+            use_gather_object: Whether to treat the data as Python objects even though it contains tensors.
 
         Returns:
-            The results, once for each sample of the dataset.
+            The results, with each sample of the dataset once.
         """
         return collectives.gather_for_metrics(input_data, self.gradient_state, use_gather_object)
 
@@ -544,11 +547,11 @@ class Accelerator(AcceleratorProperties):
         Args:
             tensor: Nested containers of tensors.
             dim: The dimension to pad.
-            pad_index: The value of the padding.
+            pad_index: The padding value.
             pad_first: Whether to pad at the beginning instead of the end.
 
         Returns:
-            The structure.
+            The structure with padded tensors.
         """
         return collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
@@ -576,13 +579,13 @@ class Accelerator(AcceleratorProperties):
         """Remove the wrappers that `prepare` added to a model.
 
         Args:
-            model: The prepared model.
+            model: The prepared model to unwrap.
             keep_fp32_wrapper: Whether to keep the forward method in mixed precision. If False, the original method is
                 restored in place.
             keep_torch_compile: Whether to keep a compiled model compiled.
 
         Returns:
-            The model.
+            The user's model without these wrappers.
         """
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
@@ -590,7 +593,7 @@ class Accelerator(AcceleratorProperties):
         """Return whether a device map spreads a model over several devices.
 
         Args:
-            model: The model.
+            model: A model, which may have a device map.
         """
         return is_on_several_devices(model)
 
@@ -620,8 +623,8 @@ class Accelerator(AcceleratorProperties):
         """Write an object to a file, once, or once per machine if `save_on_each_node` is set.
 
         Args:
-            obj: The object.
-            f: The file.
+            obj: The object to write.
+            f: The file's path.
             safe_serialization: Whether to write safetensors instead of torch's format.
         """
         checkpointing.save(obj, f, self.project_configuration.save_on_each_node, safe_serialization)
@@ -637,8 +640,8 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             model: A prepared model.
-            save_directory: The folder.
-            max_shard_size: The largest size of a file, in bytes or as a string such as "10GB".
+            save_directory: The folder to write to.
+            max_shard_size: The maximum size of a file, in bytes or as a string such as "10GB".
             safe_serialization: Whether to write safetensors instead of torch's format.
         """
         checkpointing.save_model(self, model, save_directory, max_shard_size, safe_serialization)
@@ -649,15 +652,15 @@ class Accelerator(AcceleratorProperties):
         """Write everything that is needed to resume training to a folder; every rank must call this.
 
         Args:
-            output_dir: The folder, or a URL that fsspec supports. None with automatic checkpoint naming.
+            output_dir: The folder, or a URL that fsspec supports. Leave it out with automatic checkpoint naming.
             safe_serialization: Whether to write models as safetensors instead of torch's format.
             save_model_func_kwargs: Additional arguments for the strategy. `blocking=False` writes in the background.
 
         Returns:
-            The folder.
+            The checkpoint's folder.
 
         Raises:
-            ValueError: No folder was passed, or the automatic name is taken.
+            ValueError: No folder was passed, or the automatic name is already taken.
             CheckpointError: This checkpoint, or an earlier one in the background, could not be written.
         """
         return checkpointing.save_state(self, output_dir, safe_serialization, **save_model_func_kwargs)
@@ -674,17 +677,17 @@ class Accelerator(AcceleratorProperties):
             input_dir: The folder, or a URL that fsspec supports. None means the latest automatically named checkpoint.
             load_kwargs: Additional arguments for loading custom objects and states.
             load_model_func_kwargs: Additional arguments for the strategy, `strict` for models (default: True), and
-                `elastic=True`, which accepts a checkpoint of another number of ranks (default: False).
+                `elastic=True` to accept a checkpoint from a different number of ranks (default: False).
 
         Raises:
             ValueError: The folder does not exist, or no folder was passed without automatic checkpoint naming.
-            BrokenCheckpointError: The checkpoint was never finished, or files are damaged.
+            BrokenCheckpointError: The checkpoint was never finished, or some of its files are damaged.
             CheckpointMismatchError: The checkpoint belongs to another world size, strategy or set of objects.
         """
         checkpointing.load_state(self, input_dir, load_kwargs, **load_model_func_kwargs)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Include objects in `save_state` and `load_state` in this order.
+        """Include objects in the checkpoints of `save_state` and `load_state`, in this order.
 
         Args:
             objects: Objects with `state_dict` and `load_state_dict`.
@@ -705,8 +708,8 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             hook: A function that is called as `hook(models, weights, output_dir)`. It may remove weights that it writes
-                itself. Files that it writes to `output_dir` are part of the checkpoint. This folder has the
-                checkpoint's name, and is moved to its place when the checkpoint is complete: do not keep its path.
+                itself. Files that it writes to `output_dir` are part of the checkpoint. Don't keep the path of this
+                folder, because the folder is moved to its final place when the checkpoint is complete.
 
         Returns:
             A handle whose `remove()` unregisters the function.
@@ -732,7 +735,7 @@ class Accelerator(AcceleratorProperties):
             num_batches: The number of batches to skip.
 
         Returns:
-            The loader.
+            A copy of the loader that skips these batches.
         """
         return skip_first_batches(dataloader, num_batches=num_batches)
 
@@ -749,7 +752,7 @@ class Accelerator(AcceleratorProperties):
         Args:
             project_name: The name of the project.
             config: The hyperparameters to record.
-            init_kwargs: Additional arguments by tracker name.
+            init_kwargs: Additional arguments for each tracker, by its name.
 
         Raises:
             ValueError: `init_kwargs` names an unknown tracker.
@@ -788,8 +791,8 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             values: The numbers by name.
-            step: The step. In the run's metrics, None means the number of optimizer steps.
-            log_kwargs: Additional arguments by tracker name.
+            step: The number of the step. In the run's metrics, None means the number of optimizer steps so far.
+            log_kwargs: Additional arguments for each tracker, by its name.
 
         Raises:
             ValueError: `values` is not a dict. Values that a tracker cannot record are left out with a warning.
@@ -854,7 +857,7 @@ def _registered(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Return a public name of `utils`: libraries import or patch many of these in Accelerate's module."""
+        """Return a public name of `utils`, because libraries import or patch many of these in Accelerate's module."""
         utils = import_module("notebook_accelerate.utils")
         if name not in utils.__all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Finds batch sizes that fit in memory, and releases cached memory."""
+"""Find batch sizes that fit in memory, and release cached memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     """Release the memory that torch caches on devices this process has used.
 
     Args:
-        garbage_collection: Run Python's garbage collector first, which takes milliseconds to seconds.
+        garbage_collection: Whether to run Python's garbage collector first, which takes milliseconds to seconds.
     """
     if garbage_collection:
         gc.collect()
@@ -41,7 +41,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def _is_in_use(device_type: str, module: Any) -> bool:
-    """Return whether this process has used such devices: emptying the cache must not create a context."""
+    """Return whether this process has used such devices, because emptying the cache must not create a context."""
     if module is None:
         return False
     if hasattr(module, "is_initialized"):
@@ -55,10 +55,10 @@ def release_memory(*objects: Any) -> list[None]:
     """Delete objects and release their memory.
 
     Args:
-        objects: The objects; assign the result to their names: ``a, b = release_memory(a, b)``.
+        objects: The objects to delete. Assign the result to their names: ``a, b = release_memory(a, b)``.
 
     Returns:
-        A None for each.
+        A list with a None for each object.
     """
     number = len(objects)
     del objects
@@ -70,7 +70,7 @@ def should_reduce_batch_size(exception: Exception) -> bool:
     """Return whether an exception means that memory was exhausted (or that no cuDNN plan fits).
 
     Args:
-        exception: The exception.
+        exception: An exception that the training has raised.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(exception, getattr(torch, "OutOfMemoryError", ())):
@@ -81,7 +81,7 @@ def should_reduce_batch_size(exception: Exception) -> bool:
 
 
 def _search(function: Callable[..., Any], start: int, reduce: Callable[[], int] | None) -> Callable[..., Any]:
-    """Return ``function`` without its first parameter; it is called with smaller sizes until memory suffices."""
+    """Return a function that calls ``function`` with smaller and smaller first arguments until memory suffices."""
     name, batch_size = str(getattr(function, "__name__", function)), start
 
     @functools.wraps(function)
@@ -95,7 +95,7 @@ def _search(function: Callable[..., Any], start: int, reduce: Callable[[], int] 
             except Exception as error:
                 if not should_reduce_batch_size(error):
                     raise
-            # Outside the handler: no traceback keeps the function's tensors alive any more.
+            # Do this outside the handler, where no traceback keeps the function's tensors alive any more.
             clear_device_cache(garbage_collection=True)
             batch_size = int(batch_size * 0.9) if reduce is None else int(reduce())
         batch_size = start
@@ -107,7 +107,7 @@ def _search(function: Callable[..., Any], start: int, reduce: Callable[[], int] 
 
 
 def _refuse_batch_size(function: Callable[..., Any], name: str, args: tuple[Any, ...]) -> None:
-    """Refuse a batch size in the call, which is one argument more than the parameters."""
+    """Raise an error if the call itself passes a batch size, and so has one argument too many."""
     parameters = list(inspect.signature(function).parameters.values())
     names = [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
@@ -144,12 +144,12 @@ def find_executable_batch_size(
     """Call a function with smaller and smaller batch sizes until it fits in memory.
 
     Args:
-        function: Takes ``batch_size`` as its first parameter; None to decorate with arguments.
-        starting_batch_size: Size of the first attempt.
-        reduce_batch_size_fn: Returns the next size; None: nine tenths of the last.
+        function: A function whose first parameter is ``batch_size``. If None, a decorator is returned.
+        starting_batch_size: The batch size of the first attempt.
+        reduce_batch_size_fn: Returns the next size to try. If None, nine tenths of the last size are tried.
 
     Returns:
-        The function without its first parameter; the next call starts with the size that fitted.
+        The function without its first parameter. Its next call starts with the size that fitted.
 
     Raises:
         RuntimeError: No size above 0 fits (raised by the call).

@@ -7,7 +7,7 @@ A user's own error, a dead worker and a broken launch are different types::
     │   ├── PortInUseError              a fixed port of a multi-node launch is taken
     │   ├── DeviceBusyError             another run uses the accelerators
     │   └── AuthenticationError         another machine did not prove that it belongs to the run
-    ├── WorkerError                     a run ended without success; carries ``.run``
+    ├── WorkerError                     a run ended without success; its ``.run`` is the run
     │   ├── RunStoppedError             stopped by the user
     │   ├── RunTimeoutError             ``timeout`` or ``hang_timeout`` was reached
     │   ├── WorkerDiedError             a rank's process ended without an exception (signal, ``os._exit``)
@@ -63,9 +63,9 @@ class RankFailure:
     Attributes:
         rank: The global index of the rank.
         kind: "exception", "exit" (``sys.exit``, ``os._exit``), "signal", "interrupted" or "lost" (with its machine).
-        time: Seconds since the epoch.
-        message: One sentence.
-        chain: The exceptions, ending with the one that left the function. Empty if the process just died.
+        time: When the rank failed, in seconds since the epoch.
+        message: The reason in one sentence.
+        chain: The exceptions, ending with the one that left the function. Empty if the process ended without one.
         exception: The original exception, if it could be transferred to the kernel.
         signal: The number of the signal that killed the process.
         consequence: Whether another rank's failure caused this failure.
@@ -82,7 +82,7 @@ class RankFailure:
 
 
 class RankOutcome(Protocol):
-    """A rank of a `FailedRun`."""
+    """What is known of a rank of a `FailedRun`."""
 
     @property
     def rank(self) -> int:
@@ -141,11 +141,11 @@ class FailedRun(Protocol):
 
     @property
     def elapsed(self) -> float:
-        """The seconds from the launch to the end."""
+        """The seconds from the launch to the end of the run."""
 
     @property
     def ranks(self) -> Sequence[RankOutcome]:
-        """The ranks in order."""
+        """The ranks of the run, in order."""
 
     @property
     def metrics(self) -> Mapping[str, Any]:
@@ -217,7 +217,7 @@ class AuthenticationError(LaunchError):
 
 
 class _Results(Mapping[int, Any]):
-    """The return values by rank. Each value is unpickled when it is read."""
+    """The return values by rank. Each value is unpickled only when it is read."""
 
     def __init__(self, infos: Mapping[int, RankOutcome]) -> None:
         self._infos = infos
@@ -240,7 +240,7 @@ class WorkerError(NotebookAccelerateError):
 
     Args:
         message: A description of what happened, in one paragraph.
-        run: The run.
+        run: The run that ended without success.
         failures: One entry for each rank that failed.
 
     Attributes:
@@ -277,7 +277,7 @@ class WorkerError(NotebookAccelerateError):
 
     @property
     def documented_kind(self) -> type[BaseException]:
-        """The class whose page to show: the first rank's exception class if it is in this module, else this class."""
+        """The class whose page to show: that of the first rank's exception if it is in this module, else this class."""
         chain = self.failures[0].chain if self.failures else ()
         kind = globals().get(chain[-1].type.rpartition(".")[2]) if chain else None
         return kind if isinstance(kind, type) and issubclass(kind, NotebookAccelerateError) else type(self)
@@ -298,12 +298,12 @@ class RunLostError(WorkerError):
 class RunInterrupted(KeyboardInterrupt):
     """Raised when the user interrupts a launch, after all ranks have ended.
 
-    It is a KeyboardInterrupt, so that it still interrupts the cell, and it has the attribute ``run``. An interrupt
-    that arrives while a run is ending is raised, too, so that the code after the launch does not continue.
-    ``run.status`` then says how the run ended.
+    This is a KeyboardInterrupt, so it still interrupts the cell. An interrupt that arrives while a run is ending is
+    raised too, so that the code after the launch does not continue. In that case, ``run.status`` says how the run
+    ended.
 
     Attributes:
-        run: The run.
+        run: The interrupted run.
     """
 
     def __init__(self, run: FailedRun) -> None:

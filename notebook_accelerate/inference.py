@@ -40,12 +40,13 @@ def prepare_pippy(
         model: The model, on the CPU. `torch.export` traces it, so its forward method must not branch on values.
         split_points: The names of the submodules that start a new rank's part, one fewer than there are ranks. "auto"
             minimizes the size of the largest part in bytes of parameters and buffers.
-        no_split_module_classes: The names of classes whose modules stay whole; None means `model._no_split_modules`.
-        example_args: The positional arguments for one chunk. Tensors have the rows of one chunk, and all other values
-            are fixed to the values given here.
-        example_kwargs: The keyword arguments for one chunk.
-        num_chunks: The number of chunks in the pipeline at a time; None means the number of ranks.
-        gather_output: Whether every rank gets the outputs. If False, only the last rank does, and the others get None.
+        no_split_module_classes: The names of classes whose modules stay whole. None means `model._no_split_modules`.
+        example_args: Example positional arguments. Tensors must have the rows of one chunk, and all other values are
+            fixed to the values given here.
+        example_kwargs: Example keyword arguments, like `example_args`.
+        num_chunks: The number of chunks in the pipeline at a time. None means the number of ranks.
+        gather_output: Whether every rank gets the outputs. If False, only the last rank gets them, and the others get
+            None.
 
     Returns:
         The model, with its forward method replaced. Its attribute `hf_split_points` contains the split points.
@@ -122,7 +123,7 @@ def generate_device_map(
     """Assign a model's modules to ranks in the order of their registration.
 
     Args:
-        model: The model.
+        model: The model to divide.
         num_processes: The number of ranks.
         no_split_module_classes: The names of classes whose modules stay whole.
         max_memory: The limit of each rank, as in `infer_auto_device_map`. None divides the bytes evenly.
@@ -160,8 +161,7 @@ def pippy_forward(forward: Any, num_chunks: int, gather_output: bool | None, *ar
         The outputs, with as many rows as rank 0 passed, on the last rank or on all ranks. None on other ranks.
 
     Raises:
-        ValueError: Rank 0 passed no tensor with a batch dimension, or non-tensor values that differ from the
-            traced ones.
+        ValueError: Rank 0 passed no tensor with a batch dimension, or passed other non-tensor values than were traced.
     """
     if not isinstance(forward, _Stage):
         return forward(*args, **kwargs)
@@ -201,9 +201,9 @@ class _PipelineGroup:
 
     ranks: tuple[int, ...]
     stage_index: int
-    """The index of this rank among them."""
+    """The index of this rank in the pipeline."""
     process_group: Any
-    """The process group of these ranks; None means all ranks."""
+    """The process group of the pipeline's ranks, or None for all ranks."""
 
     @property
     def is_first(self) -> bool:
@@ -259,7 +259,7 @@ class _Structure:
 class _FlatModel(nn.Module):
     """A model that takes and returns flat lists of tensors.
 
-    Every input passes through the first part, because torch gives the pipeline's inputs only to the first rank.
+    Every input passes through the first part, because torch passes the pipeline's inputs only to the first rank.
     """
 
     def __init__(self, model: nn.Module, inputs: _Structure, batched: Sequence[bool]) -> None:
@@ -268,7 +268,7 @@ class _FlatModel(nn.Module):
         self._inputs, self._batched = inputs, tuple(batched)
 
     def call_model(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return the model's outputs in their own containers."""
+        """Call the model, and return its outputs in the containers that it returns."""
         inputs = [each.clone() if batched else each[0] for each, batched in zip(tensors, self._batched, strict=True)]
         args, kwargs = self._inputs.unflatten(inputs)
         return self.model(*args, **kwargs)
@@ -326,7 +326,7 @@ class _TracedModel:
         return [called[at] for at in balanced_cuts([sizes[name] for name in called], parts)]
 
     def build_stage(self, split_points: Sequence[str], chunks: int, group: _PipelineGroup) -> _Stage:
-        """Build this rank's part."""
+        """Build this rank's part of the pipeline."""
         from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
 
         cut = {f"model.{name}": SplitPoint.BEGINNING for name in split_points}
@@ -411,7 +411,7 @@ def _with_rows(tensors: Sequence[torch.Tensor], batched: Sequence[bool], rows: i
     return [
         torch.cat([tensor, tensor[-1:].expand(rows - len(tensor), *tensor.shape[1:])])
         if has_batch
-        else tensor.expand(rows, *tensor.shape).contiguous()  # torch compares strides with the trace.
+        else tensor.expand(rows, *tensor.shape).contiguous()  # torch compares the strides with those in the trace.
         for tensor, has_batch in zip(tensors, batched, strict=True)
     ]
 

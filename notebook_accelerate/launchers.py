@@ -26,9 +26,9 @@ _R = TypeVar("_R")
 
 
 def _defaults_from_config(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make a launcher take the arguments that the caller leaves out from ``config``.
+    """Make a launcher take from ``config`` the arguments that the caller leaves out.
 
-    An argument that the caller passes wins, also where it equals the parameter's default.
+    An argument that the caller passes takes precedence, even if it equals the parameter's default.
 
     Args:
         launcher: A function with a keyword argument ``config``.
@@ -43,7 +43,7 @@ def _defaults_from_config(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(launcher)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        __tracebackhide__ = True  # Part of the boundary, see `_mistakes`.
+        __tracebackhide__ = True  # This frame is part of the boundary; see `_mistakes`.
         config = kwargs.get("config")
         if config is None:
             return launcher(*args, **kwargs)
@@ -115,22 +115,23 @@ def notebook_launcher(  # noqa: D417 - `_documented` adds the texts of the setti
     """Run ``function(*args)`` in ``num_processes`` processes started from this notebook.
 
     Args:
-        function: The function that every rank runs; it may be defined in a cell.
-        args: Its positional arguments.
+        function: The function that every rank runs. It may be defined in a cell.
+        args: The function's positional arguments.
         resume: An ended run, whose training continues from its newest complete checkpoint, with its history. The
-            function must load it: ``if notebook_accelerate.resumed_checkpoint(): accelerator.load_state(...)``.
-        config: All settings in one object. An argument passed here overrides the field of the same name.
+            function must load the checkpoint:
+            ``if notebook_accelerate.resumed_checkpoint(): accelerator.load_state(...)``.
+        config: All settings in one object. An argument passed to this function overrides the field of the same name.
 
     Returns:
         The run, with ``results`` (one value per rank), ``metrics``, ``logs()`` and ``report()``.
 
     Raises:
         ValueError: An argument is not allowed, or does not fit this machine.
-        LaunchError: No rank could be started, or (DeviceBusyError, PortInUseError) devices or the port are taken.
+        LaunchError: No rank could be started, or the devices (DeviceBusyError) or the port (PortInUseError) are taken.
         SerializationError: The function or an argument cannot be sent to the ranks.
-        WorkerError: A blocking run failed, was stopped (RunStoppedError) or reached a time limit (RunTimeoutError);
-            ``.run`` is the run, ``.__cause__`` the original exception.
-        KeyboardInterrupt: The blocking cell was interrupted; every rank has ended.
+        WorkerError: A blocking run failed, was stopped (RunStoppedError) or reached a time limit (RunTimeoutError).
+            ``.run`` is the run, and ``.__cause__`` the original exception.
+        KeyboardInterrupt: The blocking cell was interrupted. Every rank has ended.
     """
     arguments = dict(locals())
     values = {name: arguments[name] for name in LaunchConfig.__dataclass_fields__ if name in arguments}
@@ -142,15 +143,15 @@ def notebook_launcher(  # noqa: D417 - `_documented` adds the texts of the setti
 
 @reports_mistakes
 def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_processes: int = 2) -> Run:
-    """Run ``function(*args)`` in ``num_processes`` processes on the CPU, also where there are accelerators.
+    """Run ``function(*args)`` in ``num_processes`` processes on the CPU, even if there are accelerators.
 
     Args:
         function: The function that every rank runs.
-        args: Its positional arguments.
-        num_processes: Number of ranks.
+        args: The function's positional arguments.
+        num_processes: The number of ranks.
 
     Returns:
-        The run, which has ended, as ``notebook_launcher`` returns it.
+        The run that ``notebook_launcher`` returns, which has ended.
 
     Raises:
         ValueError: An argument is not allowed.
@@ -161,16 +162,14 @@ def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_p
 
 
 def test_launch() -> None:
-    """Check, in a rank, that the process group works: every rank contributes to one sum.
-
-    Every rank must call this.
+    """Check that the process group works, with a sum to which every rank contributes; every rank must call this.
 
     Raises:
         RuntimeError: The sum is wrong.
     """
     import torch
 
-    from notebook_accelerate.state import PartialState  # here, because the kernel's side must not load it
+    from notebook_accelerate.state import PartialState  # imported here, because the kernel's side must not load it
 
     state = PartialState()
     if state.num_processes == 1:

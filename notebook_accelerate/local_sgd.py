@@ -29,7 +29,7 @@ class LocalSGD:
         accelerator: The `Accelerator` that has prepared the model.
         model: The prepared model.
         local_sgd_steps: The number of optimizer steps between two averages.
-        enabled: Whether this object does anything.
+        enabled: Whether to train in this way. If False, this object does nothing.
 
     Raises:
         ValueError: The model is sharded, or `local_sgd_steps` is less than 1.
@@ -68,7 +68,7 @@ class LocalSGD:
         self._no_sync = None
 
     def step(self) -> None:
-        """Count an optimizer step, and average the parameters if enough steps were taken; every rank must call this."""
+        """Count an optimizer step, and average the parameters after enough steps; every rank must call this."""
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._average()

@@ -38,9 +38,9 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
 
         Args:
             level: The level of the message.
-            msg: The message.
-            args: The values for its placeholders.
-            kwargs: ``main_process_only``, ``in_order``, and the keywords of ``logging.Logger.log``.
+            msg: The message, which may have placeholders.
+            args: The values for the placeholders.
+            kwargs: ``main_process_only``, ``in_order``, and keyword arguments for ``logging.Logger.log``.
 
         Raises:
             RuntimeError: No Accelerator or PartialState exists yet.
@@ -77,8 +77,8 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
         """Prefix a message with its rank.
 
         Args:
-            msg: The message.
-            kwargs: The keywords of the call.
+            msg: The message to prefix.
+            kwargs: The keyword arguments of the call.
 
         Returns:
             The message with its prefix, and the keywords.
@@ -90,8 +90,8 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
         """Log a warning, unless this logger has logged the same warning before.
 
         Args:
-            args: The arguments of ``warning``.
-            kwargs: The keyword arguments of ``warning``.
+            args: Positional arguments for ``warning``.
+            kwargs: Keyword arguments for ``warning``.
         """
         key = repr((args, sorted(kwargs.items())))
         if key not in self._warned:
@@ -123,12 +123,12 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     """Create a tqdm progress bar that is shown by the first rank on each machine.
 
     Args:
-        args: The arguments of ``tqdm.tqdm``.
+        args: Positional arguments for ``tqdm.tqdm``.
         main_process_only: Whether the bar is disabled on the other ranks.
-        kwargs: The keyword arguments of ``tqdm.tqdm``.
+        kwargs: Keyword arguments for ``tqdm.tqdm``.
 
     Returns:
-        The bar. In a launched run, it also reports progress to the run's panels.
+        The progress bar. In a launched run, its progress is also shown in the run's panels.
 
     Raises:
         ImportError: tqdm is not installed.

@@ -43,7 +43,7 @@ class RankMagics(Magics):
         Raises:
             ValueError: An option is not allowed, or warm ranks are running and ``-n`` is another number.
             LaunchError: The ranks could not be started.
-            WorkerError: The cell failed on a rank; the ranks keep running. WorkerDiedError: A rank died.
+            WorkerError: The cell failed on a rank, and the ranks keep running, or a rank died (WorkerDiedError).
         """
         options = _with_variables(_start_parser("%%ranks")).parse_args(shlex.split(line))
         group = self._group(options)
@@ -56,7 +56,7 @@ class RankMagics(Magics):
 
         Raises:
             ValueError: An option or a rank is not allowed, or there are no warm ranks.
-            WorkerError: The cell failed on a rank; the ranks keep running. WorkerDiedError: A rank died.
+            WorkerError: The cell failed on a rank, and the ranks keep running, or a rank died (WorkerDiedError).
         """
         parser = _Parser("%%rank", add_help=False)
         parser.add_argument("ranks")
@@ -159,7 +159,7 @@ class RankMagics(Magics):
         user = self.shell.user_ns
         if missing := [name for name in inputs if name not in user]:
             raise ValueError(f"-i {','.join(missing)}: not a variable of the kernel; assign a value in a cell first")
-        source = "\n" + cell  # The line of the magic counts as the first line of the cell.
+        source = "\n" + cell  # The line with the magic counts as the first line of the cell.
         filename = self.shell.compile.cache(source, self.shell.execution_count)
         result = group.execute(source, filename, ranks, {name: user[name] for name in inputs}, outputs)
         for name in outputs:
@@ -168,7 +168,7 @@ class RankMagics(Magics):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises ValueError, whereas argparse would exit the kernel."""
+    """A parser that raises ValueError where argparse would exit the kernel."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; {self.format_usage().strip()}")

@@ -21,7 +21,7 @@ def move_to_device(state: Any, device: torch.device) -> Any:
 
     Args:
         state: Nested lists, tuples and dicts of tensors.
-        device: The device.
+        device: The device to move to.
 
     Returns:
         The state on the device.
@@ -56,7 +56,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: The wrapped optimizer.
-        device_placement: Whether to move its state to the device of this rank.
+        device_placement: Whether to move the optimizer's state to this rank's device.
         scaler: The loss scaler, or None if the precision does not need one.
     """
 
@@ -66,7 +66,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         device_placement: bool = True,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        # Don't call the base class's constructor: the parameter groups are the wrapped optimizer's.
+        # Don't call the base class's constructor, because the parameter groups belong to the wrapped optimizer.
         self.optimizer = optimizer
         self.scaler = scaler
         self.device_placement = device_placement
@@ -86,10 +86,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._accelerate_step_called = True
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Step if this batch completes a window, otherwise do nothing.
+        """Step if this batch completes a window. Otherwise do nothing.
 
         Args:
-            closure: A function that recomputes the loss, for optimizers that need it. Not allowed with a scaler.
+            closure: A function that recomputes the loss, for optimizers that need one. Not allowed with a scaler.
 
         Returns:
             The result of the optimizer's step, or None if it did not step.
@@ -121,10 +121,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients if this batch completes a window, otherwise do nothing.
+        """Clear gradients if this batch completes a window. Otherwise do nothing.
 
         Args:
-            set_to_none: Whether to set gradients to None instead of zero; None means the optimizer's default.
+            set_to_none: Whether to set gradients to None instead of zero. None means the optimizer's default.
         """
         if self.gradient_state.sync_gradients:
             if set_to_none is None:
@@ -201,7 +201,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             switch()
 
     def __getattr__(self, name: str) -> Any:
-        # All other attributes are the wrapped optimizer's: hooks are registered there, and run only in real steps.
+        # All other attributes belong to the wrapped optimizer. Hooks are registered there, and only run in real steps.
         if name == "optimizer" or name.startswith("__"):  # A copy has no attributes yet.
             raise AttributeError(name)
         return getattr(self.optimizer, name)

@@ -45,8 +45,8 @@ class AcceleratedScheduler:
         """Step the wrapped scheduler if the optimizers have stepped.
 
         Args:
-            args: The arguments of the wrapped scheduler's step.
-            kwargs: The keyword arguments of the wrapped scheduler's step.
+            args: Positional arguments for the wrapped scheduler's step.
+            kwargs: Keyword arguments for the wrapped scheduler's step.
         """
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
@@ -66,12 +66,12 @@ class AcceleratedScheduler:
     def _step_for_all_ranks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         total = getattr(self.scheduler, "total_steps", None)
         for _ in range(self._repeats):
-            # OneCycleLR raises after its last step, which padding of the last batches would exceed.
+            # OneCycleLR raises an error after its last step, which would be exceeded if the last batches are padded.
             if total is None or scheduler_steps(self.scheduler) <= total:
                 self.scheduler.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        # All other attributes are the wrapped scheduler's: total_steps, base_lrs, last_epoch, optimizer, ...
+        # All other attributes are those of the wrapped scheduler: total_steps, base_lrs, last_epoch, optimizer, ...
         if name == "scheduler" or name.startswith("__"):  # A copy has no attributes yet.
             raise AttributeError(name)
         return getattr(self.scheduler, name)
@@ -108,11 +108,11 @@ class AcceleratedScheduler:
         """Print the learning rates, if the wrapped scheduler supports this.
 
         Args:
-            args: The arguments of its print_lr.
-            kwargs: The keyword arguments of its print_lr.
+            args: Positional arguments for the wrapped scheduler's print_lr.
+            kwargs: Keyword arguments for the wrapped scheduler's print_lr.
 
         Returns:
-            The result of its print_lr.
+            The result of the wrapped scheduler's print_lr.
         """
         return self.scheduler.print_lr(*args, **kwargs)
 

@@ -43,8 +43,8 @@ class PrivateName(NamedTuple):
     """A private name that this module exports under another name.
 
     Attributes:
-        name: The module in torch, a colon, and the name. For the module itself, the name is empty.
-        use: The purpose, and the replacement for a torch that does not have it.
+        name: The module in torch, a colon, and the name. For the module itself, the part after the colon is empty.
+        use: What the name is used for, and what replaces it if a version of torch does not have it.
     """
 
     name: str
@@ -110,8 +110,8 @@ def weights_only_globals() -> dict[str, Any]:
 def import_inductor() -> None:
     """Import the modules that torch's profiler imports when it starts, which takes seconds.
 
-    The two packages import each other. The first optimizer imports them, too, beginning with the same package. If
-    another thread begins with the other package, both imports fail.
+    Two of these packages import each other. The first optimizer imports them too, beginning with the same package. If
+    another thread began with the other package, both imports would fail.
     """
     import_module("torch._dynamo")
     import_module("torch._inductor.config")
@@ -132,10 +132,10 @@ def trace_only() -> dict[str, Any]:
 
 
 def before_profilers_start(call: Callable[[Any], None]) -> Callable[[], None]:
-    """Call a function with each `torch.autograd.profiler.profile` before it prepares to record.
+    """Call a function with each `torch.autograd.profiler.profile` before the profiler prepares to record.
 
     Returns:
-        A function that ends this.
+        A function to call when this should end.
     """
     kind: Any = import_module("torch.autograd.profiler").profile
     original = kind._prepare_trace
@@ -167,13 +167,13 @@ def process_groups() -> list[Any]:
 
 
 def group_timeouts(group: Any) -> dict[str, timedelta]:
-    """Return the time limits of a group's back ends by name, such as "gloo" and "nccl".
+    """Return the time limits of a group's backends by name, such as "gloo" and "nccl".
 
     Args:
-        group: The group.
+        group: The process group to inspect.
 
     Raises:
-        Exception: A back end has no options, or this rank is not in the group.
+        Exception: A backend has no options, or this rank is not in the group.
     """
     backends = [group._get_backend(device) for device in group._device_types]
     return {backend.name().lower(): backend.options._timeout for backend in backends}
@@ -183,11 +183,11 @@ def set_group_timeout(timeout: timedelta, group: Any = None) -> None:
     """Set the time limit for operations of a group that start from now on.
 
     torch 2.15 has `torch.distributed.set_timeout`, and warns about the private name. Earlier versions can set the limit
-    for nccl and gloo only, and warn about other back ends, whose limit does not change.
+    only for nccl and gloo, and warn about other backends, whose limit does not change.
 
     Args:
-        timeout: The limit.
-        group: The group; None means the default group.
+        timeout: The new time limit.
+        group: The process group to change. None means the default group.
     """
     distributed: Any = import_module("torch.distributed")
     public = getattr(distributed, "set_timeout", None)
@@ -218,13 +218,13 @@ def drop_process_groups() -> list[Any]:
 
 
 def start_all_gather(group: Any, rows: Tensor, flat: Tensor, options: Any) -> Any:
-    """Start an all-gather into one tensor with the group's own method, which is 14 us faster than the public function.
+    """Start an all-gather into one tensor with the group's own method, which is 14 µs faster than the public function.
 
     Args:
-        group: The group.
+        group: The process group of the ranks.
         rows: The tensor to write to, of shape (ranks * count,).
         flat: This rank's tensor, of shape (count,).
-        options: `torch.distributed.AllgatherOptions`.
+        options: The operation's `torch.distributed.AllgatherOptions`.
 
     Returns:
         The operation to wait for.
@@ -254,7 +254,7 @@ def greet_in_one_dtype(stage: Any) -> None:
 
 
 def flight_recorders() -> dict[str, Callable[[bool, bool], bytes]]:
-    """Return the functions that dump torch's flight recorders as JSON, by name. Until torch is loaded, there are none.
+    """Return the functions that dump torch's flight recorders as JSON, by name, or none if torch is not loaded.
 
     NCCL has a separate recorder, which exists only in CUDA and ROCm builds of torch.
     """
@@ -305,7 +305,7 @@ def local_tensor(tensor: DTensor) -> Tensor:
     """Return this rank's part of a DTensor itself, whereas `to_local` returns a view of it.
 
     Args:
-        tensor: The DTensor.
+        tensor: The DTensor whose part to return.
     """
     return tensor._local_tensor
 
@@ -314,7 +314,7 @@ def viewed_tensor(tensor: Tensor) -> Tensor:
     """Return the base of a tensor that is a view, or the tensor itself.
 
     Args:
-        tensor: The tensor.
+        tensor: The tensor to inspect.
     """
     return tensor if tensor._base is None else tensor._base
 
@@ -332,7 +332,7 @@ def tensor_version(tensor: Tensor) -> int:
     """Return how often a tensor has been changed in place, or 0 for inference tensors, which do not count changes.
 
     Args:
-        tensor: The tensor.
+        tensor: The tensor to inspect.
     """
     return 0 if tensor.is_inference() else int(tensor._version)
 
@@ -380,7 +380,7 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     """Return whether a module's own `compile` was called.
 
     Args:
-        module: The module.
+        module: The module to inspect.
     """
     return getattr(module, "_compiled_call_impl", None) is not None
 
@@ -389,7 +389,7 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
     """Return the names of a module's own buffers that are not in its state dict.
 
     Args:
-        module: The module.
+        module: The module to inspect.
     """
     return set(module._non_persistent_buffers_set)
 
@@ -407,7 +407,7 @@ def has_own_names(module: nn.Module) -> bool:
     """Return whether a module does not change the names of its parameters in state dicts.
 
     Args:
-        module: The module.
+        module: The module to inspect.
     """
     return not hasattr(module, "_fqn_modifiers")
 
@@ -416,7 +416,7 @@ def recorded_static_graph(model: nn.Module) -> bool:
     """Return whether a DDP model with a static graph has recorded it, or True if torch no longer reports this.
 
     Args:
-        model: The DDP module.
+        model: The model, wrapped by DDP.
     """
     return bool(getattr(model, "_static_graph_delay_allreduce_enqueued", True))
 
@@ -433,7 +433,7 @@ def flat_parameter_handle(unit: nn.Module) -> Any:
     """Return the handle of an FSDP 1 unit's flat parameter, or None for a unit without parameters.
 
     Args:
-        unit: The unit.
+        unit: The unit to inspect.
     """
     return getattr(unit, "_handle", None)
 
@@ -451,7 +451,7 @@ def names_in_flat_parameter(flat: Any) -> tuple[str, ...]:
     """Return the names of the parameters in a flat parameter.
 
     Args:
-        flat: The flat parameter.
+        flat: The flat parameter to inspect.
     """
     return tuple(flat._fqns)
 
@@ -460,7 +460,7 @@ def flat_parameter_sizes(flat: Any) -> tuple[int, int]:
     """Return the numbers of elements of a flat parameter: on all ranks without padding, and on this rank with padding.
 
     Args:
-        flat: The flat parameter.
+        flat: The flat parameter to inspect.
     """
     return flat._unpadded_unsharded_size.numel(), flat._sharded_size.numel()
 
@@ -469,7 +469,7 @@ def group_of_sharded_tensor(tensor: ShardedTensor) -> Any:
     """Return the process group of a `ShardedTensor`.
 
     Args:
-        tensor: The tensor.
+        tensor: The tensor to inspect.
     """
     return tensor._process_group
 
@@ -480,7 +480,7 @@ def sharded_tensor(shards: list[Any], metadata: Any, group: Any) -> ShardedTenso
     Args:
         shards: The shards of this rank.
         metadata: The metadata of all ranks' shards.
-        group: The process group.
+        group: The process group of these ranks.
     """
     kind = __getattr__("ShardedTensor")
     tensor: ShardedTensor = kind._init_from_local_shards_and_global_metadata(
@@ -493,10 +493,10 @@ def sharded_tensor(shards: list[Any], metadata: Any, group: Any) -> ShardedTenso
 
 
 def sampler_length(sampler: Any) -> int | None:
-    """Return the number of samples given to a `RandomSampler`, or None if it is the size of the dataset.
+    """Return the number of samples given to a `RandomSampler`, or None if the sampler uses the dataset's size.
 
     Args:
-        sampler: The sampler.
+        sampler: The sampler to inspect.
     """
     number: int | None = sampler._num_samples
     return number
@@ -506,7 +506,7 @@ def count_scheduler_step(scheduler: Any) -> None:
     """Count a step that a scheduler did not take.
 
     Args:
-        scheduler: The scheduler.
+        scheduler: The scheduler whose steps are counted.
     """
     scheduler._step_count += 1
 
@@ -515,7 +515,7 @@ def scheduler_steps(scheduler: Any) -> int:
     """Return the number of a scheduler's steps, where its construction counts as the first step.
 
     Args:
-        scheduler: The scheduler.
+        scheduler: The scheduler whose steps are counted.
     """
     return int(scheduler._step_count)
 
@@ -524,7 +524,7 @@ def mark_stepped(optimizer: Optimizer) -> None:
     """Mark an optimizer as stepped, because its scheduler warns otherwise.
 
     Args:
-        optimizer: The optimizer.
+        optimizer: The optimizer to mark.
     """
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
