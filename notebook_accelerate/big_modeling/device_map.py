@@ -56,7 +56,7 @@ def infer_auto_device_map(
 
     Args:
         model: The model on any device. Its weights should be tied already.
-        max_memory: The limit of each device, in bytes or as a string such as "10GB". None means the free memory.
+        max_memory: The limit of each device, in bytes or as a string such as "10GB". If None, the free memory.
         no_split_module_classes: The names of classes that are not divided among devices, such as blocks with a residual
             connection.
         dtype: The dtype that weights will be converted to when they are loaded.
@@ -102,10 +102,10 @@ def make_device_map(
     """Create a device map with a named strategy.
 
     Args:
-        model: The model, on any device.
+        model: The model, which may be on any device.
         strategy: "auto" and "balanced" fill accelerators evenly, "balanced_low_0" puts as little as possible on the
             first, and "sequential" fills one after the other.
-        max_memory: The limit of each device, in bytes or as a string such as "10GB". None means the free memory.
+        max_memory: The limit of each device, in bytes or as a string such as "10GB". If None, the free memory.
         offload_buffers: Whether buffers are offloaded, too.
         options: The arguments `no_split_module_classes`, `dtype` and `special_dtypes` of `infer_auto_device_map`.
 
@@ -281,7 +281,7 @@ def get_max_memory(max_memory: Mapping[Any, Any] | None = None) -> dict[Any, int
 
     Args:
         max_memory: The limit of each device (the number of an accelerator, "mps", "cpu" or "disk"), in bytes or as a
-            string such as "10GB". None means the free memory. Strings in a dict are replaced with their numbers.
+            string such as "10GB". If None, the free memory. Strings in a dict are replaced with their numbers.
 
     Raises:
         ValueError: A device or a size is not valid.
@@ -330,7 +330,7 @@ def get_balanced_memory(
     """Return limits with which `infer_auto_device_map` distributes a model evenly among accelerators.
 
     Args:
-        model: The model, on any device.
+        model: The model, which may be on any device.
         max_memory: See `get_max_memory`.
         no_split_module_classes: The names of classes that are not divided among devices.
         dtype: The dtype that weights will be converted to.

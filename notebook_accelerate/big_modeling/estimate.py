@@ -315,7 +315,7 @@ def measure_device_map(
     """Measure the entries of a device map, and the bytes that are copied in each forward pass.
 
     Args:
-        model: The model, on any device.
+        model: The model, which may be on any device.
         device_map: The device of each module by name.
         dtype: The dtype that floating-point weights are converted to.
         max_memory: The limit of each device in bytes.

@@ -37,7 +37,7 @@ def build_tree(model: torch.nn.Module) -> ModuleTree:
     """List the modules of a model.
 
     Args:
-        model: The model, on any device.
+        model: The model, which may be on any device.
 
     Returns:
         The modules. Listing them takes linear time, whereas `named_modules` takes a step for each module and level.
@@ -310,7 +310,7 @@ def compute_module_sizes(
     """Compute the size of each module and tensor of a model. A tied tensor counts once, under its first name.
 
     Args:
-        model: The model, on any device.
+        model: The model, which may be on any device.
         dtype: The dtype that floating-point tensors will be converted to. Larger dtypes count with its size.
         special_dtypes: The dtypes of tensors by name, which have precedence over `dtype`.
         buffers_only: Whether to count only buffers.

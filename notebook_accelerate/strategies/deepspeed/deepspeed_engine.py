@@ -120,7 +120,7 @@ def start_communication(state: AcceleratorState) -> Any:
     Returns:
         The package `deepspeed`.
     """
-    global _communication_group  # noqa: PLW0603 - DeepSpeed has one communication back end per process
+    global _communication_group  # noqa: PLW0603 - DeepSpeed has one communication backend per process
     deepspeed = import_deepspeed(state.device)
     if not process_group.group_exists():
         process_group.start_group_of_one(device_table.row(state.device.type).backend, state.device)
@@ -146,7 +146,7 @@ def _release_groups() -> None:
     Engines refer to the groups. Gradient hooks refer to the engines until these are destroyed, and the garbage
     collector does not see those references.
     """
-    global _communication_group  # noqa: PLW0603 - DeepSpeed has one communication back end per process
+    global _communication_group  # noqa: PLW0603 - DeepSpeed has one communication backend per process
     _communication_group = None
     for engine in list(_engines):
         destroy_engine(engine)
