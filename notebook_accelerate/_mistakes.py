@@ -81,7 +81,7 @@ def _entries_of(traceback: TracebackType | None) -> Iterator[TracebackType]:
 
 
 def _is_own(frame: FrameType) -> bool:
-    """Return whether a frame belongs to this package, also if a dataclass has generated its function."""
+    """Return whether a frame belongs to this package, even if a dataclass has generated its function."""
     return str(frame.f_globals.get("__name__")).partition(".")[0] == __package__
 
 
