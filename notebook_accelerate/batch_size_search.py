@@ -81,7 +81,7 @@ def should_reduce_batch_size(exception: Exception) -> bool:
 
 
 def _search(function: Callable[..., Any], start: int, reduce: Callable[[], int] | None) -> Callable[..., Any]:
-    """Return a function that calls ``function`` with smaller and smaller first arguments until memory suffices."""
+    """Return a function that calls ``function`` with smaller and smaller batch sizes until one fits in memory."""
     name, batch_size = str(getattr(function, "__name__", function)), start
 
     @functools.wraps(function)

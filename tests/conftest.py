@@ -35,7 +35,7 @@ sys.dont_write_bytecode = False
 
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test that leaves a process, thread, socket, variable, handler or process group behind."""
+    """Fail a test that leaves a process, thread, socket, environment variable, handler or process group behind."""
     if request.node.get_closest_marker("leaks_ok"):
         yield
         return

@@ -134,7 +134,7 @@ class Panel(DocumentView):
             self._shown.update(now)
 
     def _render_soon(self, *_: Any) -> None:
-        """Render at the next tick, or now if the view no longer changes, because it is then no longer ticked."""
+        """Render at the next tick, or now if the view no longer changes and therefore gets no more ticks."""
         self.schedule.touch()
         if not self._changes():
             self.schedule.tick(due=True)

@@ -179,8 +179,8 @@ class _Loading:
         if mismatches:
             lines = "\n  ".join(mismatches[:10])
             raise CheckpointMismatchError(
-                f"size mismatch for {len(mismatches)} tensor{'s' * (len(mismatches) > 1)}; nothing of their file was "
-                f"loaded:\n  {lines}\nThis checkpoint belongs to another model."
+                f"size mismatch for {len(mismatches)} tensor{'s' * (len(mismatches) > 1)}; nothing was loaded from "
+                f"their file:\n  {lines}\nThis checkpoint belongs to another model."
             )
 
     def _bytes_to_allocate(self, sources: dict[str, TensorSource]) -> dict[torch.device, int]:

@@ -48,7 +48,7 @@ def second_writer_error(target: AnyPath, owner: str) -> str:
 
     Args:
         target: The folder of the checkpoint.
-        owner: The process of the other run, in words.
+        owner: A description of the process that is saving, such as `LockHeldError.owner`.
     """
     return (
         f"The checkpoint {target} was not written: {owner} is saving to this folder. Its previous content is "

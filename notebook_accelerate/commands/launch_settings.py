@@ -220,7 +220,7 @@ def _check_machines(args: argparse.Namespace, found: ClusterConfig) -> None:
 
 
 def _check_devices(args: argparse.Namespace, found: ClusterConfig) -> None:
-    """Check the options and the file for GPUs and TPUs."""
+    """Check the settings for GPUs and TPUs, in the options and in the configuration file."""
     kind = str(getattr(found.distributed_type, "value", found.distributed_type))
     if any(option(args, name, False) for name in _EXCLUSIVE[0]) or option(args, "use_megatron_lm", False):
         kind = "XLA" if option(args, "tpu", False) else "MULTI_GPU" if option(args, "multi_gpu", False) else "NO"

@@ -258,7 +258,7 @@ def _check_rendezvous(config: LaunchConfig) -> None:
     if config.num_nodes > 1 and config.rendezvous_address[1] == 0:
         raise ValueError(
             f"use_port={config.use_port!r} is not allowed with num_nodes={config.num_nodes}: every node must know "
-            "the port; pass a number that is free on the first one, as use_port=29500"
+            "the port; pass a port that is free on the first one, such as use_port=29500"
         )
     if config.min_nodes is None:
         return

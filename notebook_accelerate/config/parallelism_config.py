@@ -101,7 +101,7 @@ class DeepSpeedSequenceParallelConfig:
             )
 
 
-# They are ordered from outermost to innermost. Ranks that differ in the last one are neighbours, and communicate most.
+# From outermost to innermost. Ranks that differ only in the last dimension are neighbours, and communicate most.
 _DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "ep", "tp")
 _HANDLERS = {
     "tp": TorchTensorParallelConfig,

@@ -71,7 +71,7 @@ def format_setting(value: Any) -> str:
     return f"{type(value).__name__}({format_setting(changed)})"
 
 
-# This part hides secrets in texts: values of environment variables and of names such as api_key, and URL credentials.
+# Hiding secrets in text: values of environment variables and of keys such as api_key, and credentials in URLs.
 
 HIDDEN = "***"
 VARIABLES = ("env", "env_vars", "runtime_env", "rdzv_conf")

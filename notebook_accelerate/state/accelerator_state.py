@@ -144,7 +144,7 @@ class AcceleratorState(PartialState):
 
     @property
     def mixed_precision(self) -> str:
-        """The precision: no, fp16, bf16 or fp8. The precision in a DeepSpeed configuration takes precedence."""
+        """The precision: no, fp16, bf16 or fp8. Unless it is fp8, a DeepSpeed configuration takes precedence."""
         enabled = None if self.deepspeed_plugin is None else self.deepspeed_plugin.precision
         return self._mixed_precision if enabled is None or self._mixed_precision == "fp8" else str(enabled)
 

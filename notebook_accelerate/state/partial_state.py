@@ -274,14 +274,14 @@ def select_device(row: Row, world: World) -> torch.device:
     """Select this rank's device and make it the current device.
 
     Args:
-        row: The row of the device type.
+        row: The entry of the device table for the type to use.
         world: The rank and world size.
 
     Returns:
-        The device whose index is the rank's local index.
+        The device in ACCELERATE_TORCH_DEVICE if it fits the type, or the one whose index is the rank's local index.
 
     Raises:
-        ValueError: The machine has fewer devices than ranks.
+        ValueError: The machine has no device with that index.
     """
     requested = _requested_device()
     if requested is not None and requested.type in {row.type, "meta"} and not row.is_accelerator:

@@ -244,10 +244,10 @@ def without_wrappers(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def compiled_around(model: torch.nn.Module) -> Any:
-    """Return the innermost compiled module around a model, which may itself be inside other wrappers.
+    """Return the innermost compiled module around a model. There may be other wrappers inside and outside it.
 
     Args:
-        model: A model.
+        model: The model, including its wrappers.
 
     Returns:
         The compiled module, or None if the model is not compiled.

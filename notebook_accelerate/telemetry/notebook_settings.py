@@ -153,7 +153,7 @@ def _root(value: Any) -> str:
 
 
 def _writes(handler: logging.Handler) -> bool:
-    """Return whether a handler's output is visible outside the rank, unlike that of a handler for a StringIO."""
+    """Return whether a handler's output is visible outside the rank. The output to a StringIO, for example, is not."""
     if isinstance(handler, logging.NullHandler):
         return False
     stream = getattr(handler, "__dict__", {}).get("stream")

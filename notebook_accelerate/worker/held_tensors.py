@@ -248,7 +248,7 @@ def _has_graph(tensor: Tensor) -> bool:
 def _nodes_above(node: Node | None, root: Node) -> int:
     """Return the number of a graph's nodes above ``root``, or 0 if the graph does not contain ``root``.
 
-    Nodes are visited in order of distance, because a sum of losses contains the earlier sum only a few nodes below.
+    The search visits at most `MAX_NODES`, the nearest ones first: in a sum of losses, the earlier sum is never far.
     """
     if node is None or node is root:
         return 0

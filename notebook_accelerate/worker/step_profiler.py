@@ -466,7 +466,7 @@ class Recorded:
         profiler.export_chrome_trace(str(self._path))
 
     def complete(self) -> ProfileReply:
-        """Add the facts, and return the reply. It contains the trace if the kernel's folder is not on this machine."""
+        """Add the facts to the trace file. The reply contains the file if the kernel's folder is on another machine."""
         append(self._path, self.facts)
         facts = self.facts
         reply = ProfileReply(self._number, "", "", facts["steps"], facts["seconds"], facts["clock"])

@@ -157,7 +157,7 @@ _DTYPES = {
 
 
 def read_flight_recorder() -> tuple[tuple[Collective, ...], dict[str, int]]:
-    """Return the open collectives of this rank, and the number of the last one entered, by process group."""
+    """Return the open collectives of this rank, and for each process group, the number of the last one entered."""
     return _parse(_entries())
 
 

@@ -90,7 +90,7 @@ def test_a_second_stop_kills_immediately(kernel: Kernel, method: str) -> None:
         cell = kernel.submit(f"launch(train, start_method={method!r})")
         kernel.wait_for(lambda: cell.stdout.count("] deaf") == 2)
         kernel.interrupt()
-        # Two interrupts that arrive before the kernel has handled the first count as one.
+        # Wait for the first interrupt: if a second one arrives before the kernel handles it, the two count as one.
         kernel.wait_for(lambda: all(f"[rank {rank}] heard" in cell.stdout for rank in (0, 1)))
         kernel.pump(0.5)
         assert not cell.finished
@@ -145,10 +145,10 @@ def test_an_interrupt_at_any_time_ends_the_run_and_the_cell(kernel: Kernel) -> N
 
 
 def test_a_loop_of_launches_ends_with_the_interrupted_run(kernel: Kernel) -> None:
-    """An interrupt that arrives as a run succeeds must not be lost for the following code.
+    """An interrupt that arrives just as a run succeeds must still stop the code that follows.
 
-    The loop prints nothing itself: an exception inside ipykernel's flush, between taking the lock of the event it waits
-    for and waiting, leaves its output thread waiting for that lock.
+    The loop itself prints nothing, because ipykernel's flush is not safe against interrupts: one that arrives after it
+    has taken the lock of an event, and before it waits for that event, leaves the output thread waiting for the lock.
     """
     _define(kernel, "pass")
     for press in range(12):
@@ -214,7 +214,7 @@ def test_timeout_and_hang_timeout_stop_the_run(kernel: Kernel, method: str) -> N
 
 
 def test_a_suspended_kernel_counts_no_silence(kernel: Kernel) -> None:
-    """The kernel is suspended as on a laptop whose lid was closed."""
+    """The kernel is suspended, as it is when a laptop's lid is closed; that time must not count as a hang."""
     _define(kernel, "time.sleep(600)")
     _started(kernel, "run = launch(train, hang_timeout=8, block=False)")
     kernel.process.suspend()

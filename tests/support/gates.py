@@ -1,4 +1,4 @@
-"""Gates that block a function, so that a test sees the state before the call, such as a thread about to write."""
+"""Gates that hold up calls of a function, so that a test can act just before one, such as a write of a thread."""
 
 from __future__ import annotations
 

@@ -310,7 +310,7 @@ def _drop_key(record: Record) -> Hashable | None:
 
 
 def _without_old_lines(records: Sequence[Record], excess: int) -> list[Record]:
-    """Return records without the oldest lines, which have ``excess`` characters in total."""
+    """Return the records without the oldest lines of output, dropping at least ``excess`` characters."""
     kept = []
     for record in records:
         if type(record.event) is LogEvent and excess > 0:

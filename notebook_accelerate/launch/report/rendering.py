@@ -196,7 +196,7 @@ class _Html:
 
 
 def _alignment(column: Column) -> str:
-    """Return the key of the style of a column in `_ALIGNED`."""
+    """Return the key in `_ALIGNED` of a column's style."""
     return "r" if column.numeric else "c" if column.kind == "code" else "l"
 
 

@@ -213,7 +213,7 @@ def looks_like_lost_peer(failure: RankFailure) -> bool:
 
 
 def _same(first: RankFailure, other: RankFailure) -> bool:
-    """Return whether two ranks failed in the same way, so that neither is a consequence of the other."""
+    """Return whether two ranks failed in the same way, in which case neither failure caused the other."""
     if first.kind != other.kind:
         return False
     if first.chain and other.chain:

@@ -92,8 +92,8 @@ def check_parts(parts: EngineParts, plugin: DeepSpeedPlugin) -> None:
     """Check that the optimizer and the schedule agree with the configuration.
 
     Args:
-        parts: The prepared objects.
-        plugin: The plugin.
+        parts: The objects that the engine is created from.
+        plugin: The plugin that holds the configuration.
 
     Raises:
         ValueError: The objects contradict the configuration. The message has a line for each contradiction.

@@ -194,7 +194,7 @@ def _load_local(model: nn.Module, folder: Path, index: int) -> None:
         raise CheckpointMismatchError(
             f"{folder} has no weights that fit this model on rank {_rank()}: neither "
             f"{constants.FSDP_MODEL_NAME}_{index}/ nor {_file_name(constants.FSDP_MODEL_NAME, index)}, nor a "
-            f"{path.name} of the same shapes. Prepare the same models in the same order as before saving; "
+            f"{path.name} with matching shapes. Prepare the same models in the same order as before saving; "
             "LOCAL_STATE_DICT also needs the same number of ranks (SHARDED_STATE_DICT does not)."
         )
     with torch.no_grad():

@@ -60,7 +60,7 @@ def program(*, ranks: int = 0, needs: str = "", tolerance: float = 0.0) -> Calla
 
 
 def programs(pattern: str = "") -> list[Program]:
-    """Import the modules of programs, and list the programs whose name contains a text, in the order of the files."""
+    """Import the modules of programs, and return the programs whose name contains ``pattern``, ordered by file."""
     modules = [path.stem for path in sorted(_FOLDER.glob("[!_]*.py"))]
     if "." in pattern and pattern.split(".", maxsplit=1)[0] in modules:
         modules = [pattern.split(".", maxsplit=1)[0]]

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine trains like plain torch: `make test-deepspeed`."""
+"""DeepSpeed's engine trains like plain torch. Run these tests with `make test-deepspeed`."""
 
 from __future__ import annotations
 

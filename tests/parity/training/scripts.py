@@ -60,7 +60,7 @@ def parts(case: Case) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
 
 
 def batches_of_rank(case: Case, rank: int, size: int) -> list[list[int]]:
-    """Divide the dataset as prepared loaders do: ranks take turns, and the last batches are padded from the start."""
+    """Divide the dataset as prepared loaders do: ranks take turns, and the first samples fill up the last batches."""
     order = list(range(case.samples))
     rounds = -(-case.samples // (case.batch_size * size))
     filled = [order[i % case.samples] for i in range(rounds * case.batch_size * size)]

@@ -1,4 +1,4 @@
-"""Values of environment variables and credentials in URLs never appear in texts of this package."""
+"""The package's output never contains credentials from URLs or the values of environment variables."""
 
 from __future__ import annotations
 

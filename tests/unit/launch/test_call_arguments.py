@@ -63,7 +63,7 @@ class _Elsewhere(NoCommands):
 
 
 class _FromFile:
-    """A run that is known only from its record, without a launch or a process. mypy compares it with `ComparedRun`."""
+    """A run that is known only from its record, without a launch or process. mypy checks that it is a `ComparedRun`."""
 
     def __init__(self) -> None:
         run = make_run()

@@ -1,4 +1,4 @@
-"""Questions to ranks that cannot answer yet, and stopping ranks in the debugger."""
+"""Inspecting ranks before their function starts, stopping ranks in the debugger, and breakpoints in child processes."""
 
 from __future__ import annotations
 

@@ -394,7 +394,7 @@ def _actor_class() -> type[Any]:
         """Reports on one node, and has its host run ranks."""
 
         def facts(self) -> dict[str, Any]:
-            """Return the machine's versions, host name, address and node id."""
+            """Return the versions of Python and packages, the host name, the address and the id of this node."""
             import importlib.metadata
             import platform
             import socket

@@ -433,7 +433,7 @@ class RateLimiter:
         """Wait until the next piece of work is due, if the last one was small.
 
         Args:
-            size: Bytes of the last piece of work. If it is `SMALL` or more, the next one follows immediately.
+            size: The size of the last piece in bytes. If it is `SMALL` or more, the next one follows immediately.
         """
         if not 0 < size < SMALL:
             return
