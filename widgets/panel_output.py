@@ -103,7 +103,7 @@ class PanelOutput:
             self._times.start(self._clock())
 
     def _use_html(self, note: str, *, watched: bool = True) -> None:
-        """Update the static form often if somebody watches it, because it is all that is shown."""
+        """Update the static form often if a user watches it, because nothing else is shown."""
         self._instead = True
         self._note = note or self._note
         self._times = RepeatTimes(HTML_AGES, HTML_SECONDS) if watched else RepeatTimes(LEAVE_AGES, LEAVE_SECONDS)
@@ -159,7 +159,7 @@ class PanelOutput:
         return {**static, "text/html": html, "text/plain": f"{self._note}\n\n{static['text/plain']}"}
 
     def _beside(self) -> Bundle:
-        """Return the static form for outputs beside a live view."""
+        """Return the static form for outputs that are shown with a live view."""
         static = self._updated()
         if self._status() in ENDED:  # The report itself names its run.
             body = element("div", Markup(static["text/html"]), class_="na-left")

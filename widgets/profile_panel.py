@@ -123,7 +123,7 @@ class ProfileSection:
         self._static = Markup()
 
     def start(self) -> None:
-        """Record the next steps, and show them when they are complete. Return at once."""
+        """Record the next steps, and show them when they are complete. Return immediately."""
         if self.recording:
             return
         self.recording = True

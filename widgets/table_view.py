@@ -66,8 +66,8 @@ class LiveDocument:
 class TableView(Feed):
     """A live table; see ``static/table.js``.
 
-    Folds are opened in the browser, and a busy kernel is not told. Closed groups are therefore updated, too, but less
-    often.
+    Folds are opened in the browser, and a busy kernel does not learn of it. Closed groups are therefore updated, too,
+    but less often.
 
     Args:
         on_action: Called with the key of a row and the id of its action that was clicked, on any thread.
