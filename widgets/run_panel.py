@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from notebook_accelerate.launch import run_registry
+from notebook_accelerate.launch import attaching, run_registry
 from notebook_accelerate.launch.report import mesh_diagram, rank_tables, run_report
 from notebook_accelerate.launch.report.curves import Source
 from notebook_accelerate.launch.report.document import Action, Drawing, Section
@@ -230,9 +230,12 @@ class RunPanel(LivePanel):
 
 
 def _earlier_of_cell(run: Run) -> list[Run]:
-    """Return the runs that still last but whose panels are gone, because their cell was executed again."""
+    """Return the runs that still last but whose panels are gone, because their cell was executed again.
+
+    Only this kernel has launched runs from its cells, so the records of other runs are not read.
+    """
     cell = output_of(run).cell
-    others = run_registry.runs() if cell else []
+    others = [*run_registry.own_runs(), *attaching.attached_runs()] if cell else []
     return [each for each in others if output_of(each).cell == cell and _precedes(each, run)]
 
 

@@ -11,6 +11,8 @@ import nbformat
 import pytest
 from nbconvert import HTMLExporter
 
+from notebook_accelerate import notebook_launcher
+from tests.support.detached import user_folder
 from tests.support.kernel import Cell, Kernel, headless
 from tests.support.launching import open_gate
 
@@ -264,17 +266,22 @@ def test_a_run_that_a_later_cell_stops_is_saved_as_stopped(tmp_path: Path) -> No
     assert "· train · stopped ·" in full[0]["text/plain"]
 
 
+def _execute_in(cell: str, kernel: Kernel, code: str) -> None:
+    """Execute code as a front end does, which names the notebook's cell. Return without waiting for the end."""
+    kernel.client.session.send(
+        kernel.client.shell_channel.socket, "execute_request",
+        {"code": code, "silent": False, "store_history": True, "user_expressions": {}},
+        metadata={"cellId": cell},
+    )  # fmt: skip
+
+
 def test_executing_a_cell_again_discards_its_old_view(kernel: Kernel) -> None:
     kernel.check(TRAIN)
     kernel.check("from notebook_accelerate.launch.output import replaceable_outputs")
     kernel.check("run = launch(0.5)")
     before = kernel.value("len(replaceable_outputs._at_exit)")
     for _ in range(3):
-        kernel.client.session.send(
-            kernel.client.shell_channel.socket, "execute_request",
-            {"code": "run.panel()", "silent": False, "store_history": True, "user_expressions": {}},
-            metadata={"cellId": "the-same-cell"},
-        )  # fmt: skip
+        _execute_in("the-same-cell", kernel, "run.panel()")
     assert kernel.value("len(replaceable_outputs._at_exit)") == before + 1
 
 
@@ -295,3 +302,30 @@ def test_a_table_of_runs_adds_later_runs_and_is_then_suspended(kernel: Kernel) -
     assert kernel.value("f'run {runs()[-1].id}' in {label for _, label, _ in table.plot.full['series']}")
     assert cell.ok
     kernel.check("table.close()")
+
+
+_RECORD_OPENED = """
+import sys
+opened = []
+def record(event, arguments):
+    if event in ("open", "os.listdir", "os.scandir"):
+        opened.append(str(arguments[0]))
+sys.addaudithook(record)
+"""
+
+
+def test_a_launch_reads_no_file_of_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with user_folder(tmp_path / "state", monkeypatch) as records:
+        for name in ("first", "second"):
+            notebook_launcher(str, num_processes=1, use_port=0, detach=True, name=name).wait()
+        with Kernel() as kernel:
+            kernel.check(TRAIN + _RECORD_OPENED)
+            for number in (1, 2):
+                _execute_in("the-cell", kernel, f"run{number} = launch(600, block=False)")
+            kernel.check("open(os.devnull).close()")
+            assert kernel.value("os.devnull in opened")
+            assert kernel.value(f"[path for path in opened if path.startswith({str(records)!r})]") == []
+            assert kernel.value("[run1.id, run2.id]") == [1, 2], "opening other runs would number them"
+            assert kernel.value("[run.id for run in run2.panel()._earlier]") == [1]
+            assert kernel.value("[run.name for run in runs()][:2]") == ["first", "second"]
+            kernel.check("run1.stop(); run2.stop()")
