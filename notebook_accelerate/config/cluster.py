@@ -37,7 +37,7 @@ class RayCluster:
     cpus: float = 1
     """CPUs for each rank, and the number of threads that its operators use."""
     gpus: int | None = None
-    """GPUs for each rank; None: one, if the cluster has GPUs and the launch may use them."""
+    """GPUs for each rank. If None, one if the cluster has GPUs and the launch may use them, and otherwise none."""
     resources: Mapping[str, float] | None = None
     """Custom resources for each rank, by name."""
     strategy: str = "PACK"

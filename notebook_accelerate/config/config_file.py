@@ -78,7 +78,7 @@ class BaseConfig:
             place=4,
         )
     )
-    """Mixed precision."""
+    """Mixed precision: no, fp16, bf16 or fp8."""
     use_cpu: bool = field(
         metadata=metadata(
             variable="ACCELERATE_USE_CPU",
@@ -93,7 +93,7 @@ class BaseConfig:
     )
     """Train on the CPU, and ignore the default configuration file."""
     debug: bool = field(metadata=metadata(variable="ACCELERATE_DEBUG_MODE", switch=True, group=OUTPUT))
-    """Compare the tensors that ranks pass to collectives."""
+    """Check that all ranks pass tensors of the same shapes and dtypes to collectives."""
 
     settings = SettingsSection(title="Machines and processes")
     distributed_types: ClassVar[type[Enum]] = DistributedType
@@ -228,7 +228,7 @@ class ClusterConfig(BaseConfig):
     num_processes: int = setting(
         -1, launch="num_processes", ask="How many processes on all machines together?", answer=_all_devices, place=3
     )
-    """Number of processes on all machines together; default: one per device."""
+    """Number of processes on all machines together. By default, one per device."""
     machine_rank: int = setting(
         0, launch="node_rank", group=MACHINES, ask="Which index does this machine have, from 0?", when=_several, place=1
     )
@@ -261,9 +261,9 @@ class ClusterConfig(BaseConfig):
     )
     """How machines find each other: static (by index) or c10d (in the order they join)."""
     same_network: bool | None = setting(False, switch=True, group=MACHINES)
-    """Accepted for compatibility; has no effect: machines always connect to main_process_ip."""
+    """Accepted for compatibility. It has no effect, because machines always connect to main_process_ip."""
     main_training_function: str = setting("main", group=OTHER)
-    """Accepted for compatibility; has no effect: the whole script runs."""
+    """Accepted for compatibility. It has no effect, because the whole script runs."""
     enable_cpu_affinity: bool = setting(False, variable="ACCELERATE_CPU_AFFINITY", switch=True)
     """Bind each process to the CPU cores near its GPU."""
     fp8_config: dict[str, Any] | None = None

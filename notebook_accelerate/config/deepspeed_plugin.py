@@ -79,7 +79,7 @@ class DeepSpeedPlugin:
         option="deepspeed_config_file",
         ask="DeepSpeed's JSON file (empty: none)?",
     )
-    """A DeepSpeed configuration: a path, a dict or an ``HfDeepSpeedConfig``; default: derived from the other fields."""
+    """A DeepSpeed configuration: a path, a dict or an ``HfDeepSpeedConfig``. If None, derived from the other fields."""
     gradient_accumulation_steps: int | None = setting(
         variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         argument="gradient_accumulation_steps",
@@ -89,7 +89,7 @@ class DeepSpeedPlugin:
         when=_without_file,
         place=1,
     )
-    """Number of batches per optimizer step; default: the ``Accelerator``'s value."""
+    """Number of batches per optimizer step. If None, the ``Accelerator``'s value."""
     gradient_clipping: float | None = setting(
         variable="ACCELERATE_GRADIENT_CLIPPING",
         argument="gradient_clipping",
@@ -99,7 +99,7 @@ class DeepSpeedPlugin:
         when=_without_file,
         place=1,
     )
-    """Maximum norm of gradients; default: the argument of ``clip_grad_norm_``."""
+    """Maximum norm of gradients. If None, the argument of ``clip_grad_norm_``."""
     zero_stage: int | None = setting(
         unset=2,
         choices=(0, 1, 2, 3),
@@ -109,7 +109,7 @@ class DeepSpeedPlugin:
     )
     """ZeRO stage: 0, 1, 2 or 3."""
     is_train_batch_min: bool = True
-    """Whether the smallest batch size of several loaders is used (False: the largest)."""
+    """Whether the smallest (True) or the largest (False) batch size of several loaders is used."""
     offload_optimizer_device: str | None = _device("optimizer", "Where to offload the optimizer?")
     """Where the optimizer's state is offloaded: none, cpu or nvme."""
     offload_param_device: str | None = _device("param", "Where to offload parameters?")
@@ -123,7 +123,7 @@ class DeepSpeedPlugin:
     zero3_save_16bit_model: bool | None = setting(
         unset=True, argument=f"{_ZERO}.stage3_gather_16bit_weights_on_model_save"
     )
-    """Whether stage 3 gathers the whole weights when it saves a model.
+    """Whether stage 3 gathers the full weights when it saves a model.
 
     With ``hf_ds_config``, the value comes from that configuration, and DeepSpeed's default is False.
     """
@@ -132,7 +132,7 @@ class DeepSpeedPlugin:
     )
     """Classes of expert layers that stage 3 gathers as a whole, separated by commas."""
     enable_msamp: bool | None = setting(variable="ACCELERATE_FP8_BACKEND", read=_is_msamp, option=None)
-    """Whether MS-AMP keeps optimizer states in 8 bits; default: only if the fp8 backend is MSAMP."""
+    """Whether MS-AMP keeps optimizer states in 8 bits. If None, only if the fp8 backend is MSAMP."""
     msamp_opt_level: Literal["O1", "O2"] | None = setting(variable="ACCELERATE_FP8_OPT_LEVEL", unset="O1", option=None)
     """Optimization level of MS-AMP: O1 or O2."""
 

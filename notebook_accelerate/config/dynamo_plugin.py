@@ -38,15 +38,15 @@ class TorchDynamoPlugin(KwargsHandler):
         answer="inductor",
         answers=(),
     )
-    """The compiler; NO: models are not compiled."""
+    """Name of the compiler, or NO if models are not compiled."""
     mode: str | None = setting(unset="default", choices=_MODES, closed=True)
-    """default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs."""
+    """Mode of the compiler: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs."""
     fullgraph: bool | None = _switch("fullgraph", unset=False)
     """Whether a graph break is an error."""
     dynamic: bool | None = _switch("dynamic")
-    """Whether to compile for dynamic shapes; default: torch decides."""
+    """Whether to compile for dynamic shapes. If None, torch decides."""
     options: Any = None
-    """Options of the backend."""
+    """Options that torch passes on to the backend."""
     disable: bool = False
     """Whether ``torch.compile`` does nothing."""
     use_regional_compilation: bool | None = _switch("regional_compilation", unset=False)

@@ -69,11 +69,11 @@ class FullyShardedDataParallelPlugin:
     backward_prefetch: str | BackwardPrefetch | None = setting(
         former="fsdp_backward_prefetch_policy", choices=constants.FSDP_BACKWARD_PREFETCH
     )
-    """FSDP 1: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH, the default."""
+    """FSDP 1: when the backward pass gathers the next unit: BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH (default)."""
     mixed_precision_policy: dict[str, Any] | str | MixedPrecision | MixedPrecisionPolicy | None = None
     """A precision, a dict of param_dtype, reduce_dtype and output_dtype (FSDP 1: buffer_dtype), or torch's object.
 
-    Default: the precision of the `Accelerator`.
+    If None, the precision of the `Accelerator`.
     """
     auto_wrap_policy: Callable[..., Any] | Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"] | None = (
         setting(
@@ -92,7 +92,7 @@ class FullyShardedDataParallelPlugin:
         ask="Offload parameters and gradients to the CPU?",
         place=1,
     )
-    """Whether parameters are offloaded to main memory."""
+    """Whether parameters are offloaded to CPU memory."""
     ignored_modules: Iterable[torch.nn.Module] | str | None = setting(option=None)
     """Modules that are not sharded, or a regular expression for their full names."""
     state_dict_type: str | StateDictType | None = setting(
@@ -102,14 +102,14 @@ class FullyShardedDataParallelPlugin:
         answers=tuple(constants.FSDP2_STATE_DICT_TYPE),
         place=2,
     )
-    """FULL_STATE_DICT, LOCAL_STATE_DICT (FSDP 1) or SHARDED_STATE_DICT.
+    """Type of state dicts in checkpoints: FULL_STATE_DICT, LOCAL_STATE_DICT (FSDP 1) or SHARDED_STATE_DICT.
 
-    Default: FULL_STATE_DICT in FSDP 1, SHARDED_STATE_DICT in FSDP 2.
+    If None, FULL_STATE_DICT in FSDP 1, and SHARDED_STATE_DICT in FSDP 2.
     """
     state_dict_config: FullStateDictConfig | ShardedStateDictConfig | None = None
-    """torch's settings for the model's state dict; set by ``state_dict_type``."""
+    """torch's settings for the model's state dict. ``state_dict_type`` sets them."""
     optim_state_dict_config: FullOptimStateDictConfig | ShardedOptimStateDictConfig | None = None
-    """torch's settings for the optimizer's state dict; set by ``state_dict_type``."""
+    """torch's settings for the optimizer's state dict. ``state_dict_type`` sets them."""
     limit_all_gathers: bool = True
     """FSDP 1: whether the CPU waits before it gathers more than the next unit, to limit the memory in use."""
     use_orig_params: bool | None = setting(unset=False, preset=True)
@@ -128,7 +128,7 @@ class FullyShardedDataParallelPlugin:
     )
     """Whether the activations of units are recomputed in the backward pass."""
     activation_checkpointing_offload: bool | None = setting(unset=False)
-    """Whether the inputs of such units are kept in main memory until the backward pass."""
+    """Whether the inputs of recomputed units are kept in CPU memory until the backward pass."""
     cpu_ram_efficient_loading: bool | None = setting(unset=False, preset=True)
     """Whether only rank 0 loads the weights."""
     transformer_cls_names_to_wrap: list[str] | None = setting(
@@ -137,12 +137,12 @@ class FullyShardedDataParallelPlugin:
         ask="Classes of the units, separated by commas (empty: the model's own)?",
         when=lambda answers: answers["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP",
     )
-    """Classes of the modules that become units; separated by commas in variables and options.
+    """Names of the classes of modules that become units, separated by commas in variables and options.
 
-    Default: the model's ``_no_split_modules``.
+    If None, the model's ``_no_split_modules``.
     """
     min_num_params: int | None = setting(preset=100_000_000)
-    """With SIZE_BASED_WRAP, modules with at least this many parameters become units; default: 100 million."""
+    """With SIZE_BASED_WRAP, modules with at least this many parameters become units. If None, 100 million."""
 
     def __post_init__(self) -> None:
         fill_unset(self, "fsdp_version")
@@ -323,7 +323,7 @@ class FullyShardedDataParallelPlugin:
 
     @property
     def offloads(self) -> bool:
-        """Whether parameters are offloaded to main memory."""
+        """Whether parameters are offloaded to CPU memory."""
         from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy
 
         given: Any = self.cpu_offload

@@ -160,7 +160,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         """Return the fields by name.
 
         Args:
-            ignore_keys: Fields to leave out; default: those that are not arguments of DistributedDataParallel.
+            ignore_keys: Fields to leave out. By default, those that are not arguments of DistributedDataParallel.
 
         Returns:
             Values by field.

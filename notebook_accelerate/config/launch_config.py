@@ -56,46 +56,47 @@ class LaunchConfig:
     form_groups = ("", LIMITS, OUTPUT, MACHINES)  # This is the order of the groups in the form.
 
     num_processes: int | None = setting()
-    """Number of ranks that this notebook starts; None: one per accelerator, or one without accelerators."""
+    """Number of ranks that this notebook starts. If None, one per accelerator, or one if there is no accelerator."""
     mixed_precision: str = setting("no", choices=MIXED_PRECISIONS)
     """Default precision of every ``Accelerator()`` in the ranks: no, fp16, bf16 or fp8."""
     use_port: str | int = setting("29500", group=MACHINES)
-    """Port of the rendezvous; 0: any free port. On a single machine, another port is used if this one is taken."""
+    """Port of the rendezvous, or 0 for any free port. On a single machine, another port is used if this one is busy."""
     master_addr: str = setting("127.0.0.1", group=MACHINES)
     """Address of the machine with rank 0."""
     node_rank: int = setting(0, group=MACHINES)
-    """Index of this notebook among ``num_nodes``. With c10d, 0 means numbered in the order of joining."""
+    """Index of this notebook, from 0. With c10d, 0 means that notebooks are numbered in the order they join."""
     num_nodes: int = setting(1, group=MACHINES)
     """Number of notebooks that run this cell together, on one machine or several. Each starts its own ranks."""
     rdzv_backend: str = setting("static", choices=RDZV_BACKENDS, group=MACHINES)
     """How several notebooks find each other: static (by node_rank) or c10d (in the order they join)."""
     rdzv_endpoint: str = setting("", group=MACHINES)
-    """host:port of the rendezvous; empty means master_addr:use_port."""
+    """host:port of the rendezvous. If empty, master_addr:use_port."""
     rdzv_conf: Mapping[str, Any] | None = setting(group=MACHINES, option="rdzv_conf", parse=environ.assignments)
-    """Settings of the rendezvous: join_timeout, last_call_timeout, keep_alive_interval (seconds), ..., and secret.
+    """Settings of the rendezvous, such as join_timeout and keep_alive_interval (in seconds), and secret.
 
-    The names and defaults are torch's: join_timeout (600), last_call_timeout (30), keep_alive_interval (5; a notebook
-    counts as lost after keep_alive_max_attempt (3) of these). secret is a text that all notebooks share; with it, the
-    first notebook shows the ranks of all notebooks. The variable NOTEBOOK_ACCELERATE_SECRET has the same effect.
+    The names and defaults are torch's: join_timeout (600), last_call_timeout (30) and keep_alive_interval (5). A
+    notebook counts as lost after keep_alive_max_attempt (3) of these intervals. secret is a text that all notebooks
+    share, so that the first notebook can show the ranks of all of them. The variable NOTEBOOK_ACCELERATE_SECRET has the
+    same effect.
     """
     rdzv_id: str = setting("none", group=MACHINES)
     """Name of the run in the rendezvous."""
     max_restarts: int = setting(0, group=LIMITS, option="max_restarts")
     """How many times all ranks are restarted after a failure."""
     monitor_interval: float = setting(0.1, group=LIMITS, option="monitor_interval")
-    """Seconds between checks of the ranks, on systems that do not report the end of a process (Linux does)."""
+    """Seconds between checks of the ranks. Used only on systems that do not report when processes end (Linux does)."""
     log_line_prefix_template: str | None = setting(group=OUTPUT)
-    """Label of every output line, with ${role_name}, ${rank} and ${local_rank}; None: "[rank N] "."""
+    """Label of every output line, with ${role_name}, ${rank} and ${local_rank}. If None, "[rank N] "."""
     block: bool = setting(True)
     """Whether the call waits until the run ends (True) or returns as soon as it starts (False)."""
     start_method: str = setting("auto", choices=START_METHODS)
-    """auto, inline (this process), fork (from the kernel), zygote (from a clean server process) or spawn."""
+    """How ranks start: auto, inline (this process), fork (the kernel), zygote (a clean server process) or spawn."""
     panel: bool | str = setting("auto", choices=("auto", True, False), group=OUTPUT)
     """Whether to show a panel below the cell: auto (in a notebook), True or False."""
     timeout: float | None = setting(group=LIMITS)
-    """Time limit for the whole run, in seconds; None: no limit."""
+    """Time limit for the whole run, in seconds. If None, there is no limit."""
     hang_timeout: float | None = setting(group=LIMITS)
-    """Seconds without output, metrics or progress from any rank after which the run is ended; None: no limit."""
+    """Seconds without output, metrics or progress from any rank after which the run is ended. If None, no limit."""
     env: Mapping[str, str] | None = setting(group=OUTPUT)
     """Environment variables of the ranks, which override the kernel's."""
     hold_on_error: bool = setting(False, group=OUTPUT)
@@ -103,15 +104,16 @@ class LaunchConfig:
     cpu: bool = setting(False, parameter=False)
     """Whether the ranks use only the CPU."""
     min_nodes: int | None = setting(group=MACHINES)
-    """Smallest number of notebooks that continue if others are lost; None: ``num_nodes``.
+    """Smallest number of notebooks that continue if others are lost. If None, ``num_nodes``.
 
-    The run restarts with the remaining notebooks, and again if one joins late. This needs c10d and ``max_restarts``.
+    The run restarts with the remaining notebooks, and once more if another notebook joins late. This needs c10d and
+    ``max_restarts``.
     """
     on: str | RayCluster | None = setting(choices=("ray",))
     """Where the ranks run: None (this machine), ray, ray://host:port, or a RayCluster.
 
     ray means the notebook's own ``ray.init()``, or else the cluster that this machine belongs to. On a cluster,
-    ``num_processes`` is the number of ranks on all its machines. The variable NOTEBOOK_ACCELERATE_ON replaces None.
+    ``num_processes`` is the number of ranks on all its machines. If None, the variable NOTEBOOK_ACCELERATE_ON applies.
     """
     accelerator: Mapping[str, Any] | None = setting(group=None, parameter=False)
     """Default arguments of every ``Accelerator()`` in the ranks: plugins, handlers, ..."""
@@ -120,11 +122,11 @@ class LaunchConfig:
     report_from: Sequence[str] = setting(REPORT_SOURCES, group=OUTPUT, parameter=False)
     """Libraries whose losses, steps, progress and scalars the ranks report, in addition to the Accelerator's."""
     name: str | None = setting(group=OUTPUT)
-    """Name of the run: letters, digits and . _ -; None: the function's name and the run's number."""
+    """Name of the run, of letters, digits and any of . _ -. If None, the function's name and the run's number."""
     save: str | os.PathLike[str] | None = setting(group=OUTPUT)
-    """Folder that keeps the run, for `open_run` and `runs`; None: the variable NOTEBOOK_ACCELERATE_RUNS.
+    """Folder that keeps the run, for `open_run` and `runs`. If None, the one in the variable NOTEBOOK_ACCELERATE_RUNS.
 
-    Each run has a subfolder, which is written while it runs.
+    Each run has its own subfolder, which is written during the run.
     """
     detach: bool = setting(False)
     """Whether a separate process supervises the run, so that it survives this kernel. ``block`` is then False.

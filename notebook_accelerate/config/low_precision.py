@@ -105,7 +105,7 @@ class TERecipeKwargs(KwargsHandler):
     )
     """Whether forward, input and weight gradients use higher precision, as true,false,false (Transformer Engine).
 
-    Also read from ACCELERATE_FP8_OVERRIDE_FPROP, _DGRAD and _WGRAD; default: all False.
+    Also read from ACCELERATE_FP8_OVERRIDE_FPROP, _DGRAD and _WGRAD. By default, all are False.
     """
     use_mxfp8_block_scaling: bool | None = setting(unset=False, option=None)
     """Whether blocks of 32 values share a scale (Transformer Engine)."""
@@ -142,7 +142,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     """Deprecated: use `TERecipeKwargs`, `MSAMPRecipeKwargs` or `AORecipeKwargs`."""
 
     backend: Literal["MSAMP", "TE"] | None = setting(option=None)
-    """MSAMP or TE; default: TE if it is installed."""
+    """MSAMP or TE. If None, MSAMP if only that is installed, and otherwise TE."""
 
     def __post_init__(self) -> None:
         message = "FP8RecipeKwargs is deprecated: use TERecipeKwargs, MSAMPRecipeKwargs or AORecipeKwargs"

@@ -35,9 +35,9 @@ class MegatronLMPlugin:
     tp_degree: int | None = setting(
         unset=1, ask="How many ranks split each layer?", argument="tensor_model_parallel_size"
     )
-    """Number of ranks over which each layer's tensors are split."""
+    """Number of ranks across which each layer's tensors are split."""
     pp_degree: int | None = setting(unset=1, ask="How many pipeline stages?", argument="pipeline_model_parallel_size")
-    """Number of ranks over which the layers are distributed."""
+    """Number of ranks across which the layers are distributed."""
     use_custom_fsdp: bool | None = setting(variable=None, preset=False, argument=None)
     """Accepted for compatibility; has no effect."""
     overlap_cpu_optimizer_d2h_h2d: bool | None = setting(variable=None, preset=False)
@@ -49,35 +49,35 @@ class MegatronLMPlugin:
     no_save_optim: bool | None = setting(variable=None, preset=False)
     """Whether ``save_state`` skips the optimizer."""
     optimizer_cpu_offload: bool | None = setting(variable=None, preset=False)
-    """Whether optimizer states are offloaded to main memory."""
+    """Whether optimizer states are offloaded to CPU memory."""
     use_precision_aware_optimizer: bool | None = setting(variable=None, preset=False)
     """Whether optimizer states may have a dtype other than float32."""
     decoder_last_pipeline_num_layers: int | None = setting(variable=None, argument=None)
     """Accepted for compatibility; has no effect."""
     recompute_granularity: str | None = setting(variable=None)
-    """Recompute full (whole layers) or selective (attention) in the backward pass; None: nothing."""
+    """Recomputation in the backward pass: full (whole layers) or selective (attention). If None, there is none."""
     recompute_method: str | None = setting(variable=None)
-    """Which layers are recomputed with full: uniform or block."""
+    """Which layers are recomputed if the granularity is full: uniform or block."""
     recompute_num_layers: int | None = setting(variable=None)
     """Number of layers in each recomputed group (uniform), or in each pipeline stage (block)."""
     attention_backend: bool | None = setting(variable=None, parse=str)
     """Megatron's implementation of attention."""
     expert_model_parallel_size: int | None = setting(variable=None)
-    """Number of ranks over which experts are split. It must divide the number of data-parallel ranks."""
+    """Number of ranks across which experts are split. It must divide the number of data-parallel ranks."""
     context_parallel_size: int | None = setting(variable=None)
-    """Must be 1: context parallelism is not available."""
+    """Must be 1, because context parallelism is not available with Megatron-LM."""
     attention_dropout: float | None = setting(variable=None)
-    """Dropout in attention; None: the model's."""
+    """Dropout in attention. If None, the model's."""
     hidden_dropout: float | None = setting(variable=None)
-    """Dropout in other layers; None: the model's."""
+    """Dropout in other layers. If None, the model's."""
     attention_softmax_in_fp32: bool | None = setting(variable=None, parse=environ.flag_text)
     """Whether the softmax of attention is computed in float32."""
     expert_tensor_parallel_size: int | None = setting(variable=None)
-    """Number of ranks over which the tensors of each expert are split."""
+    """Number of ranks across which the tensors of each expert are split."""
     calculate_per_token_loss: bool | None = setting(variable=None, parse=environ.flag_text)
     """Whether the loss is averaged over the tokens of the accumulation window instead of over its micro-batches."""
     use_rotary_position_embeddings: bool | None = setting(variable=None, parse=environ.flag_text, argument=None)
-    """Whether position embeddings are rotary; None: as in the model."""
+    """Whether position embeddings are rotary. If None, as in the model."""
     num_micro_batches: int | None = setting(unset=1, preset=None, ask="How many micro-batches per optimizer step?")
     """Number of micro-batches per optimizer step, which pass through the pipeline one after the other."""
     gradient_clipping: float | None = setting(unset=1.0, ask="Which maximum norm of gradients?", argument="clip_grad")
@@ -85,35 +85,35 @@ class MegatronLMPlugin:
     sequence_parallelism: bool | None = setting(
         unset=False, preset=None, parse=environ.flag_text, argument="sequence_parallel"
     )
-    """Whether norms and dropouts are split over the tensor-parallel ranks."""
+    """Whether norms and dropouts are split across the tensor-parallel ranks."""
     recompute_activations: bool | None = setting(unset=False, preset=None, parse=environ.flag_text, argument=None)
     """Whether attention is recomputed in the backward pass."""
     use_distributed_optimizer: bool | None = setting(unset=False, preset=None, parse=environ.flag_text)
-    """Whether optimizer states are sharded over the data-parallel ranks."""
+    """Whether optimizer states are sharded across the data-parallel ranks."""
     pipeline_model_parallel_split_rank: int | None = None
     """Accepted for compatibility; has no effect."""
     num_layers_per_virtual_pipeline_stage: int | None = setting(variable=None, option=None)
-    """Number of layers in each virtual stage of an interleaved pipeline; None: it is not interleaved."""
+    """Number of layers in each virtual stage of an interleaved pipeline. If None, the pipeline is not interleaved."""
     is_train_batch_min: bool = True
     """Accepted for compatibility; has no effect."""
     train_iters: int | None = None
-    """Number of steps of the whole training."""
+    """Number of steps of the whole training run."""
     train_samples: int | None = None
-    """Number of samples of the whole training, instead of ``train_iters``."""
+    """Number of samples of the whole training run, instead of ``train_iters``."""
     weight_decay_incr_style: str = "constant"
     """How weight decay changes from start to end: constant, linear or cosine."""
     start_weight_decay: float | None = None
-    """Weight decay at the start; None: the optimizer's."""
+    """Weight decay at the start. If None, the optimizer's."""
     end_weight_decay: float | None = None
-    """Weight decay at the end; None: the optimizer's."""
+    """Weight decay at the end. If None, the optimizer's."""
     lr_decay_style: str = "linear"
     """How the learning rate decays: constant, linear, cosine, inverse-square-root or WSD."""
     lr_decay_iters: int | None = None
-    """Number of steps until the learning rate reaches ``min_lr``; None: the scheduler's number."""
+    """Number of steps until the learning rate reaches ``min_lr``. If None, the scheduler's number."""
     lr_decay_samples: int | None = None
     """Number of samples until the learning rate reaches ``min_lr``, instead of ``lr_decay_iters``."""
     lr_warmup_iters: int | None = None
-    """Number of warm-up steps, while the learning rate rises from 0; None: the scheduler's number."""
+    """Number of warm-up steps, while the learning rate rises from 0. If None, the scheduler's number."""
     lr_warmup_samples: int | None = None
     """Number of warm-up samples, instead of ``lr_warmup_iters``."""
     lr_warmup_fraction: float | None = None
@@ -125,13 +125,13 @@ class MegatronLMPlugin:
     no_wd_decay_cond: Callable[..., Any] | None = None
     """Called with the name of a parameter and the parameter; returns whether to exclude it from weight decay."""
     scale_lr_cond: Callable[..., Any] | None = None
-    """Called with the same arguments; returns whether to multiply the learning rate by ``lr_mult``."""
+    """Called like ``no_wd_decay_cond``; returns whether to multiply the parameter's learning rate by ``lr_mult``."""
     lr_mult: float = 1.0
     """Factor for the learning rate if ``scale_lr_cond`` returns True."""
     megatron_dataset_flag: bool = False
     """Whether batches come from Megatron's datasets."""
     seq_length: int | None = setting(variable=None, option=None)
-    """Number of tokens per sequence; None: as in the first batch, or else the model's number of positions."""
+    """Number of tokens per sequence. If None, as in the first batch, or else the model's number of positions."""
     encoder_seq_length: int | None = setting(variable=None, option=None)
     """Number of tokens per sequence of the encoder (T5)."""
     decoder_seq_length: int | None = setting(variable=None, option=None)
@@ -147,9 +147,9 @@ class MegatronLMPlugin:
     return_logits: bool = False
     """Whether the model returns its logits together with the loss."""
     custom_train_step_class: Any = None
-    """A subclass of `AbstractTrainStep`; None: the one for the type of model."""
+    """A subclass of `AbstractTrainStep`. If None, the one for the type of model."""
     custom_train_step_kwargs: dict[str, Any] | None = None
-    """Arguments of its constructor, after Megatron's arguments."""
+    """Keyword arguments of ``custom_train_step_class``, in addition to Megatron's arguments."""
     custom_model_provider_function: Callable[..., Any] | None = None
     """Creates a rank's part of the model, instead of building it from the model's configuration."""
     custom_prepare_model_function: Callable[..., Any] | None = None
@@ -159,7 +159,7 @@ class MegatronLMPlugin:
     custom_get_batch_function: Callable[..., Any] | None = None
     """Called with an iterator; returns the values of a batch that the train step needs."""
     custom_loss_function: Callable[..., Any] | None = None
-    """Replaces the train step's loss function."""
+    """A function that replaces the train step's loss function."""
     other_megatron_args: dict[str, Any] | None = None
     """Further arguments of Megatron by name, which override the other fields."""
 

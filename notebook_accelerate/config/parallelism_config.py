@@ -29,9 +29,9 @@ class TorchTensorParallelPlugin:
     """
 
     tp_size: int = 1
-    """Number of ranks over which each tensor is split."""
+    """Number of ranks across which each tensor is split."""
     torch_device_mesh: DeviceMesh | None = None
-    """The mesh over which the model was split. If None, it is created when it is needed."""
+    """The mesh across which the model was split. If None, it is created when it is needed."""
 
     def __post_init__(self) -> None:
         check_whole_number("tp_size", self.tp_size)
@@ -42,7 +42,7 @@ class TorchTensorParallelConfig:
     """Settings of tensor parallelism in a ``ParallelismConfig``."""
 
     enable_async_tp: bool = False
-    """Whether communication overlaps with computation; not supported: True only warns."""
+    """Whether communication overlaps with computation. This is not supported, so True only causes a warning."""
 
     def __post_init__(self) -> None:
         if self.enable_async_tp:
@@ -80,7 +80,7 @@ class DeepSpeedSequenceParallelConfig:
     settings = _SECTION
 
     sp_seq_length: int | None = setting()
-    """Number of tokens of the whole sequence; default: as in each batch."""
+    """Number of tokens of the whole sequence. If None, the length is taken from each batch."""
     sp_seq_length_is_variable: bool | None = setting(unset=True)
     """Whether the length of sequences differs between batches."""
     sp_attn_implementation: str | None = setting(preset="sdpa")
@@ -125,29 +125,30 @@ class ParallelismConfig:
     dp_replicate_size: int | None = setting(unset=1)
     """Number of replicas of the (sharded) model, which train on different data."""
     dp_shard_size: int | None = setting(unset=1)
-    """Number of ranks over which each replica's parameters are sharded (FSDP 2)."""
+    """Number of ranks across which each replica's parameters are sharded (FSDP 2)."""
     tp_size: int | None = setting(unset=1)
-    """Number of ranks over which each layer's tensors are split."""
+    """Number of ranks across which each layer's tensors are split."""
     cp_size: int | None = setting(unset=1)
-    """Number of ranks over which context parallelism splits each sequence."""
+    """Number of ranks across which context parallelism splits each sequence."""
     cp_backend: Literal["torch"] | None = setting(unset="torch", closed=True)
     """Implementation of context parallelism: torch."""
     sp_size: int | None = setting(unset=1)
-    """Number of ranks over which DeepSpeed's sequence parallelism splits each sequence."""
+    """Number of ranks across which DeepSpeed's sequence parallelism splits each sequence."""
     sp_backend: Literal["deepspeed"] | None = setting(unset="deepspeed", closed=True)
     """Implementation of sequence parallelism: deepspeed."""
     tp_handler: TorchTensorParallelConfig | None = None
-    """Settings of tensor parallelism; default with ``tp_size`` above 1: those of the class."""
+    """Settings of tensor parallelism. If None, the class's defaults if ``tp_size`` is above 1."""
     cp_handler: TorchContextParallelConfig | None = None
-    """Settings of context parallelism; default with ``cp_size`` above 1: those of the class."""
+    """Settings of context parallelism. If None, the class's defaults if ``cp_size`` is above 1."""
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
-    """Settings of sequence parallelism; default with ``sp_size`` above 1: those of the class."""
+    """Settings of sequence parallelism. If None, the class's defaults if ``sp_size`` is above 1."""
     pp_size: int | None = setting(unset=1, option=None)
-    """Number of ranks over which `prepare_pippy` distributes a model's layers, for inference."""
+    """Number of ranks across which `prepare_pippy` distributes a model's layers, for inference."""
     ep_size: int | None = setting(unset=1, preset=None)
-    """Number of ranks over which the experts of mixture-of-experts layers are split.
+    """Number of ranks across which the experts of mixture-of-experts layers are split.
 
-    Accelerate creates this dimension of the mesh (accelerate#4202); here `prepare` also splits the experts over it.
+    Accelerate only creates this dimension of the mesh (accelerate#4202). Here, `prepare` also splits the experts
+    across it.
     """
 
     def __post_init__(self) -> None:
@@ -241,7 +242,7 @@ class ParallelismConfig:
 
     @property
     def dp_shard_enabled(self) -> bool:
-        """Whether parameters are sharded over data-parallel ranks."""
+        """Whether parameters are sharded across data-parallel ranks."""
         return self._degree("dp_shard") > 1
 
     @property
@@ -273,7 +274,7 @@ class ParallelismConfig:
 
     @property
     def dp_dim_names(self) -> list[str]:
-        """The dimensions along which ranks read different data; flattened, the submesh is named dp."""
+        """The dimensions along which ranks read different data. Flattened, their submesh is named dp."""
         return self._active("dp_replicate", "dp_shard")
 
     @property
@@ -283,12 +284,12 @@ class ParallelismConfig:
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
-        """The dimensions over which parameters are sharded; flattened, the submesh is named dp_shard_cp."""
+        """The dimensions across which parameters are sharded. Flattened, their submesh is named dp_shard_cp."""
         return self._active("dp_shard", "cp")
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
-        """The dimensions over which losses are averaged; flattened, the submesh is named dp_cp."""
+        """The dimensions over which losses are averaged. Flattened, their submesh is named dp_cp."""
         return self._active("dp_replicate", "dp_shard", "cp")
 
     @property

@@ -92,7 +92,7 @@ def test_descriptions_of_fields_are_complete() -> None:
     pages_with_types = [path.name for path in (SITE / "api").glob("*.html") if ">Type<span" in path.read_text()]
     assert pages_with_types == []
     configuration = (SITE / "api" / "configuration.html").read_text()
-    assert "Number of batches per optimizer step; None: the Accelerator" in configuration
+    assert "Number of batches per optimizer step. If None, the Accelerator" in configuration
 
 
 def test_internal_members_have_no_entry() -> None:
