@@ -11,6 +11,7 @@ import ast
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -592,9 +593,9 @@ def pictures(session: nox.Session) -> None:
 
 def benchmarks(session: nox.Session, *options: str) -> None:
     """Run the areas or rows in ROWS, or all if it is not set, each in the environment that it needs."""
-    rows = VARIABLES.get("ROWS", "").split()
+    rows = shlex.split(VARIABLES.get("ROWS", ""))
     apart = {"": ["browser"], "ray": ["ray"], "bench-deepspeed": ["strategies", "zero", "trainer"]}
-    # The environment with Accelerate comes last, because its version is in the heading of the table.
+    # The environment with Accelerate comes last, because its version is on the page.
     for name, areas in apart.items():
         chosen = [row for row in rows if row in areas] if rows else areas
         if chosen:
@@ -618,7 +619,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(name="bench-record")
 def bench_record(session: nox.Session) -> None:
-    """Measure, and write the figures to docs/benchmarks.md; ROWS=launch selects some rows."""
+    """Measure, record the figures, and write docs/benchmarks.md; ROWS=launch selects some rows."""
     benchmarks(session, "--record")
 
 

@@ -23,7 +23,7 @@ from benchmarks import (  # noqa: F401
     training,
     training_api,
 )
-from benchmarks.bench import main
+from benchmarks.runner import main
 
 if __name__ == "__main__":
     # The peers are installed with their bytecode. This variable would have this package compiled at each import.

@@ -1,108 +1,157 @@
-"""Write the committed table of benchmarks, docs/benchmarks.md, and compare later runs with it.
+"""Record figures in ``recorded.json``, and compare later figures with them.
 
-Only ratios to a peer and percentages are compared, because they hardly depend on the machine.
+Every figure is printed with the change since it was recorded. Only ratios to a peer and percentages can be flagged as
+worse, because times and sizes depend on the machine.
 """
 
 from __future__ import annotations
 
 import datetime as dt
-import re
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from benchmarks.bench import Figure
+from benchmarks.bench import Figure
 
-TABLE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+RECORDED = Path(__file__).with_name("recorded.json")
 WORSE = 1.3
-"""A ratio that has grown by more than this factor is a regression."""
+"""Without quartiles, a ratio that has grown by more than this factor is worse."""
 SMALLEST = 0.05
 """Smaller growth is noise, even if it is large relative to a ratio near zero."""
 SHARES = ("%", "×")
 """The units of figures that do not depend on the machine."""
 
-_HEAD = """\
-# Benchmarks
-
-Times and memory of this package and of Accelerate, or of the peer that the figure names, measured alternately. Each
-figure is a median. The quartiles belong to the ratio, or to the figure itself if there is no peer. A ratio below 1 is
-faster or smaller. The goal is the value that the project aims at; not every goal is met.
-
-`make bench` measures all rows, and `make bench ROWS=launch` measures one area or row. Both list every ratio that is
-more than 1.3 times the ratio in this table. `make bench-record` also writes the table.
-
-The machine on which a row was last measured: {machine}
-
-| area | row | figure | here | peer | ratio | quartiles | goal | date |
-|---|---|---|---|---|---|---|---|---|
-"""
-_LINE = re.compile(r"\| (?P<area>[^|]+) \| (?P<row>[^|]+) \| (?P<what>[^|]+) \| (?P<cells>.*) \|")
-
 
 class Entry(NamedTuple):
-    """A figure with its area and row."""
+    """A figure with its area and row, and the day of its measurement."""
 
     area: str
     row: str
     figure: Figure
+    date: str = ""
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """The cells that identify the figure in the table."""
-        return self.area, self.row, _cell(self.figure.what)
-
-    @property
-    def comparable(self) -> float | None:
-        """The number to compare between machines, or None if the figure has no such number."""
-        return self.figure.ratio if self.figure.unit not in SHARES else self.figure.ours
+        """The texts that identify the figure."""
+        return self.area, self.row, self.figure.what
 
 
-def regressions(entries: Sequence[Entry]) -> Iterator[str]:
-    """Yield a message for each figure that is worse than in the committed table."""
-    before = _committed()
-    for entry in entries:
-        now, then = entry.comparable, before.get(entry.key)
-        if now is None or then is None or now <= WORSE * then or now - then <= SMALLEST:
-            continue
-        yield f"{entry.area}, {entry.row}, {entry.figure.what}: {now:.3g}, was {then:.3g} in {TABLE.name}"
+class _Comparable(NamedTuple):
+    """A number to compare between machines, with its quartiles if they are known."""
+
+    value: float
+    low: float
+    high: float
+    has_quartiles: bool
 
 
-def write(entries: Sequence[Entry], machine: str) -> None:
-    """Replace the measured rows of the table and keep the others."""
-    measured = {(entry.area, entry.row) for entry in entries}
-    kept = [line for line in _lines() if (line["area"], line["row"]) not in measured]
-    lines = [line.string for line in kept] + [_row(entry) for entry in entries if entry.figure.ours is not None]
-    order = {line: index for index, line in enumerate(sorted(lines, key=lambda line: line.split(" | ")[:2]))}
-    TABLE.write_text(_HEAD.format(machine=machine) + "\n".join(sorted(lines, key=order.__getitem__)) + "\n")
+def recorded() -> list[Entry]:
+    """Return the recorded figures, ordered by area and row."""
+    if not RECORDED.exists():
+        return []
+    return [_decoded(**fields) for fields in json.loads(RECORDED.read_text())["figures"]]
 
 
-def _row(entry: Entry) -> str:
+def machine() -> str:
+    """Return the machine on which a row was last recorded."""
+    return str(json.loads(RECORDED.read_text())["machine"])
+
+
+def write(measured: Sequence[Entry], on_machine: str) -> None:
+    """Record figures. They replace all recorded figures of their rows.
+
+    Args:
+        measured: The figures of complete rows.
+        on_machine: The machine on which they were measured.
+    """
+    rows = {(entry.area, entry.row) for entry in measured}
+    today = dt.datetime.now(tz=dt.timezone.utc).date().isoformat()
+    entries = [entry for entry in recorded() if (entry.area, entry.row) not in rows]
+    entries += [entry._replace(date=today) for entry in measured if entry.figure.ours is not None]
+    # One line per figure keeps the changes readable.
+    lines = [json.dumps(_encoded(entry), ensure_ascii=False) for entry in sorted(entries, key=lambda each: each[:2])]
+    head = json.dumps(on_machine, ensure_ascii=False)
+    RECORDED.write_text(f'{{"machine": {head},\n"figures": [\n' + ",\n".join(lines) + "\n]}\n")
+
+
+def _encoded(entry: Entry) -> dict[str, Any]:
     figure = entry.figure
-    spread = " – ".join(_number(bound, "") for bound in figure.spread) if figure.spread else ""
-    cells = (_number(figure.ours, figure.unit), _number(figure.peer, figure.unit), _number(figure.ratio, ""), spread)
-    date = dt.datetime.now(tz=dt.timezone.utc).date().isoformat()
-    return f"| {' | '.join((*entry.key, *cells, _cell(figure.goal), date))} |"
+    fields = {
+        "area": entry.area,
+        "row": entry.row,
+        "what": figure.what,
+        "unit": figure.unit,
+        "ours": _rounded(figure.ours),
+        "peer": _rounded(figure.peer),
+        "ratio": _rounded(figure.ratio),
+        "spread": [_rounded(bound) for bound in figure.spread] if figure.spread else None,
+        "goal": figure.goal,
+        "date": entry.date,
+    }
+    return {**fields, "note": figure.note} if figure.note else fields
 
 
-def _number(value: float | None, unit: str) -> str:
-    return "" if value is None else f"{float(f'{value:.3g}'):g} {unit}".strip()
+def _rounded(value: float | None) -> float | None:
+    """Return a value with the digits that are recorded."""
+    if value is None:
+        return None
+    rounded = float(f"{value:.3g}")
+    return int(rounded) if rounded.is_integer() else rounded
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "/").strip() or " "
+def _decoded(area: str, row: str, date: str, spread: Sequence[float] | None, **fields: Any) -> Entry:
+    bounds = None if spread is None else (spread[0], spread[1])
+    return Entry(area, row, Figure(spread=bounds, **fields), date)
 
 
-def _lines() -> list[re.Match[str]]:
-    text = TABLE.read_text() if TABLE.exists() else ""
-    return [found for line in text.splitlines() if (found := _LINE.fullmatch(line)) and found["area"] != "area"]
+# ---- comparing
 
 
-def _committed() -> dict[tuple[str, str, str], float]:
-    found = {}
-    for line in _lines():
-        here, _, ratio, *_ = [cell.strip() for cell in line["cells"].split("|")]
-        share = any(here.endswith(f" {unit}") for unit in SHARES)
-        if number := here.split()[0] if share else ratio:
-            found[line["area"], line["row"], line["what"]] = float(number)
-    return found
+def is_worse(then: Figure, now: Figure) -> bool:
+    """Return whether a figure is worse than the recorded one.
+
+    It is if each median is outside the quartiles of the other. Without recorded quartiles, it is if it has changed by
+    more than the factor `WORSE`.
+    """
+    before, after = _comparable(then), _comparable(now)
+    if before is None or after is None or abs(after.value - before.value) <= SMALLEST:
+        return False
+    # If more is better, the order of the two is reversed.
+    small, large = (after, before) if then.goal.startswith("≥") else (before, after)
+    if not before.has_quartiles:
+        return large.value > WORSE * small.value
+    return large.value > small.high and large.low > small.value
+
+
+def _comparable(figure: Figure) -> _Comparable | None:
+    is_share = figure.unit in SHARES
+    value = figure.ours if is_share else figure.ratio
+    if value is None:
+        return None
+    # If there is a peer, the quartiles belong to the ratio.
+    spread = None if is_share and figure.peer is not None else figure.spread
+    low, high = spread or (value, value)
+    return _Comparable(value, low, high, spread is not None)
+
+
+def change(then: Figure, now: Figure) -> str:
+    """Return the change of a figure, such as "0.5 s → 0.7 s, ratio 0.9 → 1.1"."""
+    text = f"{number(then.ours, then.unit)} → {number(now.ours, now.unit)}"
+    if then.ratio is None and now.ratio is None:
+        return text
+    return f"{text}, ratio {number(then.ratio)} → {number(now.ratio)}"
+
+
+def changes(measured: Iterable[Entry]) -> list[tuple[Entry, Entry]]:
+    """Return the recorded and the measured entry of each figure that has been recorded before."""
+    known = {entry.key: entry for entry in recorded()}
+    return [(known[entry.key], entry) for entry in measured if entry.key in known]
+
+
+def number(value: float | None, unit: str = "") -> str:
+    """Return a number with three digits and its unit, or a dash if there is no number."""
+    if value is None:
+        return "–"
+    digits = f"{float(f'{value:.3g}'):g}" if abs(value) < 1000 else f"{float(f'{value:.3g}'):,.0f}"
+    return f"{digits} {unit}".strip()
