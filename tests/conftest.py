@@ -15,7 +15,7 @@ import pytest
 
 from tests.support import leaks
 
-with contextlib.suppress(ImportError):  # Some environments lack hypothesis. They run no property tests.
+with contextlib.suppress(ImportError):  # Some environments lack hypothesis, and run no property tests.
     from hypothesis import HealthCheck, settings
 
     # Use the same examples in every run, without a deadline, which a busy machine would exceed.
@@ -24,11 +24,11 @@ with contextlib.suppress(ImportError):  # Some environments lack hypothesis. The
 
 # Two ranks and a kernel share few cores, so each gets one thread, here and in all child processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Keep state that outlives a process in a temporary folder: neither find nor leave any in the user's folder.
+# State that outlives a process goes to a temporary folder, so that tests neither read nor change the user's own.
 _state = tempfile.TemporaryDirectory(prefix="state-")
 os.environ["XDG_STATE_HOME"] = _state.name
 os.environ.pop("XDG_RUNTIME_DIR", None)
-# Every kernel and rank imports the package. Without its bytecode, each would compile it.
+# Every kernel and rank imports the package, and would compile it each time if there were no bytecode.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
@@ -68,7 +68,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the share of CPU time: the tests spent the rest of the time waiting."""
+    """Print the CPU's share of the time; the tests spent the rest waiting."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     seconds = sum(usage.ru_utime + usage.ru_stime for usage in used)
     terminalreporter.write_line(f"= processor time of the tests and their processes: {seconds:.0f} s")
@@ -77,11 +77,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def _without_gpu(items: list[pytest.Item]) -> str | None:
     if not any(item.get_closest_marker("gpu") for item in items):
         return None
-    if os.environ.get("TEST_GPU") == "dry":  # These run on the CPU: see tests/support/gpu.py.
+    if os.environ.get("TEST_GPU") == "dry":  # With TEST_GPU=dry, the tests run on the CPU: see tests/support/gpu.py.
         return None
     import torch
 
-    # device_count asks NVML if possible, which creates no CUDA context in the process that starts kernels.
+    # device_count asks NVML if possible, so that this process, which starts kernels, gets no CUDA context.
     return None if torch.cuda.device_count() else "no CUDA device on this machine"
 
 

@@ -14,14 +14,14 @@ STATUSES = ("works", "works (kernel)", "HTML display", "HTML display (kernel)", 
 
 
 def _rows(heading: str) -> list[list[str]]:
-    """Return the rows of the table of a section, the head first."""
+    """Return the rows of a section's table, the header first."""
     section = TEXT.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|") and not line.startswith("|---")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
 def _named() -> dict[tuple[str, str], list[str]]:
-    """Return the tests of each cell of the table, by environment and column."""
+    """Return the tests that prove each cell of the table, by environment and column."""
     found: dict[tuple[str, str], list[str]] = {}
     for environments, column, test in _rows("The tests behind the table")[1:]:
         names = [environments] if environments.startswith("nbclient") else environments.split(", ")

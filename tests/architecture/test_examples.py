@@ -21,7 +21,7 @@ def _imports(path: Path) -> Iterator[tuple[str, str]]:
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         lines = "".join(cell["source"]).splitlines() if cell["cell_type"] == "code" else []
         python = "\n".join("" if line.lstrip().startswith(("%", "!")) else line for line in lines)
-        if lines and lines[0].startswith("%%"):  # After the line with the magic, the cell is Python.
+        if lines and lines[0].startswith("%%"):  # Below the line with the magic, the cell is Python.
             python = "\n".join(lines[1:])
         for node in ast.walk(ast.parse(python)):
             if isinstance(node, ast.Import):

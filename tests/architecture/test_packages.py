@@ -13,7 +13,7 @@ import pytest
 
 try:
     import tomllib
-except ModuleNotFoundError:  # This is Python 3.10.
+except ModuleNotFoundError:  # Python 3.10 has no tomllib.
     import tomli as tomllib  # type: ignore[no-redef]
 
 import notebook_accelerate
@@ -70,7 +70,7 @@ def test_every_public_name_resolves(name: str) -> None:
 def test_public_names_are_listed_and_have_a_home() -> None:
     homes = _lazy.exports("notebook_accelerate").homes
     names: dict[str, object] = {}
-    exec("from notebook_accelerate import *", names)  # this statement is allowed only at module level
+    exec("from notebook_accelerate import *", names)  # a star import is allowed only at module level
     assert set(homes) - set(names) == {"attach", "configure", "debug", "runs", "shutdown"}
     assert set(notebook_accelerate.__all__) == set(homes) & set(names)
     assert set(homes) <= set(dir(notebook_accelerate))
@@ -79,7 +79,7 @@ def test_public_names_are_listed_and_have_a_home() -> None:
 
 def test_the_submodules_of_the_root_match_accelerate() -> None:
     table = json.loads((ROOT / "tests/parity/surface/api_surface.json").read_text())
-    modules = [*table["modules"], "widgets"]  # Only this project has panels.
+    modules = [*table["modules"], "widgets"]  # Accelerate has no package `widgets`.
     submodules = _lazy.exports("notebook_accelerate").submodules
     assert sorted(submodules) == sorted(name for name in modules if _is_module(name))
 
@@ -87,7 +87,7 @@ def test_the_submodules_of_the_root_match_accelerate() -> None:
 @pytest.mark.parametrize("name", ["big_modeling", "data_loader", "hooks", "state", "tracking", "utils", "widgets"])
 def test_a_star_import_of_a_public_package_brings_no_submodules(name: str) -> None:
     names: dict[str, object] = {}
-    # This statement is allowed only at module level.
+    # A star import is allowed only at module level, so run it with exec.
     exec(f"from notebook_accelerate.{name} import *", names)
     assert [each for each, value in names.items() if isinstance(value, ModuleType)] == []
 
@@ -104,7 +104,7 @@ def test_no_module_imports_names_from_the_package_root() -> None:
     for path in MODULE_FILES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module == "notebook_accelerate" and node.level == 0:
-                # The version is defined in the root.
+                # Only the version is defined in the root itself.
                 names = [alias.name for alias in node.names if not _is_module(alias.name)]
                 names = [name for name in names if name != "__version__"]
                 offenders += [f"{path.relative_to(ROOT)}:{node.lineno}: {name}" for name in names]

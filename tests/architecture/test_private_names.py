@@ -23,13 +23,13 @@ _OF_OTHERS = {
     "big_modeling.module_tensors": {"_tie_weights"},
     "config.fsdp_plugin": {"_no_split_modules"},
     "inference": {"_no_split_modules"},
-    # Python's own unpickler, fsspec, numpy (names in pickles of arrays), rich, Lightning, IPython, Habana.
+    # Python's own unpickler, fsspec, numpy (names in pickled arrays), Lightning, rich, IPython and Habana.
     "files.untrusted_files": {"_Unpickler"},
     "files.remote_paths": {"_strip_protocol"},
     "files.weight_files": {"_core", "_reconstruct"},
     "integrations.reporting": {"_LoggerConnector", "_tasks"},
     "telemetry.tracebacks": {"_filename_map"},
-    # cloudpickle: the tokens that identify the classes it has pickled.
+    # These identify the classes that cloudpickle has pickled.
     "telemetry.cells": {"_DYNAMIC_CLASS_TRACKER_BY_ID", "_get_or_create_tracker_id"},
     "utils.imports": {"_get_device_type"},
     "worker.plain_process": {"_IS_INTERACTIVE", "_console"},

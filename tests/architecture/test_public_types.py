@@ -160,7 +160,7 @@ notebook_accelerate.reexport  # E: attr-defined
 
 @pytest.fixture(scope="module")
 def messages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, list[str]]]:
-    """Return the messages of mypy, by file and line."""
+    """Return mypy's messages by file and line."""
     folder = tmp_path_factory.mktemp("user")
     (folder / "right.py").write_text(RIGHT_USES)
     (folder / "wrong.py").write_text(WRONG_USES)
@@ -169,7 +169,7 @@ def messages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, li
     done = subprocess.run(
         [sys.executable, "-m", "mypy", *options, *(path.name for path in folder.iterdir())],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},  # Installed, for mypy: a package with py.typed.
+        env={**os.environ, "PYTHONPATH": str(ROOT)},  # mypy treats a package on PYTHONPATH as installed.
         capture_output=True,
         text=True,
         check=False,

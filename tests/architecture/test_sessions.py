@@ -1,4 +1,4 @@
-"""The sessions of noxfile.py: what documents and make name exists, and no folder of tests is forgotten."""
+"""Make targets are sessions of noxfile.py, documents name only existing targets, and sessions run all test folders."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TREE = ast.parse((ROOT / "noxfile.py").read_text())
 
 
 def session_table(name: str) -> Any:
-    """Return the value of a constant of noxfile.py, which needs nox to be imported."""
+    """Return the value of a constant in noxfile.py without importing the file, which needs nox."""
     (value,) = (
         node.value
         for node in TREE.body
@@ -58,7 +58,7 @@ def test_every_make_target_of_the_documents_exists() -> None:
 
 
 def _commands(text: str) -> str:
-    """Return the text in backticks, in fenced or indented code, and in shell lines."""
+    """Return the parts of a text that may be commands: text in backticks, indented code, and lines of shell scripts."""
     code = re.findall(r"`[^`\n]+`", text)
     lines = [line for line in text.splitlines() if re.match(r"(\s{4,}|exec |\$ )?make |\s{4,}", line)]
     return "\n".join([*code, *lines]) + "\n"

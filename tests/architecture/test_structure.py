@@ -1,4 +1,4 @@
-"""Rules for the structure. `python -m tests.architecture.test_structure` prints figures, which have no limits."""
+"""Rules for the code's structure. `python -m tests.architecture.test_structure` prints figures that have no limits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def modules() -> dict[str, Path]:
     for folder, prefix in ((ROOT / PACKAGE, PACKAGE), (ROOT / "widgets", f"{PACKAGE}.widgets")):
         for path in sorted(folder.rglob("*.py")):
             if folder.name == PACKAGE and "widgets" in path.relative_to(folder).parts:
-                continue  # This is the link to the top-level folder.
+                continue  # Skip the link to the top-level folder.
             parts = path.relative_to(folder).with_suffix("").parts
             name = ".".join([prefix, *(part for part in parts if part != "__init__")])
             found[name] = path
@@ -156,7 +156,7 @@ def any_parameters() -> Iterator[str]:
 
 
 def repeated_names() -> dict[str, int]:
-    """Return file names that occur several times. The re-exports under Accelerate's paths need the same names."""
+    """Return the file names that occur several times, except where re-exports need the names that Accelerate uses."""
     names = [
         path.name
         for name, path in MODULES.items()
@@ -206,7 +206,7 @@ KNOWN_CIRCLES = [
     {"data_loader.prepared_loader", "data_loader.stateful_loaders"},
     {"strategies.megatron.megatron_engine", "strategies.megatron.megatron_generation"},
 ]
-"""Modules that must import one another in functions, with the reason. A new circle needs a reason of this kind."""
+"""Groups of modules that must import one another, which they do inside functions. Each group needs a reason."""
 KNOWN_ACCESSES = {"_clear", "_clipping_given", "_config", "_micro_batches_given", "_parent", "_unselect"}
 """Private attributes whose names a class of the product defines as well, but which belong to other libraries' objects,
 or to a sibling in the same package."""

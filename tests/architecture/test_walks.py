@@ -15,7 +15,7 @@ import torch
 
 import notebook_accelerate
 
-# Import it before tracing starts, which makes importing torch slow.
+# Import this before tracing starts, because tracing slows down the import of torch.
 from notebook_accelerate.accelerator import Accelerator
 from notebook_accelerate.errors import RunInterrupted, RunStoppedError
 from notebook_accelerate.widgets.render_schedule import ticker
@@ -48,7 +48,7 @@ def _log(go: Path) -> list[Call]:
     accelerator = Accelerator(cpu=True)
     until(go.exists)
     accelerator.log({"loss": 0.5}, step=1)
-    time.sleep(0.5)  # Meanwhile, the agent sends it.
+    time.sleep(0.5)  # Give the agent time to send the metric.
     return _trace.own_calls()
 
 
@@ -79,7 +79,7 @@ def _stop_the_run() -> None:
 
 
 def _interrupt_the_cell() -> None:
-    # A profile function is not profiled, nor is a signal handler that interrupts it: wait until the cell waits.
+    # A signal handler that interrupts the profile function is not profiled, so wait until the main thread blocks.
     until(lambda: _main_thread_is_in(threading.Condition.wait))
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
@@ -102,7 +102,8 @@ def test_a_stop_follows_its_walk(
 
     thread = threading.Thread(target=stop_when_running)
     thread.start()
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # The process that runs the tests may ignore it.
+    # SIGINT may be ignored in the process that runs the tests.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(error):
             notebook_accelerate.notebook_launcher(

@@ -1,4 +1,4 @@
-"""One server for all browser tests. Every test is marked, and skipped with a reason if there is no browser."""
+"""One server for all browser tests. Every test is marked, and is skipped with a reason if there is no browser."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.is_relative_to(HERE):
             item.add_marker("browser")
             item.add_marker(pytest.mark.timeout(900))
-            # The server, chromium and playwright's loop live as long as the module.
+            # The server, Chromium and playwright's loop outlive single tests.
             item.add_marker(pytest.mark.leaks_ok("the server and the browser serve all tests of the module"))
             if reason:
                 item.add_marker(pytest.mark.skip(reason=reason))

@@ -92,7 +92,7 @@ def test_runs_can_be_compared_opened_and_stopped(opened: Any, app: App) -> None:
     assert swatches == chips[::-1]
     page.shot(f"{app}-runs", CARD)
 
-    # Sorting and filtering.
+    # Test sorting and filtering.
     assert page.page.evaluate(ROWS) == "3,2,1"
     page.page.get_by_role("button", name="lr", exact=True).click()
     page.wait_for(f"() => ({ROWS})() === '2,3,1'")
@@ -102,7 +102,7 @@ def test_runs_can_be_compared_opened_and_stopped(opened: Any, app: App) -> None:
     page.wait_for(f"() => ({ROWS})() === '1,2'")
     page.page.get_by_role("searchbox", name="Filter runs").fill("")
 
-    # The panel of a run below its row, and its end by a click.
+    # Open a run's panel below its row, and end the run with a click.
     page.page.get_by_role("button", name="Open the panel of run 3").click()
     page.wait_for("() => document.querySelector('.na-opened-run .na-head')?.innerText.includes('run 3')")
     page.page.get_by_role("button", name="Close the panel of run 3").click()

@@ -311,4 +311,5 @@ def test_the_dark_theme_is_legible(opened: Any, app: App) -> None:
     page.wait_for("() => document.querySelector('.na-form .na-aside [role=alert]')")
     page.shot(f"config-panel-dark-{app}", ".na-form")
     style = "getComputedStyle(document.querySelector('.na-form .na-facts li'))"
-    page.wait_for(f"() => Math.min(...{style}.color.match(/\\d+/g).slice(0, 3).map(Number)) > 150")  # Light on dark.
+    # The text is light on a dark background.
+    page.wait_for(f"() => Math.min(...{style}.color.match(/\\d+/g).slice(0, 3).map(Number)) > 150")

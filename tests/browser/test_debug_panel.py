@@ -38,7 +38,7 @@ def _says(page: NotebookPage, selector: str, words: str) -> None:
 
 
 def _repeat_until_shown(page: NotebookPage, ask: Callable[[], None], selector: str, words: str) -> None:
-    """Repeat a request until the text appears. Each reply contains whatever arrived within a few seconds."""
+    """Repeat a request until a reply contains the text. Each reply covers only what arrived within a few seconds."""
     deadline = time.monotonic() + LIMIT
     shown = "([selector, words]) => document.querySelector(selector)?.innerText.includes(words)"
     while not page.page.evaluate(shown, [selector, words]):
@@ -63,7 +63,7 @@ def _start_and_hang(page: NotebookPage) -> None:
     page.page.locator(CARD).scroll_into_view_if_needed()
 
 
-# Wait until rank 0 waits in the second all_reduce and rank 1 has reached its loop.
+# Wait until rank 0 is in the second all_reduce and rank 1 is in its loop.
 UNTIL = """
 deadline = time.monotonic() + 100
 while time.monotonic() < deadline and not all(map(run.diagnose().verdict.count, ("never reached", "time.sleep"))):
@@ -88,7 +88,7 @@ def test_two_stuck_ranks_are_explained(opened: Any, app: App) -> None:
     stacks = page.page.locator(f"{CARD} details", has_text="Stacks")
     stacks.locator("summary").press("Enter")
     _says(page, f"{CARD} details[open] pre", "time.sleep(0.05)")
-    page.page.wait_for_timeout(1500)  # Wait for the next renders.
+    page.page.wait_for_timeout(1500)  # Wait for a few more renders.
     assert stacks.get_attribute("open") is not None, "an opened fold stays open"
     page.shot(f"{app}-debug-verdict", CARD)
 

@@ -12,7 +12,7 @@ from notebook_accelerate import attach
 from tests.support.browser import DAILY_IN_LAB, App, NotebookPage
 from tests.support.detached import user_folder
 
-# `state` is requested before `opened`, so that the kernel ends first.
+# Tests request the fixture `state` before `opened`, so that the kernel ends before the folder is removed.
 TRAIN = """
 import math, os, time
 os.environ["XDG_STATE_HOME"] = {state!r}
@@ -115,7 +115,7 @@ for number in range(10):
     assert page.page.locator(".na-chip i.na-dashed").count() == 2, "there are only eight colours"
     page.shot(f"{app}-ten-runs", CARD)
 
-    # The table of the folder reads the summaries, and opens the runs for their curves.
+    # This table reads only the runs' summaries, and opens the runs to draw their curves.
     page.run(3)
     page.wait_for("() => document.querySelectorAll('.na-live').length === 2")
     shown = "[...document.querySelectorAll('.na-live')].at(-1)"

@@ -52,7 +52,7 @@ def test_each_node_has_a_row_and_its_ranks_unfold(opened: Any, app: App) -> None
     page.page.locator(CARD).first.scroll_into_view_if_needed()
     _tab(page, "Ranks")
     page.wait_for("() => document.querySelector('.na-many .na-late')")
-    for words in ("node 5 · worker-5<b>", "rank 42 late", "8 running"):  # The name is set as text.
+    for words in ("node 5 · worker-5<b>", "rank 42 late", "8 running"):  # Names are inserted as text, not as HTML.
         page.wait_for("(words) => document.querySelector('.na-many').innerText.includes(words)", words)
     before = int(page.page.evaluate(f"() => {ROWS}.length"))
     fold = page.page.get_by_role("button", name="The other 63 ranks")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.browser import Browser, NotebookPage, Server
 
-pytestmark = pytest.mark.nightly  # This takes minutes, and other tests cover the same states without pictures.
+pytestmark = pytest.mark.nightly  # These tests take minutes, and others cover the same states without screenshots.
 
 TRAIN = """
 import math, os, random, time
@@ -59,9 +59,9 @@ def train(lr, steps=100_000):
 LAUNCH = "run = notebook_launcher(train, ({}), num_processes=2, use_port=0, block=False{})"
 CARD = ".na-live"
 HEIGHT = 2200
-"""The height of the window in pixels, at which a screenshot shows a whole panel without the toolbar above it."""
+"""The height of the window in pixels, which fits a whole panel without the toolbar above it."""
 SIZES = ((1280, "desktop"), (600, "narrow"))
-# Nothing is wider than the card, except for scrolling parts, and curves out of sight, which are drawn later.
+# Return the elements that are wider than the card, except for parts that scroll and curves that are not drawn yet.
 WIDER = """(selector) => {
   const card = document.querySelector(selector), right = card.getBoundingClientRect().right + 1;
   const scrolling = '.na-scroll, .na-code, pre, .na-log, .lm-TabBar, .na-chart-value, .na-chart-plot, .na-hidden';
@@ -78,7 +78,7 @@ DRAWN = """(count) => {
 
 @pytest.fixture
 def page(server: Server, chromium: Browser, request: pytest.FixtureRequest) -> Iterator[NotebookPage]:
-    """A notebook whose first cell defines the training. `open_` opens it."""
+    """Yield a notebook whose first cell defines the training and has been run."""
     for name in ("bad", "ask", "break", "fail", "hang"):
         (server.notebooks / name).unlink(missing_ok=True)
     name = f"{request.node.name}.ipynb"
@@ -96,12 +96,12 @@ def page(server: Server, chromium: Browser, request: pytest.FixtureRequest) -> I
 
 
 def cells(*sources: str) -> pytest.MarkDecorator:
-    """Return the parameter of a test whose notebook has these cells."""
+    """Return a decorator that gives a test's notebook these cells."""
     return pytest.mark.parametrize("page", [sources], indirect=True, ids=["states"])
 
 
 def shoot(page: NotebookPage, name: str, selector: str = CARD) -> None:
-    """Take the four screenshots of a state."""
+    """Take four screenshots of a state: light and dark, wide and narrow."""
     for dark in (False, True):
         page._theme("JupyterLab Dark" if dark else "JupyterLab Light", light=not dark)
         for width, size in SIZES:
@@ -123,7 +123,7 @@ def state(page: NotebookPage, text: str) -> None:
 
 
 def run_state(page: NotebookPage, run: int, text: str) -> None:
-    """Wait for the state of a run whose panel may be one of several, and out of sight."""
+    """Wait until a run has a state. Its panel may be one of several, and out of sight."""
     find = """([run, text]) => [...document.querySelectorAll('.na-live .na-head')]
         .some(head => [`run ${run}`, text].every(each => head.textContent.includes(each)))"""
     page.wait_for(find, [run, text])
@@ -213,7 +213,7 @@ def test_finished_runs_have_no_cut_off_text(page: NotebookPage, server: Server, 
     run_state(page, 2, "Succeeded")
     page.run(3)
     run_state(page, 3, "Running")
-    page.page.wait_for_timeout(5000)  # Wait for some steps.
+    page.page.wait_for_timeout(5000)  # Let the ranks train for a while.
     happen(server, "fail")
     run_state(page, 3, "Failed")
     page.idle()

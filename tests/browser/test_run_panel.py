@@ -63,7 +63,7 @@ WATCHED = """(ranks) => {
 
 
 def _watch(page: NotebookPage, *ranks: str) -> None:
-    """Wait until the last panel draws the ranks' three curves. Another panel may become the last during loading."""
+    """Wait until the last panel has drawn three curves of these ranks. During loading, another panel may be last."""
     page.wait_for(WATCHED, list(ranks or ("rank 0", "rank 1")))
 
 
@@ -88,7 +88,7 @@ def _zoom(page: NotebookPage) -> None:
 
 
 def _insert(page: NotebookPage) -> None:
-    """Insert the code of a panel as a cell below."""
+    """Insert the code that a panel shows as a new cell below it."""
     count = page.page.evaluate(f"() => {BOOK}.widgets.length")
     page.page.get_by_role("button", name="Insert a cell below with this code").click()
     page.wait_for(f"(count) => {BOOK}.widgets.length === count + 1", count)
@@ -100,7 +100,7 @@ def _active_source(page: NotebookPage) -> str:
 
 
 def _type(page: NotebookPage, prompt: str, line: str) -> None:
-    """Type a line at an unanswered prompt. An answered one remains visible for a moment."""
+    """Type a line at a prompt that has not been answered yet. Answered prompts remain visible for a moment."""
     waits = ".jp-Stdin-input:not([data-answered])"
     page.wait_for(f"(text) => document.querySelector('{waits}')?.parentElement.innerText.includes(text)", prompt)
     box = page.page.query_selector(waits)
@@ -125,7 +125,7 @@ def test_curves_move_and_a_click_stops_the_run_on_an_idle_kernel(opened: Any, se
     page.wait_for(f"(hint) => document.querySelector('{CARD}').innerText.includes(hint)", hint)
     assert page.page.locator(".na-chart-name", has_text="<img src=x onerror=alert(1)>").count() == 1
 
-    # After the end, the panel keeps its elements, the zoom of a chart, and the selected tab.
+    # After the run has ended, the panel keeps its elements, the zoom of a chart, and the selected tab.
     _zoom(page)
     page.page.locator(".na-tabs [role=tab]", has_text="Logs").click()
     page.page.evaluate(f"() => {{ document.querySelector('{CARD}').dataset.mine = 'yes'; }}")
@@ -251,7 +251,7 @@ def test_a_run_that_fails_while_its_panel_is_drawn_causes_no_error(opened: Any, 
     for index in range(len(delays)):
         page.run(2 + index)
         page.idle()
-    # A run that ended before its panel is shown leaves its report.
+    # If a run ends before its panel is shown, its report is shown instead.
     each = f"{REPORT}, {CARD}:has(.na-state-failed)"
     page.wait_for(f"() => document.querySelectorAll('{each}').length === {len(delays)}")
     # anywidget gives a page 2 s to load a script, and a busy machine may take longer.
@@ -304,7 +304,8 @@ def test_a_click_on_stop_works_while_a_cell_blocks(opened: Any, app: App) -> Non
 @DAILY_IN_LAB
 def test_a_blocking_cell_without_its_server_says_how_to_stop(opened: Any, app: App) -> None:
     page = opened([TRAIN, LAUNCH.format(LONG).replace(", block=False", "")])
-    page.page.evaluate("() => document.getElementById('jupyter-config-data').remove()")  # As in a separate frame.
+    # In a separate frame, this element is missing.
+    page.page.evaluate("() => document.getElementById('jupyter-config-data').remove()")
     page.run(1)
     _watch(page)
     page.wait_for("() => document.querySelector('.na-hint').innerText === 'Press ■ in the toolbar to end this run'")

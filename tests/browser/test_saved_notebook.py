@@ -54,7 +54,7 @@ SHOWN = "(selector) => [...document.querySelectorAll(selector)].filter(node => n
 
 @pytest.fixture
 def pages() -> Iterator[list[NotebookPage]]:
-    """Return a list whose pages are closed at the end, with their kernels."""
+    """Yield a list for pages, which are closed with their kernels at the end."""
     opened: list[NotebookPage] = []
     yield opened
     for page in opened:
@@ -77,7 +77,7 @@ def test_without_its_kernel_a_notebook_shows_static_forms(
     for index in range(len(CELLS)):
         live.run(index)
         live.idle()
-    # Curves out of sight are not drawn, so each panel is scrolled into view.
+    # Scroll each panel into view, because curves that are out of sight are not drawn.
     live.wait_for(DRAWN)
     live.page.locator(".na-card").first.scroll_into_view_if_needed()
     live.until(lambda: _count(live, ".na-live") >= 1, "a live panel")
@@ -89,7 +89,7 @@ def test_without_its_kernel_a_notebook_shows_static_forms(
     assert sum("na-left" in "".join(data.get("text/html", "")) for data in views) == 4
     assert live.errors == []
 
-    # A killed kernel sends nothing, so the file stays as it was saved.
+    # A kernel that is killed sends nothing, so the file stays as it was saved.
     copy = f"without-kernel-{name}"
     shutil.copy(server.notebooks / name, server.notebooks / copy)
     again = server.open(chromium, copy, app)

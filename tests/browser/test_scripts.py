@@ -17,7 +17,7 @@ from tests.support.browser import Browser
 
 
 def _load(page: Any, *names: str) -> None:
-    """Define the functions and classes of a script on the page."""
+    """Load scripts into the page, so that it can use their functions and classes."""
     page.add_script_tag(content=script(*names).replace("export default", "globalThis.view ="))
 
 
@@ -96,7 +96,8 @@ def _labels(page: Any, metric: str) -> list[str]:
 def test_values_of_any_size_have_ticks_that_are_not_clipped(blank: Any, values: list[float]) -> None:
     _load(blank, *SCRIPTS)
     blank.evaluate(_CURVES, {"loss": values * 300})
-    numbers = {float(text) for text in _labels(blank, "loss")} - {0.0, 200.0, 400.0}  # The steps.
+    # Leave out the labels of the steps.
+    numbers = {float(text) for text in _labels(blank, "loss")} - {0.0, 200.0, 400.0}
     assert len(numbers) >= 2
     assert all(min(values) <= number <= max(values) for number in numbers)
 
@@ -167,7 +168,7 @@ _CURVE = """() => {
 
 
 def test_only_the_first_points_of_a_curve_are_drawn_as_points(blank: Any) -> None:
-    """The first step may be slow, and a scale that suits one point does not suit the hundred that follow."""
+    """The scale changes between the first point and the hundred that follow, because the first step may be slow."""
     _load(blank, *SCRIPTS)
     blank.evaluate(_CURVE)
     blank.evaluate("() => log(1, 0, 1)")
@@ -230,7 +231,7 @@ def test_curves_are_cards_in_sections(blank: Any) -> None:
         "learning", "rate", "auto",
     ]  # fmt: skip
 
-    # Values that no axis shows, and ranks that log the same values.
+    # Check values that no axis can show, and ranks that log the same values.
     assert (
         blank.locator("figure[data-metric='train/scale'] .na-chart-flag").inner_text() == "NaN since step 20 on rank 1"
     )
@@ -240,14 +241,14 @@ def test_curves_are_cards_in_sections(blank: Any) -> None:
     assert blank.evaluate("() => [card('auto/lr').u.series.length, card('train/loss').u.series.length]") == [2, 3]
     assert "rank 0 = rank 1" in blank.locator("figure[data-metric='auto/lr'] .na-chart-value").inner_text()
 
-    # The mean over ranks, with their range.
+    # Show the mean over ranks, with their range.
     blank.get_by_text("Mean", exact=True).click()
     blank.wait_for_function("() => card('train/loss').labels[0] === 'mean of 2 ranks'")
     assert blank.evaluate("() => card('train/loss').joined.map(column => column[10])") == [10, 10.5, 10, 11]
     blank.get_by_text("Ranks", exact=True).click()
     blank.wait_for_function("() => card('train/loss').labels.length === 2")
 
-    # Folding, pinning, enlarging.
+    # Fold, pin and enlarge cards.
     blank.get_by_role("button", name="System 1").click()
     blank.wait_for_function("() => card('system/memory_gb').u")
     blank.locator("figure[data-metric='val/loss']").hover()
@@ -268,7 +269,7 @@ def test_curves_are_cards_in_sections(blank: Any) -> None:
     assert blank.locator(".na-note", has_text="No metrics match '(loss'.").count() == 1
     search.fill("")
 
-    # Files of a card.
+    # Save the files of a card.
     chart = blank.locator("figure[data-metric='train/scale']")
     chart.hover()
     with blank.expect_download() as csv:
@@ -338,7 +339,7 @@ class _Runs:
         self.sent: list[str] = []
 
     def show(self, *rows: Row, columns: tuple[str, ...] = ("loss",), whole: bool = False) -> str:
-        """Send rows. Return the kind of the message."""
+        """Send rows to the page. Return the kind of the message, or "" if nothing was sent."""
         heads = [Column(title="run", kind="run"), Column(title="state", kind="state")]
         heads += [Column(title=name, numeric=True) for name in columns]
         table = Table(key="runs", columns=tuple(heads), groups=(Group(key="runs", rows=rows),), sortable=True)
@@ -372,7 +373,7 @@ def test_a_click_on_a_row_outlasts_an_update(blank: Any, *, whole: bool) -> None
     assert blank.evaluate(clicks) == [{"kind": "action", "key": "2", "action": "stop"}]
     assert blank.evaluate("() => document.activeElement.textContent") == "Stop"
 
-    # Another order, the end of a run, an open panel, another column, and a removed run.
+    # Change the order, end a run, open a panel, add a column, and remove a run.
     blank.get_by_role("button", name="loss", exact=True).click()
     blank.wait_for_function("() => texts()[0].startsWith('1 ')")
     ended = _row(2, "stopped", "0.4", "close", tone="opened")

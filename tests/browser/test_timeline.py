@@ -49,13 +49,13 @@ def _box(page: NotebookPage, selector: str) -> dict[str, float]:
 
 
 def _point(page: NotebookPage, share: float, y: float) -> tuple[float, float]:
-    """Return a position on the canvas in page coordinates, from its share of the width and pixels from the top."""
+    """Return the page coordinates of a point on the canvas: a share of its width, and pixels from its top."""
     box = _box(page, CANVAS)
     return box["x"] + share * box["width"], box["y"] + y
 
 
 def _row(page: NotebookPage, rank: int, title: str) -> float:
-    """Return the middle of the first lane of a track, in pixels from the top of the canvas."""
+    """Return the vertical middle of a track's first lane, in pixels from the top of the canvas."""
     return _box(page, f".na-tl-label[title='rank {rank} · {title}']")["y"] - _box(page, CANVAS)["y"] + 10
 
 
@@ -159,7 +159,7 @@ def test_a_collective_shows_the_waiting_ranks_and_the_awaited_one(opened: Any, a
 
 
 KEYS = {"Enter": "enumerate", "ArrowRight": "forward", "ArrowDown": "aten::", "ArrowUp": "forward", "f": "forward"}
-"""The selection after each key."""
+"""The start of the selected event's name after each key is pressed."""
 
 
 @DAILY_IN_LAB
@@ -308,5 +308,5 @@ def test_200_000_events_of_eight_ranks_open_and_move(opened: Any, app: App) -> N
     assert _visible(page)[0] > before[0]
     assert page.page.evaluate("() => window.frames") > 20
     page.shot(f"{app}-timeline-many", ROOT)
-    # anywidget waits 2 s for a model, which a busy machine may exceed. The view was drawn.
+    # anywidget waits 2 s for a model, which may be too short on a busy machine. The view was drawn nevertheless.
     page.errors[:] = [error for error in page.errors if "[anywidget] Failed to initialize model" not in error]

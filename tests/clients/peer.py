@@ -24,7 +24,7 @@ from tests.support.ranks import reserved_port
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path(sys.prefix) / "peer"
-"""The folder of the real Accelerate, which is not on the path, so that nothing else imports it."""
+"""The folder of the real Accelerate, which is not on the path, so that no other code imports it."""
 VERSIONS = ROOT / ".build" / "transformers"
 """The folder in which make installs other versions of transformers, each with its dependencies."""
 RANKS = 2
@@ -53,7 +53,7 @@ def start(folder: Path, names: Iterable[str], *path: Path | str) -> subprocess.P
     """
     dropped = ("ACCELERATE_", "PYTEST_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
-    # Python finds startup code by its position in the path, so this folder comes first.
+    # Python uses the first sitecustomize on the path, so these folders come first.
     places = os.pathsep.join(map(str, (*path, ROOT)))
     variables = {"PYTHONPATH": places, "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
     group = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}

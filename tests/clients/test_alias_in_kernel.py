@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("transformers") is None, reason="transformers is not installed: make test-clients"
     ),
-    pytest.mark.timeout(700),  # Only against hangs: several processes import transformers.
+    pytest.mark.timeout(700),  # This only guards against hangs: several processes import transformers.
 ]
 
 TRAIN = """

@@ -15,7 +15,7 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("transformers") is None, reason="transformers is not installed: make test-clients"
     ),
-    pytest.mark.timeout(700),  # Only against hangs: each rank imports transformers.
+    pytest.mark.timeout(700),  # This only guards against hangs: each rank imports transformers.
 ]
 IDS = torch.arange(32).reshape(4, 8)
 SIZES = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -75,7 +75,7 @@ def test_split_experts_of_transformers_train_like_whole_ones(name: str, implemen
 
 def test_sharded_experts_of_transformers_train_like_whole_ones() -> None:
     degrees = {"dp_shard_size": 2, "ep_size": 2}
-    # The balancing loss of Mixtral's router is computed over a batch, and is not the mean over its halves.
+    # Leave out Mixtral: its router's balancing loss over a batch is not the mean of the losses over its halves.
     for found in run_ranks(_split, "Qwen2Moe", "eager", degrees, world_size=4, env={"HF_HUB_OFFLINE": "1"}):
         assert found["split"]["losses"] == pytest.approx(found["whole"]["losses"], rel=1e-5)
         assert found["same"]

@@ -42,7 +42,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 def loaded(kind: str, folder: str) -> dict[str, bool]:
-    """Return whether models read from the files of `save_model` have the saved weights."""
+    """Return, for each size of shards, whether models loaded from the files of `save_model` have the saved weights."""
     notebook_accelerate.as_accelerate()
     import transformers
 

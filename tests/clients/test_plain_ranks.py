@@ -13,7 +13,7 @@ from tests.support.launching import ready_kernel
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="no lightning: make test-clients"),
-    pytest.mark.timeout(900),  # Only against hangs: ranks import transformers and Lightning.
+    pytest.mark.timeout(900),  # This only guards against hangs: ranks import transformers and Lightning.
 ]
 
 LOOK = """
@@ -67,7 +67,7 @@ rich.get_console(); list(tqdm.auto.tqdm(range(3)))
 
 @pytest.fixture(scope="module", params=["nothing imported", "everything imported"])
 def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
-    """Return a kernel that may have imported the libraries."""
+    """Yield a kernel that has imported none or all of the libraries."""
     with ready_kernel() as kernel:
         kernel.check(LOOK)
         if request.param == "everything imported":

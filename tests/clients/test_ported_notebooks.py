@@ -1,4 +1,4 @@
-"""Ported public notebooks are executed from top to bottom, and their last cells check the training."""
+"""Public notebooks that were ported to this package run from top to bottom, and their last cells check the training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.nightly import rest_nightly
 pytestmark = [
     pytest.mark.notebook,
     pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="no trl: make test-clients"),
-    pytest.mark.timeout(900),  # Only against hangs.
+    pytest.mark.timeout(900),  # This only guards against hangs.
 ]
 DAILY = ("simple_nlp_example", "trl_sft_lora")
 PORTED = rest_nightly(

@@ -13,7 +13,7 @@ pytestmark = [
         None in map(importlib.util.find_spec, ("transformers", "lightning")),
         reason="transformers and lightning are not installed: make test-clients",
     ),
-    pytest.mark.timeout(900),  # Only against hangs: ranks import transformers or Lightning.
+    pytest.mark.timeout(900),  # This only guards against hangs: ranks import transformers or Lightning.
 ]
 CODE = """
 import notebook_accelerate

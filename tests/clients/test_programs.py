@@ -20,7 +20,7 @@ from tests.support.launching import ready_kernel
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="no lightning: make test-clients"),
     pytest.mark.skipif(not peer.FOLDER.exists(), reason="the environment has no real accelerate: make test-clients"),
-    pytest.mark.timeout(1800),  # Only against hangs: several processes import all libraries.
+    pytest.mark.timeout(1800),  # This only guards against hangs: several processes import all libraries.
 ]
 EACH = pytest.mark.parametrize("name", PROGRAMS)
 TOLERANCE = 1e-4
@@ -47,7 +47,7 @@ for library in LIBRARIES:
 
 @pytest.fixture(scope="session")
 def on_accelerate(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Return the results with the real Accelerate for all programs that have tests in this session."""
+    """Return the real Accelerate's results for all programs that have tests in this session."""
     names = set()
     for item in request.session.items:
         name = getattr(item, "callspec", item).params.get("name") if hasattr(item, "callspec") else None
@@ -58,7 +58,7 @@ def on_accelerate(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
-    """Return a kernel that has imported the libraries, like a notebook that uses them."""
+    """Yield a kernel that has imported the libraries, as in a notebook that uses them."""
     with ready_kernel() as kernel:
         kernel.check(CODE)
         kernel.check(IMPORTS)
@@ -73,7 +73,7 @@ def check_results(name: str, there: list[Any], here: list[Any]) -> None:
 
 
 def check_run(kernel: Kernel, cell: Cell, name: str, result: dict[str, Any]) -> None:
-    """Fail unless the run of one program has its curve, steps and progress, and the cell is clean."""
+    """Fail unless a program's run has its curve, steps and progress, and its cell is clean."""
     if steps := result.get("steps"):
         assert kernel.value("[row.last_step for row in run.ranks]") == [steps] * 2
     if PROGRAMS[name].bar:
@@ -86,7 +86,7 @@ def check_run(kernel: Kernel, cell: Cell, name: str, result: dict[str, Any]) -> 
 
 
 def check_cell(cell: Cell) -> None:
-    """Fail if a rank left a widget or a fork caused a warning."""
+    """Fail if a rank sent a widget to the cell, or if forking caused a warning."""
     assert cell.comms == []
     assert not [data for data in cell.displays if "application/vnd.jupyter.widget-view+json" in data]
     assert "fork" not in cell.plain

@@ -12,7 +12,7 @@ from tests.support.launching import ready_kernel
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("lightning") is None, reason="no lightning: make test-clients"),
-    pytest.mark.timeout(900),  # Only against hangs: ranks import transformers and Lightning.
+    pytest.mark.timeout(900),  # This only guards against hangs: ranks import transformers and Lightning.
 ]
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote", "spawn"])
 

@@ -1,4 +1,4 @@
-"""The files of a saved profile of two ranks, as read by HTA, TensorBoard's plugin and Perfetto."""
+"""HTA, TensorBoard's plugin and Perfetto read the files of a saved profile of two ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support import perfetto
 from tests.support.browser import SCREENSHOTS
 from tests.support.profiled_trainings import mlp, prepared, step, training
 
-pytestmark = pytest.mark.timeout(600)  # Only against hangs.
+pytestmark = pytest.mark.timeout(600)  # This only guards against hangs.
 
 HTA = """
 import json, logging, sys
@@ -72,7 +72,7 @@ def train() -> None:
 
 @dataclass(frozen=True)
 class Saved:
-    """A profile, and the folder that contains its files."""
+    """A saved profile and the folder that contains its files."""
 
     profile: Profile
     folder: Path
@@ -87,7 +87,7 @@ class Saved:
         return next(row.calls for row in self.profile.ops() if row.name == operation)
 
     def opened(self, program: str) -> Any:
-        """Return the findings of a program that reads the folder in a separate process."""
+        """Run a program that reads the folder in a separate process. Return the findings that it prints as JSON."""
         done = subprocess.run(
             [sys.executable, "-c", program, str(self.folder)], capture_output=True, text=True, check=False, timeout=300
         )

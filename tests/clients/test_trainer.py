@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("transformers") is None, reason="transformers is not installed: make test-clients"
     ),
-    pytest.mark.timeout(700),  # Only against hangs: several processes import transformers.
+    pytest.mark.timeout(700),  # This only guards against hangs: several processes import transformers.
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,14 +32,15 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def train(folder: Path, ranks: int, more: dict[str, Any], script: str = "clients/trainer.py") -> list[dict[str, Any]]:
-    """Run a script of the tests on the given number of ranks. Return the findings of rank 0."""
+    """Run a test script on the given number of ranks. Return rank 0's findings."""
     with reserved_port() as port:
         return _train(folder, ranks, more, ROOT / "tests" / script, port)
 
 
 def _train(folder: Path, ranks: int, more: dict[str, Any], path: Path, port: int) -> list[dict[str, Any]]:
     script = [sys.executable, str(path), str(folder / "out"), str(8 // ranks)]
-    path_with_alias = f"{accelerate_alias.STARTUP_FOLDER}{os.pathsep}{ROOT}"  # As as_accelerate() sets it.
+    # as_accelerate() sets the path in the same way.
+    path_with_alias = f"{accelerate_alias.STARTUP_FOLDER}{os.pathsep}{ROOT}"
     processes = []
     for rank in range(ranks):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}

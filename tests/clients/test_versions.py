@@ -15,13 +15,13 @@ from tests.clients.test_programs import check_results
 VERSIONS = sorted(path.parent.name for path in peer.VERSIONS.glob("*/.ready"))
 pytestmark = [
     pytest.mark.skipif(not peer.FOLDER.exists(), reason="the environment has no real accelerate: make test-clients"),
-    pytest.mark.timeout(1800),  # Only against hangs: several processes import transformers.
+    pytest.mark.timeout(1800),  # This only guards against hangs: several processes import transformers.
 ]
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
 def sides(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Any]]]:
-    """Return the results of all programs with a version of transformers: with the real Accelerate, and this package."""
+    """Return all programs' results with a version of transformers: on the real Accelerate, and on this package."""
     version = peer.VERSIONS / request.param
     paths: dict[str, tuple[Path | str, ...]] = {"there": (version, peer.FOLDER), "here": (STARTUP_FOLDER, version)}
     folders = {name: tmp_path_factory.mktemp(name) for name in paths}

@@ -12,7 +12,7 @@ import pytest
 from tests.support import fake_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
-# A container with a GPU has these devices and files, and this machine lacks them.
+# The package looks for files of the driver, which this machine lacks.
 DRIVER_FILES = "from notebook_accelerate.hardware import device_counts; device_counts._nvidia_driver = lambda: True\n"
 
 
@@ -29,7 +29,7 @@ class Machine:
         self._folder, self._log = folder, folder / "driver.log"
 
     def run(self, code: str, **variables: str) -> str:
-        """Return the output of a program on this machine, with the given variables."""
+        """Run a program on this machine with additional environment variables, and return its output."""
         emulated = {
             "LD_LIBRARY_PATH": str(self._folder),
             "FAKE_NVML_COUNT": "1",
@@ -41,7 +41,7 @@ class Machine:
         }
         restricted = {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"}
         own = {name: value for name, value in os.environ.items() if name not in restricted}
-        script = self._folder / "program.py"  # Newly started ranks import it.
+        script = self._folder / "program.py"  # Put the code into a file, because newly started ranks import it.
         script.write_text(DRIVER_FILES + code)
         self._log.write_text("")
         done = subprocess.run(
@@ -57,7 +57,7 @@ class Machine:
         return done.stdout
 
     def initialised(self) -> list[int]:
-        """Return the processes of the last program that initialized the driver."""
+        """Return the ids of the processes that initialized the driver when the last program ran."""
         return [int(line) for line in self._log.read_text().splitlines()]
 
 

@@ -1,7 +1,4 @@
-"""Calls that initialize CUDA's driver, with torch's build for CUDA and a stub driver that records them.
-
-A driver that the kernel has initialized does not work in forked ranks, so nothing in this package may do it there.
-"""
+"""Which calls initialize CUDA's driver: torch's build for CUDA runs on a stub driver that records this."""
 
 from __future__ import annotations
 

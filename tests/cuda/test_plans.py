@@ -1,7 +1,4 @@
-"""The planned number of ranks and their variables, on machines with NVIDIA GPUs. Nothing is started.
-
-torch is the build for CUDA, and NVML is a stub library.
-"""
+"""The number of ranks and the variables that a launch plans on machines with NVIDIA GPUs. Nothing is started."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example that shows every kind of parallelism, with DeepSpeed installed."""
+"""The example notebook that shows every kind of parallelism, with DeepSpeed installed."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def make_training() -> Any:
             losses.append(accelerator.gather(loss.detach()).mean().item())
         found = {"losses": losses, "type": accelerator.distributed_type.value, "ranks": accelerator.num_processes}
         accelerator.end_training()
-        accelerator.free_memory()  # The engine has already been deleted.
+        accelerator.free_memory()  # end_training has already deleted the engine.
         return found
 
     return train
@@ -49,7 +49,7 @@ def make_training() -> Any:
 def test_a_single_argument_selects_deepspeed(ranks: int) -> None:
     before = dict(os.environ)
     plugin = DeepSpeedPlugin(zero_stage=3)
-    # In one kernel, pass an argument of the function first, and then one of the launch.
+    # Launch twice from one process: pass the plugin to the function first, and then to the launch.
     for argument, accelerator in ((plugin, None), (None, {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=2)})):
         config = LaunchConfig(accelerator=accelerator, use_port=0)
         run = notebook_launcher(make_training(), (argument,), num_processes=ranks, config=config)

@@ -30,7 +30,7 @@ SECONDS = 400
 
 
 class Sentences(Dataset[dict[str, torch.Tensor]]):
-    """Sequences whose first labels do not count. The number of such labels differs between pieces and sequences."""
+    """Sequences whose first labels do not count. The number of these labels differs between sequences and pieces."""
 
     def __init__(self, count: int) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -91,7 +91,7 @@ def loss_of(model: Any, batch: dict[str, torch.Tensor], group: Any) -> torch.Ten
 def gathered(value: torch.Tensor, group: Any) -> Sequence[torch.Tensor]:
     if group.size() == torch.distributed.get_world_size():
         return functional.all_gather(value, group=group)  # type: ignore[no-untyped-call,no-any-return]
-    # On gloo the backward of the above mistakes ranks of the group for ranks of the world (torch 2.13).
+    # On gloo, the backward of the function above takes ranks of the group for ranks of the world (torch 2.13).
     values: torch.Tensor = all_gather_tensor_autograd(value.reshape(1), 0, group)
     return list(values.unbind())
 
@@ -117,7 +117,7 @@ def split(
     folder: str | None = None,
     save_at: int | None = None,
 ) -> dict[str, Any]:
-    """Train on pieces. Save before the piece `save_at`, or resume from `folder` after half of the pieces."""
+    """Train on pieces. Save before the step `save_at`, or resume from `folder` with the second half of the batches."""
     accelerator = accelerator_of(zero, window, **(degrees or {}))
     model = llama(accelerator.process_index, heads=heads)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -168,7 +168,7 @@ def test_training_equals_a_training_on_whole_sequences(zero: dict[str, Any]) -> 
     assert_equal(found[0], expected)
     for rank in found:
         assert rank["losses"] == found[0]["losses"]
-        assert rank["length"] == len(rank["losses"]) == 12  # The batches of both ranks.
+        assert rank["length"] == len(rank["losses"]) == 12  # The pieces come from the batches of both ranks.
         assert rank["ends"] == [False] * 11 + [True]
         assert rank["shapes"] == {(ROWS, LENGTH // 2)}
     assert expected["losses"][0] != pytest.approx(expected["losses"][-1], rel=1e-3)
@@ -209,7 +209,7 @@ def test_resumed_training_continues(stage: int, tmp_path: Path) -> None:
 
 
 def beside() -> dict[str, Any]:
-    """Evaluate on pieces, on whole sequences, and by another model; then restore everything."""
+    """Evaluate on pieces, on whole sequences, and with another model. Then check that everything is restored."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     before = ALL_ATTENTION_FUNCTIONS["sdpa"]

@@ -20,7 +20,7 @@ PARAMETERS = 4 * sum(p.numel() for p in Wide().parameters())
 
 
 def told(stages: list[int], precision: str) -> list[tuple[ShardReport, int]]:
-    """Return the report of each stage, and the bytes of the optimizer's moments after a step."""
+    """Return each stage's report, and the bytes of the optimizer's moments after a step."""
     found = []
     for stage in stages:
         zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
@@ -42,7 +42,7 @@ def told(stages: list[int], precision: str) -> list[tuple[ShardReport, int]]:
 
 
 def told_of_offloaded() -> list[ShardReport]:
-    """Return the report with the optimizer state, and optionally parameters, in CPU memory."""
+    """Return the reports with the optimizer state in CPU memory, first without and then with the parameters."""
     found = []
     for parameters in ("none", "cpu"):
         plugin = DeepSpeedPlugin(zero_stage=3, offload_optimizer_device="cpu", offload_param_device=parameters)

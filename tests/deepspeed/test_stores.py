@@ -1,4 +1,4 @@
-"""An engine's checkpoint in a store that fsspec reaches, written by ranks on separate machines."""
+"""An engine's checkpoint in a store that is reached through fsspec, written by ranks on separate machines."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_ranks_on_two_machines_can_resume(tmp_path: Path) -> None:
 
 
 class Attack:
-    """Pickled as a call that creates a file."""
+    """An object whose pickle creates a file when it is loaded."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""A model of transformers, split by its own plan, either by `prepare` or while transformers loads it."""
+"""A transformers model that is split by its own plan, either in `prepare` or while transformers loads it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("transformers") is None, reason="transformers is not installed: make test-deepspeed"
     ),
-    pytest.mark.timeout(700),  # Only against hangs: each rank imports transformers.
+    pytest.mark.timeout(700),  # This only guards against hangs: each rank imports transformers.
 ]
 IDS = torch.arange(16).reshape(2, 8)
 
@@ -38,8 +38,8 @@ def _optimizer(model: Any) -> torch.optim.Optimizer:
 
 
 def _split(folder: str) -> dict[str, Any]:
-    """Train a Llama whole, split by `prepare`, and split by transformers during loading."""
-    # transformers splits models only if a package with that name is importable.
+    """Train three copies of a Llama: whole, split by `prepare`, and split by transformers during loading."""
+    # transformers splits models only if it can import a package named `accelerate`.
     notebook_accelerate.as_accelerate()
     from transformers import DistributedConfig, LlamaConfig, LlamaForCausalLM
 

@@ -61,7 +61,7 @@ def main_first() -> Any:
     with accelerator.main_process_first():
         if accelerator.is_main_process:
             time.sleep(0.2)
-        moment = [time.monotonic()]  # All processes of a machine share this clock.
+        moment = [time.monotonic()]  # All processes on a machine share this clock.
     return moment.pop()
 
 
@@ -107,7 +107,7 @@ def leave() -> Any:
 
 def test_end_of_training_destroys_the_group() -> None:
     assert run_ranks(leave) == [(True, False)] * 2
-    # A launch from a notebook destroys the group of its ranks itself.
+    # If a notebook launched the ranks, the launcher destroys their group, not end_training.
     assert run_ranks(leave, env={"FORK_LAUNCHED": "1"}) == [(True, True)] * 2
 
 
@@ -123,7 +123,7 @@ def test_an_existing_group_is_used() -> None:
 
 
 def forked_child_forgets(folder: str) -> Any:
-    """Fork a rank that has a group: the child starts without state, and the group of the parent stays alive."""
+    """Fork a rank that has a process group. The child starts without state, and the parent's group stays alive."""
     import os
 
     rank = PartialState().process_index
@@ -164,7 +164,8 @@ def grads_of_a_window(plugin: dict[str, Any]) -> Any:
 
 def test_gradients_are_exchanged_in_the_last_batch_of_a_window() -> None:
     one, other = run_ranks(grads_of_a_window, {})
-    assert one == [[0.5, 0.5], [2.0, 2.0]]  # Half of the own gradient, and then half of the window's sum, averaged.
+    # The gradient is first half of the rank's own, and then the average over ranks of half of the window's sum.
+    assert one == [[0.5, 0.5], [2.0, 2.0]]
     assert other == [[1.5, 1.5], [2.0, 2.0]]
 
 
@@ -192,7 +193,7 @@ def apart_and_together() -> Any:
 
 
 def test_gradients_can_be_synchronised_by_hand() -> None:
-    # Each rank keeps its own gradient, then twice its gradient is averaged, and then the average is added again.
+    # Each rank keeps its own gradient at first. Then twice its gradient is averaged, and the average is added again.
     assert run_ranks(apart_and_together) == [[1.0, 4.0, 6.0], [3.0, 4.0, 6.0]]
 
 
@@ -216,7 +217,8 @@ def test_ranks_may_have_different_numbers_of_batches() -> None:
     (first, weight), (second, other) = run_ranks(uneven_inputs)
     assert (first, second) == (2, 1)
     assert weight == other
-    assert weight == pytest.approx(1.0 - 0.1 * 2 - 0.1 * 1)  # The last gradient is averaged with zero.
+    # In the last step, one rank has no batch, so its gradient counts as zero.
+    assert weight == pytest.approx(1.0 - 0.1 * 2 - 0.1 * 1)
 
 
 def frozen_model() -> Any:
@@ -232,7 +234,7 @@ def test_models_without_trainable_parameters_are_not_wrapped() -> None:
 
 
 def prepared_before() -> Any:
-    """As in a notebook, prepare a model and a loader in the kernel alone, and then launch the cell on two ranks."""
+    """Prepare a model and a loader without other ranks, as in a kernel, and then run the same code on two ranks."""
     import os
 
     world = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
@@ -433,7 +435,7 @@ def local_sgd(enabled: bool) -> Any:
 
 
 def test_local_sgd_averages_parameters_periodically() -> None:
-    # The ranks make steps of 0.1 and 0.3, and are averaged after the second step and at the end.
+    # The ranks take steps of 0.1 and 0.3. Their parameters are averaged after the second step and at the end.
     assert run_ranks(local_sgd, True) == [[0.9, 0.6, 0.5, 0.4], [0.7, 0.6, 0.3, 0.4]]
     assert run_ranks(local_sgd, False) == [[0.8, 0.6, 0.4, 0.4]] * 2
 
@@ -448,7 +450,7 @@ def local_sgd_fails() -> None:
 def test_local_sgd_does_not_hide_an_error() -> None:
     with pytest.raises(RankError, match=r"ZeroDivisionError: (mine|theirs)"):
         run_ranks(local_sgd_fails)
-    reset_shared_state()  # Another test of this process may have left this group.
+    reset_shared_state()  # An earlier test in this process may have left a process group behind.
     with pytest.raises(ValueError, match="local_sgd_steps=0"):
         LocalSGD(Accelerator(cpu=True), model_of(), 0)
     reset_shared_state()

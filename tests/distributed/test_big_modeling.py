@@ -21,7 +21,7 @@ def net() -> nn.Sequential:
 
 
 def write(folder: Path) -> dict[str, torch.Tensor]:
-    """Write a checkpoint in two files, and return its contents."""
+    """Write a checkpoint of two files, and return the tensors in it."""
     torch.manual_seed(0)
     state = {name: torch.rand_like(value) if value.is_floating_point() else value + 7
              for name, value in net().state_dict().items()}  # fmt: skip
@@ -55,7 +55,7 @@ def load(kind: str, folder: str, broadcast: bool) -> dict[str, Any]:
 
     state = PartialState(cpu=True)
     model = made(kind)
-    # If rank 0 broadcasts, rank 1 has no files.
+    # If rank 0 broadcasts, rank 1 gets a folder without files.
     path = f"{folder}/nothing" if broadcast and state.process_index else folder
     load_checkpoint_in_model(model, path, strict=True, broadcast_from_rank0=broadcast)
     return {name: (value.full_tensor() if hasattr(value, "full_tensor") else value).tolist()
@@ -99,7 +99,7 @@ def test_every_rank_raises_the_error_of_rank_0(tmp_path: Path, what: str, messag
 
 
 def load_parts(folder: str, whole: str) -> list[Any]:
-    """Load this rank's own parts, and then whole tensors as if they were parts."""
+    """Load this rank's own parts, and then whole tensors as if they were this rank's parts."""
     from notebook_accelerate import PartialState
 
     state = PartialState(cpu=True)

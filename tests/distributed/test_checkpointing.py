@@ -145,7 +145,7 @@ def test_machines_with_separate_disks_each_save_their_part(tmp_path: Path) -> No
 
 
 def dies_while_writing(folder: str) -> None:
-    """Kill rank 1 while it writes; rank 0 detects this without waiting for a timeout."""
+    """Kill rank 1 while it writes. Rank 0 must notice this without waiting for a timeout."""
     training = Training()
     training.accelerator.save_state(folder)
     rank, pid = training.accelerator.process_index, os.getpid()
@@ -211,7 +211,7 @@ def no_memory_on_rank_one(folder: str) -> str:
     SnapshotBuffers.take = take  # type: ignore[method-assign]
     assert not Path(folder).exists()
     training.accelerator.wait_for_everyone()
-    training.epoch()  # Check that no optimizer waits for a copy.
+    training.epoch()  # The next step shows that no optimizer still waits for a copy.
     training.accelerator.save_state(folder, blocking=False)
     training.accelerator.end_training()
     return str(failure.value)

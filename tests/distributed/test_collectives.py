@@ -143,7 +143,7 @@ def gather_large() -> Any:
     tensors = [torch.full((300_000,), float(rank)), torch.full((2,), rank + 5.0)]
     gathered = collectives.gather(tensors)
     reduced = collectives.reduce(tensors, "sum")
-    assert gathered[1].untyped_storage().nbytes() == 16  # A small result does not keep the large one alive.
+    assert gathered[1].untyped_storage().nbytes() == 16  # The small result must not keep the large one's memory alive.
     assert reduced[1].untyped_storage().nbytes() == 8
     return gathered[0].sum().item(), gathered[1].tolist(), reduced[0][0].item(), reduced[1].tolist()
 
@@ -207,7 +207,7 @@ def _counted(calls: list[str], name: str, original: Any) -> Any:
 def test_one_collective_suffices_for_small_data_and_one_per_dtype_for_large_data() -> None:
     asked, sent = "all_gather", "broadcast"
     wanted = [
-        # The first exchange must learn the size.
+        # The ranks learn the size in the first exchange.
         [asked, asked, asked], [asked], [asked, asked, asked],
         [asked], [asked], [asked, "all_reduce", "all_reduce"],
         [sent], [sent], [sent, sent, sent],
@@ -238,7 +238,7 @@ def exchange_many(trees: list[list[list[tuple[str, list[int]]]]]) -> None:
         total = [(a.long() if a.dtype == torch.bool else a) + b for a, b in zip(*both, strict=True)]
         _check(collectives.reduce(given, "sum"), total)
         _check(collectives.reduce(given, "mean"), [tensor / 2 for tensor in total])
-        _check(gathered, wanted)  # Memory of earlier results is not reused.
+        _check(gathered, wanted)  # The memory of earlier results must not be reused.
         _check(collectives.broadcast([tensor.clone() for tensor in given], 1), both[1])
 
 
@@ -252,7 +252,7 @@ def _check(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-# The first example is the simplest one, which consists of empty lists.
+# Hypothesis starts with the simplest example, which consists of empty lists.
 @hypothesis.settings(max_examples=3, deadline=None, phases=[hypothesis.Phase.generate])
 @hypothesis.given(trees=st.lists(SIZES, min_size=20, max_size=20))
 def test_structures_are_gathered_in_any_order(trees: list[Any]) -> None:
@@ -329,13 +329,13 @@ CHANGING = (
     [("int64", [3]), ("float32", [3]), ("bool", [])],
     [("float32", [3]), ("int64", [3]), ("bool", [])],
     [("float32", [0, 4]), ("float16", [5])],
-    [("float32", [40_000]), ("int64", [1])],  # This is more than a block.
+    [("float32", [40_000]), ("int64", [1])],  # This tensor is larger than a block.
     [("float32", [2, 3])],
 )
 
 
 def change_structures(seed: int) -> list[str]:
-    """Return the outcome of each call. In half of the calls, the ranks' structures or operations differ."""
+    """Return the outcome of each call. In about half of the calls, the ranks' structures or operations may differ."""
     chance, rank = random.Random(seed), PartialState().process_index
     outcomes = []
     for _ in range(60):
@@ -376,9 +376,9 @@ def pad_changing_ranks() -> list[Any]:
     rank = PartialState().process_index
     found = []
     for given in (
-        [torch.ones(2, 2)] * (2 + rank),  # The numbers of tensors differ.
+        [torch.ones(2, 2)] * (2 + rank),  # The ranks pass different numbers of tensors.
         [torch.ones(2 + rank), torch.ones(2 + rank)],
-        [torch.ones(2, 1 + rank), torch.ones(2, 3 - rank)],  # Sizes that differ within a rank.
+        [torch.ones(2, 1 + rank), torch.ones(2, 3 - rank)],  # The sizes differ within a rank as well.
         [torch.ones([2] * rank), torch.ones([2] * rank)],  # A dimension that one rank lacks.
         [torch.ones(2, 2, dtype=torch.int64 if rank else torch.float32), torch.ones(1 + rank, 1)],
     ):
@@ -400,7 +400,7 @@ def test_padding_accepts_ranks_that_differ_in_other_ways() -> None:
 def evaluate_then_train() -> None:
     rank = PartialState().process_index
     with torch.inference_mode():
-        for size in (1, 3000, 3000):  # The block grows.
+        for size in (1, 3000, 3000):  # The block has to grow.
             values = [torch.full((size,), float(rank)), torch.tensor([rank])]
             assert collectives.gather(values)[0].is_inference()
             collectives.broadcast(values)
@@ -427,7 +427,8 @@ def no_such_rank() -> None:
         collectives.broadcast_object_list([1], from_process=-1)
     with pytest.raises(ValueError, match="overwrites a list in place; got tuple"):
         collectives.broadcast_object_list((1,))  # type: ignore[arg-type]
-    PartialState().wait_for_everyone()  # A rank that arrives later needs this rank's store.
+    # Stay until all ranks have arrived, because this rank holds the store that they need.
+    PartialState().wait_for_everyone()
 
 
 def test_wrong_broadcasts_are_refused_on_every_rank() -> None:
@@ -495,7 +496,7 @@ def measure() -> dict[str, float]:
     leaves = list(data.values())
 
     def fused() -> list[torch.Tensor]:
-        """Use one collective whose data is packed and split by hand."""
+        """Pack and split the data by hand, so that one collective suffices."""
         flat = torch.cat([leaf.reshape(-1) for leaf in leaves])
         rows = COMMUNICATORS[PartialState().communicator].all_gather(flat, size)
         return [part.reshape(128, 4) for part in rows.split(256, dim=1)]

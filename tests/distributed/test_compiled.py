@@ -1,4 +1,4 @@
-"""A training run with compiled models that is killed and resumed equals an uninterrupted one."""
+"""After a training run with compiled models is killed and resumed, its results equal those of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECONDS = 300.0
 
 
 class Net(nn.Module):
-    """Equal blocks, which regional compilation compiles once."""
+    """A model of equal blocks, which regional compilation compiles once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Net(nn.Module):
 
 
 def train(sharded: bool, regions: bool, folder: str | None, goes_on: bool, dies: bool = False) -> dict[str, Any]:
-    """Train, saving halfway if a folder is given, or resume from it. With `dies`, be killed after the next step."""
+    """Train, saving halfway if a folder is given, or resume from it. With `dies`, kill the process a step later."""
     torch._dynamo.reset()
     accelerator = Accelerator(
         fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if sharded else None,

@@ -1,4 +1,4 @@
-"""Sequences split across ranks. torch has no such attention on a CPU, so these models compute positions separately."""
+"""Sequences split across ranks, for models without attention, because torch cannot split attention on a CPU."""
 
 from __future__ import annotations
 
@@ -66,14 +66,14 @@ def test_losses_equal_a_training_on_whole_sequences(how: str) -> None:
     for rank, found in enumerate(results):
         assert found["losses"] == pytest.approx(plain(), rel=1e-5)
         assert (found["rank"], found["fsdp"]) == (rank, True)
-    # Each rank has one of the four pieces from the front, and one from the back.
+    # Of the four pieces, each rank has one from the front half, and one from the back half.
     first = batches()[0][:, :-1]
     assert results[0]["seen"][0] == torch.cat([first[:, :2], first[:, 6:]], 1).tolist()
     assert results[1]["seen"][0] == first[:, 2:6].tolist()
 
 
 def accumulated(precision: str) -> dict[str, Any]:
-    """Accumulate two batches per step, and report the exchanges of each batch."""
+    """Accumulate two batches per step, and count the reductions in each batch."""
     accelerator = Accelerator(
         mixed_precision=precision, gradient_accumulation_steps=2, parallelism_config=ParallelismConfig(cp_size=2)
     )
@@ -126,7 +126,7 @@ def sharded_and_split(folder: str | None, goes_on: bool) -> dict[str, Any]:
     accelerator = Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=2, cp_size=2))
     model = net()
     for parameter in model.parameters():
-        parameter.data += accelerator.process_index  # The strategy makes the ranks start with equal weights.
+        parameter.data += accelerator.process_index  # `prepare` must make all ranks start with equal weights.
     words = torch.stack(batches()).flatten(0, 1)
     loader = DataLoader(TensorDataset(words), batch_size=1)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.05), loader)
@@ -177,7 +177,8 @@ def test_shards_and_split_sequences_combine_on_four_ranks(tmp_path: Path) -> Non
         assert found["norms"] == pytest.approx(norms, rel=1e-4)
         assert found["names"] == ("dp_shard", "cp")
         assert found["place"] == divmod(rank, 2)
-        assert found["seen"] == [[words[rank // 2].tolist()] for words in batches()]  # They are equal within a pair.
+        # The ranks of a pair see the same batches.
+        assert found["seen"] == [[words[rank // 2].tolist()] for words in batches()]
         assert found["elements"] <= whole / 4 + 32  # Shards span both dimensions; odd rows are padded.
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(results[0]["weights"][name], weight)

@@ -1,4 +1,4 @@
-"""Loaders on real ranks: dispatching, and synchronized random numbers."""
+"""Loaders on real ranks: batches that one rank reads for all, and synchronized random numbers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _dispatch(cases: list[Any]) -> list[Any]:
     return got
 
 
-# The samples, split_batches, drop_last, and the batches of every rank, observed with Accelerate 1.15 for batches of 4.
+# For each case: the number of samples, split_batches, drop_last, and each rank's batches of 4 with Accelerate 1.15.
 DISPATCHED = {
     2: [
         (1, False, False, [[[0]], [[0]]]),
@@ -252,7 +252,7 @@ def _resumed(consumed: int) -> list[Any]:
 @pytest.mark.parametrize("consumed", [1, 3, 4, 5])
 def test_a_stateful_dispatcher_resumes(consumed: int) -> None:
     for rest, resumed, whole, after, iteration in run_ranks(_resumed, consumed):
-        assert resumed == (rest or whole)  # After the last batch, the next pass is complete.
+        assert resumed == (rest or whole)  # If the state was saved after the last batch, the next pass is complete.
         assert after == whole
         assert iteration == (2 if rest else 3)
 
@@ -305,7 +305,7 @@ def test_lists_with_an_entry_for_each_sample_are_divided(length: int, split: boo
 
 
 class Draws(Sampler[int]):
-    """A user-defined sampler that draws from torch's generator."""
+    """A user-defined sampler that draws from torch's global generator."""
 
     def __iter__(self) -> Any:
         return iter(torch.randperm(12).tolist())
@@ -335,7 +335,7 @@ def _drawn_with_batches(stateful: bool) -> list[Any]:
         )  # fmt: skip
         numbers = [torch.rand(1).item()]
         numbers += [torch.rand(1).item() for _ in made]
-        for _ in made:  # Leave a pass unfinished.
+        for _ in made:  # Leave this pass unfinished.
             break
         numbers += [torch.rand(1).item() for _ in made]
         rest = skip_first_batches(made, 1)
@@ -376,7 +376,7 @@ def test_ranks_with_different_seeds_read_every_sample_once(by_hand: bool) -> Non
 
 
 def _shuffled(seedable: bool, rng_types: list[str] | None) -> list[Any]:
-    torch.manual_seed(100 + PartialState().process_index)  # The ranks have different seeds.
+    torch.manual_seed(100 + PartialState().process_index)  # Give each rank a different seed.
     made: Any = prepare_data_loader(
         DataLoader(range(16), batch_size=2, shuffle=True),
         rng_types=rng_types,

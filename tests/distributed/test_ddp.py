@@ -1,4 +1,4 @@
-"""The effect of an Accelerator on DDP, compared with plain DDP."""
+"""What an Accelerator changes about DDP, compared with plain DDP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class Branches(nn.Module):
-    """A model that can use only one of its branches."""
+    """A model that can skip one of its branches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,11 +41,11 @@ class Branches(nn.Module):
 
 
 def losses(model: nn.Module, step: int, rank: int, settings: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """Yield the losses of the two batches of a window."""
+    """Yield the losses of the two batches that make a step."""
     for batch in range(2):
         x = torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + 10 * batch + rank))
         branch = (step + batch + rank * (step % 3 == 0)) % 2 if settings.get("find_unused_parameters") else 2
-        branch = 0 if len(settings) == 2 else branch  # A static graph uses the same branch in every batch.
+        branch = 0 if len(settings) == 2 else branch  # With a static graph, every batch uses the same branch.
         yield model(x, branch)["scores"][0].pow(2).sum()
 
 
@@ -54,7 +54,7 @@ def weights_of(model: nn.Module) -> list[list[float]]:
 
 
 def plain(settings: dict[str, Any]) -> Any:
-    """Train with plain DDP. As torch requires, a static graph is learnt in a backward pass with an exchange."""
+    """Train with plain DDP. As torch requires, the first backward pass with a static graph exchanges gradients."""
     rank = Accelerator(cpu=True).process_index
     inner = Branches()
     model = DistributedDataParallel(inner, **settings)
@@ -95,7 +95,7 @@ def test_gradients_exchanged_by_hand_equal_plain_ddp(settings: dict[str, Any]) -
     wanted = run_ranks(plain, settings)
     assert wanted[0] == wanted[1]
     found = run_ranks(triggered, settings)
-    if settings.get("static_graph"):  # The first window adds in another order.
+    if settings.get("static_graph"):  # In the first step, the gradients are added in another order.
         assert found[0] == found[1]
         for one, other in zip(found[0], wanted[0], strict=True):
             assert one == pytest.approx(other, rel=1e-5, abs=1e-7)
@@ -175,7 +175,7 @@ def nested() -> Any:
     with accelerator.no_sync(model):
         with accelerator.no_sync(model):
             backward()
-        backward()  # The end of the inner block must not end the outer one.
+        backward()  # Leaving the inner block must not end the outer one.
         with pytest.raises(KeyError), accelerator.no_sync(model):
             raise KeyError("in the block")
         backward()
@@ -184,7 +184,7 @@ def nested() -> Any:
         raise KeyError("in the block")
     backward()
     context = accelerator.no_sync(model)
-    for _ in range(2):  # The context is entered again.
+    for _ in range(2):  # The same context can be entered again.
         with context:
             backward()
     backward()
@@ -198,7 +198,7 @@ def test_blocks_without_exchange_can_be_nested() -> None:
 
 
 def uneven(settings: dict[str, Any], here: bool) -> Any:
-    """Train on 2 batches on rank 0 and on 5 on rank 1."""
+    """Train on two batches on rank 0 and on five batches on rank 1."""
     accelerator, inner, model, optimizer = prepared(settings)
     rank = accelerator.process_index
     with accelerator.join_uneven_inputs([model]) if here else Join([model]):
@@ -224,5 +224,5 @@ def assigned_handler() -> Any:
 
 
 def test_a_handler_that_is_assigned_before_prepare_is_used() -> None:
-    """The Trainer of transformers assigns one."""
+    """transformers' Trainer assigns a handler in this way."""
     assert run_ranks(assigned_handler) == [(True, 7)] * 2

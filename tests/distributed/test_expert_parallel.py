@@ -35,7 +35,7 @@ def ranks_of(degrees: dict[str, Any]) -> int:
 
 
 def attributes_of(model: Any) -> tuple[list[str], int]:
-    """Return the attributes that hide parameters in a layer of experts, and its number of experts."""
+    """Return the attributes that hide parameters in a layer of experts, and the layer's number of experts."""
     layer = model.blocks[0].experts
     return sorted(layer.__dict__.keys() & dict(layer.named_parameters()).keys()), layer.num_experts
 
@@ -140,7 +140,7 @@ def attributes_after_an_error() -> tuple[list[str], Any]:
     experts = model.blocks[0].experts
     index = torch.zeros(3, 1, dtype=torch.long)
     with pytest.raises(RuntimeError):
-        experts(torch.zeros(3, 5), index, torch.ones(3, 1))  # Hidden states of the wrong size.
+        experts(torch.zeros(3, 5), index, torch.ones(3, 1))  # The hidden states have the wrong size.
     return attributes_of(model)
 
 

@@ -1,4 +1,4 @@
-"""fp8 on two ranks: whole models, and shards that are gathered in fp8."""
+"""fp8 on two ranks, with whole models and with shards that are gathered in fp8."""
 
 from __future__ import annotations
 
@@ -40,4 +40,4 @@ def test_whole_models_on_two_ranks_equal_a_single_process(expected: list[float])
 @pytest.mark.parametrize("gathers_fp8", [False, True])
 def test_sharded_models_equal_a_single_process(expected: list[float], gathers_fp8: bool) -> None:
     first, second = run_ranks(sharded, gathers_fp8)
-    assert first == second == pytest.approx(expected, rel=5e-3)  # The weights and reductions of FSDP are bfloat16.
+    assert first == second == pytest.approx(expected, rel=5e-3)  # FSDP keeps weights and reduces gradients in bfloat16.

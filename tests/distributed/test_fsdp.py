@@ -1,4 +1,4 @@
-"""Sharded models on two ranks: reports of errors, and unusual uses that work."""
+"""Sharded models on two ranks: the messages of errors, and unusual uses that work."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def save_after_a_long_way(folder: str) -> list[str]:
     accelerator = accelerator_of()
     model, _ = accelerator.prepare(net(), None)
     if not accelerator.is_main_process:
-        time.sleep(3)  # The main rank asks while this one is still on its way.
+        time.sleep(3)  # Rank 0 reaches save_state while the other rank is still on its way.
     accelerator.save_state(folder)
     accelerator.load_state(folder)
     return sorted(accelerator.get_state_dict(model))
@@ -151,7 +151,7 @@ def scaled(version: int) -> tuple[list[float], float, float]:
     model, optimizer = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
     losses = []
     for _ in range(3):
-        # Multiplied by 2**16, the loss must not exceed the largest fp16 number on any CPU.
+        # Keep the loss small: multiplied by 2**16, it must fit into fp16 on every CPU.
         loss = model(torch.ones(2, 4)).square().mean() / 16
         accelerator.backward(loss)
         norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -166,7 +166,7 @@ def test_fp16_gradients_are_unscaled(version: int) -> None:
     (losses, norm, scale), other = run_ranks(scaled, version)
     assert (losses, norm, scale) == other
     assert losses[2] < losses[0]
-    assert 0 < norm < 100  # It is unscaled: the scale is 65536.
+    assert 0 < norm < 100  # The norm of the scaled gradients would be about 65536 times larger.
     assert scale == 65536.0
 
 
@@ -218,7 +218,7 @@ def test_a_model_in_place_of_its_parameters_is_refused_with_an_explanation(versi
 
 
 def exchanged_while_accumulating(version: int) -> dict[str, list[int]]:
-    """Count the exchanges of each of four batches, with two batches per step."""
+    """Count the collectives in each of four batches, with two batches per step."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, use_orig_params=version == 1 or None)
     accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=2)
     model = net()

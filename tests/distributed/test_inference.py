@@ -1,4 +1,4 @@
-"""Pipelines on two and three ranks return the whole model's outputs."""
+"""Pipelines on two and three ranks return the same outputs as the whole model."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_pipeline_built_by_hand_returns_the_outputs_of_the_whole_model() -> No
 
 
 def two_pipelines() -> dict[str, Any]:
-    """Run two pipelines of two ranks, each with separate batches."""
+    """Run two pipelines of two ranks each, which read different batches."""
     accelerator = Accelerator(parallelism_config=ParallelismConfig(pp_size=2, dp_replicate_size=2))
     rows: Any = torch.arange(28).reshape(4, 7)
     loader = accelerator.prepare(DataLoader(rows, batch_size=1))

@@ -17,7 +17,7 @@ SIZE = 64
 
 
 class Adapted(nn.Module):
-    """A frozen 4-bit layer and a trained low-rank adapter."""
+    """A frozen 4-bit layer with a low-rank adapter that is trained."""
 
     def __init__(self, storage: torch.dtype) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Adapted(nn.Module):
 
 def net(storage: torch.dtype, seed: int = 3) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(Adapted(storage), Adapted(storage)).to("cpu")  # Quantizes.
+    return nn.Sequential(Adapted(storage), Adapted(storage)).to("cpu")  # The move quantizes the weights.
 
 
 def train(accelerator: Accelerator, model: Any, optimizer: Any, steps: range) -> list[float]:
@@ -44,7 +44,7 @@ def train(accelerator: Accelerator, model: Any, optimizer: Any, steps: range) ->
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-        model.eval()  # bitsandbytes may have other kernels on the CPU.
+        model.eval()  # Evaluate too, because bitsandbytes may have other CPU kernels for evaluation.
         with torch.no_grad():
             model(data)
         losses.append(float(accelerator.reduce(loss.detach(), "mean")))
@@ -70,7 +70,7 @@ def trained_sharded(folder: str, storage: torch.dtype, efficient: bool) -> tuple
     accelerator = Accelerator(fsdp_plugin=plugin)
 
     def prepared() -> tuple[Any, Any]:
-        model = net(storage, seed=3 if accelerator.is_main_process else 4)  # The weights of rank 0 are trained.
+        model = net(storage, seed=3 if accelerator.is_main_process else 4)  # All ranks must train rank 0's weights.
         return accelerator.prepare(  # type: ignore[no-any-return]
             model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
         )

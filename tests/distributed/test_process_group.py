@@ -14,13 +14,13 @@ from tests.support.ranks import run_ranks
 
 
 def end_with_a_model_alive() -> bool:
-    """Free a DDP model after destroying its group, while gloo's thread still holds the last collective."""
+    """Free a DDP model after destroying its group, while gloo's thread still refers to the last collective."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, [cores[int(os.environ["RANK"]) % len(cores)]])
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(2, 2))
-    # Make gloo's thread late: on one core, threads of low priority do not run when this one wakes up, and with a long
-    # switch interval they do not get the interpreter.
+    # Delay gloo's thread: on a shared core, its low priority lets this thread run first, and the long switch interval
+    # keeps it from getting the interpreter.
     for task in Path("/proc/self/task").iterdir():
         if "gloo" in (task / "comm").read_text():
             os.setpriority(os.PRIO_PROCESS, int(task.name), 19)

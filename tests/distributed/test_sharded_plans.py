@@ -1,4 +1,4 @@
-"""When sharded states are saved repeatedly, ranks plan once who writes which piece, and checkpoints are complete."""
+"""Ranks that save sharded states repeatedly agree only once on who writes which piece; every checkpoint is complete."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.sharded import FORMS, ShardedTraining
 
 
 def counted(patch: pytest.MonkeyPatch) -> list[Any]:
-    """Return a list that grows whenever torch plans."""
+    """Return a list to which each plan that torch makes is appended."""
     planned: list[Any] = []
     plan = write_plans._plan_and_write
 
@@ -36,7 +36,7 @@ def saved_and_resumed(form: str, folder: str, blocking: bool) -> tuple[list[floa
     with pytest.MonkeyPatch.context() as patch:
         planned = counted(patch)
         for index in range(3):
-            training.optimizer.param_groups[0]["note"] = "x" * 1000 * index  # Objects may become longer.
+            training.optimizer.param_groups[0]["note"] = "x" * 1000 * index  # Pickled objects may become longer.
             training.accelerator.save_state(f"{folder}_{index}", blocking=blocking)
             meanwhile = [training.step() for _ in range(2)]
         wait_for_saves()
@@ -57,7 +57,8 @@ IN_PIECES = [form for form in FORMS if "whole" not in form]
 @pytest.mark.parametrize(("form", "blocking"), [("fsdp2", False), *((form, True) for form in IN_PIECES)])
 def test_later_checkpoints_resume_too(form: str, blocking: bool, tmp_path: Path) -> None:
     ranks = 4 if form in {"fsdp2 of replicas", "fsdp2 and tp"} else 2
-    times = 3 if "fsdp1" in form else 1  # With FSDP 1, a rank may have several pieces of a tensor.
+    # With FSDP 1, a rank may hold several pieces of a tensor, so every save is planned anew.
+    times = 3 if "fsdp1" in form else 1
     for meanwhile, again, planned in run_ranks(
         saved_and_resumed, form, str(tmp_path / "out"), blocking, world_size=ranks
     ):
@@ -113,7 +114,7 @@ def test_a_change_on_one_rank_makes_all_ranks_plan_again(tmp_path: Path) -> None
 
 
 def failing(folder: str, before: int, at: str, where: int) -> tuple[str, list[str]]:
-    """Let a rank fail in the first save, which is planned, or in a later one. The next save is complete again."""
+    """Let a rank fail in the first save, which is planned, or in a later one. The save after it is complete again."""
     training = ShardedTraining()
     training.step()
     for _ in range(before):

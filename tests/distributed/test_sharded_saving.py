@@ -1,4 +1,4 @@
-"""While sharded states are saved in the background, training continues; checkpoints have the state at the call."""
+"""While sharded states are saved in the background, training continues; each checkpoint has the state at its call."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def save_and_train(form: str, folder: str) -> tuple[list[float], list[float], bo
     gate = Gate(write_plans.write_shards)
     write_plans.write_shards = gate
     training.accelerator.save_state(folder, blocking=False)
-    meanwhile = [training.step() for _ in range(AFTER)]  # It uses its own collectives while the writers wait.
+    meanwhile = [training.step() for _ in range(AFTER)]  # Training uses its own collectives while the writers wait.
     unfinished = not Path(folder).exists()
     gate.open()
     training.accelerator.wait_for_everyone()
@@ -58,7 +58,7 @@ def test_training_continues_and_the_checkpoint_has_the_state_of_the_call(form: s
     ranks = 4 if form in {"fsdp2 of replicas", "fsdp2 and tp"} else 2
     found = run_ranks(save_and_train, form, str(tmp_path / "out"), world_size=ranks)
     for meanwhile, again, unfinished in found:
-        assert unfinished or "whole" in form  # The delayed function does not write whole files.
+        assert unfinished or "whole" in form  # The gate delays only shards, not whole files.
         assert again == meanwhile
     manifest = (tmp_path / "out" / "checkpoint_manifest.json").read_text()
     if "whole" not in form:
@@ -89,7 +89,7 @@ def test_one_background_group_serves_all_saves(tmp_path: Path) -> None:
 
 
 def failing(place: str, folder: str, blocking: bool) -> tuple[str, list[str]]:
-    """Let rank 1 fail; the next save raises the error on every rank, and the previous checkpoint is kept."""
+    """Let rank 1 fail. The next save raises the error on every rank, and the previous checkpoint is kept."""
     training = ShardedTraining()
     training.step()
     training.accelerator.save_state(folder)
@@ -125,7 +125,7 @@ def test_the_failure_of_one_rank_is_raised_on_every_rank(place: str, blocking: b
 
 
 def interrupted(folder: str, before: int) -> list[str]:
-    """Interrupt all ranks while they write, as when a run is stopped."""
+    """Interrupt all ranks while they write, as happens when a run is stopped."""
     training = ShardedTraining()
     for index in range(before):  # The first save creates the plan that later ones use.
         training.step()
@@ -155,7 +155,7 @@ def test_an_interrupt_while_shards_are_written_stays_an_interrupt(before: int, t
 
 
 def killed(folder: str, at: str) -> None:
-    """Kill rank 1 in its writing thread; rank 0 detects this immediately and removes all files."""
+    """Kill rank 1 in its writing thread. Rank 0 must notice this immediately and remove all files."""
     training = ShardedTraining()
     training.step()
     training.accelerator.save_state(folder)
@@ -207,7 +207,7 @@ def test_ranks_that_exit_while_writing_finish_the_checkpoint(tmp_path: Path) -> 
 
 
 class Attack:
-    """Pickled as a call that creates a file."""
+    """An object whose pickle creates a file when it is loaded."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -251,7 +251,7 @@ def put_code_into(folder: Path, kind: str) -> None:
 
 
 def put_code_among_shards(folder: Path, attack: Attack) -> None:
-    """Replace an object of the optimizer, and add one to the model."""
+    """Replace an object in the optimizer's files, and add one to the model's."""
     for name in ("optimizer_0", "pytorch_model_fsdp_0"):
         metadata = pickle.loads((folder / name / ".metadata").read_bytes())
         indices = [index for index in metadata.storage_data if index.fqn.endswith(".lr")]

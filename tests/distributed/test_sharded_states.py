@@ -19,7 +19,7 @@ from tests.support.ranks import run_ranks
 
 
 class Part(nn.Module):
-    """A module with a parameter, a saved and an unsaved buffer, and an extra state."""
+    """A module with a parameter, a saved and an unsaved buffer, and extra state."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -35,7 +35,8 @@ def gradient_with_hook(hook: str, wrapper: str) -> list[list[float]]:
     kwargs.register_comm_hook(wrapped)
     for _ in range(4):
         model.zero_grad()
-        # All values of a rank's gradient are its number. Their mean over two ranks is 0.5, exact in every format.
+        # Each rank's gradient consists of its rank number. The mean over two ranks is 0.5, which every format
+        # represents.
         wrapped(torch.full((1, 4), float(dist.get_rank()))).sum().backward()
     assert model.weight.grad is not None
     return model.weight.grad.tolist()
@@ -69,7 +70,7 @@ def test_an_unsupported_hook_names_the_alternative(wrapper: str) -> None:
 
 
 def hook_rounds() -> float:
-    """Return a gradient that fp32 can represent and fp16 cannot, so that an unregistered hook is noticed."""
+    """Return the gradient with an fp16 hook. Only fp16 rounds it, which shows that the hook is registered."""
     model = nn.Linear(1, 1, bias=False)
     wrapped = nn.parallel.DistributedDataParallel(model)
     DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16).register_comm_hook(wrapped)

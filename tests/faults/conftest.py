@@ -1,4 +1,4 @@
-"""A kernel shared by the fault tests of a file. Each test also checks that the kernel is unchanged afterwards."""
+"""A kernel that the fault tests of a file share, and that must be unchanged after each test."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tests.support.launching import children, ready_kernel
 
 
 class SharedKernel:
-    """A kernel with torch imported and its zygote running, replaced after a test has lost it."""
+    """A kernel with torch imported and its zygote running. If a test ends it, the next test gets a new one."""
 
     def __init__(self, kernels: ExitStack) -> None:
         self._kernels = kernels
         self._current: Kernel | None = None
 
     def get(self) -> Kernel:
-        """Return the living kernel."""
+        """Return the current kernel, or a new one if it is no longer alive."""
         if self._current is None or not self._current.alive():
             self._current = self._kernels.enter_context(ready_kernel())
         return self._current
@@ -27,7 +27,7 @@ class SharedKernel:
 
 @pytest.fixture(scope="module")
 def shared_kernel() -> Iterator[SharedKernel]:
-    """Return the kernel of the file."""
+    """Yield the object that holds the file's kernel."""
     with ExitStack() as kernels:
         shared = SharedKernel(kernels)
         shared.get()
@@ -36,7 +36,7 @@ def shared_kernel() -> Iterator[SharedKernel]:
 
 @pytest.fixture
 def kernel(shared_kernel: SharedKernel) -> Iterator[Kernel]:
-    """Return the kernel of the file. Check afterwards that no process is left and that the next launch works."""
+    """Yield the file's kernel. Check afterwards that it has no child processes and that the next launch works."""
     kernel = shared_kernel.get()
     yield kernel
     kernel.expect_answer()

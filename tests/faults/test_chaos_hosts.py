@@ -39,21 +39,21 @@ FIRST, NOTEBOOK, COMMAND = 0, 1, 2
 """The numbers of the nodes."""
 NAMES = ["the first notebook", "the other notebook", "the command"]
 KINDS = [(verb, what) for verb in ("kill", "suspend") for what in ("first", "host", "rank")]
-"""The kinds of faults, of which the remainder of a seed selects one."""
+"""The kinds of faults. A seed modulo their number selects one."""
 DAILY = (0, 25, 8, 21, 11)
-"""The daily seeds: one of each kind, except for a suspended host.
+"""The seeds that run daily: one for each kind of fault, except for a suspended host.
 
-test_a_suspended_host_is_lost_after_the_time_of_the_heartbeats tests that.
+test_a_suspended_host_is_lost_after_the_time_of_the_heartbeats tests that kind.
 """
 ROUNDS = 56
 JOIN_SECONDS = 60.0
 SILENT_SECONDS = [3.0, 3.0, 15.0]
-"""The seconds after which each host treats a silent one as lost. A command does not know the run's ``rdzv_conf``."""
+"""The seconds of silence after which each host treats another as lost. Commands do not know the run's ``rdzv_conf``."""
 HANG_SECONDS = 10.0
 LIMIT = 60.0
-"""Time limit in seconds from the fault to the end of every surviving host, once all ranks run."""
+"""The time limit in seconds from the fault to the end of every surviving host, if all ranks were running."""
 MARGIN = 20.0
-"""Time limit in seconds for steps that take two seconds on an idle machine."""
+"""The time limit in seconds for steps that take two seconds on an idle machine."""
 
 TRAIN = """
 def train(folder):
@@ -74,7 +74,7 @@ def join_command(where: str, processes: int) -> JoinCommand:
     """Start a command that joins a run.
 
     Args:
-        where: ADDRESS:PORT.
+        where: The address and port of the first notebook, as ADDRESS:PORT.
         processes: The number of ranks that the command starts.
     """
     options = ("--num_processes", str(processes), "--join_timeout", str(JOIN_SECONDS))
@@ -88,7 +88,7 @@ class Kernels:
         self._kernels: list[Kernel | None] = [None, None]
 
     def ready(self) -> list[Kernel]:
-        """Return both kernels, idle and with the function defined."""
+        """Return both kernels, idle and with the training function defined."""
         for index, kernel in enumerate(self._kernels):
             if kernel is not None and not kernel.alive():
                 self.close(index)
@@ -98,7 +98,7 @@ class Kernels:
         return [kernel for kernel in self._kernels if kernel is not None]
 
     def close(self, *indices: int) -> None:
-        """Close the kernels; the next round starts new ones."""
+        """Close the kernels at these indices; the next round starts new ones."""
         for index in indices:
             kernel, self._kernels[index] = self._kernels[index], None
             if kernel is not None:
@@ -107,7 +107,7 @@ class Kernels:
 
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[Kernels]:
-    """Return the kernels of all rounds."""
+    """Yield the kernels that all rounds share."""
     found = Kernels()
     try:
         yield found
@@ -117,7 +117,7 @@ def kernels() -> Iterator[Kernels]:
 
 @dataclass
 class Rank:
-    """A rank that has started the function."""
+    """A rank that has started the function, its child process, and its node."""
 
     process: psutil.Process
     child: psutil.Process
@@ -130,7 +130,7 @@ class Round:
 
     Args:
         seed: The number that determines all choices.
-        kernels: The kernels of the notebooks.
+        kernels: The kernels of the two notebooks.
         folder: The folder to which the ranks write their process ids.
     """
 
@@ -143,7 +143,7 @@ class Round:
     stopped: psutil.Process | None = None
 
     def __post_init__(self) -> None:
-        """Choose the fault."""
+        """Choose the fault and its moment."""
         self.random = random.Random(self.seed)
         self.verb, self.what = KINDS[self.seed % len(KINDS)]
         self.node = FIRST if self.what == "first" else self.random.choice([NOTEBOOK, COMMAND])
@@ -158,7 +158,7 @@ class Round:
 
     @property
     def story(self) -> str:
-        """The seed and the events so far."""
+        """The seed, the numbers of ranks, and the events so far."""
         return "\n  ".join([f"seed {self.seed}, ranks {self.sizes}", *self.lines])
 
     def note(self, text: str) -> None:
@@ -208,7 +208,7 @@ class Round:
         self.assert_running()
 
     def pump(self, seconds: float) -> None:
-        """Collect the output of the kernels."""
+        """Collect the output of the kernels for about this many seconds."""
         for kernel in self.kernels:
             kernel.pump(seconds / 2)
 
@@ -218,7 +218,7 @@ class Round:
         assert self.command.process.poll() is None, "the command ended before the fault"
 
     def cause_fault(self) -> None:
-        """Kill or suspend the process."""
+        """Kill or suspend the chosen process."""
         pid = self.ranks()[self.victim_rank].process.pid if self.what == "rank" else self.pids[self.node]
         self.all_running = len(self.ranks()) == sum(self.sizes)
         self.record()
@@ -234,7 +234,7 @@ class Round:
 
     @property
     def pids(self) -> list[int]:
-        """Return the processes of the hosts."""
+        """The process ids of the three hosts."""
         return [*(kernel.pid for kernel in self.kernels), self.command.process.pid]
 
     def ranks(self) -> dict[int, Rank]:
@@ -253,7 +253,7 @@ class Round:
     _known: dict[int, Rank] = field(default_factory=dict)
 
     def record(self) -> None:
-        """Add the processes that currently belong to the round."""
+        """Record the processes that currently belong to the round, so that none of them is left at the end."""
         known = set().union(*self.before)
         for node, pid in enumerate(self.pids):
             found = _descendants(pid)
@@ -278,7 +278,7 @@ class Round:
         self.check_nothing_left()
 
     def deadline(self) -> float:
-        """Return the deadline for the end of all hosts."""
+        """Return the time by which all hosts must have ended."""
         return self.fault + (LIMIT if self.all_running else JOIN_SECONDS + MARGIN + LIMIT / 2)
 
     def check_host(self, node: int) -> None:
@@ -306,7 +306,7 @@ class Round:
         return said(cell)
 
     def pattern(self, node: int) -> str:
-        """Return the pattern that the error of a host must match."""
+        """Return the pattern that a host's error must match."""
         if self.what == "rank":
             rank = self.victim_rank
             return rf"rank {rank}\b.*killed by SIGKILL" if self.verb == "kill" else r"\(hang_timeout\)"
@@ -314,11 +314,11 @@ class Round:
             lost = rf"node 0( \({HOST}\))? was lost|the first notebook was lost"
             return lost if self.all_running else f"{lost}|node 0 did not join within"
         lost = rf"node {self.node}( \({HOST}\))? (was lost|has left)"
-        # A command gets its number only once all have joined, so the missing one may have either number.
+        # Commands get their numbers only once all hosts have joined, so the missing host may have either number.
         return lost if self.all_running else rf"{lost}|nodes? [12, ]+ did not join within"
 
     def check_ranks_of_survivors(self, nodes: list[int]) -> None:
-        """Check that hosts without the first notebook end their ranks in time."""
+        """Check that the hosts that have lost the first notebook end their ranks in time."""
         for node in nodes:
             silent = 0.0 if self.verb == "kill" else SILENT_SECONDS[node]
             processes = [rank.process for rank in self.ranks().values() if rank.node == node]
@@ -327,7 +327,7 @@ class Round:
             assert not left, f"ranks of {NAMES[node]} still run {limit:g} s after the fault: {left}"
 
     def resume_or_kill(self, node: int) -> None:
-        """Resume a suspended host, which must then end too, or kill it."""
+        """Resume a suspended host, which must then end as well, or kill it."""
         assert self.stopped is not None
         if not self.continues:
             self.recorded |= {self.stopped, *_descendants(self.stopped.pid)}
@@ -342,7 +342,7 @@ class Round:
         assert re.search(rf"{other}|the first notebook was lost", text), f"{NAMES[node]}:\n{text[-3000:]}"
 
     def record_late(self) -> None:
-        """Add ranks that started the function after the fault."""
+        """Record the ranks that started the function after the fault."""
         for rank in self.ranks().values():
             self.recorded |= {rank.process, rank.child}
 
@@ -379,7 +379,7 @@ def _descendants(pid: int) -> set[psutil.Process]:
 
 
 def _wait_gone(processes: set[psutil.Process] | list[psutil.Process], deadline: float) -> list[str]:
-    """Wait until no process runs. Return those that still run at the deadline; zombies do not count."""
+    """Wait until no process is running. Return those that are still running at the deadline, except for zombies."""
     while (left := [text for each in processes if (text := _running(each))]) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
@@ -393,7 +393,7 @@ def _running(process: psutil.Process) -> str:
 
 
 def _stacks(kernel: Kernel) -> str:
-    """Return the stacks of a kernel that does not end, and end it."""
+    """Return the stacks of a kernel that does not respond, and kill it."""
     written = len(kernel.log)
     with suppress(ProcessLookupError):
         os.kill(kernel.pid, signal.SIGABRT)

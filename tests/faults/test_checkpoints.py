@@ -42,7 +42,7 @@ def saver(target, value, blocking=True):
     return save
 """
 
-# Exits without any clean-up before its k-th change of the file system; one process per k.
+# In one process per k, exits without any clean-up before the k-th change to the file system.
 _KILL_AT_EVERY_CHANGE = """
 import signal
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
@@ -79,7 +79,7 @@ while True:
         sys.exit(code)
 """
 
-# For each line of its input, forks a process that saves until it is killed, so that modules are imported once only.
+# For each line of input, forks a process that saves until it is killed. Modules are thus imported only once.
 _SAVE_UNTIL_KILLED = """
 import signal
 import torch._dynamo  # by the first optimizer
@@ -103,7 +103,7 @@ def python(code: str, *arguments: str, cwd: Path, timeout: float = 900) -> subpr
 
 
 def save_ones(folder: Path) -> None:
-    """Save a checkpoint of the small model whose weights are all 1."""
+    """Save a checkpoint of the small model, all of whose weights are 1."""
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(16, 16)
     nn.init.constant_(model.weight, 1.0)
@@ -113,7 +113,7 @@ def save_ones(folder: Path) -> None:
 
 
 def value_in(folder: Path) -> float:
-    """Load a checkpoint of the small model and return the value of all its weights."""
+    """Load a checkpoint of the small model and return the value that all its weights have."""
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(16, 16)
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -150,7 +150,8 @@ def test_a_process_killed_at_any_change_of_the_disk_loses_nothing(tmp_path: Path
 
 def check(place: Path, target: str) -> float:
     """Return the value of the newest complete checkpoint. Loading an unfinished one must raise."""
-    if target == "old":  # When a save overwrites, all files are from the first or the second.
+    # While a save overwrites a checkpoint, all files that load belong to either the first or the second save.
+    if target == "old":
         return value_in(place / "old")
     new = place / ("checkpoints/checkpoint_1" if target == "auto" else "new")
     if not new.exists():
@@ -203,7 +204,7 @@ def test_a_truncated_file_is_reported_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("blocking", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_full_disk_raises_and_keeps_the_previous_checkpoint(tmp_path: Path, blocking: bool) -> None:
     save_ones(tmp_path / "out")
-    # A limit on the size of files makes writes fail half-way, as a full disk does but with another message.
+    # A limit on the size of files makes writes fail halfway, like a full disk except for the message.
     script = (
         _SAVE
         + f"""

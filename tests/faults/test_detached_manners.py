@@ -26,7 +26,7 @@ _OPTIONS: dict[str, Any] = {"num_processes": 1, "use_port": 0, "detach": True, "
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user's folder for detached runs, which are stopped at the end of the test."""
+    """Use an empty folder for the user's detached runs, and stop them at the end of the test."""
     with user_folder(tmp_path / "state", monkeypatch) as folder:
         yield folder
 
@@ -55,7 +55,7 @@ except ValueError as error:
 
 
 def _both_launch(folder: Path, name: str) -> list[str]:
-    """Launch from two processes at the same instant. Return the output of each."""
+    """Launch from two processes at the same moment. Return the output of each."""
     command = [sys.executable, "-c", _AT_ONCE, str(folder)]
     both = [subprocess.Popen([*command, me, name], stdout=subprocess.PIPE, text=True) for me in "ab"]
     until(lambda: all((folder / f"ready-{me}").exists() for me in "ab"))
@@ -81,7 +81,7 @@ def test_two_launches_without_a_name_get_two_names(state: Path, tmp_path: Path) 
 def test_a_name_is_free_when_its_run_has_finished(state: Path) -> None:
     for _ in range(3):
         run = _launch(int, name="again")
-        assert run.wait(120)  # The process writes the last file, and then exits.
+        assert run.wait(120)  # The run has finished once its process has written the last file and exited.
     run = _launch(time.sleep, 600, name="again")
     until(lambda: run.status == "running")
     supervisor_of(run).kill()
@@ -231,7 +231,7 @@ def test_shutdown_lets_ranks_save_and_end_by_themselves(state: Path, tmp_path: P
 
 
 def test_shutdown_leaves_runs_of_other_machines_alone(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Machines may share a home, and runs on other machines cannot be stopped from here."""
+    """Machines may share a home directory, and runs on other machines cannot be stopped from this one."""
     theirs, ours = (_launch(time.sleep, 600, name=name) for name in ("theirs", "ours"))
     until(lambda: theirs.status == ours.status == "running")
     (entry,) = (entry for entry in run_directory.entries() if entry.name == "theirs")
@@ -243,9 +243,9 @@ def test_shutdown_leaves_runs_of_other_machines_alone(state: Path, monkeypatch: 
     finally:
         hidden.rename(entry.socket)
     assert attach("ours").status == "stopped"
-    # The run was opened while there was no socket. It reads the file, which is written a moment after the events.
+    # This run was opened without a socket, so its status comes from the file, which follows the events a moment later.
     until(lambda: attach("theirs").status == "running")
-    disconnect_all()  # That run is read-only.
+    disconnect_all()  # The run without a socket is read-only.
 
 
 # ---- output without a reader

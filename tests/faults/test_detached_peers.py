@@ -35,14 +35,14 @@ def _launch(name: str) -> Run:
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user's folder for detached runs, which are stopped at the end of the test."""
+    """Use an empty folder for the user's detached runs, and stop them at the end of the test."""
     with user_folder(tmp_path / "state", monkeypatch) as folder:
         yield folder
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """A single run for all peers of the table, which it must survive."""
+    """Yield one run for all peers of the table, all of which it must survive."""
     with (
         pytest.MonkeyPatch.context() as monkeypatch,
         user_folder(tmp_path_factory.mktemp("shared") / "state", monkeypatch),
@@ -162,7 +162,7 @@ def test_a_suspended_supervisor_does_not_delay_the_table_of_runs(state: Path) ->
     until(lambda: supervisor.status() == psutil.STATUS_STOPPED)
     with ExitStack() as connections:
         _fill_queue(_socket_of(run), connections)
-        listed = runs()  # A connection without a timeout would wait until the supervisor is resumed.
+        listed = runs()  # Without a timeout, connecting would block until the supervisor is resumed.
         (found,) = (each for each in listed if each.config.detach)
         assert found.name == "asleep"
         assert f"process {supervisor.pid}" in found._internals.commands.refusal
@@ -174,7 +174,7 @@ def test_a_suspended_supervisor_does_not_delay_the_table_of_runs(state: Path) ->
 def test_supervisors_that_accept_no_connection_are_killed_at_the_same_time(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopping one after the other would take a grace period for each."""
+    """Otherwise, each supervisor would add its own grace period."""
     supervisors = [supervisor_of(_launch(name)) for name in ("one", "two")]
     disconnect_all()
     for supervisor in supervisors:
@@ -193,7 +193,7 @@ def test_supervisors_that_accept_no_connection_are_killed_at_the_same_time(
 
 
 def _fill_queue(path: Path, connections: ExitStack) -> None:
-    """Connect until a process that accepts nothing has no room for another connection."""
+    """Open connections until the queue of a process that accepts none is full."""
     while True:
         connection = connections.enter_context(socket.socket(socket.AF_UNIX))
         connection.setblocking(False)

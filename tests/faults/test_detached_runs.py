@@ -1,4 +1,4 @@
-"""Runs that outlive their real kernels: they are killed, attached to again, controlled, and lost."""
+"""Detached runs whose real kernels are killed, and which are then attached to again, controlled, or lost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ print(run.folder)
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user's folder for detached runs, which are stopped at the end of the test."""
+    """Use an empty folder for the user's detached runs, and stop them at the end of the test."""
     with user_folder(tmp_path / "state", monkeypatch) as folder:
         yield folder
 
@@ -65,7 +65,7 @@ def _launch(kernel: Kernel, name: str, arguments: str, more: str = "") -> Path:
 
 def test_a_detached_run_outlives_its_kernel(state: Path, tmp_path: Path) -> None:
     project = str(tmp_path / "project")
-    with Kernel(cwd=tmp_path) as kernel:  # The folder of the kernel is deleted while the ranks run.
+    with Kernel(cwd=tmp_path) as kernel:  # Leaving the block deletes the kernel's folder while the ranks run.
         folder = _launch(kernel, "train-3", f"({project!r}, 0.1, 300)")
         launched_in = kernel.cwd
         followed = attach("train-3")
@@ -263,7 +263,7 @@ def test_an_interrupted_launch_is_stopped(state: Path, monkeypatch: pytest.Monke
 
 
 def test_a_wait_that_ends_does_not_stop_the_run(state: Path) -> None:
-    """The wait ends by an interrupt, or by the end of the kernel, which cancels a cell that awaits the run."""
+    """The wait ends with an interrupt, or with the kernel, whose end cancels the cell that awaits the run."""
     with Kernel() as kernel:
         kernel.check(_TRAIN)
         kernel.check(
@@ -326,7 +326,7 @@ def test_two_kernels_can_share_a_breakpoint_after_much_output(state: Path) -> No
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of a few megabytes."""
+    """Mount a disk of a few megabytes and yield its folder."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if (
@@ -410,7 +410,7 @@ def test_a_run_that_ended_on_a_full_disk_can_be_stopped_and_frees_its_name(
 def test_a_run_whose_disk_is_full_from_the_start_can_be_launched_and_stopped(
     small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is room only for the folder and the header."""
+    """On this disk, there is room for the run's folder and the journal's header only."""
     with user_folder(tmp_path / "state", monkeypatch):
         _fill(small_disk / "filler")
         os.truncate(small_disk / "filler", (small_disk / "filler").stat().st_size - (2 << 12))

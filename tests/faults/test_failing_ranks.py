@@ -14,7 +14,7 @@ METHODS = pytest.mark.parametrize("method", ["fork", "zygote"])
 
 
 def _run(kernel: Kernel, body: str, method: str, options: str = "") -> str:
-    """Launch a function with this body. Return the error that the cell shows, long before its sleeps end."""
+    """Launch a function with this body. Return the cell's error, which appears long before the body's sleeps end."""
     lines = "\n".join("    " + line for line in body.splitlines())
     cell = kernel.run(f"def train():\n{lines}\nlaunch(train, start_method={method!r}{options})")
     text = said(cell)
@@ -40,7 +40,8 @@ def test_an_exception_in_one_rank_ends_the_run(kernel: Kernel, method: str) -> N
 
 @METHODS
 def test_an_exception_in_all_ranks_is_shown_once(kernel: Kernel, method: str) -> None:
-    meet = "group()\ndist.barrier()\n"  # On a busy machine, one rank may be called much later.
+    # Meet at a barrier: on a busy machine, one rank's function may otherwise be called much later than the other's.
+    meet = "group()\ndist.barrier()\n"
     text = _run(kernel, meet + "raise KeyError(rank())", method)
     assert "KeyError" in text
     assert "ranks 0, 1 failed:" in text
@@ -256,7 +257,7 @@ def test_a_rank_that_closes_every_descriptor_is_reported(kernel: Kernel, method:
 @METHODS
 @pytest.mark.parametrize("ending", ["returns", "fails"])
 def test_processes_that_a_rank_leaves_behind_are_killed(kernel: Kernel, method: str, ending: str) -> None:
-    """They belong to the rank's process group, which is killed with the rank, even if they ignore other signals."""
+    """They are killed with the rank's process group, even if they ignore other signals."""
     body = (
         "group()\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)  # and with it what is started here\n"

@@ -1,4 +1,4 @@
-"""If data of user code cannot be sent or is far too large, the run continues and reports what was dropped."""
+"""If data from user code cannot be sent or is far too large, the run continues and reports what was dropped."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ for step in range(3):
 return 'lives'"""
     cell = _checked(kernel, body, method)
     assert cell.result_text == "('lives', 'lives')"
-    assert cell.stderr.count(f"a {name} cannot be sent") == 2  # It is printed once per rank.
+    assert cell.stderr.count(f"a {name} cannot be sent") == 2  # Each rank prints the warning once.
     assert kernel.value("len(run.metrics['kept'].values)") == 6
 
 

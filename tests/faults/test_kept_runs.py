@@ -96,7 +96,7 @@ def test_the_run_of_a_killed_kernel_can_be_followed_is_lost_and_can_be_resumed(t
     resumed = notebook_launcher(
         train, (str(tmp_path / "killed"), 0.0, goal), config=opened.config.changed(block=True), resume=opened
     )
-    check_history(resumed, goal, missing=20)  # These are from the second before the kill.
+    check_history(resumed, goal, missing=20)  # The missing steps are those of the second before the kernel was killed.
     assert (resumed.resume_points[0].name, resumed.resume_points[0].status) == ("kept", "lost")
     undisturbed = notebook_launcher(
         train, (str(tmp_path / "plain"), 0.0, goal), num_processes=2, use_port=0, panel=False
@@ -110,7 +110,7 @@ def test_the_run_of_a_killed_kernel_can_be_followed_is_lost_and_can_be_resumed(t
 
 
 def check_history(run: object, goal: int, missing: int = 0) -> None:
-    """Check that the curve has each step but ``missing`` once, on both ranks, and that the resume point is marked."""
+    """Check that each rank's curve lacks at most ``missing`` steps, and that the resume point is marked."""
     series = run.metrics["loss"]  # type: ignore[attr-defined]
     for rank in (0, 1):
         steps = series.rank(rank).steps.tolist()

@@ -33,22 +33,22 @@ def train(*arguments):
 """
 _LAUNCH = "run = notebook_launcher(train, {}, num_processes=2, use_port=0, detach=True, name='killed', panel=False{})"
 _SCENES = {"start": -1, "run": 4, "failure": 18, "breakpoint": 5, "save": 17}
-"""The phase in which the kernel is killed, and the step that the run must have reached, plus a random delay."""
+"""For each scene in which the kernel is killed, the step that the run must have reached. A random delay follows."""
 _DAILY = {"start"}
 _SECONDS = {"start": 5.0}
-"""The maximum random delay in seconds."""
+"""The maximum random delay in seconds, for scenes where it is not 0.4."""
 
 
 @pytest.fixture
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user's folder of detached runs."""
+    """Use an empty folder for the user's detached runs."""
     with user_folder(tmp_path / "state", monkeypatch) as folder:
         yield folder
 
 
 @cache
 def _undisturbed() -> tuple[tuple[Any, ...], list[list[int]], list[list[str]]]:
-    """Return the results, the steps and the lines of an undisturbed run."""
+    """Return the results, the steps and the lines of a run whose kernel is not killed."""
     with TemporaryDirectory() as folder:
         run = notebook_launcher(train, (folder, 0.0, _STEPS), num_processes=2, use_port=0, panel=False)
     steps = [run.metrics["loss"].rank(rank).steps.tolist() for rank in (0, 1)]
@@ -67,11 +67,11 @@ def test_kernels_killed_at_random_moments_lose_nothing(state: Path, tmp_path: Pa
 
 
 def _kill_at(scene: str, seed: int, tmp_path: Path) -> None:
-    """Kill the kernel of a detached run, attach from a new one, and compare with an undisturbed run."""
+    """Kill the kernel of a detached run, attach from a new one, and compare with a run that nothing has disturbed."""
     print(f"scene {scene}, seed {seed}")
     fails_at, stops_at = (25 if scene == "failure" else -1), (10 if scene == "breakpoint" else -1)
     arguments = (str(tmp_path / "project"), 0.02, _STEPS, fails_at, stops_at)
-    with Kernel(cwd=tmp_path) as kernel:  # The folder of the kernel is deleted while the ranks run.
+    with Kernel(cwd=tmp_path) as kernel:  # Leaving the block deletes the kernel's folder while the ranks run.
         kernel.check(_FUNCTION)
         kernel.submit(_LAUNCH.format(arguments, ""))
         until(run_directory.entries)
@@ -95,11 +95,12 @@ def _kill_at(scene: str, seed: int, tmp_path: Path) -> None:
             assert kernel.value("run.wait(120)")
         assert kernel.value("run.status") == "succeeded", kernel.value("str(run.report())")
         results, steps, lines = _undisturbed()
-        if scene == "failure":  # All lines of the failed run, then those after its checkpoint.
+        if scene == "failure":  # The log has the failed run's lines, and then those since its checkpoint.
             lines = [each[:fails_at] + each[fails_at - 5 :] for each in lines]
         assert kernel.value("run.results") == list(results), "the results are bitwise equal"
         assert kernel.value("[run.metrics['loss'].rank(rank).steps.tolist() for rank in (0, 1)]") == steps
-        found = kernel.value("[run.logs(rank) for rank in (0, 1)]")  # On a slow machine a rank reports that it waits.
+        # On a slow machine, a rank also prints that it waited.
+        found = kernel.value("[run.logs(rank) for rank in (0, 1)]")
         assert [[line for line in each if "waited" not in line] for each in found] == lines
         pids = kernel.value("[info.pid for info in run.ranks]")
     assert not any(map(psutil.pid_exists, pids))

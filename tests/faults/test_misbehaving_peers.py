@@ -1,4 +1,4 @@
-"""Peers that are suspended, fall silent, disconnect or send garbage, for each socket that the package reads."""
+"""Peers that are suspended, fall silent, disconnect or send garbage, at each socket that the package reads."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _launch(function: Callable[..., Any], *arguments: Any) -> Run:
 
 
 def _misbehaves(data: bytes, then: str, began: str) -> None:
-    """Rank 1 sends bytes to its kernel, and then stays silent, closes its channel, or is suspended."""
+    """Let rank 1 send bytes to its kernel, and then fall silent, close its channel, or suspend itself."""
     if os.environ["RANK"] == "1":
         sink = current_sink()
         assert sink is not None
@@ -69,7 +69,7 @@ def test_a_rank_that_sends_garbage_does_not_harm_the_others(tmp_path: Path, send
 
 
 def test_requests_to_a_suspended_rank_do_not_block() -> None:
-    """The rank's socket is full after a few hundred requests, or a single large one."""
+    """A few hundred requests fill the socket of a suspended rank, and so does a single large one."""
     run = _launch(time.sleep, 600)
     until(lambda: run._internals.commands.requests.open_ranks() == [0, 1] and run.status == "running")
     suspended = psutil.Process(run.ranks[1].pid)
@@ -96,7 +96,7 @@ def _outlasts_interrupts() -> None:
 
 
 def test_shutdown_stops_all_runs_at_the_same_time() -> None:
-    """Stopping one after the other would take a grace period for each."""
+    """Otherwise, each run would add its own grace period."""
     both = [_launch(_outlasts_interrupts) for _ in range(2)]
     until(lambda: all(run.status == "running" for run in both))
     shutdown()
@@ -112,7 +112,8 @@ def test_shutdown_stops_all_runs_at_the_same_time() -> None:
 def test_a_peer_of_the_listener_that_sends_garbage_harms_no_host(
     sends: str, then: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 1e6)  # The peer is still connected when the host is accepted.
+    # With this limit, the peer is still connected when the host is accepted.
+    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 1e6)
     kernel = _Kernel()
     try:
         with misbehaving_peer(("127.0.0.1", kernel.port), SENDS[sends], then):
@@ -126,7 +127,7 @@ def test_a_peer_of_the_listener_that_sends_garbage_harms_no_host(
 
 @pytest.mark.parametrize(("sends", "then"), PEERS)
 def test_a_driver_that_sends_garbage_ends_its_launch(sends: str, then: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver does not read anything, either."""
+    """The driver does not read anything either."""
     ends = {"silent": "", "closes": "end.close()", "suspended": "os.kill(os.getpid(), signal.SIGSTOP)"}[then]
     started: list[subprocess.Popen[bytes]] = []
 
@@ -150,7 +151,7 @@ def test_a_driver_that_sends_garbage_ends_its_launch(sends: str, then: str, monk
 
 @pytest.mark.parametrize(("sends", "then"), [("nothing", "silent"), ("nothing", "closes"), ("garbage", "suspended")])
 def test_a_foreign_peer_of_a_tunnel_is_rejected(sends: str, then: str) -> None:
-    """Any user of the node can connect to its port, before the actor does."""
+    """Any user of the node can connect to the tunnel's port, even before the actor does."""
     node = ray_actor.NodeHost()
     node.open_tunnel()
     assert node._tunnel is not None

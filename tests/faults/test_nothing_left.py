@@ -1,4 +1,4 @@
-"""Many launches leave nothing behind, however they end."""
+"""Many launches in a row leave nothing behind, however they end."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def look():
 
 
 LIMIT = 60.0
-"""Time limit in seconds for things that disappear by themselves a moment later."""
+"""The time limit in seconds for things that disappear by themselves a moment later."""
 LOOKS = 4
 
 
 def _settled(kernel: Kernel) -> dict[str, Any]:
-    """Return the state once several consecutive samples agree."""
+    """Return the state of the kernel once several consecutive samples agree."""
     found: list[dict[str, Any]] = []
     deadline = time.monotonic() + LIMIT
     while len(found) < LOOKS or any(look != found[-1] for look in found[-LOOKS:]):
@@ -60,7 +60,7 @@ def _settled(kernel: Kernel) -> dict[str, Any]:
 
 
 def _as_before(kernel: Kernel, before: dict[str, Any]) -> None:
-    """Wait until the state is as before: ended processes may remain visible for a moment."""
+    """Wait until the state equals the earlier one: ended processes may remain visible for a moment."""
     deadline = time.monotonic() + LIMIT
     while (after := kernel.value("look()")) != before and time.monotonic() < deadline:
         kernel.pump(0.3)
@@ -72,7 +72,8 @@ def _as_before(kernel: Kernel, before: dict[str, Any]) -> None:
 def test_twenty_launches_in_a_row_leave_nothing(kernel: Kernel, method: str) -> None:
     kernel.check(LOOK)
     kernel.check(f"launch(rank, start_method={method!r})")
-    kernel.check("launch(time.sleep, 1.0, panel=True)")  # zmq starts a thread for the first large message.
+    # Make zmq start the thread that it needs for large messages.
+    kernel.check("launch(time.sleep, 1.0, panel=True)")
     before = _settled(kernel)
     cell = kernel.check(
         f"""
@@ -108,7 +109,8 @@ def test_ipykernels_pipes_of_ended_threads_do_not_accumulate(kernel: Kernel) -> 
 @pytest.mark.timeout(400)
 def test_every_kind_of_end_leaves_nothing(kernel: Kernel) -> None:
     kernel.check(LOOK)
-    kernel.check("launch(time.sleep, 1.0, panel=True)")  # zmq starts a thread for the first large message.
+    # Make zmq start the thread that it needs for large messages.
+    kernel.check("launch(time.sleep, 1.0, panel=True)")
     before = _settled(kernel)
     kernel.check(
         """

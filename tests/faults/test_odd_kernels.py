@@ -1,4 +1,4 @@
-"""Kernels in an unusual place or state: modules of the user that shadow others, a zygote that hangs."""
+"""Kernels in unusual places or states: the user's modules shadow others, or the zygote hangs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SHADOWED = (
 
 @pytest.fixture
 def shadowing_kernel(kernel: Kernel, tmp_path: Path) -> Iterator[Kernel]:
-    """Return the kernel in a folder whose modules shadow the standard library, torch and numpy."""
+    """Yield the kernel in a folder whose modules shadow the standard library, torch and numpy."""
     for name in SHADOWED:
         (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('this is the {name}.py of the user')\n")
     (tmp_path / "mine.py").write_text("value = 42\n")
@@ -51,16 +51,18 @@ def test_modules_of_the_working_directory_shadow_nothing_that_a_launch_imports(
 
 SERVER = "__import__('notebook_accelerate.launch.processes.zygote', fromlist=['x'])._zygote"
 SOON = 60.0
-"""Time limit in seconds for steps that take five seconds. Without a new zygote, the kernel would wait two minutes."""
+"""The time limit in seconds for steps that take five seconds. A kernel that kept its old zygote would wait two
+minutes."""
 STUCK = {
     "stopped": f"os.kill({SERVER}.pid, signal.SIGSTOP)",
-    "hangs": f"{SERVER}._control.sendall((1 << 26).to_bytes(4, 'big'))",  # It waits for the rest of a request.
+    # The zygote waits for the rest of this request.
+    "hangs": f"{SERVER}._control.sendall((1 << 26).to_bytes(4, 'big'))",
 }
 
 
 @pytest.fixture
 def served_kernel(kernel: Kernel) -> Iterator[Kernel]:
-    """Return the kernel with a running zygote, and end every zygote afterwards."""
+    """Yield the kernel with a running zygote, and end all zygotes afterwards."""
     kernel.check("launch(rank, start_method='zygote').results")
     yield kernel
     kernel.check("notebook_accelerate.shutdown()")
@@ -140,7 +142,7 @@ def test_forked_ranks_do_not_wait_for_a_stopped_zygote(served_kernel: Kernel) ->
 
 @pytest.mark.parametrize("step", [3600, -3600, 7200])
 def test_a_step_of_the_system_clock_during_a_run_changes_nothing(kernel: Kernel, step: int) -> None:
-    """After a correction by NTP, or when a machine resumes, the kernel and its ranks see the step immediately."""
+    """If NTP corrects the clock or the machine wakes up, the kernel and its ranks see the step at the same moment."""
     name = f"step{step}"
     kernel.check(
         f"def train():\n    real = time.time\n    print('in', flush=True)\n    gate({name!r})\n"
@@ -164,7 +166,7 @@ def test_a_step_of_the_system_clock_during_a_run_changes_nothing(kernel: Kernel,
 
 
 def test_a_kernel_that_is_suspended_while_its_ranks_run_counts_no_silence(kernel: Kernel) -> None:
-    """The kernel's time limits count only while it runs. Messages sent by the ranks during its suspension arrive."""
+    """The kernel's time limits count only while it runs, and it still gets the messages sent during its suspension."""
     kernel.check(
         "def train():\n    for number in range(100):\n        print(number, flush=True)\n        time.sleep(0.1)\n"
         "run = launch(train, block=False, timeout=18, hang_timeout=4)"

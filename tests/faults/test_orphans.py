@@ -1,4 +1,4 @@
-"""Processes that ranks started are killed with their kernel, whatever their session, group and parent."""
+"""Processes that ranks have started are killed with the kernel, whatever their session, group and parent."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ NO_SERVER = "from notebook_accelerate.launch.processes import zygote\nzygote.clo
 
 
 def _started(kernel: Kernel, method: str, before: str) -> tuple[Cell, list[int]]:
-    """Launch ranks with grandchildren, and return the cell and all process ids."""
+    """Launch ranks that start other processes. Return the cell, and the ids of all processes."""
     cell = kernel.check(f"{GRANDCHILDREN}\n{before}run = launch(train, start_method={method!r}, block=False)")
     kernel.wait_for(lambda: cell.stdout.count("] in") >= 2, timeout=60)
     lines = [line for line in cell.stdout.splitlines() if "] in" in line]

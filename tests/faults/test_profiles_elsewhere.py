@@ -1,4 +1,4 @@
-"""Profiles of ranks that were started elsewhere: in a detached run, by another kernel, and on another host."""
+"""Profiles of ranks that another process started: in a detached run, in another kernel, or on another host."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def hidden(self):
     (self.path / self._token).unlink()
 ProfileFolder.__init__ = hidden
 """
-"""A cell that hides the folder of a profile from ranks, as on another machine."""
+"""A cell that hides the folders of profiles from ranks, as if they were on another machine."""
 
 
 def check(kernel: Kernel) -> None:
-    """Profile the kernel's run, and check the findings."""
+    """Profile the kernel's run, and check the findings and the memory report."""
     kernel.check("wait_for_steps(run)\nprofile = run.profile(steps=4)", 180)
     ranks, steps, missing, recorded, sentence = kernel.value(FACTS)
     assert (ranks, steps, missing, recorded) == ([0, 1], 4, {}, 8)

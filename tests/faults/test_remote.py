@@ -1,4 +1,4 @@
-"""After a save to a store is killed at any change, the previous checkpoint loads, and the next save cleans up."""
+"""If a save to a store is killed at any change, the previous checkpoint still loads, and the next save cleans up."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_process_killed_at_any_change_of_the_store_loses_nothing(
     assert steps[-1][1] == "2.0"
     for step, _ in steps:
         here = tmp_path / f"at_{step}"
-        # With total_limit=1, all other numbered checkpoints are removed.
+        # With total_limit=1, the save has removed all other numbered checkpoints.
         place = here / {"new": "new", "old": "old", "auto": "checkpoints/checkpoint_2"}[target]
         wanted = sorted([*json.loads((place / MANIFEST).read_text())["files"], MANIFEST])
         assert [f"{place.relative_to(here)}/{name}" for name in wanted] == names_in(here)

@@ -1,4 +1,4 @@
-"""After a rank is killed while saving a sharded state, the previous checkpoint loads, and the new one is refused."""
+"""If a rank is killed while a sharded state is saved, the previous checkpoint loads, and the new one is refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLACES = {
     "the manifest": (0, "open", "checkpoint_manifest.json"),
     "the last renaming": (0, "os.rename", ".second.incomplete"),
 }
-"""The rank to kill, and the event and the path before which it is killed."""
+"""The rank to kill, and the audit event and the part of the path before which it is killed."""
 
 
 def save_until_killed(folder: str, place: str) -> None:

@@ -1,4 +1,4 @@
-"""Several processes use a checkpoint at the same time: they load during saves, or two runs save to one folder."""
+"""Several processes use a checkpoint at the same time: some load it during saves, or two runs save to one folder."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Value:
 
 
 class Parts:
-    """A state in four equal files that each hold one value."""
+    """A state that is saved as four files, all of which hold one value."""
 
     def __init__(self, value: float) -> None:
         self.accelerator = Accelerator(cpu=True)
@@ -61,7 +61,7 @@ class Parts:
 
 
 def value_in(folder: Path | str) -> float:
-    """Load the checkpoint and return the single value that it holds."""
+    """Load a checkpoint and return the single value that its files hold."""
     reset_shared_state()
     parts = Parts(-1.0)
     parts.accelerator.load_state(str(folder))
@@ -98,12 +98,12 @@ print("saved", flush=True)
 """
 
 MOVING = ("os.rename", "/.committing/")
-COPYING = ("shutil.copyfile", "/.committing/model_1")  # A store cannot rename.
+COPYING = ("shutil.copyfile", "/.committing/model_1")  # A store has no renames, so files are copied.
 WRITING = ("open", "custom_checkpoint_0.pkl")
 
 
 def start_saver(folder: Path | str, value: float, *stop: str, **options: Any) -> subprocess.Popen[str]:
-    """Start a process that saves one value. With `stop`, return once it waits for a line before that event."""
+    """Start a process that saves one value. With `stop`, return once the process has paused before that event."""
     command = [sys.executable, "-c", _SAVER, str(folder), str(value), *stop]
     saver = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
@@ -115,7 +115,7 @@ def start_saver(folder: Path | str, value: float, *stop: str, **options: Any) ->
 
 
 def finish(saver: subprocess.Popen[str]) -> None:
-    """Let a stopped saver continue, and check that it saves."""
+    """Let a paused saver continue, and check that it saves."""
     output, errors = saver.communicate("go on\n", timeout=60)
     assert (saver.returncode, output) == (0, "saved\n"), errors
 

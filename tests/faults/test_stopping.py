@@ -1,4 +1,4 @@
-"""Stopping by button, method and time limit, during the start, run and end, even if ranks resist."""
+"""Runs that are stopped by a button, a method or a time limit while they start, run or end, even if ranks resist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.launching import alive, patient, rank_pids, ready_kernel, sai
 pytestmark = pytest.mark.notebook
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote"])
 SOON = 60.0
-"""Time limit in seconds for steps that take two seconds on an idle machine. Unstopped functions run ten minutes."""
+"""The time limit in seconds for steps that take two seconds on an idle machine. Unstopped functions run ten minutes."""
 
 STUCK = {
     "sleep": "time.sleep(600)",
@@ -86,7 +86,7 @@ def test_a_second_stop_kills_immediately(kernel: Kernel, method: str) -> None:
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('deaf', flush=True)\n"
         "while True:\n    time.sleep(0.1)",
     )
-    with patient(kernel):  # The grace period alone would take minutes.
+    with patient(kernel):  # The grace period is so long that only the second interrupt can end the run in time.
         cell = kernel.submit(f"launch(train, start_method={method!r})")
         kernel.wait_for(lambda: cell.stdout.count("] deaf") == 2)
         kernel.interrupt()
@@ -103,7 +103,7 @@ def test_a_second_stop_kills_immediately(kernel: Kernel, method: str) -> None:
 def test_pressing_the_button_again_while_ranks_start_kills_them(kernel: Kernel) -> None:
     kernel.check("notebook_accelerate.shutdown()")
     _define(kernel, STUCK["ignores SIGINT and SIGTERM"])
-    with patient(kernel):  # The grace period alone would take minutes.
+    with patient(kernel):  # The grace period is so long that only further interrupts can end the run in time.
         cell = kernel.submit(
             "try:\n    launch(train, start_method='zygote')\nfinally:\n    print('back')\n    gate('never')"
         )
@@ -111,7 +111,7 @@ def test_pressing_the_button_again_while_ranks_start_kills_them(kernel: Kernel) 
         while not (cell.finished or "back" in cell.stdout):
             kernel.interrupt()
             kernel.pump(0.3)
-        kernel.pump(1.0)  # One more interrupt would hit IPython itself if the last one has already closed the gate.
+        kernel.pump(1.0)  # If the last interrupt has already ended the gate, another one would hit IPython itself.
         if not cell.finished:
             kernel.interrupt()
         kernel.finish(cell, timeout=SOON)
@@ -120,16 +120,17 @@ def test_pressing_the_button_again_while_ranks_start_kills_them(kernel: Kernel) 
 
 
 def test_an_interrupt_at_any_time_ends_the_run_and_the_cell(kernel: Kernel) -> None:
-    """The interrupt stops the run, or arrives after its end and reports that. In both cases, the cell ends with it."""
+    """The interrupt stops the run, or arrives after its end and says so. In both cases, it also ends the cell."""
     _define(kernel, "time.sleep(0.05)")
     kernel.check("before = list(notebook_accelerate.runs())")
     for delay in (0.0, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.12, 0.15, 0.2):
-        # The cell ends after the interrupt: ipykernel handles one between a cell's last line and its reply.
+        # The gate keeps the cell busy, because ipykernel itself handles an interrupt between a cell's last line and its
+        # reply.
         cell = kernel.submit(f"print('here we go')\nlaunch(train)\ngate('after {delay}')")
         kernel.wait_for(lambda cell=cell: "here we go" in cell.stdout)
         kernel.pump(delay)
         kernel.interrupt()
-        if delay > 0.1:  # If the launch has returned, only an interrupt ends the gate.
+        if delay > 0.1:  # If the launch has already returned, only the interrupt can end the gate.
             kernel.pump(0.5)
         kernel.finish(cell, timeout=SOON)
         assert "KeyboardInterrupt" in said(cell), said(cell)
@@ -163,7 +164,7 @@ def test_a_loop_of_launches_ends_with_the_interrupted_run(kernel: Kernel) -> Non
 
 
 def _ended_as_said(kernel: Kernel, cell: Cell) -> None:
-    """Check that the run, its ranks and the cell agree whether the interrupt arrived in time or too late."""
+    """Check that the run, its ranks and the cell agree on whether the interrupt arrived in time."""
     kernel.check("last = notebook_accelerate.runs()[-1]")
     status, states = kernel.value("[last.status, [info.state for info in last.ranks]]")
     assert "KeyboardInterrupt" in said(cell)
@@ -226,7 +227,7 @@ def test_a_suspended_kernel_counts_no_silence(kernel: Kernel) -> None:
 
 @METHODS
 def test_killing_a_kernel_ends_all_ranks_and_grandchildren(method: str) -> None:
-    with ready_kernel() as kernel:  # The zygote, which guards the processes that forked ranks start, is running.
+    with ready_kernel() as kernel:  # This kernel's zygote is running, and guards the processes that forked ranks start.
         cell = kernel.check(
             "def train():\n    child = subprocess.Popen(['sleep', '300'])\n    print('in', child.pid, flush=True)\n"
             "    ctypes.PyDLL(None).sleep(600) if rank() == 1 else time.sleep(600)\n"

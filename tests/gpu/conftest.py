@@ -1,4 +1,4 @@
-"""The table of measurements of the tests on a GPU."""
+"""The table of measurements that the tests on a GPU make."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def figure(request: pytest.FixtureRequest) -> Figure:
     """Record a measurement for the table that is printed after the tests and written to .build/gpu-figures.md.
 
-    The measurement is also a property of the test. `tests.gpu.day` reads these for its summary of all items.
+    The measurement is also recorded as a property of the test, which `tests.gpu.day` reads for its summary.
     """
 
     def note(name: str, value: str) -> None:
@@ -31,7 +31,7 @@ def figure(request: pytest.FixtureRequest) -> Figure:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the table."""
+    """Print the table of measurements, and write it to a file."""
     figures = terminalreporter.config.stash[_FIGURES]
     if not figures:
         return

@@ -19,7 +19,7 @@ WORDS, LENGTH, WIDTH, HEADS = 32, 64, 64, 2
 
 
 class Attending(nn.Module):
-    """A layer of causal attention over words and their positions."""
+    """A layer of causal attention over words, with position embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Attending(nn.Module):
         """Return a score for each word at each position."""
         mixed = self.into(self.words(words) + self.places(places))
         query, key, value = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in mixed.chunk(3, -1))
-        # torch has no attention over split sequences on a CPU, so a dry run leaves it out.
+        # On the CPU, torch has no attention over split sequences, so a dry run leaves attention out.
         attended = value
         if not gpu.DRY:
             attended = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)

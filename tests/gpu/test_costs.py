@@ -22,7 +22,7 @@ WIDTH, DEPTH, ROWS = gpu.size(1024, 32), gpu.size(12, 3), gpu.size(4096, 16)
 STEPS = gpu.size(20, 3)
 TURNS = 5
 SLOW = 3.0
-"""A guard against a wrong path, such as a device that waits for each layer. `make bench` monitors the ratios."""
+"""The limit for ratios, which only catches gross mistakes such as a wait after each layer; see `make bench`."""
 
 
 def step_of(model: Any, optimizer: Any, backward: Callable[[torch.Tensor], None], device: Any) -> Callable[[], None]:
@@ -47,7 +47,7 @@ def seconds(step: Callable[[], None]) -> float:
 
 
 def both(strategy: str) -> tuple[float, float]:
-    """Return the seconds of a step, prepared and in plain torch, in turns."""
+    """Return the seconds of a step in a prepared and in a plain training run, measured in turns."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1000)
     accelerator = Accelerator(fsdp_plugin=plugin if strategy == "fsdp" else None)
     device = accelerator.device
@@ -77,7 +77,7 @@ def test_a_step_costs_as_much_as_in_plain_torch(world: int, strategy: str, figur
 
 
 def offloaded() -> tuple[float, float, float]:
-    """Return the seconds of a forward pass, of only copying the weights, and of only computing."""
+    """Return the seconds of a forward pass with offloaded weights, of copying alone, and of computing alone."""
     device = Accelerator().device
     inputs = gpu.batch(0, ROWS, WIDTH).to(device)
     model = gpu.network(WIDTH, DEPTH).eval()
@@ -110,7 +110,7 @@ def test_an_offloaded_model_is_copied_while_it_computes(figure: gpu.Figure) -> N
 
 
 def peak() -> tuple[int, int]:
-    """Return the peak memory of a training run on the device, and the estimate of it."""
+    """Return a training run's peak memory on the device, and the estimate for it."""
     accelerator = Accelerator()
     raw = gpu.network(WIDTH, DEPTH)
     model, optimizer = accelerator.prepare(raw, torch.optim.AdamW(raw.parameters()))

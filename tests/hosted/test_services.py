@@ -77,7 +77,7 @@ def test_the_versions_match_the_service(kernel: Kernel) -> None:
 
 
 def test_the_install_cell_does_not_change_installed_packages(tmp_path: Path) -> None:
-    """The cell is the one in docs/environments.md. A wheel of this tree replaces the published one."""
+    """Run the cell from docs/environments.md, with a wheel of this tree in place of the published one."""
     cell = re.search(
         r"^```(?:python)?\n(%pip install .*)\n```", (ROOT / "docs/environments.md").read_text(), re.MULTILINE
     )
@@ -95,13 +95,13 @@ def test_the_install_cell_does_not_change_installed_packages(tmp_path: Path) -> 
         assert {name: after.get(name) for name in before} == before, installed.plain
         added = set(after) - set(before)
         assert {"notebook-accelerate"} <= added <= {"notebook-accelerate", "nvidia-ml-py"}, installed.plain
-        fresh.check(TRAIN)  # This works without a restart.
+        fresh.check(TRAIN)  # The installed package works without a restart.
         assert fresh.value("__import__('notebook_accelerate').__file__").startswith(str(tmp_path))
         assert fresh.value("list(launch().results)") == [2, 2]
 
 
 def _copy_of_the_tree(folder: Path) -> Path:
-    """Copy the sources of a wheel, because setuptools writes files next to them."""
+    """Copy the files that a wheel is built from, because setuptools writes files next to them."""
     folder.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)

@@ -1,4 +1,4 @@
-"""Launches in marimo's editor, driven in chromium, and in a notebook that marimo exports."""
+"""Launches in marimo's editor, driven in Chromium, and in a notebook that marimo exports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.kernel import ROOT
 from tests.support.ranks import reserved_port
 
 SECONDS = 240.0
-"""Time limit in seconds for steps that take a second or two on an idle machine."""
+"""The time limit in seconds for steps that take a second or two on an idle machine."""
 NOTE = "marimo shows no ipywidgets: panels are HTML displays here"
 TRAIN = """
 import os, time
@@ -66,7 +66,7 @@ def _indented(code: str) -> str:
 
 @contextmanager
 def _opened(folder: Path, *cells: str) -> Iterator[Any]:
-    """Open a notebook in marimo's editor. Yield the page of playwright."""
+    """Open a notebook in marimo's editor. Yield playwright's page."""
     from playwright.sync_api import sync_playwright
 
     book = _write(folder, *cells)
@@ -138,7 +138,7 @@ def test_input_asks_in_the_cell(tmp_path: Path) -> None:
     cell = "print('answers:', notebook_launcher(ask, num_processes=1, start_method='fork').results)"
     with _opened(tmp_path, cell) as page:
         for number, (prompt, line) in enumerate([("name?", "Ada"), ("(Pdb)", "limit = limit * 6"), ("(Pdb)", "c")]):
-            asked = max(1, number)  # Answered prompts stay visible.
+            asked = max(1, number)  # Prompts that have been answered remain on the page.
             _until(
                 lambda text=f"[rank 0] {prompt}", asked=asked: _body(page).count(text) >= asked, f"the prompt {prompt}"
             )

@@ -1,4 +1,4 @@
-"""Checkpoints of Megatron-LM: names, both formats, and whole models gathered from parts."""
+"""Checkpoints of Megatron-LM: their names, both formats, and whole models gathered from the ranks' parts."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_ranks_on_two_machines_resume_from_a_store(more: dict[str, Any], tmp_pat
 
 
 def without_its_manifest(case: Case) -> list[tuple[float, float]]:
-    """Train from a folder as Megatron-LM leaves it, with iterations and without files of Accelerate."""
+    """Resume from a folder as Megatron-LM itself leaves it: with iterations, but without Accelerate's files."""
     with place() as cpu:
         accelerator, model, optimizer, loader = prepared(case, cpu)
         assert case.start is not None
@@ -140,7 +140,7 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
 
 
 def whole(case: Case) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Load a checkpoint, and return the state of the whole model."""
+    """Load a checkpoint and return the whole model's state."""
     with place() as cpu:
         accelerator, model, _, _ = prepared(case, cpu)
         if case.start:

@@ -1,4 +1,4 @@
-"""Text generation with a GPT on megatron-core, on one rank and split across several."""
+"""Text generation with a GPT on megatron-core, on one rank and split across several ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
 
 
 def generated(case: Case, calls: list[dict[str, Any]]) -> list[list[list[int]]]:
-    """Train or load a GPT, and return its output for each call."""
+    """Train or load a GPT, and return its output for each of several calls."""
     with place() as cpu:
         accelerator, model, optimizer, loader = prepared(case, cpu)
         if case.start:
@@ -62,7 +62,7 @@ def test_a_split_model_generates_the_same_text(tmp_path: Any) -> None:
 
 
 def beside_the_logits(case: Case) -> tuple[list[int], list[int], float, float]:
-    """Return greedy tokens, the tokens by the model's logits, and the scores of one and of several beams."""
+    """Return greedy tokens, the tokens that the model's logits imply, and the scores of one beam and of several."""
     from notebook_accelerate.strategies.megatron.megatron_checkpoint import unwrap_chunk
     from notebook_accelerate.strategies.megatron.megatron_generation import next_logits
 

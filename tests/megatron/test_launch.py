@@ -1,4 +1,4 @@
-"""Megatron-LM from a notebook's launcher: `make test-megatron`."""
+"""Megatron-LM launched from a notebook: `make test-megatron`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of the Megatron-LM strategy, which contain the line to type."""
+"""Errors of the Megatron-LM strategy, each of which contains the line to type."""
 
 from __future__ import annotations
 

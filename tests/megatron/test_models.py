@@ -1,4 +1,4 @@
-"""Encoders, and encoder-decoders: their steps on one rank, and on two that share tensors."""
+"""Encoders and encoder-decoders: their training steps on one rank, and on two ranks that share tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 
 CLOSE = 1e-5
 START = {"bert": math.log(32), "classifier": math.log(3), "t5": math.log(32)}
-"""The loss of an untrained model."""
+"""The loss of an untrained model, by kind."""
 
 
 @pytest.mark.parametrize("kind", list(START))

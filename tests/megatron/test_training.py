@@ -1,4 +1,4 @@
-"""GPT on megatron-core, with tensors and stages split across ranks, compared with the same GPT in plain torch."""
+"""A GPT on megatron-core, with its tensors and stages split across ranks, compared with the same GPT in plain torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 CLOSE = 1e-5
-"""The relative tolerance for float32 sums in another order."""
+"""The relative tolerance for float32 sums that are computed in another order."""
 HALF_WAY = 2
 
 
@@ -30,7 +30,7 @@ def test_one_rank_trains_like_plain_torch() -> None:
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[tuple[float, float]]]:
-    """A checkpoint that one rank wrote halfway, and the results of its training."""
+    """Return a checkpoint that one rank wrote halfway through its training, and the results of that training."""
     folder = tmp_path_factory.mktemp("one") / "checkpoint"
     (found,) = run_ranks(run, Case(save_after=HALF_WAY, save_to=str(folder)), world_size=1)
     return folder, found

@@ -58,7 +58,7 @@ _T5 = {
 
 
 class Given(nn.Module):
-    """A model as passed to `prepare`: its configuration determines the model to build."""
+    """A model as users pass it to `prepare`: its configuration determines which model is built."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Given(nn.Module):
 
 
 class GivenForSequenceClassification(Given):
-    """A model whose class name requests labels for whole samples."""
+    """A model whose class name requests training on a label for each sample."""
 
 
 def gpt() -> Given:
@@ -91,7 +91,7 @@ def t5() -> Given:
 
 
 def samples(kind: str = "gpt") -> list[dict[str, torch.Tensor]]:
-    """Return the samples for a kind of model, the same at each call."""
+    """Return the training samples for a kind of model, which are the same at each call."""
     generator = torch.Generator().manual_seed(1)
     words = torch.randint(1, WORDS, (SAMPLES, TOKENS), generator=generator)
     labels = {"gpt": words, "bert": words.where(words % 3 == 0, -100), "classifier": words[:, 0] % 3, "t5": words}
@@ -111,36 +111,36 @@ class Case:
     start: str | None = None
     """The checkpoint to start from."""
     skipped: int = 0
-    """The number of windows that are skipped at the beginning."""
+    """The number of windows that are skipped at the start."""
     save_after: int = -1
     """The step after which a checkpoint is written."""
     save_to: str = ""
     more: dict[str, Any] = field(default_factory=dict)
-    """More settings of the plugin."""
+    """Further settings of the plugin."""
     launched: bool = False
-    """Whether the launch passes the plugin."""
+    """Whether the plugin is passed to the launch instead of the Accelerator."""
 
     def plugin(self) -> MegatronLMPlugin:
-        """Return the plugin for the case."""
+        """Return the plugin with this case's settings."""
         settings: dict[str, Any] = {"num_micro_batches": self.micro_batches, **self.more}
         return MegatronLMPlugin(tp_degree=self.tp, pp_degree=self.pp, **settings)
 
 
 @contextmanager
 def place() -> Iterator[bool]:
-    """Run on the GPU if each rank has one, or else on the CPU.
+    """Run the block on the GPU if each rank has one, and otherwise on the CPU.
 
     Yields:
         Whether the ranks run on the CPU.
     """
     alone = torch.cuda.device_count() < int(os.environ.get("WORLD_SIZE", "1"))
     with warnings.catch_warnings(), cuda_on_cpu() if alone else nullcontext():
-        warnings.simplefilter("ignore")  # megatron-core warns about every missing optional library.
+        warnings.simplefilter("ignore")  # megatron-core warns about every optional library that is missing.
         yield alone
 
 
 def prepared(case: Case, cpu: bool) -> tuple[Accelerator, Any, Any, Any]:
-    """Return an Accelerator with the model, optimizer and loader of a case."""
+    """Return an Accelerator with a case's model, optimizer and loader."""
     plugin = {} if case.launched else {"megatron_lm_plugin": case.plugin()}
     accelerator = Accelerator(cpu=cpu, mixed_precision=case.precision, **plugin)
     set_seed(3)
@@ -181,7 +181,7 @@ def steps(case: Case, accelerator: Accelerator, model: Any, optimizer: Any, load
 
 
 def beside_plain(case: Case) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-    """Train a case on one rank, and the same model in plain torch. Return both losses and norms of each step."""
+    """Train a case on one rank, and the same model in plain torch. Return the losses and norms of both."""
     with place() as cpu:
         accelerator, model, optimizer, loader = prepared(case, cpu)
         (plain,) = make_chunks(accelerator.state.megatron_lm_plugin, accelerator.device)
@@ -193,7 +193,7 @@ def beside_plain(case: Case) -> tuple[list[tuple[float, float]], list[tuple[floa
 
 
 def plainly(model: nn.Module, size: int) -> list[tuple[float, float]]:
-    """Train megatron-core's GPT like any other torch module."""
+    """Train megatron-core's GPT like any other torch module, without its engine."""
     parameters = list(model.parameters())
     wide, flat = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() == 1]
     optimizer = torch.optim.AdamW(

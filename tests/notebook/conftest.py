@@ -1,4 +1,4 @@
-"""Fixtures: one kernel per file, with answers to its prompts."""
+"""Fixtures: one kernel for each file, with answers to its prompts."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from tests.support.notebooks import Notebooks, notebooks
 
 
 class Answers:
-    """The lines that the user types, in order. The prompts are recorded."""
+    """The lines that the user types, in order, and the prompts that were shown."""
 
     def __init__(self) -> None:
         self.waiting: list[str] = []
         self.asked: list[str] = []
 
     def __call__(self, prompt: str) -> str:
-        """Answer one prompt."""
+        """Answer a prompt with the next line."""
         self.asked.append(prompt)
         return self.waiting.pop(0) if self.waiting else ""
 
 
 @pytest.fixture(scope="module")
 def answers() -> Answers:
-    """Return the answers for the file's kernel."""
+    """Return the answers to the prompts of the file's kernel."""
     return Answers()
 
 
 @pytest.fixture(scope="module")
 def kernel(answers: Answers) -> Iterator[Kernel]:
-    """Return a kernel with torch imported and its zygote running."""
+    """Yield a kernel with torch imported and its zygote running."""
     with ready_kernel(answer=answers) as kernel:
         yield kernel
 
 
 @pytest.fixture(scope="session")
 def two_notebooks() -> Iterator[Notebooks]:
-    """Return two kernels that all files share. Each test checks the state that it must not change."""
+    """Yield two kernels that all files share. Tests check that they leave the kernels' state unchanged."""
     with notebooks(2) as found:
         yield found

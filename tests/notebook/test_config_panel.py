@@ -31,14 +31,14 @@ def kernel() -> Iterator[Kernel]:
 
 @pytest.fixture(scope="module")
 def fresh() -> Iterator[Kernel]:
-    """A kernel without any imports."""
+    """Yield a kernel that has not imported anything."""
     with Kernel(server=False) as kernel:
         yield kernel
 
 
 @pytest.fixture
 def shown(kernel: Kernel) -> Cell:
-    """A cell that shows the panel."""
+    """Return a cell that shows the panel."""
     return kernel.check("panel")
 
 
@@ -59,7 +59,7 @@ def test_the_static_form_follows_the_entries(kernel: Kernel, shown: Cell) -> Non
 
 
 def _static(kernel: Kernel, shown: Cell) -> str:
-    """Return the latest static form. An update replaces the display, whichever cell sends the update."""
+    """Return the latest text of the static form. An update replaces the display, whichever cell sends it."""
     outputs = [output for cell in kernel.cells.values() for output in cell.outputs]
     name = [o for o in shown.outputs if o["output_type"] == "display_data"][1]["transient"]["display_id"]
     texts = [o["data"]["text/plain"] for o in outputs if o.get("transient", {}).get("display_id") == name]
@@ -109,7 +109,7 @@ def test_a_panel_loads_no_torch_into_the_kernel() -> None:
 
 
 def test_a_panel_sends_few_messages_and_builds_nested_forms_when_they_are_opened(fresh: Kernel) -> None:
-    """If a slow server does not accept them, a kernel drops messages beyond 1,000. The panel once sent 720 together."""
+    """A kernel with a slow server queues at most 1,000 messages and drops others. The panel once sent 720 together."""
     shown = fresh.check("import notebook_accelerate\npanel = notebook_accelerate.configure()\npanel")
     sent = [message["msg_type"] for message in shown.comms]
     assert sent.count("comm_open") == 2, "the view and its layout"

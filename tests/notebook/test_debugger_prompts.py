@@ -1,4 +1,4 @@
-"""The prompts of several ranks that are stopped at breakpoints."""
+"""Prompts of several ranks that are stopped at breakpoints at the same time."""
 
 from __future__ import annotations
 

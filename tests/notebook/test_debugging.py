@@ -176,7 +176,7 @@ def _nothing_left(kernel: Kernel, answers: Answers) -> Iterator[None]:
 
 
 def diagnosed(kernel: Kernel, function: str, verdict: str) -> str:
-    """Launch, and diagnose until the verdict matches this pattern. Return the whole text."""
+    """Launch, and diagnose until the verdict matches a pattern. Return the whole diagnosis."""
     kernel.check(f"run = go({function})")
     deadline = time.monotonic() + 100
     while True:
@@ -185,13 +185,13 @@ def diagnosed(kernel: Kernel, function: str, verdict: str) -> str:
             " [seen.verdict, repr(seen), time.monotonic() - begin])[-1]"
         )
         if re.fullmatch(verdict, found):
-            print(f"\ndiagnosed in {seconds:.1f} s")  # The goal is 2 s, but test machines are busy.
+            print(f"\ndiagnosed in {seconds:.1f} s")  # The goal is 2 s, which busy test machines may miss.
             return str(text)
         assert time.monotonic() < deadline, found
 
 
 def goes_on(kernel: Kernel, function: str) -> None:
-    """Launch a function that prints "looping" and then runs forever, and wait until both ranks print it."""
+    """Launch a function that prints "looping" and then runs forever. Wait until both ranks have printed it."""
     cell = kernel.check(f"run = go({function})")
     kernel.wait_for(lambda: cell.stdout.count("looping") == 2)
 
@@ -220,7 +220,7 @@ def test_a_collective_under_a_condition_on_the_rank_is_explained(kernel: Kernel)
     diagnosed(
         kernel,
         "guarded",
-        r"rank 1 never reached all_\w+ #1 \(.*"  # It is a collective of the headers, or of the values.
+        r"rank 1 never reached all_\w+ #1 \(.*"  # The call exchanges headers or values in this collective.
         r"The call stands under 'if accelerator\.is_main_process:': "
         r"every rank must make it, so move it out of that block",
     )
@@ -245,7 +245,7 @@ def test_a_stall_under_a_condition_on_the_rank_is_among_the_warnings(kernel: Ker
 
 
 def test_different_shapes_are_reported_with_their_line(kernel: Kernel) -> None:
-    """Gloo does not hang in this case: it aborts the process."""
+    """In this case, gloo does not hang but aborts the process."""
     text = said(kernel.run("launch(unlike_shapes)"))
     assert "different shapes" in text
     assert re.search(rf"at Cell In\[\d+\], line {line_of('def unlike_shapes') + 2}, in unlike_shapes", text)
@@ -281,7 +281,7 @@ def test_the_arguments_of_ranks_are_reported_with_their_lines_in_the_cell(
         f"launch(unlike, start_method={method!r}, env={environment})"
     )
     text = said(cell)
-    shown = re.search(r"Cell In\[(\d+)\], line \d, in unlike", text)  # A frame of the traceback.
+    shown = re.search(r"Cell In\[(\d+)\], line \d, in unlike", text)  # The text contains this frame of the traceback.
     assert shown is not None, text
     number = shown[1]
     assert re.search(rf"rank 0  gather     float32\[2\]  Cell In\[{number}\], line 6: gather\(torch\.ones\(2\)\)", text)
@@ -492,7 +492,7 @@ def test_questions_during_training_are_answered_between_steps(kernel: Kernel) ->
     kernel.check("run = go(training, 60); until(lambda: run.ranks[0].last_step and run.ranks[1].last_step)")
     for _ in range(3):
         at = kernel.value("run.ask('[step, len(taken)]', timeout=60)")
-        # The boundary is the end of optimizer.step(), before the loop counts that step.
+        # Ranks stop at the end of optimizer.step(), before the loop has counted that step.
         assert all(done == step + 1 for step, done in at.values()), at
     kernel.check("def ask(expression):\n    return run.ask(expression, timeout=60)")
     kinds = kernel.value("[type(v).__name__ for v in ask('model.module.weight.norm().detach()').values()]")
@@ -592,7 +592,7 @@ def test_common_mistakes_are_named_once(kernel: Kernel) -> None:
 
 
 def test_a_gradient_that_is_nan_on_one_rank_only_is_reported(kernel: Kernel) -> None:
-    """The loss is finite, and averaged gradients are NaN on all ranks, so only the rank itself can detect this."""
+    """The loss is finite, and averaged gradients are NaN on all ranks, so only the rank itself can notice its NaN."""
     kernel.check(
         "class Bad(torch.autograd.Function):\n"
         "    @staticmethod\n"
@@ -624,7 +624,7 @@ def test_a_gradient_that_is_nan_on_one_rank_only_is_reported(kernel: Kernel) -> 
 
 @pytest.mark.parametrize(("seeded", "said"), [("torch.manual_seed(0)", 0), ("torch.manual_seed(rank())", 1)])
 def test_a_model_that_prepare_does_not_synchronise_is_reported(kernel: Kernel, seeded: str, said: int) -> None:
-    """DDP sends rank 0's parameters to all ranks, but it does not wrap a model without trainable parameters."""
+    """DDP sends rank 0's parameters to the others, but it does not wrap a model without trainable parameters."""
     kernel.check(
         "def teaching():\n"
         "    accelerator = Accelerator()\n"
@@ -644,7 +644,7 @@ def test_a_model_that_prepare_does_not_synchronise_is_reported(kernel: Kernel, s
 
 
 def test_compiled_models_of_unseeded_ranks_are_compared_after_synchronisation(kernel: Kernel) -> None:
-    """DDP sends rank 0's parameters before they are compared, even for a model that is compiled as a whole."""
+    """DDP sends rank 0's parameters before the comparison, even if the whole model is compiled."""
     kernel.check(
         "from notebook_accelerate.utils import TorchDynamoPlugin\n"
         "def compiling(regions, own):\n"
@@ -667,7 +667,7 @@ def test_compiled_models_of_unseeded_ranks_are_compared_after_synchronisation(ke
 
 
 def test_ranks_that_train_apart_are_reported(kernel: Kernel) -> None:
-    """The prepared model is bypassed, so nothing averages the gradients."""
+    """The prepared model is bypassed, so gradients are not averaged."""
     kernel.check(
         "def apart():\n"
         "    accelerator = Accelerator()\n"

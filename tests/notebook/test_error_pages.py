@@ -1,4 +1,4 @@
-"""In a notebook, the message of each exception ends with the address of its page; in a terminal, it does not."""
+"""In a notebook, every exception's message ends with the address of its page; in a terminal, it does not."""
 
 from __future__ import annotations
 

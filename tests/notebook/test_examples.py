@@ -1,4 +1,4 @@
-"""The examples as a reader runs them: from top to bottom, in a separate kernel."""
+"""The example notebooks as a reader runs them: from top to bottom, each in its own kernel."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_the_quickstart_learns_fails_and_stops(kernel: Kernel) -> None:
     launch = find(cells, "run = notebook_launcher")
     assert launch.stdout.count("[rank 0] epoch") == 8
     others = [line for line in launch.stdout.splitlines() if line.startswith("[rank 1]")]
-    assert all("[Gloo] Rank" in line for line in others)  # torch 2.9 prints that it has connected the ranks.
+    assert all("[Gloo] Rank" in line for line in others)  # torch 2.9 prints that gloo has connected the ranks.
     results = kernel.value("run.results")
     assert len(results) == 2
     assert results[0] == results[1] > 0.95
@@ -56,7 +56,7 @@ def test_the_quickstart_learns_fails_and_stops(kernel: Kernel) -> None:
 
 @pytest.mark.timeout(400)
 def test_the_tiny_gpt_learns_and_writes(kernel: Kernel) -> None:
-    """After 60 of the 240 steps, the test loss is 0.47 of the first one, below the 0.6 that the notebook requires."""
+    """After 60 of the 240 steps, the test loss is 0.47 times the first one. The notebook requires at most 0.6."""
     cells = run_all(kernel, ROOT / "examples" / "02_tiny_gpt.ipynb")
 
     launch = find(cells, "run = notebook_launcher(train, (STEPS,)")

@@ -1,4 +1,4 @@
-"""The displays of a run in front ends without live widgets, and in notebooks without a front end."""
+"""The displays of a run in front ends without live widgets, and in notebooks that run without a front end."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def launch(until, **options):
 
 
 def _static(cell: Cell) -> list[dict[str, Any]]:
-    """Return the bundles of a cell in the saved notebook, except for the live view and empty ones."""
+    """Return the MIME bundles that a cell has in the saved notebook, except for the live view and empty ones."""
     return [data for data in cell.displays if WIDGET not in data and data != {"text/plain": ""}]
 
 
 def _points(cell: Cell) -> int:
-    """Return the number of points that the static form shows, or -1 if it shows none."""
+    """Return the number of points that the static form shows, or -1 if it shows no curve."""
     found = re.search(r"^loss +(\d+) ", "\n".join(data["text/plain"] for data in _static(cell)), re.MULTILINE)
     return int(found.group(1)) if found else -1
 
@@ -62,7 +62,8 @@ def _grows(kernel: Kernel, cell: Cell) -> None:
     ids=["jupyter", "vscode", "databricks"],
 )
 def test_a_front_end_without_a_renderer_gets_an_updated_html_display(front_end: dict[str, str]) -> None:
-    with Kernel(env=front_end, server=False) as kernel:  # No view reports that it has been drawn.
+    # This kernel's front end never reports that it has drawn a view.
+    with Kernel(env=front_end, server=False) as kernel:
         kernel.check(TRAIN)
         cell = kernel.check("run = launch('end', block=False)")
         assert any(WIDGET in data for data in cell.displays)
@@ -86,7 +87,8 @@ def test_a_front_end_that_draws_the_panel_gets_no_hint() -> None:
         plots = [comm for comm in cell.comms if comm["msg_type"] == "comm_open" and _is_feed(comm)]
         client = kernel.client
         content = {"comm_id": plots[0]["comm_id"], "data": {"method": "custom", "content": {"kind": "drawn"}}}
-        client.session.send(client.shell_channel.socket, "comm_msg", content)  # static/feed.js sends this.
+        # In a browser, static/feed.js sends this message.
+        client.session.send(client.shell_channel.socket, "comm_msg", content)
         kernel.pump(13.0)
         assert kernel.value("__import__('notebook_accelerate.widgets.front_end').widgets.front_end.front_end.drawn")
         assert NOT_DRAWN not in str(cell.displays)
@@ -99,7 +101,7 @@ def _is_feed(comm: dict[str, Any]) -> bool:
 
 
 def test_a_blocking_cell_expects_no_report() -> None:
-    with Kernel(server=False) as kernel:  # ipykernel handles the report of a view after the cell.
+    with Kernel(server=False) as kernel:  # While a cell blocks, ipykernel cannot handle a view's report.
         kernel.check(TRAIN)
         cell = kernel.submit("launch('end')")
         kernel.wait_for(lambda: any(WIDGET in data for data in cell.displays), what="the panel")
@@ -154,7 +156,7 @@ def test_a_notebook_executed_by_nbconvert_shows_the_report(tmp_path: Path) -> No
 
 
 def test_launch_input_and_stop_work() -> None:
-    """The kernel is started as VS Code starts it."""
+    """The kernel is started in the way that VS Code starts it."""
     with Kernel(env={"VSCODE_PID": "1"}, server=False) as kernel:
         kernel.check(TRAIN)
         assert kernel.value("__import__('notebook_accelerate').hardware.detect().host") == "vscode"

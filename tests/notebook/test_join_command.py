@@ -53,7 +53,7 @@ Start = Callable[..., JoinCommand]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Return a function that starts a command line, by default with the run's secret in the environment."""
+    """Yield a function that starts a command line, by default with the run's secret in the environment."""
     with ExitStack() as started:
 
         def call(*command: str, secret: str = SECRET, **options: Any) -> JoinCommand:
@@ -82,7 +82,7 @@ def secret_file(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def first(kernel: Kernel) -> Kernel:
-    """Return the first notebook's kernel, with the functions."""
+    """Return the first notebook's kernel, with the functions defined."""
     for code in (SETUP, FUNCTIONS, "launch(time.sleep, 1.0, panel=True)", "look()"):
         kernel.check(code, LIMIT)
     return kernel
@@ -90,7 +90,7 @@ def first(kernel: Kernel) -> Kernel:
 
 @pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compare the state of the kernel that a launch must not change, before and after each test."""
+    """Check that each test leaves unchanged what a launch must not change in the kernel."""
     if "first" not in request.fixturenames:
         yield
         return
@@ -103,7 +103,7 @@ def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def launch(kernel: Kernel, function: str, address: str = "127.0.0.1", **options: Any) -> tuple[Cell, str]:
-    """Start a launch with one rank here, by default for two nodes. Return its cell, and ADDRESS:PORT."""
+    """Start a launch with one rank here, for two nodes by default. Return its cell and its ADDRESS:PORT."""
     port = free_port()
     given = {"num_processes": 1, "num_nodes": 2, "master_addr": address, "use_port": port, "panel": True, **options}
     given["rdzv_conf"] = {"secret": SECRET}
@@ -112,7 +112,7 @@ def launch(kernel: Kernel, function: str, address: str = "127.0.0.1", **options:
 
 
 def begin(kernel: Kernel, start: Start, *options: str, nodes: int = 2, **more: Any) -> tuple[JoinCommand, list[int]]:
-    """Return the command that has joined a run of three sleeping ranks, and the ranks' process ids."""
+    """Let a command join a run of three sleeping ranks. Return the command and the ranks' process ids."""
     cell, where = launch(kernel, "meet, -1, 600.0", num_nodes=nodes, block=False)
     command = start(where, *(["--num_processes", "2"] if nodes == 2 else []), *options, **more)
     kernel.wait_for(lambda: cell.stdout.count("sum 3.0") == 3, LIMIT, "three sums")
@@ -120,7 +120,7 @@ def begin(kernel: Kernel, start: Start, *options: str, nodes: int = 2, **more: A
 
 
 def end_of_run(kernel: Kernel) -> list[str]:
-    """Wait for the end of the run. Return the type and the text of its error."""
+    """Wait for the end of the run. Return the type and the message of its error."""
     assert kernel.value("run.wait(100)", LIMIT)
     return list(kernel.value("[type(run.error).__name__, str(run.error)]"))
 
@@ -348,7 +348,7 @@ def test_a_scheduler_cancels_its_commands(first: Kernel, start: Start) -> None:
 
 
 def over_ssh(start: Start, path: Path, where: str, *prefix: str) -> JoinCommand:
-    """Start a shell whose environment lacks a variable. The secret arrives on stdin and goes into a file."""
+    """Start a shell that lacks the variable of the secret, which arrives on stdin and goes to a file."""
     shell = ("env", "-i", "/bin/sh", "-c", SSH, "sh")
     return start(*prefix, *shell, str(path), sys.executable, where, env={"PATH": os.environ["PATH"]}, sent=SECRET)
 

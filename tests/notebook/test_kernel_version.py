@@ -1,4 +1,4 @@
-"""The kernels of a test run have the version under test, which `make test-kernels` and `make test-colab` set."""
+"""Kernels have the version that is being tested: `make test-kernels` and `make test-colab` set it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Defects of other launchers in notebooks, by number in the list of known defects, are absent here."""
+"""Defects of other launchers in notebooks do not occur here. The numbers are those in the list of known defects."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def test_defect_06_the_cell_shows_the_rank_that_failed_first(kernel: Kernel) -> 
     text = said(kernel.run("launch(train)"))
     assert blames(text, 1)
     assert "KeyError: 'the cause'" in text
-    assert text.rstrip().splitlines()[-2].startswith("WorkerError")  # The last line is the error's page.
+    # The last line is the address of the error's page.
+    assert text.rstrip().splitlines()[-2].startswith("WorkerError")
 
 
 def test_defect_07_lines_are_complete_and_labelled_and_bars_and_displays_arrive(kernel: Kernel) -> None:
@@ -199,7 +200,7 @@ def test_defect_15_zero_processes_is_an_error_and_other_numbers_are_obeyed(kerne
 def test_defect_16_an_imported_bitsandbytes_does_not_prevent_a_launch(kernel: Kernel) -> None:
     cell = kernel.check("import importlib.util; importlib.util.find_spec('bitsandbytes') is not None")
     if cell.result_text == "False":
-        # The mere presence of the name among the modules made other launchers refuse.
+        # Other launchers refused to launch if only the name was among the modules.
         kernel.check("import types; sys.modules['bitsandbytes'] = types.ModuleType('bitsandbytes')")
     else:
         kernel.check("import bitsandbytes")

@@ -1,4 +1,4 @@
-"""Warm ranks from cells: %%ranks, %%rank, %rank_status, %rank_restart, %rank_stop."""
+"""Cells on warm ranks: %%ranks, %%rank, %rank_status, %rank_restart, %rank_stop."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def _loaded(kernel: Kernel) -> None:
 
 @pytest.fixture(autouse=True)
 def warm(kernel: Kernel, answers: Answers) -> None:
-    """Provide two warm ranks that all tests share, and that are restarted after a test has stopped them."""
+    """Start two warm ranks that all tests share, unless they are still running from an earlier test."""
     answers.waiting.clear()
     answers.asked.clear()
     kernel.check("%%ranks -n 2\nimport time, torch, torch.distributed as dist")
 
 
 def lines(cell: Cell) -> list[str]:
-    """Return the lines that a cell printed, sorted because ranks print at the same time."""
+    """Return the lines that a cell printed, sorted because the ranks print at the same time."""
     return sorted(cell.stdout.splitlines())
 
 
@@ -123,7 +123,7 @@ def test_a_cell_that_cannot_be_interrupted_ends_the_group_with_an_explanation(ke
 
 
 def _wait_until_stuck(kernel: Kernel, pid: int) -> None:
-    """Wait until the main thread of a process sleeps and does not even wake up to poll."""
+    """Wait until a process's main thread sleeps and does not even wake up to poll."""
     main = psutil.Process(pid)
     looks: list[object] = []
 

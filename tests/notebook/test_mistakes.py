@@ -1,4 +1,4 @@
-"""A user's mistake is shown as the user's line and one sentence. A fault keeps its whole traceback."""
+"""A user's mistake is shown as the user's line and one sentence, but a fault keeps its whole traceback."""
 
 from __future__ import annotations
 

@@ -17,14 +17,14 @@ pytestmark = [pytest.mark.notebook, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def names() -> Iterator[list[str]]:
-    """Return two namespaces with a cable between them, if this machine permits creating them."""
+    """Yield the names of two namespaces with a cable between them, if this machine permits creating them."""
     with two_namespaces("two") as names:
         yield names
 
 
 @pytest.fixture(scope="module")
 def pair(names: list[str]) -> Iterator[Notebooks]:
-    """Return a kernel in each namespace."""
+    """Yield a kernel in each namespace."""
     with notebooks(2, [("ip", "netns", "exec", name) for name in names]) as found:
         yield found
 
@@ -54,11 +54,11 @@ def test_two_machines_form_one_run(pair: Notebooks, backend: str) -> None:
 def test_kernels_listen_on_the_cable_only(pair: Notebooks, names: list[str]) -> None:
     for kernel in pair.kernels:
         kernel.check(LISTENING, LIMIT)
-    before = pair.values("sorted(set(listening()))")  # These are ipykernel's, on loopback.
+    before = pair.values("sorted(set(listening()))")  # These listeners on loopback are ipykernel's.
     options = {"master_addr": ADDRESSES[0], "rdzv_conf": {"secret": "hush"}, "block": False}
     cells = pair.finish(pair.launch("meet, -1, 600.0", "num_processes=1", "num_processes=1", **options))
     pair.wait_until_all_print(cells, "sum 1.0", [2, 1])
-    # The kernel and its children must have no listener on all interfaces, and none left over.
+    # The kernel and its children must not listen on all interfaces, and must stop listening with the run.
     everywhere = {"00000000", "0" * 32}
     assert [sorted(everywhere & set(found)) for found in pair.values("listening()")] == [[], []]
     pair.kernels[1].check("run.stop()", LIMIT)

@@ -102,7 +102,7 @@ def test_display_arrives_as_display_data_and_is_updated(kernel: Kernel, method: 
         f"launch(show, start_method={method!r});"
     )
     html = [data.get("text/html", "") for data in cell.displays]
-    html = [text for text in html if "notebook-accelerate-report" not in text]  # Leave out the panel.
+    html = [text for text in html if "notebook-accelerate-report" not in text]  # Leave out the panel's report.
     assert html.count("<i>second</i>") == 2
     assert not any("first" in text for text in html)
     assert sum("<table" in text for text in html) == 2
@@ -285,7 +285,7 @@ def test_log_lines_of_ranks_reach_a_cell_that_captures_its_output(kernel: Kernel
 
 
 def test_a_display_is_shown_while_the_output_is_redirected(kernel: Kernel) -> None:
-    """No mark is written into the redirected output."""
+    """The redirected output must not contain any marks for the displays."""
     cell = kernel.check(
         "from IPython.display import HTML, display\nimport contextlib, io\n"
         "def show():\n    display(HTML('<b>1</b>'))\n    saved = os.dup(1)\n    file = open('redirected', 'w+b')\n"
@@ -508,7 +508,8 @@ def test_cleared_displays_are_replaced(kernel: Kernel, method: str) -> None:
 @METHODS
 def test_shell_commands_of_a_function_run(kernel: Kernel, method: str) -> None:
     lines = "!echo $word; echo again"
-    if not kernel.value("'getoutput' in get_ipython().transform_cell('lines = !ls')"):  # IPython 7 on Python 3.12.
+    # IPython 7 on Python 3.12 does not transform this syntax.
+    if not kernel.value("'getoutput' in get_ipython().transform_cell('lines = !ls')"):
         lines = "get_ipython().getoutput('echo $word; echo again')"
     kernel.check(
         f"def listing():\n    word = f'from rank {{rank()}}'\n    !echo said {{word}}\n    lines = {lines}\n"

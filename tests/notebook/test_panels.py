@@ -1,4 +1,4 @@
-"""Panels in a real kernel are shown once, and then replaced with the report."""
+"""In a real kernel, each panel is shown once and then replaced with the report."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def launch(*args, until="", **kwargs):
 
 
 def _kinds(cell: Cell) -> list[str]:
-    """Return the kinds of the panel's displays, in order, without the output around it."""
+    """Return the kinds of the panel's displays in order, without the static form next to it."""
     beside = {_name(output) for output in cell.outputs if "na-left" in output.get("data", {}).get("text/html", "")}
     return [_kind(output["data"]) for output in _shown(cell) if _name(output) not in beside]
 
@@ -58,7 +58,7 @@ def _kind(data: dict[str, Any]) -> str:
 
 
 def _filled(cell: Cell) -> list[dict[str, Any]]:
-    """Return the non-empty displays in the saved notebook."""
+    """Return the displays in the saved notebook that are not empty."""
     return [data for data in cell.displays if data != {"text/plain": ""}]
 
 
@@ -86,7 +86,7 @@ def test_a_blocking_launch_shows_its_panel_and_leaves_the_report(kernel: Kernel)
 
 
 def _rests(kernel: Kernel) -> None:
-    """Wait until the thread of the panels exits."""
+    """Wait for the exit of the thread that renders panels."""
     names = "[t.name for t in __import__('threading').enumerate() if 'panels' in t.name]"
     kernel.wait_for(lambda: kernel.value(names) == [], what="the end of the thread of the panels")
 
@@ -173,7 +173,7 @@ def test_the_kernel_responds_while_ten_thousand_points_arrive_per_second(kernel:
     cell = kernel.check("run = launch(600, 5000, block=False)")
     points = "sum(len(series.values) for series in run.metrics.values())"
     kernel.wait_for(lambda: kernel.value(points) > 10_000, what="points")
-    with Kernel() as other:  # An idle kernel on the same machine, for comparison.
+    with Kernel() as other:  # Compare with an idle kernel on the same machine.
         pairs = [(_answer(other), _answer(kernel)) for _ in range(40)]
     idle, busy = ([pair[index] for pair in pairs] for index in (0, 1))
     count = kernel.value(points)
@@ -184,7 +184,7 @@ def test_the_kernel_responds_while_ten_thousand_points_arrive_per_second(kernel:
         f"{1000 * statistics.median(busy):.1f} ms, slowest {1000 * max(busy):.1f} ms; {count:,} points kept; "
         f"{len(updates)} messages under the cell"
     )
-    # `make bench` measures this precisely. On a busy machine, a working kernel is scheduled after an idle one.
+    # `make bench` measures this precisely. Here, a busy machine may schedule the working kernel after the idle one.
     assert statistics.median(busy) < 0.5 + 10 * statistics.median(idle)
 
 
@@ -201,13 +201,13 @@ def test_static_forms_replace_live_views_when_the_kernel_exits() -> None:
         kernel.check("run = launch(0.2)")
         panel, table = kernel.check("run.panel()"), kernel.check("notebook_accelerate.widgets.RunsTable()")
         assert _kinds(panel) == _kinds(table) == ["live"]
-        kernel.client.shutdown()  # This runs exit handlers.
+        kernel.client.shutdown()  # A shutdown runs exit handlers.
         kernel.wait_for(lambda: _kinds(panel)[-1] == _kinds(table)[-1] == "report")
 
 
 def test_a_large_static_form_is_sent_after_other_large_messages() -> None:
-    # pyzmq sends messages of 64 KiB and more without a copy, until its own exit handler. That handler runs before ours
-    # if it was registered with the first such message of a cell.
+    # Until its own exit handler has run, pyzmq sends messages of 64 KiB and more without copying them. If a cell's
+    # first such message registered that handler, it runs before the package's handler.
     with Kernel(server=False) as kernel:
         kernel.check(TRAIN)
         kernel.check("run = launch(0.2)")
@@ -289,7 +289,7 @@ def test_a_table_of_runs_adds_later_runs_and_is_then_suspended(kernel: Kernel) -
     kernel.check(TRAIN)
     kernel.check("table = notebook_accelerate.widgets.RunsTable()\ntable")
     row = "next((row for row in table.rows if row[0] == str(runs()[-1].id)), None)"
-    _rests(kernel)  # All runs are finished.
+    _rests(kernel)  # All runs have finished by now.
     cell = kernel.check("launch(until='followed', block=False, panel=False)")
     kernel.wait_for(
         lambda: kernel.value(f"{row} is not None and 'running' in str(table.grid.table)"), what="the new run"

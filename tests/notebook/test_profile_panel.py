@@ -1,4 +1,4 @@
-"""Profiles in a real kernel are shown as a live view next to its static form, with a limit on live views."""
+"""Profiles in a real kernel are shown as live views with static forms, and the number of live views is limited."""
 
 from __future__ import annotations
 

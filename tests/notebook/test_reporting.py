@@ -1,4 +1,4 @@
-"""Training code without an Accelerator reports to its run."""
+"""Training code that uses no Accelerator reports to its run."""
 
 from __future__ import annotations
 

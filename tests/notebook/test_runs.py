@@ -1,4 +1,4 @@
-"""A run in a notebook is awaited, shown, and stopped with the kernel, and leaves the kernel's state unchanged."""
+"""A run in a notebook can be awaited and shown, is stopped with the kernel, and leaves the kernel's state unchanged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_interrupting_an_await_stops_the_run(kernel: Kernel) -> None:
     kernel.interrupt()
     kernel.finish(cell)
     assert "KeyboardInterrupt" in said(cell) or "Cancelled" in said(cell)
-    kernel.check("last = notebook_accelerate.runs()[-1]")  # On a busy machine, the launch itself is interrupted.
+    kernel.check("last = notebook_accelerate.runs()[-1]")  # On a busy machine, the interrupt hits the launch itself.
     assert kernel.value("(last.wait(100), last.status)") == [True, "stopped"]
 
 
@@ -46,7 +46,7 @@ def test_a_run_is_shown_in_several_formats(kernel: Kernel) -> None:
     launched = kernel.check("shown = launch(rank)\nshown")
     assert launched.result is not None
     assert "succeeded" in launched.result["text/plain"]
-    assert "text/html" not in launched.result  # The panel is already above.
+    assert "text/html" not in launched.result  # The panel above already shows the run.
     again = kernel.check("shown").result
     assert again is not None
     assert "<table" in again["text/html"]
@@ -82,7 +82,7 @@ def test_a_launch_leaves_nothing_in_the_kernel(kernel: Kernel) -> None:
     kernel.run("launch(lambda: 1 / 0)")
     deadline = time.monotonic() + 60
     while (after := kernel.value(look)) != before and time.monotonic() < deadline:
-        kernel.pump(0.2)  # An ended thread may remain visible for a moment.
+        kernel.pump(0.2)  # A thread that has ended may remain visible for a moment.
     assert after == before
     assert children(kernel) == []
 

@@ -1,4 +1,4 @@
-"""Debugging a run of several notebooks entirely from the first one."""
+"""A run of several notebooks is debugged entirely from the first one."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def skips():
 
 @pytest.fixture(scope="module")
 def pair(two_notebooks: Notebooks) -> Notebooks:
-    """Return two kernels with the functions."""
+    """Return two kernels with the functions defined."""
     for kernel in two_notebooks.kernels:
         kernel.check(FUNCTIONS, LIMIT)
         kernel.check("%load_ext notebook_accelerate", LIMIT)
@@ -62,7 +62,7 @@ def pair(two_notebooks: Notebooks) -> Notebooks:
 
 @pytest.fixture(autouse=True)
 def nothing_left(pair: Notebooks) -> Iterator[None]:
-    """Compare the state of the kernels that a launch must not change, before and after each test."""
+    """Check that each test leaves unchanged what a launch must not change in the kernels."""
     before = pair.values("look()")
     yield
     for kernel in pair.kernels:
@@ -73,7 +73,7 @@ def nothing_left(pair: Notebooks) -> Iterator[None]:
 
 
 def shows(pair: Notebooks, index: int, cell: Cell, text: str) -> None:
-    """Wait until a cell of a notebook shows a text."""
+    """Wait until a notebook's cell shows a text."""
     shown: Callable[[], bool] = lambda: text in cell.plain  # noqa: E731 - typed
     pair.kernels[index].wait_for(shown, LIMIT, text)
 
@@ -156,7 +156,7 @@ def test_a_failure_holds_the_ranks_of_all_notebooks(pair: Notebooks, failing: in
     assert pair.values(f"{RUN}.status") == ["failed", "failed"]
     first, second = pair.kernels
     assert first.value(f"{RUN}.ask('value', ranks=[1], timeout=60)[1]", LIMIT) == 41
-    if failing:  # The other notebook's rank is debugged in the first notebook until the user quits.
+    if failing:  # Until the user quits, the first notebook shows the debugger of the other notebook's rank.
         first.types("p value", "q")
         assert "[rank 1] 41" in first.check(f"{RUN}.debug()", LIMIT).plain
     else:

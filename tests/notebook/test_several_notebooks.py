@@ -1,4 +1,4 @@
-"""Several kernels run one cell together. The first one supervises the ranks of all kernels, and all finish together."""
+"""Several kernels run one cell together. The first one supervises the ranks of all, and all finish at the same time."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SECRET = {"secret": "hush"}
 
 @pytest.fixture
 def pair(two_notebooks: Notebooks) -> Notebooks:
-    """Return two kernels."""
+    """Return the two shared kernels."""
     return two_notebooks
 
 
 @pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compare the state of the kernels that a launch must not change, before and after a test that uses the pair."""
+    """Check that each test with the pair leaves unchanged what a launch must not change in the kernels."""
     if "pair" not in request.fixturenames:
         yield
         return
@@ -56,7 +56,7 @@ def test_notebooks_may_have_different_numbers_of_ranks(pair: Notebooks) -> None:
 
 
 def test_without_a_secret_each_notebook_runs_its_own_ranks(pair: Notebooks) -> None:
-    """As with torchrun's static rendezvous, the notebooks are connected only through torch."""
+    """As with torchrun's static rendezvous, only torch connects the notebooks."""
     first, second = pair.finish(pair.launch("meet", "num_processes=2", "num_processes=2"))
     first.expect_ok()
     second.expect_ok()
@@ -255,7 +255,7 @@ def test_a_failure_is_reported_at_its_line_of_the_cell_in_every_notebook(pair: N
         name = "Cell In[2]" if index == owner else f"Cell In[2] of node {owner}"
         assert f"{name}, line 8" in said(cell)
         assert 'raise KeyError("bad batch")' in said(cell)
-    assert pair.values("run.status if 'run' in dir() else ''")  # The kernels survive.
+    assert pair.values("run.status if 'run' in dir() else ''")  # The kernels must survive the failure.
     assert pair.values("notebook_accelerate.runs()[-1].status") == ["failed", "failed"]
 
 
@@ -280,7 +280,7 @@ def test_a_stop_while_the_ranks_of_another_notebook_start(pair: Notebooks) -> No
     server = "__import__('notebook_accelerate.launch.processes.zygote', fromlist=['zygote'])._zygote"
     first, second = pair.kernels
     second.check("launch(time.sleep, 0.1, start_method='zygote')", LIMIT)
-    second.check(f"os.kill({server}.pid, signal.SIGSTOP)")  # It is replaced after five seconds.
+    second.check(f"os.kill({server}.pid, signal.SIGSTOP)")  # The suspended zygote is replaced after five seconds.
     options = f"num_processes=1, num_nodes=2, use_port={free_port()}, rdzv_conf={SECRET}, start_method="
     begun = first.submit(f"launch(meet, -1, 600.0, {options}'fork')")
     joined = second.submit(f"launch(meet, -1, 600.0, node_rank=1, {options}'zygote')")
@@ -417,7 +417,8 @@ for batch in data():
 
 
 def test_the_remaining_notebooks_resume_from_the_last_checkpoint(tmp_path: Path) -> None:
-    with notebooks(2) as found, notebooks(1) as victim:  # An optimizer sets TORCHINDUCTOR_CACHE_DIR.
+    # Use separate kernels, because an optimizer sets TORCHINDUCTOR_CACHE_DIR in them.
+    with notebooks(2) as found, notebooks(1) as victim:
         three = Notebooks([*found.kernels, *victim.kernels])
         for kernel in three.kernels:
             kernel.check(WARM_OPTIMIZER, LIMIT)
@@ -429,7 +430,8 @@ def test_the_remaining_notebooks_resume_from_the_last_checkpoint(tmp_path: Path)
         )
         call = f"run = launch(train, {str(tmp_path)!r}, 600.0, {options})"
         begun = [found.kernels[0].submit(call)]
-        found.kernels[0].wait_for(lambda: "1 of 3 nodes" in begun[0].stdout, LIMIT)  # It hosts the store.
+        # The first notebook hosts the store.
+        found.kernels[0].wait_for(lambda: "1 of 3 nodes" in begun[0].stdout, LIMIT)
         begun += [kernel.submit(call) for kernel in three.kernels[1:]]
         three.wait_until_all_print(begun, "step 4 of 3", [3, 1, 1])
         os.kill(victim.kernels[0].pid, 9)

@@ -1,4 +1,4 @@
-"""A kernel starts the zygote after the cell that imports the launcher."""
+"""A kernel starts the zygote after the cell that imports the launcher has finished."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.notebook
     ids=["jupyter", "colab", "kaggle"],
 )
 def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
-    """Return a kernel that has not imported the package."""
+    """Yield a kernel that has not imported the package."""
     with Kernel(request.param) as kernel:
         yield kernel
 

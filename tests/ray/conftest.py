@@ -1,4 +1,4 @@
-"""One cluster of two nodes for all tests of this folder. `make test-ray` provides the environment."""
+"""One cluster of two nodes for all tests in this folder. `make test-ray` provides the environment."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 
 from tests.support.ray_cluster import SHADOW, LocalCluster
 
-# Set this before anything imports Ray, here and in kernels started from here.
+# Set these before anything imports Ray, in this process or in kernels that it starts.
 sys.path.insert(0, str(SHADOW))
 os.environ["PYTHONPATH"] = os.pathsep.join([str(SHADOW), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 (Path(__file__).resolve().parents[2] / ".build").mkdir(exist_ok=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip if Ray is not installed. Starting a node may take minutes on a busy machine."""
+    """Skip the tests if Ray is not installed. Give them time, because a busy machine starts a node in minutes."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.timeout(900))
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[LocalCluster]:
-    """A cluster with three CPUs on the head node and two on the other node."""
+    """Yield a cluster with three CPUs on the head node and two on the other node."""
     found = LocalCluster(3, 2, client=True)
     os.environ["RAY_ADDRESS"] = found.address
     yield found
@@ -39,6 +39,6 @@ def cluster() -> Iterator[LocalCluster]:
 
 @pytest.fixture(autouse=True)
 def room(request: pytest.FixtureRequest) -> None:
-    """Start with a cluster that has released all resources, because the placement of ranks depends on it."""
+    """Wait until the cluster has released all resources, because the placement of ranks depends on them."""
     if "cluster" in request.fixturenames:
         request.getfixturevalue("cluster").wait_until_free()

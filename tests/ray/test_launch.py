@@ -1,4 +1,4 @@
-"""Runs on a cluster of two nodes, as the user sees them: results, output, failures, stops and resources."""
+"""Runs on a cluster of two nodes, as users see them: results, output, failures, stops and resources."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPREAD = RayCluster(strategy="SPREAD")
 
 
 def mapped_at(address: int) -> str:
-    """Return the device and the inode of the file that is mapped at an address in this process."""
+    """Return the device and inode of the file that this process has mapped at an address."""
     for line in Path("/proc/self/maps").read_text().splitlines():
         area, _, _, device, inode, *_ = line.split()
         begin, _, end = area.partition("-")
@@ -35,7 +35,7 @@ def mapped_at(address: int) -> str:
 
 
 def train(big: torch.Tensor, gate: Path) -> dict[str, Any]:
-    """Reduce over all ranks, print, log, and return the rank's location, once `gate` exists."""
+    """Print and log; once `gate` exists, reduce over all ranks, and return facts about this rank."""
     from notebook_accelerate import Accelerator
 
     accelerator = Accelerator()
@@ -79,7 +79,7 @@ def test_a_run_spans_two_nodes(cluster: LocalCluster, capfd: pytest.CaptureFixtu
         assert result["environment"][2] == str(nodes.count(nodes[rank]))
         assert result["environment"][3:] == [str(nodes[rank]), master, "lo"]
         assert (result["breakpoint"], result["threads"]) == ("", 1)
-    # The tensors reached each node once: its ranks map one file, and the other node's rank maps another.
+    # The tensor reached each node once: two ranks map the same file, and the rank on the other node maps another.
     files = [result["file"] for result in results]
     assert len(set(files)) == 2
     assert files.count(files[alone]) == 1
@@ -168,7 +168,7 @@ def test_questions_and_diagnoses_work(cluster: LocalCluster) -> None:
         until(lambda: any(place.rank == 0 and place.waiting for place in run.diagnose().places))
         until(lambda: "barrier" in run.diagnose().text)
         until(lambda: "time.sleep(0.1)" in str(run.stacks()))
-        # A rank that cannot answer is inspected by its host from outside.
+        # A suspended rank cannot answer, so its host inspects it from outside.
         os.kill(int(run.ranks[1].pid or 0), signal.SIGSTOP)
         assert len(run.diagnose().places) == 2
     finally:
@@ -178,7 +178,7 @@ def test_questions_and_diagnoses_work(cluster: LocalCluster) -> None:
 
 @pytest.mark.parametrize("rank_first", [False, True], ids=["actor", "rank, then actor"])
 def test_a_killed_actor_is_reported_and_the_group_restarts(cluster: LocalCluster, rank_first: bool) -> None:
-    """A Ray worker whose node is lost kills its child processes before itself. This is not a failure of the ranks."""
+    """When a node is lost, Ray's worker kills its child processes before itself, which is not the ranks' failure."""
 
     def fragile() -> str:
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
@@ -313,7 +313,7 @@ def test_a_launch_through_rays_client_works(cluster: LocalCluster) -> None:
 
 
 def resumable(folder: str, wait: bool) -> list[float]:
-    """Train six steps with a checkpoint after each. With `wait`, the first attempt stops after the third."""
+    """Train six steps, with a checkpoint after each. With `wait`, the first attempt hangs after the third step."""
     import tests.support.mounted
     from notebook_accelerate import Accelerator
 
@@ -355,10 +355,10 @@ def resumable(folder: str, wait: bool) -> list[float]:
 def tables(run: Any) -> dict[str, list[str]]:
     """Return the header of each table in a run's report, by caption."""
     html = run.report().html
-    between = r"(?:(?!<table|<summary).)*"  # A section may have a picture above its table.
+    between = r"(?:(?!<table|<summary).)*"  # A section may have a picture above the table.
     found = re.findall(rf"<summary>([^<]*)</summary>{between}<table[^>]*><thead><tr>(.*?)</tr></thead>", html)
     heads = {caption.partition(":")[0]: re.findall(r"<th[^>]*>(.*?)</th>", head) for caption, head in found}
-    heads.pop("Step time", None)  # Longer runs report it once a second.
+    heads.pop("Step time", None)  # Only longer runs report step times.
     return heads
 
 
@@ -411,7 +411,7 @@ def test_a_launch_waits_until_a_node_with_gpus_joins(cluster: LocalCluster) -> N
     before = notebook_accelerate.runs()
     thread.start()
     until(lambda: any(run.notes for run in notebook_accelerate.runs() if run not in before))
-    address = cluster.add_node(2, gpus=3, late=2)  # Ray does not check whether the node has them.
+    address = cluster.add_node(2, gpus=3, late=2)  # Ray does not check whether a node has the GPUs that it claims.
     thread.join(300)
     run = found[0]
     assert run.results[0] == run.results[1], "both ranks see both devices, each its own device at its local rank"
@@ -424,7 +424,7 @@ def test_a_launch_waits_until_a_node_with_gpus_joins(cluster: LocalCluster) -> N
 
 
 def served(folder: str) -> tuple[str, bool, str]:
-    """Return the version of `accelerate`, whether it is this package, and the version that a child process sees."""
+    """Return the version of `accelerate`, whether this package serves it, and the version that a child process sees."""
     import importlib
     import importlib.metadata
     import subprocess

@@ -1,4 +1,4 @@
-"""Unchanged notebooks on a cluster: NOTEBOOK_ACCELERATE_ON sends their launches there."""
+"""Unchanged notebooks run on a cluster: NOTEBOOK_ACCELERATE_ON sends their launches there."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ON_RAY = "[run.plan.start_method for run in notebook_accelerate.runs()]"
 
 @pytest.fixture(scope="module")
 def kernel(cluster: LocalCluster) -> Iterator[Kernel]:
-    """A kernel whose launches go to the cluster."""
+    """Yield a kernel whose launches go to the cluster."""
     variables = {"OMP_NUM_THREADS": "1", "QUICKSTART_EPOCHS": "8", "NOTEBOOK_ACCELERATE_ON": "ray"}
     with ready_kernel(zygote=False, timeout=300.0, env={**os.environ, **variables}) as kernel:
         yield kernel
@@ -64,7 +64,7 @@ def test_the_example_of_clusters_runs(kernel: Kernel) -> None:
 
 
 def debugged(kernel: Kernel, call: str) -> str:
-    """Open the debugger of rank 1, which may need longer than the timeout of a call. Return the output."""
+    """Open the debugger of rank 1, which may take longer than a call's timeout. Return the output."""
     shown = kernel.check(call, timeout=300).plain
     if "[rank 1] " not in shown:
         kernel.until("1 in run._internals.commands.prompts.debugged()", 300)
@@ -135,7 +135,8 @@ def test_remote_ranks_can_be_inspected_and_are_held_when_they_fail(kernel: Kerne
     kernel.check(f"open({flag!r}, 'w').close()")
     kernel.until("run.status == 'failed'", 300)
     assert "KeyError: 'bad batch'" in kernel.value("str(run.error)")
-    assert kernel.value("run.ask('value', ranks=[0], timeout=60)[0]", 300) == 40  # Its position, in a barrier.
+    # Rank 0 is in a barrier, at position 40.
+    assert kernel.value("run.ask('value', ranks=[0], timeout=60)[0]", 300) == 40
     kernel.types("p value", "q")
     assert "[rank 1] 41" in debugged(kernel, "run.debug()")
     kernel.until("not run.held", 300)

@@ -1,4 +1,4 @@
-"""One server for all tests of this folder, and a bucket for each test."""
+"""One server for all tests in this folder, and a bucket for each test."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[S3Server]:
-    """Return the server, which this process and its children use."""
+    """Yield a server, and make this process and its children use it."""
     before = dict(os.environ)
     with s3_server() as found:
         os.environ.update(found.environment)
@@ -38,14 +38,14 @@ def server() -> Iterator[S3Server]:
 
 @pytest.fixture
 def bucket(server: S3Server) -> str:
-    """Return the URL of a separate bucket for the test."""
+    """Create a bucket for this test, and return its URL."""
     name = f"tests-{uuid.uuid4().hex[:12]}"
     store().mkdir(name)
     return f"s3://{name}"
 
 
 def store() -> Any:
-    """Return the fsspec file system of the server, with an empty cache."""
+    """Return fsspec's file system for the server, with an empty cache."""
     import fsspec
 
     found = fsspec.filesystem("s3")

@@ -1,4 +1,4 @@
-"""Failures of an object store: saves killed at any moment, refused credentials, missing buckets, and no server."""
+"""An object store's failures: saves killed at any moment, refused credentials, missing buckets, and no server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.trainings import Training
 
 @pytest.mark.timeout(900)
 def test_a_process_killed_at_a_change_of_the_store_loses_nothing(bucket: str) -> None:
-    steps = killed_saves(bucket, "old", blocking=False, every=5)  # For every change, see tests/faults/test_remote.py.
+    steps = killed_saves(bucket, "old", blocking=False, every=5)  # tests/faults/test_remote.py kills at every change.
     assert {found for _, found in steps} <= {"1.0", "2.0"}
     assert steps[-1][1] == "2.0"
     for step, _ in steps:

@@ -27,18 +27,18 @@ MANIFEST = "checkpoint_manifest.json"
 
 
 def names_in(folder: str) -> list[str]:
-    """List all files below a URL, by path relative to it."""
+    """List all files below a URL by their paths relative to it."""
     start = len(folder.removeprefix("s3://")) + 1
     return sorted(name[start:] for name in store().find(folder))
 
 
 def of_manifest(folder: str) -> list[str]:
-    """List the files that the manifest of a checkpoint names."""
+    """List the files that a checkpoint's manifest names, and the manifest."""
     return sorted([*json.loads(store().cat_file(f"{folder}/{MANIFEST}"))["files"], MANIFEST])
 
 
 def left_here() -> list[str]:
-    """List this rank's remaining temporary files."""
+    """List the temporary files that this rank has left."""
     return sorted(path.name for path in Path(tempfile.gettempdir()).glob("notebook_accelerate*"))
 
 

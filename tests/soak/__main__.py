@@ -18,14 +18,14 @@ from tests.support.kernel import Kernel
 from tests.support.launching import children, ready_kernel
 
 WARM_UP = 0.2
-"""The share of the time during which the kernel may still grow, because it imports modules and fills caches."""
+"""The share of the time in which the kernel may still grow, because it imports modules and fills caches."""
 ALLOWED = {"memory": 48, "descriptors": 8, "threads": 2, "folders": 0}
-"""The permitted growth of each reading after the warm-up. The registry keeps a varying number of runs."""
+"""The growth of each reading that is allowed after the warm-up. The registry keeps a varying number of runs."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The resources of the kernel between two scenes: MiB, descriptors, threads, and locks of private folders."""
+    """The kernel's resources between two scenes: MiB of memory, descriptors, threads, and locked private folders."""
 
     memory: float
     descriptors: int
@@ -34,7 +34,7 @@ class Reading:
 
 
 def main() -> int:
-    """Play scenes until the time is over. Return 1 if one ended in the wrong way, or the kernel grew."""
+    """Play scenes until the time is over. Return 1 if the kernel grew."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=60.0, help="how long (60)")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6), help="repeats a run")
@@ -58,7 +58,7 @@ def _balloon(leave: int) -> Iterator[None]:
 
 
 def _play(kernel: Kernel, chance: random.Random, seconds: float) -> Iterator[Reading]:
-    """Play scenes. Yield the resources of the kernel after each."""
+    """Play scenes one after the other. Yield the kernel's resources after each of them."""
     begin, number = time.monotonic(), 0
     names = list(SCENES)
     weights = [SCENES[name][0] for name in names]
@@ -79,7 +79,7 @@ def _play(kernel: Kernel, chance: random.Random, seconds: float) -> Iterator[Rea
 
 
 def _explain(kernel: Kernel, name: str) -> None:
-    """Print the state of a failed scene's run."""
+    """Print the state of the run in a scene that failed."""
     cell = kernel.run("print(run, run.diagnose(), *run.logs(tail=20), sep='\\n')", 60.0)
     print(f"{name} failed; the last run in the background:\n{cell.stdout}", flush=True)
 
@@ -96,7 +96,7 @@ def _read(kernel: Kernel) -> Reading:
 
 
 def _judge(readings: Sequence[Reading]) -> int:
-    """Compare the first readings after the warm-up with the last ones."""
+    """Compare the first readings after the warm-up with the last ones. Return 1 if the kernel grew."""
     settled = readings[int(len(readings) * WARM_UP) :]
     part = max(1, len(settled) // 5)
     first, last = settled[:part], settled[-part:]

@@ -1,4 +1,4 @@
-"""Allocate memory so that little is left for other processes: ``python -m tests.soak.balloon MIB_TO_LEAVE``."""
+"""Allocate memory so that only a little is left for other processes: ``python -m tests.soak.balloon MIB_TO_LEAVE``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECONDS = 0.2
 
 
 def hold(left: int) -> None:
-    """Keep `left` bytes available on this machine until the process exits."""
+    """Keep only `left` bytes available on this machine until the process exits."""
     held: list[mmap.mmap] = []
     while True:
         available = psutil.virtual_memory().available

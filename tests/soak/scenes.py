@@ -1,4 +1,4 @@
-"""Scenes, each of which causes an event in a kernel's run, and checks that the run reports it."""
+"""Scenes, each of which makes something happen to a run and checks that the run reports it."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ def train(folder, seconds, blocking=True):
 """
 
 GUARD = 300.0
-"""Time limit in seconds for each step. A busy machine needs more than a minute to start three interpreters."""
+"""The time limit in seconds for each step. A busy machine needs more than a minute to start three interpreters."""
 Scene = Callable[[Kernel, random.Random], None]
 SCENES: dict[str, tuple[int, Scene]] = {}
 
 
 def scene(weight: int) -> Callable[[Scene], Scene]:
-    """Register a scene that is played this often, relative to others."""
+    """Register a scene with its relative frequency."""
 
     def register(function: Scene) -> Scene:
         SCENES[function.__name__] = weight, function
@@ -133,7 +133,7 @@ def raises(kernel: Kernel, chance: random.Random) -> None:
 
 @scene(2)
 def is_killed(kernel: Kernel, chance: random.Random) -> None:
-    """A rank is killed, or crashes."""
+    """A rank is killed or crashes."""
     number = chance.choice([signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT])
     _fails(kernel, f"launch(killed, {int(number)}, {_options(chance)})", number.name)
 
@@ -147,7 +147,7 @@ def exits(kernel: Kernel, chance: random.Random) -> None:
 
 @scene(2)
 def is_stopped(kernel: Kernel, chance: random.Random) -> None:
-    """The user stops a run, at a random moment."""
+    """The user stops a run at a random moment."""
     _background(kernel, f"launch(work, 600.0, block=False, {_options(chance)})")
     time.sleep(chance.random())
     kernel.check("run.stop(grace=30)", GUARD)
@@ -174,20 +174,20 @@ def is_interrupted(kernel: Kernel, chance: random.Random) -> None:
 
 @scene(1)
 def times_out(kernel: Kernel, chance: random.Random) -> None:
-    """A run takes longer than its limit."""
+    """A run exceeds its time limit."""
     _fails(kernel, f"launch(work, 600.0, timeout=1.0, {_options(chance)})", r"timeout|1 s")
 
 
 @scene(1)
 def restarts(kernel: Kernel, chance: random.Random) -> None:
-    """The first attempt fails, and the second succeeds."""
+    """The first attempt fails, and the second one succeeds."""
     results = f"list(launch(once, max_restarts=1, {_options(chance)}).results)"
     assert set(kernel.value(results, GUARD)) == {"second"}
 
 
 @scene(2)
 def returns_much(kernel: Kernel, chance: random.Random) -> None:
-    """Ranks return large results that nothing keeps."""
+    """Ranks return large results, which nothing keeps."""
     megabytes = chance.choice([4, 64, 200])
     call = f"launch(large, {megabytes}, {_options(chance)}).results"
     assert kernel.value(f"[float(one.mean()) for one in {call}][:2]", GUARD) == [0.0, 1.0]
@@ -201,7 +201,7 @@ def leaves_children(kernel: Kernel, chance: random.Random) -> None:
 
 @scene(3)
 def saves(kernel: Kernel, chance: random.Random) -> None:
-    """A run saves in each step. It is killed at a random moment, and resumes from its checkpoint."""
+    """A run that saves in each step is killed at a random moment, twice, and resumes from its checkpoint."""
     kernel.check("import tempfile; folder = tempfile.TemporaryDirectory(); place = folder.name + '/saved'")
     blocking, options = chance.random() < 0.5, _options(chance)
     for _ in range(2):
@@ -217,7 +217,7 @@ def saves(kernel: Kernel, chance: random.Random) -> None:
 
 @scene(2)
 def is_suspended(kernel: Kernel, chance: random.Random) -> None:
-    """A rank, the zygote or the kernel is suspended for a moment, and then resumed."""
+    """A rank or the kernel is suspended for a moment and then resumed."""
     _background(kernel, f"launch(work, 3.0, block=False, {_options(chance)})")
     ranks = kernel.value("[info.pid for info in run.ranks]")
     pid = chance.choice([*ranks, kernel.pid])
@@ -229,7 +229,7 @@ def is_suspended(kernel: Kernel, chance: random.Random) -> None:
 
 @scene(1)
 def loses_its_server(kernel: Kernel, chance: random.Random) -> None:
-    """The zygote is killed or suspended between two launches."""
+    """Between two launches, the zygote is killed or suspended."""
     pid = kernel.value("getattr(sys.modules['notebook_accelerate.launch.processes.zygote']._zygote, 'pid', 0)")
     if pid:
         os.kill(pid, chance.choice([signal.SIGKILL, signal.SIGSTOP]))
@@ -238,7 +238,7 @@ def loses_its_server(kernel: Kernel, chance: random.Random) -> None:
 
 @scene(1)
 def runs_at_once(kernel: Kernel, chance: random.Random) -> None:
-    """Several runs, one of which fails, run at the same time."""
+    """Several runs run at the same time, and one of them fails."""
     kernel.check(f"good = [launch(work, 1.0, block=False, {_options(chance)}) for _ in range(2)]", GUARD)
     kernel.check(f"bad = launch(failing, block=False, {_options(chance)})", GUARD)
     found = kernel.value("[(one.wait(90), one.status) for one in [*good, bad]]", 300.0)

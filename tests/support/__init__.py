@@ -1,1 +1,1 @@
-"""Support code for the tests, such as ranks, kernels and the leak check."""
+"""Support code for tests, such as ranks, kernels and the leak check."""

@@ -1,4 +1,4 @@
-"""Assertions about `save_state(blocking=False)` that several tests share."""
+"""Checks of `save_state(blocking=False)` that several tests share."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def pending_save() -> PendingSave:
 
 
 def disk_full(*_: Any) -> Any:
-    """Raise the error of a full disk. Tests put this in place of a writer."""
+    """Raise the error of a full disk. Tests replace a writer with this function."""
     raise OSError(28, "No space left on device")
 
 
 def check_dead_rank_reported(folder: str, pid: int) -> None:
-    """Wait on the surviving rank for a save during which rank 1 was killed, and leave a file named "seen".
+    """Wait on the surviving rank for a save during which rank 1 was killed. Then create a file named "seen".
 
     Args:
-        folder: The checkpoint.
-        pid: The killed process.
+        folder: The checkpoint that the save writes.
+        pid: The process id of rank 1.
     """
     save = pending_save()
     save.join()
@@ -47,8 +47,8 @@ def check_ending_ranks_finish(setup: str, folder: Path, ending: str = "pass", co
     """Run a script on two ranks that exit while they write a checkpoint, which must be complete afterwards.
 
     Args:
-        setup: Creates `training`, and delays a writer with `after_the_main_thread`.
-        folder: The checkpoint.
+        setup: Code that creates `training`, and delays a writer with `after_the_main_thread`.
+        folder: The checkpoint that the script writes.
         ending: The last statement of the script.
         code: The expected exit status.
     """

@@ -46,21 +46,21 @@ FLAGS = [
     "--disable-sync", "--no-first-run", "--disable-quic",
 ]  # fmt: skip
 LIMIT = 120.0
-"""Time limit in seconds for steps that take one or two on an idle machine."""
+"""The time limit in seconds for steps that take one or two on an idle machine."""
 SCREENSHOTS = ROOT / ".build" / "screenshots"
 App = Literal["lab", "notebook"]
 DAILY_IN_LAB = pytest.mark.parametrize(
     "app", ["lab", pytest.param("notebook", marks=pytest.mark.nightly)], indirect=True
 )
-"""Marks a test that runs daily in JupyterLab, and nightly in Notebook too."""
+"""The parameters of a test that runs daily in JupyterLab, and nightly in Notebook as well."""
 _SESSION = "window.jupyterapp?.shell?.currentWidget?.sessionContext"
-# The applications themselves log these messages, whatever the notebook contains. The last ones appear when a page is
-# reloaded, and when a kernel exits with an unanswered message.
+# Ignore messages that the applications log with any notebook. The last two appear when a page is reloaded, and when a
+# kernel exits with an unanswered message.
 _NOISE = (
     "favicon", "WebSocket", "Failed to load resource", "ERR_BLOCKED_BY_CLIENT", "net::ERR", "[Violation]",
     "Could not restore the debugger state", "Canceled future for ",
 )  # fmt: skip
-# Notebook 7.6 throws these during its start, with any notebook or none.
+# Notebook 7.6 throws these errors when it starts, even without a notebook.
 _NOTEBOOK_ITSELF = ("(reading 'schema')", "Command 'filebrowser:open-path' not registered")
 
 
@@ -109,17 +109,18 @@ class Server:
     def __enter__(self) -> Server:
         names = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "IPYTHONDIR", "JUPYTERLAB_SETTINGS_DIR")
         folders = {name: str(self.folder / name.lower()) for name in names}
-        folders["JUPYTER_RUNTIME_DIR"] = str(self.folder / "run")  # The names of sockets are limited to 107 characters.
+        folders["JUPYTER_RUNTIME_DIR"] = str(self.folder / "run")  # The path of a socket is limited to 107 characters.
         overrides = self.folder / "jupyter_config_dir" / "labconfig"
         overrides.mkdir(parents=True)
-        # Switch off the news and the update check, which contact servers and cover the page.
+        # Switch off the news and the update check, which contact servers and hide parts of the page.
         (overrides / "page_config.json").write_text(
             json.dumps({"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": True}})
         )
         if kernel_forks.can_fork({}):
-            folders["JUPYTER_PATH"] = str(self.folder / "jupyter_path")  # In a virtual environment, this comes first.
+            # In a virtual environment, JUPYTER_PATH takes precedence.
+            folders["JUPYTER_PATH"] = str(self.folder / "jupyter_path")
             kernel_forks.write_spec(self.folder / "jupyter_path" / "kernels" / "python3")
-            module = kernel_forks.__name__  # It registers the provisioner that forks kernels.
+            module = kernel_forks.__name__  # Importing this module registers the provisioner that forks kernels.
             (self.folder / "jupyter_config_dir" / "jupyter_server_config.py").write_text(f"import {module}\n")
         start_no_server(self.folder / "ipythondir")
         env = {**os.environ, **folders, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -128,8 +129,7 @@ class Server:
             f"--port={self.port}", "--ServerApp.port_retries=0", "--IdentityProvider.token=", "--ServerApp.password=",
             "--ServerApp.disable_check_xsrf=True", "--LabApp.expose_app_in_browser=True",
             "--JupyterNotebookApp.expose_app_in_browser=True", f"--ServerApp.root_dir={self.notebooks}",
-            # Don't use TCP: the server chooses ports before the kernel binds them, and another process may take one in
-            # between.
+            # Don't use TCP: before the kernel binds the ports that the server has chosen, another process may take one.
             "--KernelManager.transport=ipc", f"--MappingKernelManager.kernel_info_timeout={LIMIT}",
         ]  # fmt: skip
         self._process = subprocess.Popen(
@@ -183,7 +183,7 @@ class Server:
         return path
 
     def open(self, browser: Browser, name: str, app: App = "lab", theme: str = "light") -> NotebookPage:
-        """Open a notebook of the server's folder, in an idle page if there is one. Wait until the kernel is idle."""
+        """Open a notebook from the server's folder, in an idle page if there is one. Wait until its kernel is idle."""
         idle = next((page for page in browser.idle if page.server is self), None)
         if app == "lab" and idle is not None:
             browser.idle.remove(idle)
@@ -199,7 +199,7 @@ class Server:
 
 
 class Browser:
-    """Debian's chromium, headless. With `service_workers`, pages may have them, and may make any requests."""
+    """Debian's Chromium, headless. With `service_workers`, pages may use them, and their requests are not blocked."""
 
     def __init__(
         self, *, dark: bool = False, reduced_motion: bool = False, width: int = 1280, service_workers: bool = True
@@ -268,7 +268,7 @@ def served(folder: Path, *others: Path) -> Iterator[str]:
 
 @dataclass
 class NotebookPage:
-    """A notebook in a browser."""
+    """A notebook that is open in a browser."""
 
     page: Page
     server: Server
@@ -277,20 +277,20 @@ class NotebookPage:
     outside: list[str] = field(default_factory=list)
 
     def guard(self) -> None:
-        """Record errors, and block requests to other machines."""
+        """Record errors and block requests to other machines."""
         self.page.on("console", lambda message: self._console(message.type, message.text))
         self.page.on("pageerror", lambda error: self._uncaught(str(error)))
         self.page.route("**/*", self._route)
 
     def show(self, name: str) -> None:
-        """Open another notebook in a page of JupyterLab without one."""
+        """Open a notebook in a page of JupyterLab that has none."""
         self.errors.clear()
         self.outside.clear()
         show = "async (path) => { await window.jupyterapp.commands.execute('docmanager:open', { path }); }"
         self.page.evaluate(show, name)
 
     def close(self) -> None:
-        """Close the notebook and its kernel. A page of JupyterLab is kept for the next notebook."""
+        """Close the notebook and its kernel. Unless a page of JupyterLab is idle, keep this one for reuse."""
         self.shut_down()
         if "/doc/tree/" not in self.page.url or self.browser.idle:
             self.page.close()
@@ -353,7 +353,7 @@ class NotebookPage:
 
         try:
             return self.page.evaluate(script, argument), ""
-        except Error as error:  # The page is being loaded, or has not drawn the element yet.
+        except Error as error:  # The page is still loading, or has not drawn the element yet.
             if self.page.is_closed():
                 raise
             return False, str(error)
@@ -382,7 +382,8 @@ class NotebookPage:
 
     def idle(self) -> None:
         """Wait until all executed cells have finished and the kernel is idle."""
-        self.page.wait_for_timeout(200)  # After a click or key press, no event reports when the kernel has received it.
+        # No event reports when the kernel receives the request of a click or a key press.
+        self.page.wait_for_timeout(200)
         self.wait_for(f"() => !window.cellsThatRun?.size && {_SESSION}.session.kernel.status === 'idle'")
 
     def interrupt(self) -> None:
@@ -410,7 +411,7 @@ class NotebookPage:
         self.wait_for("(light) => document.body.dataset.jpThemeLight === light", str(light).lower())
 
     def shot(self, name: str, selector: str | None = None) -> Path:
-        """Take a screenshot, of a single element if a selector is given."""
+        """Take a screenshot of the page, or of the first element that a selector matches."""
         SCREENSHOTS.mkdir(parents=True, exist_ok=True)
         path = SCREENSHOTS / f"{name}.png"
         if selector is None:

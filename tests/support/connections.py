@@ -1,4 +1,4 @@
-"""The connections of a process, as psutil reports them."""
+"""The connections that psutil reports for a process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import psutil
 
 
 def connections(kind: str = "inet", pid: int | None = None) -> list[Any]:
-    """Return the connections of a process. In psutil before 6.0, the method has another name.
+    """Return the connections of a process. Before psutil 6.0, the method had another name.
 
     Args:
         kind: psutil's name for the families to return.

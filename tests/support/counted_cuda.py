@@ -16,7 +16,7 @@ TOTAL = 15 << 30
 
 
 class CountedCuda:
-    """The memory held by the stub's allocators, in bytes by device index.
+    """A stub whose allocators count memory, in bytes by device index.
 
     Attributes:
         allocated: The memory that tensors use.

@@ -21,7 +21,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _Redirect(TorchFunctionMode):
-    """Puts every tensor that is created on or moved to "cuda" on the CPU, while the tensor reports to be on cuda."""
+    """Redirects tensors that are created on or moved to "cuda" to the CPU. Their type's name still contains cuda."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

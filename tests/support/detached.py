@@ -17,7 +17,7 @@ from tests.support.waiting import until
 
 @contextmanager
 def user_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Record detached runs in a folder. At the end, stop them and check that no process is left."""
+    """Record detached runs in a folder. At the end, stop them and check that none of their processes is left."""
     monkeypatch.setenv("XDG_STATE_HOME", str(folder))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     try:
@@ -41,7 +41,7 @@ def disconnect_all() -> None:
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """Return the other processes whose detached runs are recorded in a folder."""
+    """Return the processes, except for this one, whose detached runs are recorded in a folder."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):

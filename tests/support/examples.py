@@ -10,14 +10,14 @@ from tests.support.kernel import Cell, Kernel
 
 
 def code_cells(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Return the source and the tags of each code cell."""
+    """Yield the source and the tags of each code cell."""
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         if cell["cell_type"] == "code":
             yield "".join(cell["source"]), cell["metadata"].get("tags", [])
 
 
 def run_all(kernel: Kernel, path: Path) -> list[Cell]:
-    """Execute the cells in order. Cells with the tag raises-exception must fail, and the others must succeed."""
+    """Execute the cells in order. Cells tagged raises-exception must fail, and all others must succeed."""
     cells = []
     for source, tags in code_cells(path):
         cell = kernel.run(source, timeout=300.0)

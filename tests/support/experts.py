@@ -1,4 +1,4 @@
-"""A small mixture of experts, written like the models of transformers 5, and code that trains it."""
+"""A small mixture of experts that is written like the models of transformers 5, and its training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLIP = 0.5
 
 
 class Experts(nn.Module):
-    """Perceptrons whose weights are stacked."""
+    """Experts that are perceptrons, with their weights stacked."""
 
     def __init__(self, experts: int = EXPERTS) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Net(nn.Module):
 
 
 def make(seed: int = 0) -> tuple[Net, torch.optim.Optimizer]:
-    """Return a model and its optimizer."""
+    """Return the model and its optimizer."""
     torch.manual_seed(seed)
     model = Net()
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -88,12 +88,12 @@ def batches() -> torch.Tensor:
 
 
 def loss_of(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """Return the loss of predicting the words in reverse."""
+    """Return the loss of predicting each sequence of words in reverse."""
     return nn.functional.cross_entropy(scores.flatten(0, 1), words.flip(1).flatten())
 
 
 def plain() -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Train in plain torch. Return the losses, the norms of gradients and the weights."""
+    """Train in plain torch. Return the losses, the gradient norms and the weights."""
     model, optimizer = make()
     losses, norms = [], []
     for words in batches():
@@ -110,7 +110,7 @@ class ExpertTraining:
     """The same training as in `plain`, on one of several ranks.
 
     Args:
-        degrees: Arguments of `ParallelismConfig`.
+        degrees: The arguments of `ParallelismConfig`.
         fsdp: Arguments of the FSDP 2 plugin. If None, the plugin that a sharding layout creates is used.
     """
 

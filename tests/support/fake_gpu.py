@@ -1,4 +1,4 @@
-"""Stub libraries that replace NVIDIA's NVML and driver on machines without a GPU, through `LD_LIBRARY_PATH`."""
+"""Stubs of NVIDIA's NVML and driver for machines without a GPU. `LD_LIBRARY_PATH` makes processes load them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Start every test of the worker side in the state of a process that has not created an Accelerator yet."""
+"""Start tests of the worker side in the state of a process that has not created an Accelerator yet."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ PATIENCE = 200.0
 
 
 class Gate:
-    """Replaces a function and blocks every call until it is opened, or forever.
+    """Replaces a function, and blocks calls of it until the gate is opened.
 
     Args:
         function: The function to call after the gate has been opened.
@@ -22,7 +22,7 @@ class Gate:
         self.reached, self.opened = threading.Event(), threading.Event()
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        """Wait for the gate, then call the function."""
+        """Wait until the gate is open, and then call the function."""
         self.reached.set()
         assert self.opened.wait(PATIENCE), "the gate was not opened in time"
         return self._function(*arguments, **named)
@@ -33,7 +33,7 @@ class Gate:
 
 
 def after_the_main_thread(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ``function`` once the main thread of its process is exiting."""
+    """Return a function that calls ``function`` only after the main thread of its process has ended."""
 
     def late(*arguments: Any) -> Any:
         while threading.main_thread().is_alive():

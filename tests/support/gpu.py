@@ -19,7 +19,7 @@ DEVICE = "cpu" if DRY else "cuda"
 COUNT = 2 if DRY else torch.cuda.device_count()
 """The number of this machine's devices. NVML counts them, so that this process gets no CUDA context."""
 WORLDS = range(1, COUNT + 1)
-"""World sizes with a device for each rank."""
+"""The world sizes in which each rank has its own device."""
 
 only_cuda = pytest.mark.skipif(DRY, reason="the CPU does not support this; not part of a dry run")
 two_devices = pytest.mark.skipif(COUNT < 2, reason="needs two CUDA devices")
@@ -30,7 +30,7 @@ def rank_environment(*, share: bool = False) -> dict[str, str]:
     """Return the variables that put the ranks of `run_ranks` on this machine's devices.
 
     Args:
-        share: Put all of them on the first device. NCCL refuses that, so the backend is gloo.
+        share: Whether all ranks are on the first device. NCCL refuses that, so the backend is gloo.
     """
     if DRY:
         return {"ACCELERATE_USE_CPU": "true"}
@@ -49,12 +49,12 @@ def synchronize() -> None:
 
 
 def block(width: int) -> nn.Sequential:
-    """Return a block of three layers."""
+    """Return a block of three layers with this width."""
     return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
 
 def network(width: int = 32, depth: int = 3, outputs: int = 8) -> nn.Sequential:
-    """Return a model of equal blocks with the same weights every time."""
+    """Return a model of equal blocks, whose weights are the same each time."""
     torch.manual_seed(0)
     return nn.Sequential(*(block(width) for _ in range(depth)), nn.Linear(width, outputs))
 
@@ -81,7 +81,7 @@ def plain_losses(steps: int, rate: float = 0.002, clip: float | None = None) -> 
 
 
 def losses(accelerator: Any, steps: int, rate: float = 0.002, clip: float | None = None) -> list[float]:
-    """Return the losses of the prepared `network`, averaged over the ranks, which each train on a share of a batch."""
+    """Return the prepared `network`'s losses, averaged over the ranks. Each rank trains on its share of each batch."""
     raw = network()
     model, optimizer = accelerator.prepare(raw, torch.optim.AdamW(raw.parameters(), lr=rate))
     found = []
@@ -98,4 +98,4 @@ def losses(accelerator: Any, steps: int, rate: float = 0.002, clip: float | None
 
 
 Figure = Callable[[str, str], None]
-"""The fixture `figure` of tests/gpu: a name and a measured value with its unit, for the table at the end."""
+"""The type of the fixture `figure` in tests/gpu, which takes a name, and a measured value with its unit."""

@@ -19,7 +19,7 @@ MAIN, BACKWARD = 100, 101
 COMPUTE, NCCL = 7, 20
 CPU, CUDA = 0, 1
 LAUNCH = 6.0
-"""Microseconds that the host needs to queue a kernel."""
+"""The microseconds that the host needs to queue a kernel."""
 
 
 @dataclass
@@ -42,12 +42,12 @@ class GpuRank:
     _steps: int = 0
 
     def event(self, name: str, category: str, start: float, duration: float, thread: int = MAIN, **more: Any) -> None:
-        """Write an event of the host."""
+        """Write an event on the host."""
         row = {"ph": "X", "cat": category, "name": name, "pid": 1, "tid": thread, "ts": start, "dur": duration}
         self.rows.append({**row, "args": more})
 
     def op(self, name: str, kernel: float, *, dims: Any = (), kind: str = "float", thread: int = MAIN) -> None:
-        """Queue an operation with one kernel."""
+        """Queue an operation that runs one kernel."""
         begin = self.now
         types = {"Input Dims": list(dims), "Input type": [kind] * len(dims)} if dims else {}
         self._launch(f"void {name.removeprefix('aten::')}_kernel<float>", COMPUTE, begin + 10, kernel, thread)
@@ -77,7 +77,7 @@ class GpuRank:
         self.now = done + 4
 
     def unscale(self) -> None:
-        """Do what GradScaler does in each step: search for an overflow, and read the result."""
+        """Do what GradScaler does in each step: search for overflows, and read the result."""
         self.op("aten::_amp_foreach_non_finite_check_and_unscale_", 30.0)
         self.read()
 
@@ -91,13 +91,13 @@ class GpuRank:
         self._steps += 1
 
     def allocate(self, size: int, device: int) -> None:
-        """Write an allocation or, with a negative size, its release."""
+        """Write an allocation or, if the size is negative, a release."""
         arguments = {"Bytes": size, "Addr": 1 << 30, "Device Type": device, "Device Id": 0}
         self.rows.append({"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "ts": self.now, "args": arguments})
 
 
 def all_reduce(ranks: list[GpuRank], elements: int, transfer: float = 300.0, *, barrier: bool = False) -> None:
-    """Queue an all_reduce on all ranks, after the computations of their devices. A barrier's call waits for its end."""
+    """Queue an all_reduce on all ranks, after the work on their devices. A barrier's call also waits for its end."""
     kernels, begins = [], []
     for each in ranks:
         begin = each.now
@@ -118,7 +118,7 @@ def all_reduce(ranks: list[GpuRank], elements: int, transfer: float = 300.0, *, 
     end = max(kernel["ts"] for kernel in kernels) + transfer
     for each, kernel, begin in zip(ranks, kernels, begins, strict=True):
         kernel["dur"] = end - kernel["ts"]
-        each._free[NCCL] = each._free[COMPUTE] = end  # The training's stream waits for the result.
+        each._free[NCCL] = each._free[COMPUTE] = end  # The stream of the training waits for the result.
         if barrier:
             each.event("c10d::barrier", "cpu_op", begin, 68)
             each.event("cudaStreamSynchronize", "cuda_runtime", each.now, max(1.0, end - each.now))
@@ -126,7 +126,7 @@ def all_reduce(ranks: list[GpuRank], elements: int, transfer: float = 300.0, *, 
 
 
 def traces(ranks: list[GpuRank]) -> list[RankTrace]:
-    """Return the traces in the format of trace files."""
+    """Return the ranks' traces, parsed from the format of trace files."""
     group = {"pg_name": "0", "ranks": [each.rank for each in ranks]}
     head = {"distributedInfo": {"world_size": len(ranks), "pg_count": 1, "pg_config": [group]}}
     return [

@@ -116,7 +116,7 @@ def loop_with_hooks() -> None:
 
 
 def teacher_and_student() -> None:
-    """One process: a student learns from a moving average of itself."""
+    """One process: a student learns from a teacher, which is the student's moving average."""
     student = nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48), nn.ReLU(), nn.Conv2d(48, 64, 3), nn.Flatten(2))
     teacher = deepcopy(student).requires_grad_(requires_grad=False)
     opt = torch.optim.AdamW(student.parameters(), lr=1e-3)
@@ -170,7 +170,7 @@ class Sentences(IterableDataset[torch.Tensor]):
 
 
 def lengths_by_chance() -> None:
-    """Plain torch: gradients are accumulated over two batches of slightly different lengths."""
+    """Plain torch: gradients are accumulated over two batches, whose lengths differ slightly."""
     in_group()
     net = DDP(Language())
     opt = torch.optim.AdamW(net.parameters())
@@ -211,4 +211,4 @@ HEALTHY: list[tuple[Callable[[], None], int]] = [
     (images_with_workers, 2), (language_model, 2), (two_optimizers, 1), (loop_with_hooks, 2), (teacher_and_student, 1),
     (episodes, 1), (lengths_by_chance, 2), (saves_sometimes, 3),
 ]  # fmt: skip
-"""Each with the number of ranks."""
+"""Each function with its number of ranks."""

@@ -73,7 +73,7 @@ def next_token_loss(scores: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 class Images(Dataset[tuple[torch.Tensor, int]]):
-    """Images that each need some processing, such as decoding."""
+    """Images that each take time to load, like those that must be decoded."""
 
     def __init__(self, seconds: float = 0.0, only_rank: int | None = None) -> None:
         self.seconds, self.only_rank = seconds, only_rank
@@ -139,7 +139,7 @@ def slow_reader() -> None:
         source = random.Random(rank)
         while True:
             if rank == 1:
-                time.sleep(0.4)  # The slow disk takes longer than the delays of a busy machine.
+                time.sleep(0.4)  # This is longer than the delays of a busy machine.
             yield torch.tensor([[source.randrange(200) for _ in range(32)] for _ in range(8)])
 
     for tokens in read():
@@ -149,7 +149,7 @@ def slow_reader() -> None:
 
 
 def long_sequences() -> None:
-    """Accelerator: rank 1 gets sequences four times as long as rank 0 does, in batches of the same number of rows."""
+    """Accelerator: rank 1's sequences are four times as long as rank 0's, in batches of the same number of rows."""
     accelerator = Accelerator(cpu=True)
     model = Language()
     model, opt = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
@@ -162,7 +162,7 @@ def long_sequences() -> None:
 
 
 def confusion_by_element() -> None:
-    """Plain torch: a confusion matrix is filled value by value."""
+    """Plain torch: a confusion matrix is filled element by element."""
     in_group()
     net = DDP(nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 5)))
     opt = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -197,7 +197,7 @@ class Recurrent(nn.Module):
 
 
 def recurrent_by_hand() -> None:
-    """One process: a recurrent network in a Python loop over 250 moments."""
+    """One process: a recurrent network is a Python loop over 250 moments."""
     net = Recurrent()
     opt = torch.optim.Adam(net.parameters())
     while True:
@@ -208,7 +208,7 @@ def recurrent_by_hand() -> None:
 
 
 def two_barriers() -> None:
-    """Plain torch on three ranks: a barrier before and one after each step."""
+    """Plain torch on three ranks: each step has a barrier before and after it."""
     in_group()
     net = DDP(nn.Sequential(nn.Linear(64, 128), nn.SiLU(), nn.Linear(128, 64)))
     opt = torch.optim.Adagrad(net.parameters())
@@ -251,7 +251,7 @@ class KeepsHistory(Loop):
 
 
 def history_with_graphs() -> None:
-    """A loop in a class on two ranks: losses are stored with their graphs, in a list in a dictionary of the object."""
+    """A loop in a class on two ranks: an object's dictionary has a list of losses with their graphs."""
     in_group()
     net = DDP(Language())
     KeepsHistory(net, torch.optim.AdamW(net.parameters())).fit()
@@ -263,7 +263,7 @@ class KeepsAverage(Loop):
 
 
 def average_with_graphs() -> None:
-    """One process: the moving average of the loss has the graph of all steps."""
+    """One process: the moving average of the loss refers to the graphs of all steps."""
     net = Language(layers=1)
     KeepsAverage(net, torch.optim.NAdam(net.parameters())).fit()
 
@@ -327,8 +327,8 @@ def prints_each_row() -> None:
 
 
 def state_each_step() -> None:
-    """Accelerator: the whole state is saved after each step."""
-    folder = Path(tempfile.gettempdir(), f"state-each-step-{os.getppid()}")  # The folder is the same on all ranks.
+    """Accelerator: the complete state is saved after each step."""
+    folder = Path(tempfile.gettempdir(), f"state-each-step-{os.getppid()}")  # All ranks use the same folder.
     try:
         settings = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
         accelerator = Accelerator(cpu=True, project_config=settings)
@@ -347,7 +347,7 @@ def state_each_step() -> None:
 
 
 def busy_thread() -> None:
-    """Plain torch: a thread of rank 0 computes statistics in Python all the time."""
+    """Plain torch: a thread on rank 0 computes statistics in Python all the time."""
     rank = in_group()
     net = DDP(digits())
     opt = torch.optim.SGD(net.parameters(), lr=0.01, nesterov=True, momentum=0.9)
@@ -396,7 +396,7 @@ class Compiles(Loop):
 
 
 def attribute_not_called() -> None:
-    """A loop in a class: the compiled model is an attribute, but the step calls the model that is not compiled."""
+    """A loop in a class: the compiled model is an attribute, but the step calls the original model."""
     in_group()
     net = DDP(Language())
     Compiles(net, torch.optim.SGD(net.parameters(), lr=0.1)).fit()
@@ -415,7 +415,7 @@ def made_eager() -> None:
 
 
 def distance(one: str, other: str) -> int:
-    """Return the edit distance."""
+    """Return the edit distance of two sequences."""
     row = list(range(len(other) + 1))
     for number, letter in enumerate(one, 1):
         before, row[0] = row[0], number
@@ -448,7 +448,7 @@ class Planted:
         ranks: The number of ranks.
         rules: The rules that name the fault.
         sentence: A part of the sentence that reports the fault.
-        about: The ranks that the sentence must name.
+        about: The numbers of the ranks that the sentence must name.
     """
 
     train: Callable[[], None]

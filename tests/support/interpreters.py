@@ -30,7 +30,7 @@ _MESSAGE = 1 << 17
 
 
 class InterpreterServer:
-    """Forks interpreters, one at a time."""
+    """A server that forks interpreters, one at a time."""
 
     def __init__(self) -> None:
         self._connection, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -72,7 +72,7 @@ class InterpreterServer:
         return subprocess.CompletedProcess(["python", *arguments], code, *texts)
 
     def close(self) -> None:
-        """End the server."""
+        """End the server process."""
         self._connection.close()
         self._process.wait(60)
 
@@ -101,7 +101,7 @@ def serve(descriptor: int) -> bool:
 
     assert np, torch
     gc.collect()
-    gc.freeze()  # Collections in a forked process, including the final one, leave torch's objects alone.
+    gc.freeze()  # Garbage collection in a forked process, even the final one, then ignores torch's objects.
     connection = socket.socket(fileno=descriptor)
     while True:
         request, files, _, _ = socket.recv_fds(connection, _MESSAGE, 3)
@@ -119,12 +119,12 @@ def serve(descriptor: int) -> bool:
 
 
 def _become(files: Sequence[int], arguments: list[str], cwd: str, environment: dict[str, str]) -> None:
-    """Take over the files, arguments, folder and variables of a request."""
+    """Take over the files, arguments, working directory and variables from a request."""
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
     os.chdir(cwd)
-    # Spawned processes look for the main module here.
+    # Processes that are spawned look for the main module here.
     multiprocessing.process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]
     os.environ.clear()
     os.environ.update(environment)

@@ -1,4 +1,4 @@
-"""Startup code of the kernels that tests run."""
+"""Startup code for the kernels that tests run."""
 
 from __future__ import annotations
 

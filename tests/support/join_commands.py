@@ -1,4 +1,4 @@
-"""``join`` commands as processes, and replacements for the programs that start them on other machines."""
+"""``join`` commands as processes, and replacements for programs that start them on other machines."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 120.0
-"""Time limit in seconds for steps that take a few seconds on an idle machine, where new interpreters import torch."""
+"""The time limit in seconds for steps that take a few seconds on an idle machine, where new interpreters import
+torch."""
 JOIN = (sys.executable, "-m", "notebook_accelerate", "join")
-"""The start of the command line, which ADDRESS:PORT and options follow."""
+"""The start of the command line. ADDRESS:PORT and options follow."""
 SRUN = """
 # As `srun`: one task per node, with the caller's environment; SIGTERM reaches all; the exit code is one that is not 0.
 nodes=$1; shift; pids=()
@@ -33,7 +34,7 @@ code=0
 for pid in "${pids[@]}"; do wait "$pid" || code=$?; done
 exit $code
 """
-"""A bash script. Its arguments are the number of nodes and a command line."""
+"""A bash script that acts like `srun`. Its arguments are the number of nodes and a command line."""
 SSH = """
 umask 077
 trap 'rm -f "$1"' EXIT
@@ -54,14 +55,15 @@ class JoinCommand:
     """
 
     def __init__(self, *command: str, env: Mapping[str, str], sent: str = "") -> None:
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell ignores SIGINT in background jobs.
+        # A shell ignores SIGINT in background jobs, and child processes inherit that.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - closed in close
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=dict(env), stdin=subprocess.PIPE, stdout=self._out, stderr=self._err
         )
         signal.signal(signal.SIGINT, before)
         assert self.process.stdin is not None
-        with self.process.stdin as stdin, suppress(BrokenPipeError):  # The process has already exited.
+        with self.process.stdin as stdin, suppress(BrokenPipeError):  # The process may have exited already.
             stdin.write(sent.encode())
 
     @property
@@ -85,7 +87,7 @@ class JoinCommand:
         return self.process.wait(LIMIT)
 
     def wait_until_it_prints(self, text: str) -> None:
-        """Wait until a text is on stderr."""
+        """Wait until stderr contains a text."""
         until(lambda: text in self.err or self.process.poll() is not None, LIMIT)
         assert text in self.err
 

@@ -42,9 +42,9 @@ from tests.support import kernel_forks
 from tests.support.ipython_startup import start_no_server
 
 ROOT = Path(__file__).resolve().parents[2]
-# Don't use TCP: Jupyter chooses a kernel's ports before the kernel binds them, and another process may take one first.
+# Don't use TCP: before a kernel binds the ports that Jupyter has chosen for it, another process may take one.
 TRANSPORT = "ipc"
-# jupyter_client drives kernels on an event loop with sockets that the first kernel would leave open.
+# Create the event loop now. Otherwise, the first kernel would create it and leave its sockets open.
 ensure_event_loop()
 _POLL = 0.02  # Seconds between two polls of the shell channel.
 _STATE = 4000  # Characters shown from each end of a cell, and of the kernel's own output, in errors.
@@ -55,16 +55,16 @@ def headless(book: Any, folder: Path, **options: Any) -> NotebookClient:
     """Return a client that executes a notebook without a front end.
 
     Args:
-        book: The notebook.
-        folder: An empty folder for the kernel's connection.
-        options: More options of the client.
+        book: The notebook to execute.
+        folder: An empty folder for the kernel's connection file.
+        options: Further options of the client.
     """
     config = Config({"KernelManager": {"transport": TRANSPORT, "connection_file": str(folder / "kernel.json")}})
     return NotebookClient(book, kernel_name="python3", store_widget_state=False, config=config, **options)
 
 
 def without_colours(text: str) -> str:
-    """Return a text without the colour codes of a terminal."""
+    """Return a text without a terminal's colour codes."""
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
@@ -77,7 +77,7 @@ class CellError:
     """The error that a cell raised.
 
     Args:
-        ename: Name of the exception's class.
+        ename: The name of the exception's class.
         evalue: The text of the exception.
         traceback: The lines that the front end would show, with colour codes.
     """
@@ -225,7 +225,7 @@ class Kernel:
         self.cwd = cwd or self.folder / "work"
         self.cwd.mkdir(exist_ok=True)
         self._context = zmq.Context()
-        # A form sends hundreds of messages together. With a limit, the socket would drop unread ones.
+        # A form sends hundreds of messages at once. With a limit, the socket would drop those that have not been read.
         self._context.setsockopt(zmq.RCVHWM, 0)
         if not server:
             start_no_server(self.folder / "ipythondir")
@@ -355,7 +355,7 @@ class Kernel:
             self._collect(min(left, _POLL))
 
     def interrupt(self) -> None:
-        """Do the same as the notebook's stop button: send SIGINT to the kernel's process group."""
+        """Interrupt the kernel like the notebook's stop button, which sends SIGINT to the kernel's process group."""
         self._manager.interrupt_kernel()
 
     def kill(self) -> None:
@@ -370,7 +370,7 @@ class Kernel:
         except KernelTimeoutError as error:
             written = len(self.log)
             if self.alive():
-                os.kill(self.pid, signal.SIGABRT)  # Python's fault handler writes all stacks.
+                os.kill(self.pid, signal.SIGABRT)  # Python's fault handler then writes the stacks of all threads.
                 self._wait_dead(60.0)
             text = f"the kernel no longer answers:\n{self.log[written:][-8000:]}"
             last = [cell for cell in self.cells.values() if not cell.finished][:1]
@@ -427,7 +427,8 @@ class Kernel:
         env = {name: value for name, value in env.items() if changes.get(name, "") is not None}
         self._manager.start_kernel(env=env, cwd=str(self.cwd), stdout=self._log, stderr=self._log)
         self._client = self._manager.client()
-        self._client.start_channels(hb=False)  # A late heartbeat creates a new socket, which looks like a leak.
+        # A heartbeat that starts late creates another socket, which looks like a leak.
+        self._client.start_channels(hb=False)
         self._client.wait_for_ready(timeout=self.timeout)
 
     def _collect(self, seconds: float) -> None:
@@ -463,7 +464,7 @@ class Kernel:
             name = content.get("transient", {}).get("display_id")
             if name is not None and kind == "display_data":
                 self._homes[name] = cell
-            # As in front ends, an update changes its output, whichever cell sends the update.
+            # As in front ends, an update changes the display's output, whichever cell sends the update.
             home = self._homes.get(name, cell) if kind == "update_display_data" else cell
             home.outputs.append({"output_type": kind, **content})
 
@@ -494,6 +495,6 @@ class Kernel:
 
     def _state(self) -> str:
         cell = str(list(self.cells.values())[-1]) if self.cells else "none"
-        if left_out := max(0, len(cell) - 2 * _STATE):  # Panels can send 200,000 characters.
+        if left_out := max(0, len(cell) - 2 * _STATE):  # A panel can send 200,000 characters.
             cell = f"{cell[:_STATE]} [{left_out:,} characters] {cell[-_STATE:]}"
         return f"last cell so far: {cell}\nkernel's own output: {self.log[-_STATE:]}"

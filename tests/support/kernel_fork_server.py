@@ -16,7 +16,8 @@ from importlib.util import find_spec
 from typing import Any, NoReturn
 
 PRELOADED = ("ipykernel.ipkernel", "ipykernel.kernelapp", "torch", "torch._dynamo")
-"""If the last one were missing, each forked rank would import it with its first optimizer."""
+"""Modules to import before forking. Without torch._dynamo, each forked rank would import it with its first
+optimizer."""
 _LONGEST = 1 << 20
 
 
@@ -42,7 +43,7 @@ def serve(channel: socket.socket) -> list[str]:
 
 
 def become(request: dict[str, Any], out: int, err: int) -> None:
-    """Make this process look as if it had been started for the kernel."""
+    """Make this process look as if it had been started for a kernel."""
     parent = os.getppid()
     os.setsid()
     nothing, writer = os.pipe()
@@ -59,12 +60,12 @@ def become(request: dict[str, Any], out: int, err: int) -> None:
 
 def main() -> NoReturn:
     """Import the modules that kernels need, fork kernels, and run as one in each forked process."""
-    del sys.path[0]  # The folder of this program.
+    del sys.path[0]  # Remove the folder of this program.
     for name in PRELOADED:
         import_module(name)
-    gc.freeze()  # Otherwise a garbage collection in a kernel would copy the pages of all objects.
+    gc.freeze()  # Otherwise, garbage collection in a kernel would copy the pages of all objects.
     channel = socket.socket(fileno=int(sys.argv[1]))
-    # The kernel ends with its parent. ipykernel read the parent's number from the environment when it was imported.
+    # The kernel ends with its parent. Pass the parent's id, because ipykernel read the environment before the fork.
     arguments = [*serve(channel), f"--IPKernelApp.parent_handle={os.getppid()}"]
     import_module("ipykernel.kernelapp").IPKernelApp.launch_instance(argv=arguments)
     sys.exit(0)

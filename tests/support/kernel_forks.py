@@ -30,9 +30,9 @@ PROVISIONER = "forked-for-tests"
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = Path(__file__).with_name("kernel_fork_server.py")
 _READ_AT_START = ("PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "LD_", "MALLOC_", "TORCH", "CUDA", "XLA", "PJRT")
-"""Prefixes of variables that the interpreter or torch reads at its start, before a test could change them."""
+"""Prefixes of variables that the interpreter or torch reads when it starts, which is before a test can change them."""
 _OWN_INTERPRETERS = ("TEST_NIGHTLY", "TEST_KERNEL_PATH", "TEST_HOSTED")
-"""Variables that make every kernel start a separate interpreter."""
+"""If one of these variables is set, every kernel starts its own interpreter."""
 _environment = dict(os.environ)
 """The environment of the process that forks kernels, without the variables that tests set for child processes."""
 
@@ -50,7 +50,7 @@ def can_fork(changes: Mapping[str, str | None]) -> bool:
 
 
 class ForkedKernel:
-    """The process of a kernel, with the part of ``subprocess.Popen`` that `jupyter_client` uses."""
+    """A kernel's process, with the part of ``subprocess.Popen`` that `jupyter_client` uses."""
 
     stdin = stdout = stderr = None
 
@@ -60,7 +60,7 @@ class ForkedKernel:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while the process runs. Until this is called, an exited process is a zombie."""
+        """Return the exit code, or None if the process is still running. This call also reaps an exited process."""
         if self._code is None and select.select([self._ended], [], [], 0)[0]:
             self._code = self._forks.ask({"reap": self.pid})
             os.close(self._ended)
@@ -101,7 +101,7 @@ class KernelForks:
         leaks.LASTING |= {self.process.pid, str(Path(f"/proc/self/fd/{self._socket.fileno()}").readlink())}
 
     def ask(self, request: dict[str, Any], *descriptors: int) -> int:
-        """Send a request, and return the number that is the answer."""
+        """Send a request, and return the answer, which is a number."""
         socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
         answer = self._socket.recv(100)
         if not answer:

@@ -1,11 +1,11 @@
-"""Saves to a store that are killed at any of its changes, and the state that the next process finds."""
+"""Saves to a store that are killed before each change that they make, and the state that the next process finds."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-# Exits before its k-th change of the store, one process per k. Then another process loads, and saves again.
+# In one process per k, exits before the k-th change to the store. Then another process loads, and saves again.
 _KILL_AT_EVERY_CHANGE = """
 import os, signal, sys, torch
 import torch._dynamo  # what each forked process would import with its first optimizer
@@ -106,8 +106,8 @@ def killed_saves(url: str, target: str, blocking: bool, every: int = 1) -> list[
         every: Try only every n-th change.
 
     Returns:
-        The number of the change, and the result of the next process: 1.0 is the value of the earlier checkpoint, 2.0 of
-        the killed one; otherwise the name of the error. The last save was not killed.
+        For each save, the number of the change, and the result of the next process: 1.0 if it loaded the earlier
+        checkpoint, 2.0 if it loaded the killed one, and otherwise the name of the error. The last save is not killed.
     """
     command = [sys.executable, "-c", _KILL_AT_EVERY_CHANGE, url, target, str(blocking), str(every)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=850, check=False)

@@ -1,4 +1,4 @@
-"""Support for tests that launch from a real kernel: the imports of a cell, and checks of processes."""
+"""Support for tests that launch from a real kernel: the first cell of a kernel, and checks of processes."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ spare_server()
 the imports of the first optimizer would take a second of CPU time in each of a hundred kernels.
 """
 PAST_THE_CALL = ["n"] if sys.version_info >= (3, 13) else []
-"""The input at a breakpoint that reaches the next line: from Python 3.13 on, pdb stops at the call itself."""
+"""The input at a breakpoint that leads to the next line: from Python 3.13 on, pdb stops at the call itself."""
 
 WARM_ZYGOTE = "launch(lambda: None, start_method='zygote').results"
 
 
 WARM_OPTIMIZER = "import torch._dynamo"
-"""A cell that imports what each forked rank would otherwise import with its first optimizer in 1.5 s of CPU time."""
+"""A cell that imports what each forked rank would otherwise import with its first optimizer, in 1.5 s of CPU time."""
 
 
 def ready_kernel(*, zygote: bool = True, **options: Any) -> Kernel:
-    """Start a kernel, run `SETUP` in it and start its zygote. Without `zygote`, the zygote starts when it is needed."""
+    """Start a kernel, run `SETUP` in it and start its zygote. Without `zygote`, it starts when a launch needs it."""
     options.setdefault("server", zygote)
     kernel = Kernel(**options)
     try:
@@ -73,13 +73,13 @@ def ready_kernel(*, zygote: bool = True, **options: Any) -> Kernel:
 
 
 def open_gate(kernel: Kernel, name: str) -> None:
-    """Release everything that waits in ``gate(name)``, now or later."""
+    """Release everything that waits, or will wait, in ``gate(name)``."""
     (kernel.cwd / name).touch()
 
 
 @contextmanager
 def patient(kernel: Kernel, *, warm: bool = False) -> Iterator[None]:
-    """Give ranks ten minutes after the stop button, because they may need more than five seconds on a busy machine.
+    """Give ranks ten minutes to end after the stop button, because a busy machine may need more than five seconds.
 
     Args:
         kernel: The kernel with the stop button.
@@ -112,7 +112,7 @@ def alive(pids: list[int]) -> list[int]:
 
 
 def wait_gone(pids: list[int], seconds: float) -> float:
-    """Wait until none of `pids` runs. Return the time it took, or fail after `seconds`."""
+    """Wait until none of `pids` is running. Return how long it took, or fail after this many seconds."""
     begin = time.monotonic()
     while left := alive(pids):
         assert time.monotonic() - begin < seconds, f"still running after {seconds} s: {left}"

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import psutil
 
-# Libraries set these variables when they are first imported, or pytest sets them for its own use.
+# Libraries set these when they are first imported, or pytest sets them for its own use.
 _ENVIRONMENT_NOISE = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "COLUMNS", "LINES")
-# SIGALRM belongs to the test runner, for its timeout.
+# Leave out SIGALRM, which the test runner uses for its timeouts.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1)
 LASTING: set[int | str] = set()
-"""Process ids and sockets (as their links in /proc) of test helpers that remain for the whole session."""
+"""Process ids and sockets (their link targets in /proc) of test helpers that live for the whole session."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,8 @@ def _differences(before: Snapshot, after: Snapshot) -> list[str]:
     changed = sorted(before.environment ^ after.environment)
     lines += [f"environment variable: {name}={value!r}" for name, value in changed]
     lines += [f"signal handler: {entry}" for entry in sorted(after.handlers - before.handlers)]
-    # The first run in this process adds hooks that count the steps of all later runs, too.
+    # Only report removed hooks, because the first run in this process adds hooks that count the steps of all later
+    # runs.
     removed = sorted(before.optimizer_hooks - after.optimizer_hooks)
     lines += [f"hook on all optimizers, which was removed: {entry}" for entry in removed]
     if after.process_group and not before.process_group:
@@ -94,7 +95,7 @@ def _children() -> dict[tuple[int, int, bool], str]:
         try:
             child = psutil.Process(pid)
             if child.pid not in keep | LASTING and child.ppid() not in keep:
-                # A process that was busy before and sleeps afterwards is unchanged; one that became a zombie is not.
+                # A process that was busy and now sleeps counts as unchanged, but one that has become a zombie does not.
                 dead = child.status() == psutil.STATUS_ZOMBIE
                 text = f"{child.pid} {'zombie' if dead else 'alive'} {' '.join(child.cmdline())[:120]}"
                 found[child.pid, hash(child), dead] = text
@@ -104,8 +105,9 @@ def _children() -> dict[tuple[int, int, bool], str]:
 
 
 def _descendants() -> list[int]:
-    """Return the process ids of all descendants. psutil would read every process of the machine, which takes 4 ms."""
-    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():  # The kernel lacks that file, or is not Linux.
+    """Return the process ids of all descendants. psutil would read all processes of the machine, which takes 4 ms."""
+    # Linux kernels may lack this file, and other systems do.
+    if not Path(f"/proc/self/task/{os.getpid()}/children").exists():
         return [child.pid for child in psutil.Process().children(recursive=True)]
     found: list[int] = []
     pending = [os.getpid()]
@@ -119,10 +121,10 @@ def _descendants() -> list[int]:
 def _direct_children(parent: int) -> list[int]:
     """Return the process ids of a process's children, which the kernel records by the thread that started them."""
     last: list[str] | None = None
-    while True:  # A single read may miss a child while a sibling exits.
+    while True:  # A single read may miss a child if another one exits at the same time.
         texts = []
         for task in Path(f"/proc/{parent}/task").glob("*"):
-            with suppress(OSError):  # The thread exited after the listing.
+            with suppress(OSError):  # The thread has exited since the listing.
                 texts.append((task / "children").read_text())
         if texts == last:
             return [int(pid) for text in texts for pid in text.split()]
@@ -134,7 +136,7 @@ def _sockets() -> frozenset[str]:
     for entry in Path("/proc/self/fd").glob("*"):
         try:
             target = str(entry.readlink())
-        except OSError:  # The descriptor was closed after the listing.
+        except OSError:  # The descriptor has been closed since the listing.
             continue
         if target.startswith("socket:") and target not in LASTING:
             found.add(target)
@@ -142,8 +144,8 @@ def _sockets() -> frozenset[str]:
 
 
 def _of_cuda() -> set[str]:
-    """Return the sockets of CUDA's driver, which stay open from a process's first context until it exits."""
-    with suppress(OSError):  # The system has no /proc.
+    """Return the sockets of CUDA's driver, which are open from a process's first context until the process exits."""
+    with suppress(OSError):  # Some systems have no /proc.
         lines = Path("/proc/net/unix").read_text().splitlines()
         return {f"socket:[{line.split()[6]}]" for line in lines if "cuda-uvmfd" in line}
     return set()

@@ -1,4 +1,4 @@
-"""Tables of cases of which some are tried daily, and all nightly (`make test-nightly`)."""
+"""Tables of cases, some of which are tested daily, and all of them nightly (`make test-nightly`)."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import pytest
 
 
 def rest_nightly(cells: Iterable[tuple[Any, ...]], daily: Callable[..., bool]) -> list[Any]:
-    """Mark the cells of a table as nightly, except for those that ``daily``, called with the cell's values, selects."""
+    """Mark the cells of a table as nightly, except those whose values ``daily`` accepts."""
     return [pytest.param(*cell, marks=() if daily(*cell) else pytest.mark.nightly) for cell in cells]

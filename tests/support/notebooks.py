@@ -13,7 +13,7 @@ from tests.support.kernel import Cell, Kernel
 from tests.support.ports import free_port
 
 LIMIT = 150.0
-"""Time limit in seconds for steps that take a few seconds on an idle machine."""
+"""The time limit in seconds for steps that take a few seconds on an idle machine."""
 LOOK = """
 import gc
 def look():
@@ -53,17 +53,17 @@ def meet(fail=-1, pause=0.0):
 
 
 class Notebooks:
-    """Kernels in the order of their nodes."""
+    """The kernels of several notebooks, in the order of their nodes."""
 
     def __init__(self, kernels: Sequence[Kernel]) -> None:
         self.kernels = list(kernels)
 
     def submit(self, *calls: str) -> list[Cell]:
-        """Send each kernel its cell."""
+        """Send each kernel its own cell."""
         return [kernel.submit(call) for kernel, call in zip(self.kernels, calls, strict=False)]
 
     def launch(self, function: str, *own: str, **options: Any) -> list[Cell]:
-        """Send each kernel a launch of `function`, a name followed by its arguments.
+        """Send each kernel a launch of a function.
 
         Args:
             function: The function and its arguments, for example "meet, 1".
@@ -79,7 +79,7 @@ class Notebooks:
         )
 
     def finish(self, cells: Sequence[Cell], timeout: float = LIMIT) -> list[Cell]:
-        """Wait for the end of the cells, each in its own kernel."""
+        """Wait until each kernel's cell has finished."""
         return [kernel.finish(cell, timeout) for kernel, cell in zip(self.kernels, cells, strict=False)]
 
     def wait_until_all_print(self, cells: Sequence[Cell], text: str, counts: Sequence[int]) -> None:
@@ -97,14 +97,14 @@ class Notebooks:
             time.sleep(0.1)
 
     def changed(self, before: Sequence[dict[str, Any]], seconds: float = LIMIT) -> list[dict[str, Any]]:
-        """Return the differences of `look()` from `before` for each kernel, after at most this many seconds."""
+        """Return how `look()` differs from `before` in each kernel. Differences that disappear in time do not count."""
         deadline = time.monotonic() + seconds
         while True:
             pairs = zip(before, self.values("look()"), strict=True)
             found = [{name: (was[name], now[name]) for name in was if was[name] != now[name]} for was, now in pairs]
             if not any(found) or time.monotonic() > deadline:
                 return found
-            time.sleep(0.2)  # ipykernel releases the resources of an ended thread a little later.
+            time.sleep(0.2)  # ipykernel releases a thread's resources a little after the thread has ended.
 
     def values(self, expression: str) -> list[Any]:
         """Return the value of an expression in each kernel."""
@@ -117,7 +117,7 @@ def _shows(cell: Cell, text: str, count: int) -> bool:
 
 @contextmanager
 def notebooks(count: int, prefixes: Sequence[Sequence[str]] = ()) -> Iterator[Notebooks]:
-    """Start kernels with `SETUP` run in each.
+    """Start kernels and run `SETUP` in each.
 
     Args:
         count: The number of kernels.
@@ -125,11 +125,12 @@ def notebooks(count: int, prefixes: Sequence[Sequence[str]] = ()) -> Iterator[No
     """
     kernels: list[Kernel] = []
     try:
-        # Start them one after the other: on another thread, jupyter_client creates an event loop that is never closed.
+        # Start the kernels one after the other: on another thread, jupyter_client would create an event loop and never
+        # close it.
         for prefix in prefixes or [()] * count:
             kernels.append(Kernel(prefix=prefix, timeout=LIMIT))  # noqa: PERF401 - those that started are closed
         found = Notebooks(kernels)
-        # zmq starts a thread for the first large message.
+        # The launch makes zmq start the thread that it needs for large messages.
         for code in (launching.SETUP, SETUP, "launch(time.sleep, 1.0, panel=True)", "look()"):
             for cell in found.finish(found.submit(*[code] * count)):
                 cell.expect_ok()

@@ -12,11 +12,11 @@ ODD_VALUES: list[Any] = [
     -float("inf"), "", "x", "x" * 10_000, "\ud800", "a\0b", "<script>alert(1)</script>", "\x1b[2J", [], {}, [[[]]],
     {"a": {"b": 1}}, "../../etc", "~nobody",
 ]  # fmt: skip
-"""Replacements for a value."""
+"""Values that replace those in JSON."""
 
 
 def with_odd_values(rng: random.Random, value: Any, depth: int = 1) -> Any:
-    """Return a copy of JSON with one to three values replaced.
+    """Return a copy of a JSON value, with one to three of the values in it replaced.
 
     Args:
         rng: The generator that chooses the values.

@@ -26,7 +26,7 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).resolve().parents[2]
 DOCS, README = ROOT / "docs", ROOT / "README.md"
 EXECUTED = ("python", "ipython3")
-"""Languages of the blocks that a kernel executes."""
+"""The languages of blocks that a kernel executes."""
 _COMMENT = re.compile(r"<!--\s*(page|block):\s*(\w+)=(.*?)\s*-->", re.DOTALL)
 _PARSER = MarkdownIt("commonmark").enable("table")
 
@@ -36,7 +36,7 @@ class Block:
     """One block of code.
 
     Args:
-        line: The number of its first line in the page, from 1.
+        line: The number of the code's first line in the page, from 1.
         language: The word after the fence.
         source: The code.
         options: The settings in the comment before the block.
@@ -50,14 +50,14 @@ class Block:
     output: list[str] = field(default_factory=list)
 
     def missing_from(self, shown: str) -> list[str]:
-        """Return the lines of ``output`` that a text does not contain."""
+        """Return the lines of ``output`` that are missing from a text."""
         lines = [line.rstrip() for line in shown.splitlines()]
         patterns = [(line, re.compile(self._pattern(line.strip()))) for line in self.output]
         return [line for line, pattern in patterns if not any(pattern.search(each) for each in lines)]
 
     @property
     def is_executed(self) -> bool:
-        """Return whether this machine and environment satisfy the block's requirements."""
+        """Whether the block is executed on this machine and in this environment."""
         return "skip" not in self.options and not missing_packages(self.options.get("needs", ""))
 
     def _pattern(self, line: str) -> str:

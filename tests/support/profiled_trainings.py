@@ -1,4 +1,4 @@
-"""Training runs with one planted fault each, and healthy ones, for profiles of live ranks."""
+"""Training runs with one planted fault each, and healthy ones, which are profiled while they run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def mlp(width: int = WIDTH) -> nn.Sequential:
 
 
 def batches(rows: int = ROWS) -> Iterator[Batch]:
-    """Yield the same batch forever, so that nothing waits for data."""
+    """Yield the same batch forever, so that no step waits for data."""
     batch = torch.randn(rows, 256), torch.randint(0, 10, (rows,))
     for _ in range(STEPS):
         yield batch
@@ -300,7 +300,7 @@ HEALTHY: dict[str, Callable[[], None]] = {
 
 @contextmanager
 def training(function: Callable[[], None], ranks: int = 2) -> Iterator[Run]:
-    """Run a training function on ranks that inherit the imports of torch's profiler. Stop the run at the end."""
+    """Run a training function on ranks that inherit the imports of torch's profiler, and stop the run at the end."""
     torch_internals.import_inductor()
     run = notebook_launcher(function, (), ranks, use_port=0, block=False, panel=False, start_method="fork")
     try:

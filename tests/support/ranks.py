@@ -31,18 +31,18 @@ from notebook_accelerate.launch.processes import ports
 _ROOT = Path(__file__).resolve().parents[2]
 _PRELOAD = [
     "pytest",
-    "deepspeed",  # This is imported if it is installed.
-    "s3fs",  # This is imported if it is installed.
-    "accelerate",  # This is the real one, if it is installed.
+    "deepspeed",  # Packages that are not installed are left out.
+    "s3fs",
+    "accelerate",  # This is the real package, if it is installed.
     "numpy",
     "torch",
     "torch.distributed",
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
-    "torch._dynamo",  # Every optimizer imports it, which takes a second.
+    "torch._dynamo",  # Every optimizer imports this, which takes a second.
     "torch.nn.parallel",
     "torch.utils.data",
-    "torch._functorch.aot_autograd",  # Flex attention and compilation import it.
+    "torch._functorch.aot_autograd",  # Flex attention and compilation import this.
     "psutil",
     "safetensors.torch",
     "notebook_accelerate.accelerator",
@@ -50,14 +50,14 @@ _PRELOAD = [
     "notebook_accelerate.checkpointing.state_saving",
     "notebook_accelerate.strategies.fsdp.fsdp2",
     "notebook_accelerate.utils.dataclasses",
-    __name__,  # This module imports everything that a launch needs.
+    __name__,  # This module imports the rest of what ranks need.
 ]
-# Once a rank has failed, the others have this many seconds to notice and report it before they are killed.
+# The seconds that other ranks have to notice and report the failure of a rank, before they are killed.
 _GRACE = 30.0
-# A rank that has returned stays alive this many seconds, because it may hold the store that the others still need.
+# The seconds for which a rank that has returned stays alive, because others may still need the store that it holds.
 _STAY = 60.0
 _keys = itertools.count(1 << 40)
-"""The numbers for which ports are reserved. No run of this process has such a number."""
+"""Numbers for reserving ports, which must differ from the numbers of this process's runs."""
 
 
 class RankError(AssertionError):
@@ -83,12 +83,12 @@ class _Outcome:
     error: BaseException | None = None
     report: str | None = None
     at: float = 0.0
-    """When it failed, on the monotonic clock of the machine, or 0 if the rank died without a message."""
+    """When the rank failed, on the machine's monotonic clock, or 0 if the rank died without a message."""
 
 
 @dataclass
 class _World:
-    """The processes of one call and their outcomes so far."""
+    """The processes of one call, and the outcomes received so far."""
 
     processes: list[BaseProcess] = field(default_factory=list)
     pipes: dict[int, Connection] = field(default_factory=dict)
@@ -96,13 +96,13 @@ class _World:
 
     @property
     def failed(self) -> list[int]:
-        """The ranks that failed, in the order of their reports."""
+        """The ranks that failed, in the order in which they reported it."""
         return [rank for rank, outcome in self.outcomes.items() if outcome.report is not None]
 
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """Hold a TCP port of the loopback interface for a process group, as a launch does."""
+    """Hold a TCP port of the loopback interface for a process group, as a launch does for its group."""
     key = next(_keys)
     try:
         yield ports.reserve(key, 0, fixed=False)[0]
@@ -129,7 +129,7 @@ def run_ranks(
             killed.
         process_group: Whether to set up torch's default process group (gloo) before the call. Otherwise the function
             does so, for example with `PartialState()` or `Accelerator()`.
-        env: More environment variables for the ranks, which override those inherited from this process.
+        env: Further environment variables for the ranks, which override those of this process.
 
     Returns:
         The results by rank.
@@ -170,7 +170,7 @@ def _start(work: bytes, environments: list[dict[str, str]], timeout: float) -> _
 
 
 def run_script(script: str, *arguments: str, world_size: int = 2, timeout: float = 240.0) -> list[tuple[int, str]]:
-    """Run a script as every rank of a world, each in a separate Python process, to test events during a rank's exit.
+    """Run a script on every rank of a world, each in its own Python process, to test what happens when ranks exit.
 
     Args:
         script: The code to run.
@@ -183,7 +183,8 @@ def run_script(script: str, *arguments: str, world_size: int = 2, timeout: float
     """
     command = [sys.executable, "-c", script, *arguments]
     with reserved_port() as port, ExitStack() as stack:
-        errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world_size)]  # Pipes could fill up.
+        # Pipes could become full.
+        errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world_size)]
         ranks = []
         try:
             for rank in range(world_size):
@@ -228,7 +229,8 @@ def _collect(world: _World, deadline: float) -> None:
                 world.outcomes[rank] = _Outcome(report=reason)
             return
         arrived = {r: _receive(waiting.pop(r), world.processes[r]) for r, pipe in world.pipes.items() if pipe in ready}
-        # Several outcomes may have arrived while this process waited for a CPU: the first failure caused the others.
+        # This process may have waited for a CPU while several outcomes arrived. Sort them, because the first failure
+        # caused the others.
         world.outcomes.update(sorted(arrived.items(), key=lambda entry: entry[1].at))
         if world.failed:
             deadline = min(deadline, time.monotonic() + _GRACE)
@@ -257,20 +259,20 @@ def _end(world: _World) -> None:
 
 
 def _rank_main(pipe: Connection, environment: dict[str, str], work: bytes, timeout: float) -> None:
-    """Run as one rank: take over the environment, call the function, and report the outcome."""
+    """Run as one rank: take over the environment, call the function, and send the outcome."""
     import faulthandler
 
     import torch
 
     os.environ.clear()
     os.environ.update(environment)
-    # Prints the stacks of a stuck rank, and ends it even if the test process is gone.
+    # This prints the stacks of a stuck rank and ends it, even if the test process is gone.
     faulthandler.dump_traceback_later(max(timeout - 1.0, 0.5), exit=True, file=2)
     torch.set_num_threads(1)
     payload, failed = _call(work)
     pipe.send_bytes(payload)
     faulthandler.cancel_dump_traceback_later()
-    if not failed:  # A failed rank exits immediately, and the ranks that wait for it notice.
+    if not failed:  # A failed rank exits immediately, so that ranks that wait for it notice the failure.
         pipe.poll(_STAY)  # Wait until all ranks have reported and the test process closes its end.
     pipe.close()
 
@@ -285,8 +287,8 @@ def _call(work: bytes) -> tuple[bytes, bool]:
         outcome = pickle.dumps(_Outcome(value=fn(*args)))
     except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are results of a test too
         return _failure(error), True
-    # The group remains until the process exits: gloo's destructor can wait forever for a thread that needs the
-    # interpreter, which the destructor holds.
+    # Keep the process group until the process exits, because gloo's destructor can deadlock: it holds the interpreter
+    # while it waits for a thread that needs it.
     return outcome, False
 
 

@@ -26,15 +26,15 @@ SHADOW = Path(__file__).resolve().parents[1] / "ray" / "shadow"
 STORE_BYTES = 150 << 20
 START_SECONDS = 600.0
 TRIES = 6
-"""The number of attempts. Ray gives a node 30 seconds to start, which may not be enough on a busy machine."""
+"""The number of attempts to start a node. Ray allows 30 seconds for each, which may not be enough on a busy machine."""
 PATIENCE = {
-    "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "100",  # Like TRIES, this helps on busy machines.
-    "GRPC_ENABLE_FORK_SUPPORT": "0",  # Otherwise the fork for that server may crash before it executes its program.
-    "RAY_worker_register_timeout_seconds": "600",  # This is for the processes of actors.
-    "RAY_health_check_timeout_ms": "120000",  # A slow node is not dead. A dead one refuses connections immediately.
-    "RAY_memory_monitor_refresh_ms": "0",  # Don't kill actors because other programs fill the memory.
+    "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S": "100",  # Like TRIES, this gives a busy machine more time.
+    "GRPC_ENABLE_FORK_SUPPORT": "0",  # Otherwise, the fork for the client's server may crash before its exec.
+    "RAY_worker_register_timeout_seconds": "600",  # This limit applies to actors' processes.
+    "RAY_health_check_timeout_ms": "120000",  # A slow node is not dead, and dead nodes refuse connections immediately.
+    "RAY_memory_monitor_refresh_ms": "0",  # Other programs may fill the memory without killing actors.
 }
-"""Ray's settings for a busy machine."""
+"""Settings that make Ray tolerate a busy machine."""
 
 
 class LocalCluster:
@@ -70,13 +70,13 @@ class LocalCluster:
         self.nodes = ["127.0.0.2", *(self.add_node(count) for count in cpus[1:])]
 
     def add_node(self, cpus: int, gpus: int = 0, **resources: float) -> str:
-        """Start another node, which may claim to have GPUs, and return its address."""
+        """Start another node, which may claim to have GPUs. Return its address."""
         return str(self.ask("add", cpus=cpus, gpus=gpus, resources=resources))
 
     def kill_node(self, address: str, *, known: bool = True) -> None:
         """Kill a node's raylet, and with it the node. With ``known``, return once the cluster has noticed.
 
-        Until then, which takes seconds, Ray places ranks on the dead node.
+        Ray takes seconds to notice, and until then places ranks on the dead node.
         """
         self.ask("kill", address=address)
         deadline = time.monotonic() + START_SECONDS
@@ -95,14 +95,14 @@ class LocalCluster:
             time.sleep(0.1)
 
     def close(self) -> None:
-        """End the cluster."""
+        """End the cluster and its process."""
         with suppress(AssertionError, OSError):
             self.ask("close")
         os.close(self._requests)
         os.close(self._answers)
 
     def ask(self, what: str, **values: Any) -> object:
-        """Send a request to the cluster's process."""
+        """Send a request to the cluster's process, and return the answer."""
         os.write(self._requests, json.dumps([what, values]).encode() + b"\n")
         deadline = time.monotonic() + START_SECONDS
         while b"\n" not in self._text:
@@ -185,7 +185,7 @@ def _tried(start: Callable[[], Any]) -> Any:
             return start()
         except Exception:
             for late in set(psutil.Process().children(recursive=True)) - before:
-                with suppress(psutil.NoSuchProcess):  # If it survived, it would become an additional node.
+                with suppress(psutil.NoSuchProcess):  # A node that survived would be an additional node of the cluster.
                     late.kill()
             if not left:
                 raise

@@ -1,4 +1,4 @@
-"""Runs for tests: real launches, and runs without processes that have a store to feed and a clock to advance."""
+"""Runs for tests: real launches, and runs without processes, which have a store to feed and a clock to advance."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from notebook_accelerate.telemetry.store import Record
 
 START = 1_000_000.0
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
-"""The start methods. Spawned ranks, which take seconds to import torch, are tested nightly."""
+"""The start methods. Spawned ranks, which take seconds to import torch, are tested only nightly."""
 HostOf = Callable[[int], tuple[int, str]]
 
 
@@ -70,7 +70,7 @@ def make_run(
         ranks: The number of ranks.
         method: The start method of the plan.
         started: When the ranks started, in seconds since the epoch.
-        host_of: A function that returns the node and the host of a rank.
+        host_of: A function that returns a rank's node and host.
         settings: The fields of the ``LaunchConfig``.
     """
     events: list[RunEvent] = [AttemptStarted(0)]
@@ -81,7 +81,7 @@ def make_run(
 
 
 def _unfinished(config: LaunchConfig, records: list[Record]) -> Run:
-    """Return a run that has not ended, because the result of `rebuild` is always finished."""
+    """Return a run from these records that has not ended. `rebuild` would return a finished one."""
     journal = Journal()
     journal.replay(records)
     return Run(config, "train", journal)
@@ -104,12 +104,12 @@ def supervisor_of(run: Run, publisher: Publisher | None = None) -> RankSuperviso
 
 
 def feed(run: Run, *events: Event, rank: int = 0, at: float = START) -> None:
-    """Append events to the run's journal, as if a rank had sent them."""
+    """Append events to a run's journal, as if a rank had sent them."""
     run._internals.journal.add([Record(rank, at, event) for event in events])
 
 
 def devices(rank: int, percent: float, reserved: int) -> list[Event]:
-    """Return the messages about a GPU that the rank on it and the rank's host send."""
+    """Return the messages about one GPU: from the rank that uses it, and from that rank's host."""
     uuid = f"{rank:08x}-0000"
     return [
         DeviceMemoryEvent(f"cuda:{rank}", reserved // 2, reserved, reserved // 2, 15 << 30, "Tesla T4", uuid),
@@ -124,7 +124,7 @@ def end(
     at: float | None = None,
     exit_of: Callable[[int], str] = lambda _: "",
 ) -> None:
-    """End the run, with these failures if there are any."""
+    """End a run, with these failures if there are any."""
     journal = run._internals.journal
     for failure in failures:
         journal.append(RankFailed(failure))

@@ -1,4 +1,4 @@
-"""An S3 server on the loopback interface, in a separate process, and the settings for its clients."""
+"""An S3 server on the loopback interface in a separate process, and the settings for its clients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class S3Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Make s3fs, and other libraries built on botocore, use this server."""
+        """The variables with which s3fs, and other libraries built on botocore, use this server."""
         return {
             "AWS_ENDPOINT_URL": self.url,
             "AWS_ACCESS_KEY_ID": "tests",
@@ -44,7 +44,7 @@ class S3Server:
         }
 
     def check_credentials(self, check: bool) -> None:
-        """Make the server accept either any credentials, or only those that it has issued, of which there are none."""
+        """Make the server accept any credentials, or only those that it has issued. It has issued none."""
         count = "0" if check else "inf"
         plain = {"Content-Type": "text/plain"}
         request = urllib.request.Request(f"{self.url}/moto-api/reset-auth", count.encode(), plain, method="POST")
@@ -54,7 +54,7 @@ class S3Server:
 
 @contextmanager
 def s3_server() -> Iterator[S3Server]:
-    """Run a server inside the context."""
+    """Run a server for the duration of the context."""
     with subprocess.Popen(
         [sys.executable, "-c", _SERVE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:

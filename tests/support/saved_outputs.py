@@ -25,17 +25,17 @@ import nbformat
 ROOT = Path(__file__).resolve().parents[2]
 EXECUTED = ROOT / ".build" / "examples"
 LARGEST = 300_000
-"""The maximum size of a committed notebook in bytes. Code hosts do not show larger ones reliably."""
+"""The maximum size of a committed notebook in bytes. Code hosts may fail to show larger ones."""
 WIDGET = "application/vnd.jupyter.widget-view+json"
 MEASURED = "…"
 MEASURED_COLUMNS = {
     "pid", "peak memory", "ms per step", "waiting for data", "forward and backward", "collectives", "optimizer",
     "other", "started", "seconds", "time", "elapsed", "duration", "last seen", "cpu", "memory",
 }  # fmt: skip
-"""Lower-case headings of the columns of a report whose cells are replaced."""
+"""The columns of reports whose cells are replaced, by their headings in lower case."""
 MEASURED_ROWS = {"started", "ended", "train_runtime", "train_samples_per_second", "train_steps_per_second"}
 VARIES = "output-varies"
-"""The tag of a cell whose output depends on timing, as after a failure. Only the types of its outputs are compared."""
+"""The tag of a cell whose output depends on timing, for example after a failure. Only its output types are compared."""
 _NUMBER = r"\d+(?:[.,]\d+)*"
 _PATTERNS = [
     (re.compile(rf"(?<![\w.-]){_NUMBER} (ms|s|min|h|tokens/s|steps/s|it/s)\b"), rf"{MEASURED} \1"),
@@ -57,14 +57,15 @@ _CELL = re.compile(r"(<t([hd])[^>]*>)(.*?)(</t\2>)", re.DOTALL)
 _RULE = re.compile(r"^─+(?:  ─+)*$")
 _IMAGE = re.compile(r'src="data:image/[^"]*"')
 _LOGGED = re.compile(r"^(?:[IWE]\d{4} \d\d:\d\d:\d\d|Failed to load ).*\n?", re.MULTILINE)
-"""Lines that torch, torchao and bitsandbytes log on stderr during their import on some machines."""
+"""Lines that torch, torchao and bitsandbytes log on stderr on some machines when they are imported."""
 _SPEED = re.compile(
     r"<details><summary>Step time</summary>.*?</details>|^rank +ms per step[^\n]*\n(?:[^\n]+\n)+"
     r"|<li>Rank \d+ is a straggler[^<]*</li>|^Rank \d+ is a straggler[^\n]*\n"
     r"|<li>waiting for the process that [^<]*</li>|^ *waiting for the process that [^\n]*\n",
     re.MULTILINE | re.DOTALL,
 )
-"""The table of step times, stragglers, and the note that a launch waited, as HTML and text, which vary with speed."""
+"""Parts that depend on speed: the table of step times, stragglers, and the note that a launch waited, as HTML and
+text."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -83,7 +84,7 @@ def clean(notebook: dict[str, Any]) -> dict[str, Any]:
 
 
 def _clean_outputs(outputs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the outputs visible to a reader of the saved notebook, with successive streams joined."""
+    """Yield the outputs that a reader of the saved notebook sees, with successive streams joined."""
     pending: dict[str, Any] | None = None
     for output in outputs:
         cleaned = _clean_output(output)
@@ -110,7 +111,7 @@ def _clean_output(output: dict[str, Any]) -> dict[str, Any] | None:
         traceback = [clean_text(line) for line in output["traceback"]]
         return {**output, "evalue": clean_text(output["evalue"]), "traceback": traceback}
     if WIDGET in output["data"] and "text/html" not in output["data"]:
-        return None  # This is the progress bar of a library.
+        return None  # Libraries show their progress bars as widgets without HTML.
     data = {kind: value for kind, value in output["data"].items() if kind != WIDGET}
     for kind, value in data.items():
         if kind.startswith("text/"):
@@ -134,13 +135,13 @@ def _without_measures(text: str) -> str:
 
 
 def _prefixes() -> list[tuple[str, str]]:
-    """Return the folders of this machine that outputs name, the longest first, with their replacements."""
+    """Return the folders of this machine that outputs may name, the longest first, with their replacements."""
     named = {f"{ROOT}/": "", f"{Path.home()}/": "~/"}
     return sorted(named.items(), key=lambda pair: -len(pair[0]))
 
 
 def _without_measured_columns(text: str) -> str:
-    """Replace the cells of measured columns in tables whose heading is followed by rules of ``─``."""
+    """Replace the cells of measured columns in tables whose heading is underlined with ``─``."""
     lines = text.split("\n")
     for number in range(1, len(lines)):
         if not _RULE.match(lines[number]):
@@ -202,7 +203,7 @@ def paths_in(notebook: dict[str, Any]) -> list[str]:
 
 
 def _shown(cell: dict[str, Any]) -> Iterator[str]:
-    """Yield the text of a cell's outputs, and for a picture its type."""
+    """Yield the outputs of a cell as text. For a picture, only its type is in the text."""
     for output in cell.get("outputs", []):
         if output["output_type"] == "stream":
             yield f"{output['name']}:\n{output['text']}"
@@ -214,7 +215,7 @@ def _shown(cell: dict[str, Any]) -> Iterator[str]:
 
 
 def gist(cell: dict[str, Any], *, varies: bool) -> list[str]:
-    """Return the sorted lines of a cell's outputs, without parts that vary by run: numbers, curves, widths, order."""
+    """Return the sorted lines of a cell's outputs, without the numbers, curves and widths that differ between runs."""
     if varies:
         return sorted({shown.partition("\n")[0] for shown in _shown(cell)})
     lines = []
@@ -227,7 +228,7 @@ def gist(cell: dict[str, Any], *, varies: bool) -> list[str]:
 
 
 def differences(committed: dict[str, Any], executed: dict[str, Any]) -> dict[str, list[str]]:
-    """Return for each differing cell, by its id, how its output differs."""
+    """Return how the output differs, for each cell that differs, by its id."""
     before = {cell["id"]: cell for cell in committed["cells"] if cell["cell_type"] == "code"}
     found = {}
     for cell in executed["cells"]:
@@ -274,7 +275,7 @@ def main(command: str, *paths: str) -> int:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return a notebook whose texts are single strings."""
+    """Return a notebook in which each text is a single string."""
     notebook: dict[str, Any] = json.loads(json.dumps(nbformat.read(path, as_version=4)))  # type: ignore[no-untyped-call]
     return notebook
 

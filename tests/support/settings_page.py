@@ -24,7 +24,7 @@ file with `--` in front of it, with two exceptions: the keys of `fp8_config` lac
 
 
 def text() -> str:
-    """Return the text of the page."""
+    """Return the text of the generated page."""
     parts = [_HEAD, "## A launch\n\nFields of `LaunchConfig`; most are parameters of `notebook_launcher`, too.\n"]
     parts.append(
         _table(("field", "default", "meaning"), [_launch_row(each) for each in settings_of(LaunchConfig).values()])

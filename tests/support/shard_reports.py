@@ -26,8 +26,8 @@ def mesh_reports(
         axes: The size of each axis, the outermost first.
         specs: For parameters, gradients and optimizer state, their size as a multiple of the size of the parameters,
             and the axes that they are sharded over.
-        strategy: The name of the strategy.
-        variant: The variant of the strategy.
+        strategy: The name of the strategy in the reports.
+        variant: The variant of that strategy, such as "ZeRO-3".
         stages: The axis of stages. Each stage has twice the parameters of the previous one.
         offloaded: The device that holds the optimizer's state.
         units: The number of units.
@@ -45,21 +45,21 @@ def mesh_reports(
 
 
 def hybrid() -> dict[int, ShardReport]:
-    """Return two replicas of two shards each."""
+    """Return the reports of two replicas with two shards each."""
     over = ("dp_shard",)
     axes = {"dp_replicate": 2, "dp_shard": 2}
     return mesh_reports(axes, (1, over), (1, over), (2, over), variant="HYBRID_SHARD", units=3)
 
 
 def zero(stage: int, ranks: int = 4) -> dict[int, ShardReport]:
-    """Return what each rank holds in DeepSpeed's stages, with the optimizer's state in CPU memory."""
+    """Return the reports of a stage of DeepSpeed's ZeRO, with the optimizer's state in CPU memory."""
     cut = [("dp",) if stage > least else () for least in (2, 1, 0)]
     specs = [(1.0, cut[0]), (1.0, cut[1]), (6.0, cut[2])]
     return mesh_reports({"dp": ranks}, *specs, strategy="deepspeed", variant=f"ZeRO-{stage}", offloaded="cpu")
 
 
 def megatron() -> dict[int, ShardReport]:
-    """Return two replicas of two stages, whose layers are split across two ranks."""
+    """Return the reports of two replicas with two stages each, whose layers are split across two ranks."""
     axes = {"pp": 2, "dp": 2, "tp": 2}
     return mesh_reports(axes, (1, ("tp",)), (1, ("tp",)), (2, ("dp", "tp")), strategy="megatron_lm", stages="pp")
 

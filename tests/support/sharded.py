@@ -18,11 +18,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "fsdp2 of replicas": {"fsdp": {"fsdp_version": 2}, "degrees": {"dp_replicate_size": 2, "dp_shard_size": 2}},
     "fsdp2 and tp": {"fsdp": {"fsdp_version": 2}, "degrees": {"dp_shard_size": 2, "tp_size": 2}},
 }
-"""Ways to split a model. The forms with replicas and with tp need four ranks."""
+"""Ways to split a model. The forms with replicas and the one with both fsdp2 and tp need four ranks."""
 
 
 class Net(nn.Module):
-    """Two layers, and a buffer that changes in training."""
+    """A model of two layers, with a buffer that changes during training."""
 
     tp_plan: ClassVar = {"first": "colwise", "last": "rowwise"}
     steps: torch.Tensor
@@ -67,7 +67,7 @@ class ShardedTraining:
         self.done = 0
 
     def step(self) -> float:
-        """Train on the batch of this step, the same on every rank, and return its loss."""
+        """Train on this step's batch, which is the same on every rank. Return the loss."""
         inputs = torch.randn(4, 8, generator=torch.Generator().manual_seed(self.done))
         self.done += 1
         loss = self.model(inputs).square().mean()
@@ -78,6 +78,6 @@ class ShardedTraining:
         return float(loss.detach())
 
     def go_on(self, folder: str, done: int) -> None:
-        """Load a checkpoint saved after this many steps."""
+        """Load a checkpoint that was saved after this many steps."""
         self.accelerator.load_state(folder)
         self.done = done

@@ -55,21 +55,21 @@ TOTAL_STEPS = 100_000
 
 
 class Received:
-    """A listener of ranks that records everything it receives as a rank, a source and bytes."""
+    """A listener that records everything that it receives from ranks, as the rank, the source and the bytes."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
 
     def on_output(self, rank: int, stream: str, data: bytes) -> None:
-        """Record output."""
+        """Record the output of a rank."""
         self.calls.append((rank, stream, data))
 
     def on_frames(self, rank: int, data: bytes) -> None:
-        """Record the messages of the channel."""
+        """Record bytes from a rank's channel."""
         self.calls.append((rank, CHANNEL, data))
 
     def on_host_frames(self, rank: int, data: bytes) -> None:
-        """Record the measurements of the host."""
+        """Record a host's measurements of a rank."""
         self.calls.append((rank, SAMPLES, data))
 
     def on_end(self, rank: int) -> None:
@@ -83,7 +83,7 @@ class SimulatedRank(LocalRank):
     Args:
         rank: The global index of the rank.
         pid: The id of the process that simulates it.
-        ends: The kernel's ends of its channel and pipes.
+        ends: The kernel's ends of the rank's channel and pipes.
         life: A socket that the simulator closes when the rank ends, and whose sending half this process closes to end
             the rank.
     """
@@ -102,19 +102,19 @@ class SimulatedRank(LocalRank):
             return Exit(1)
 
     def send_signal(self, number: int, *, group: bool = False) -> None:
-        """Ask the rank to end, whatever the signal."""
+        """Ask the rank to end, whichever signal is sent."""
         with suppress(OSError):
             self._life.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close the kernel's ends. The simulator notices this."""
+        """Close the kernel's ends, which the simulator notices."""
         self.exit_descriptor = None
         super().close()
         self._life.close()
 
 
 class _Simulator:
-    """A process that simulates ranks."""
+    """A process that simulates some of the ranks."""
 
     def __init__(self, events_per_second: float) -> None:
         ours, theirs = socket.socketpair()
@@ -134,7 +134,7 @@ class _Simulator:
         return SimulatedRank(rank, self.pid, ends, life)
 
     def close(self) -> None:
-        """Stop accepting ranks. The process exits with its last one."""
+        """Stop accepting ranks. The process exits when its last rank ends."""
         self._control.close()
 
     def wait(self) -> None:
@@ -171,7 +171,7 @@ class SimulatedBackend(ProcessBackend):
 
 
 class LinkedBackend(ProcessBackend):
-    """Starts simulated ranks on simulated machines. Each is a real host with a real link on loopback.
+    """Starts simulated ranks on simulated machines, each of which is a real host with a real link on loopback.
 
     Args:
         ranks_per_host: The number of ranks per machine.
@@ -223,7 +223,7 @@ class LinkedBackend(ProcessBackend):
 
 
 def _nothing() -> None:
-    """Take the place of a launch's function, because simulated ranks do not run one."""
+    """Stand in for the function of a launch, because simulated ranks do not run one."""
 
 
 # ---- in the simulator
@@ -241,7 +241,7 @@ class _Voice:
         self._channel.send(StatusEvent("running"))
 
     def begin(self) -> None:
-        """Schedule the first message within a period from now. Messages missed while others started are not sent."""
+        """Schedule the first message at a random time within a period, so that ranks do not send at the same time."""
         self.due = time.monotonic() + random.Random(self._rank).random() * self._period
 
     def speak(self) -> bool:
@@ -250,7 +250,8 @@ class _Voice:
             if not self._asked_to_end():
                 self._say(self._number)
                 self._number += 1
-                self.due = max(self.due + self._period, time.monotonic())  # Training does not make up for lost time.
+                # Like training, a rank does not make up for lost time.
+                self.due = max(self.due + self._period, time.monotonic())
                 return True
             self._channel.send(ResultEvent(pickle.dumps(self._rank)))
         for descriptor in (self._stdout, self._stderr):
@@ -289,7 +290,7 @@ class _Voice:
 
 
 class _VoiceBackend(ProcessBackend):
-    """Starts ranks that threads of this process simulate, for a host in it."""
+    """A backend for a host in this process, whose ranks are simulated by threads."""
 
     def __init__(self, events_per_second: float) -> None:
         super().__init__(_nothing, ())
@@ -313,11 +314,11 @@ def _be_host(port: int, secret: bytes, node: int, ranks: range, events_per_secon
     orders = [WorkerOrder(rank, {}, None, capture_inherited_state()) for rank in ranks]
     with closing(Host(connect_to_kernel("127.0.0.1", port, secret, hello))) as host:
         host.run_ranks(_VoiceBackend(events_per_second), orders)
-        host.next_message()  # This message has no frames: the kernel disconnects.
+        host.next_message()  # Return when the kernel disconnects.
 
 
 def be_hosts(port: int, first: int, count: int, each: int, events_per_second: float) -> None:
-    """Run as the machines of some ranks, with a host on each. The secret arrives on standard input."""
+    """Run as the machines of some ranks, each of which has a host. The secret arrives on standard input."""
     secret = sys.stdin.buffer.read()
     threads = []
     for begin in range(first, first + count, each):
@@ -330,7 +331,7 @@ def be_hosts(port: int, first: int, count: int, each: int, events_per_second: fl
 
 
 def _speak_for(ranks: list[_Voice]) -> None:
-    """Send the due messages of each rank, until all ranks are finished."""
+    """Send each rank's messages when they are due, until all ranks are finished."""
     for rank in ranks:
         rank.begin()
     while ranks:

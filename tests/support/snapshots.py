@@ -1,4 +1,4 @@
-"""Compare rendered HTML with files: ``snapshot("name", html)`` in a test. ``UPDATE_SNAPSHOTS=1`` writes the files."""
+"""Rendered HTML compared with files: ``snapshot("name", html)`` in a test. ``UPDATE_SNAPSHOTS=1`` writes the files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _VARYING = (
     (re.compile(r"(data:image/svg\+xml;base64,)[\w+/=]+"), r"\1..."),
     (re.compile(r"<style>.*?</style>", re.DOTALL), "<style>...</style>"),
 )
-"""Parts that differ between two renderings of the same view, or that other tests compare."""
+"""Parts that differ each time a view is rendered, or that other tests compare."""
 Snapshot = Callable[[str, str], None]
 """The fixture ``snapshot``, which compares the second argument with the file that the first one names."""
 _VOID = frozenset({"br", "hr", "img", "input"})
@@ -42,7 +42,7 @@ def compare(file: Path, html: str) -> None:
 
 
 class _Lines(HTMLParser):
-    """Formats one element per line, indented by depth. Elements that contain only text end on the same line."""
+    """Formats one element per line, indented by depth. An element that contains only text ends on the same line."""
 
     def __init__(self, html: str) -> None:
         super().__init__(convert_charrefs=True)
@@ -59,7 +59,7 @@ class _Lines(HTMLParser):
             self._open.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)  # An element such as <img /> has nothing to close.
+        self.handle_starttag(tag, attrs)  # An element such as <img /> has no separate end.
 
     def handle_endtag(self, tag: str) -> None:
         assert self._open.pop() == tag, f"</{tag}> closes another element"

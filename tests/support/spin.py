@@ -1,4 +1,4 @@
-"""A call that waits as CUDA's threads wait for their device: it spins in C, without the interpreter lock.
+"""A call that waits like a thread that waits for a CUDA device: it spins in C, without the interpreter lock.
 
 cudaDeviceScheduleAuto, CUDA's default, spins if a process has fewer contexts than the machine has cores.
 """
@@ -66,7 +66,7 @@ def on_device(wait: Any, seconds: float) -> Any:
 
 
 def record_nccl(entered: int, ended: int, operation: str = "all_reduce") -> None:
-    """Make this process's NCCL recorder hold collectives, in the format of torch 2.11.
+    """Make this process's NCCL flight recorder contain collectives, in the format of torch 2.11.
 
     Args:
         entered: The number of collectives that this rank has entered.

@@ -10,7 +10,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 
 class Shelf(LocalFileSystem):  # type: ignore[misc]
-    """The disk under a name that no code recognizes as the disk."""
+    """The local disk under a name that no code recognizes as the disk."""
 
     protocol: ClassVar[tuple[str, ...]] = ("shelf",)
 
@@ -25,7 +25,7 @@ fsspec.register_implementation("shelf", Shelf, clobber=True)
 
 
 def load_packages(url: str) -> None:
-    """Import the packages that a URL needs, so that forked processes do not each import them."""
+    """Import the packages that a URL needs, so that forked processes need not do so."""
     if url.startswith("s3:"):
         for name in ("s3fs", "aiobotocore.session"):
             import_module(name)

@@ -15,7 +15,7 @@ import torch
 
 
 def index_of(device: Any) -> int:
-    """Return the index of a device given as a number, "cuda:1", or torch's object."""
+    """Return the index of a device given as a number, a name such as "cuda:1", or a torch.device."""
     if isinstance(device, int):
         return device
     return torch.device(device).index or 0

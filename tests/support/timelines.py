@@ -13,7 +13,7 @@ _LOADER = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
 
 
 class _Builder:
-    """Adds events to a track. An event contains the events that are added before it ends."""
+    """Adds events to a track. Events that are added before another one ends are inside it."""
 
     def __init__(self, timeline: Timeline, known: dict[str, int], rank: int, name: str) -> None:
         self.names, self.known = timeline.names, known
@@ -40,7 +40,7 @@ def training(ranks: int = 4, steps: int = 3, ops: int = 60, slow: int = 1, seed:
         ranks: The number of ranks.
         steps: The number of steps of each rank.
         ops: The number of operations in a forward pass. A backward pass has twice as many.
-        slow: The rank that the others wait for.
+        slow: The number of the rank that the others wait for.
         seed: The seed of the random numbers.
     """
     timeline, rng = Timeline(), random.Random(seed)
@@ -65,7 +65,7 @@ def training(ranks: int = 4, steps: int = 3, ops: int = 60, slow: int = 1, seed:
 
 
 def _forward(main: _Builder, clock: list[float], rank: int, ops: int, slow: int, rng: random.Random) -> float:
-    """Add the loading of a batch, a forward and most of a backward pass. Return when the gradients are ready."""
+    """Add the loading of a batch, a forward pass and most of a backward pass. Return when the gradients are ready."""
     at, load = clock[rank], 9000.0 if rank == slow else 400.0 + rng.random() * 200
     main.add(_LOADER, "loader", at, load)
     at += load + 40
@@ -87,7 +87,7 @@ def _reduced(
     timeline: Timeline, mains: list[_Builder], grouped: list[_Builder], entered: list[float], number: int,
     rng: random.Random,
 ) -> list[float]:  # fmt: skip
-    """Add an all_reduce that ends after the last rank has entered it. Return when each rank has left it."""
+    """Add an all_reduce that ends after all ranks have entered it. Return when each rank leaves it."""
     last = max(range(len(entered)), key=lambda rank: entered[rank])
     end = entered[last] + 700.0
     events = [

@@ -1,4 +1,4 @@
-"""A small model and its training, with everything that a checkpoint holds, for tests of saving and resuming."""
+"""A small model and its training, with everything that a checkpoint may hold, for tests of saving and resuming."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from notebook_accelerate.precision.fp8 import has_ao_layers
 
 
 class Counter:
-    """A custom object with a state."""
+    """A custom object that has a state."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -29,7 +29,7 @@ class Counter:
 
 
 class Net(nn.Module):
-    """A model with a normalization with running statistics, dropout that draws random numbers, and tied weights."""
+    """A model with tied weights, dropout that draws random numbers, and a normalization with running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Training:
                 return
 
     def train_on(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
-        """Train on one batch, with Python's and numpy's random numbers involved."""
+        """Train on one batch, with a loss that depends on Python's and numpy's random numbers."""
         with self.accelerator.accumulate(self.model):
             noise = random.random() + float(np.random.rand())  # noqa: NPY002 - checkpoints keep the global generator
             loss = nn.functional.mse_loss(self.model(inputs), targets * (1 + 0.01 * noise))
@@ -93,11 +93,11 @@ class Training:
         self.losses.append(loss.item())
 
     def weights(self) -> list[torch.Tensor]:
-        """Return copies of the model's tensors."""
+        """Return copies of the model's parameters and buffers."""
         return [tensor.detach().clone() for tensor in self.raw.state_dict().values()]
 
     def everything(self) -> list[Any]:
-        """Return everything that equal training leaves equal: weights, optimizer, schedule, counter, random numbers."""
+        """Return all that must be equal after equal training: weights, optimizer, schedule, counter, random numbers."""
         state = self.optimizer.state_dict()
         tensors = [value for key in sorted(state["state"]) for value in state["state"][key].values()]
         return [
@@ -122,21 +122,21 @@ def same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
 
 
 def pairs(left: list[Any], right: list[Any]) -> Iterator[tuple[Any, Any]]:
-    """Iterate over two lists in parallel."""
+    """Iterate over two lists of equal length in parallel."""
     return zip(left, right, strict=True)
 
 
 def fp8_net() -> nn.Sequential:
-    """Return a small model, always the same, whose layers have shapes that fp8 supports."""
+    """Return a small model with layers of shapes that fp8 supports, and with the same weights each time."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
 
 
 def losses_on_one_batch(accelerator: Accelerator, rate: float) -> list[float]:
-    """Train on the same batch everywhere, so that the losses do not depend on the number of ranks."""
+    """Train on the same batch on all ranks, so that the losses do not depend on their number."""
     raw = fp8_net()
     inputs, labels = torch.randn(32, 16), torch.randint(0, 4, (32,))
-    loader = DataLoader(TensorDataset(inputs), batch_size=32)  # DeepSpeed requires the batch size.
+    loader = DataLoader(TensorDataset(inputs), batch_size=32)  # DeepSpeed requires a loader to learn the batch size.
     inputs, labels = inputs.to(accelerator.device), labels.to(accelerator.device)
     model, optimizer, _ = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), lr=rate), loader)
     assert has_ao_layers(accelerator.unwrap_model(model)) == (accelerator.mixed_precision == "fp8")

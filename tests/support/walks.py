@@ -17,7 +17,7 @@ DOCUMENT = ROOT / "docs" / "architecture.md"
 
 
 class Step(NamedTuple):
-    """One step of a walk: the number of its sentence, the file relative to the package, and the function."""
+    """One step of a walk: the number of its sentence, the file within the package, and the function."""
 
     number: int
     file: str
@@ -25,7 +25,7 @@ class Step(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of a function: its time by ``time.monotonic``, which all processes share, its process, file and name."""
+    """A call of a function: its time by ``time.monotonic``, which processes share, and its process, file and name."""
 
     time: float
     process: int
@@ -34,7 +34,7 @@ class Call(NamedTuple):
 
 
 def steps_of(walk: str) -> list[Step]:
-    """Return the functions that a walk of the document names, in order.
+    """Return the steps of a walk in the document, in order.
 
     Each must cause the next one, because a test cannot know the order of simultaneous events in two threads or
     processes.
@@ -75,7 +75,7 @@ class Trace:
         return [call for call in self.calls if call.process == os.getpid()]
 
     def merged(self, *of_ranks: Iterable[Any]) -> list[Call]:
-        """Return the calls of this process and of ranks, in the order of time."""
+        """Return the calls of this process and of ranks, ordered by time."""
         return sorted([*self.own_calls(), *(Call(*call) for calls in of_ranks for call in calls)])
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:

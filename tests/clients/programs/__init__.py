@@ -78,6 +78,6 @@ def run_several(names: Sequence[str]) -> dict[str, Any]:
             found[name] = PROGRAMS[name].train()
         except Exception:  # noqa: BLE001 - the program's test shows it
             found[name] = traceback.format_exc()
-        AcceleratorState._reset_state(True)  # This keeps the process group.
+        AcceleratorState._reset_state(True)  # Reset everything except the process group.
         GradientState._reset_state()
     return found

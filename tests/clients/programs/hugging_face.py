@@ -38,7 +38,7 @@ def _trainer(folder: str, data: Any, **options: Any) -> Any:
 
 
 def _trained(folder: str, data: Any, **options: Any) -> dict[str, Any]:
-    """Train, and return the comparable values."""
+    """Train with a Trainer. Return the losses, the weights and the number of steps."""
     made = _trainer(folder, data, **options)
     made.train()
     return {"losses": logged_losses(made), "weights": weight_sums(made.model), "steps": made.state.global_step}
@@ -93,7 +93,7 @@ def trainer_sharded_stream() -> dict[str, Any]:
 
 
 def _settings_of_trl(kind: Any, **options: Any) -> Any:
-    """Return the settings of one of trl's trainers."""
+    """Return the settings for one of trl's trainers."""
     return kind(
         output_dir=shared_folder(), per_device_train_batch_size=4, num_train_epochs=1, learning_rate=1e-2,
         logging_steps=1, report_to="none", save_strategy="no", bf16=False, seed=1, **options,
@@ -101,7 +101,7 @@ def _settings_of_trl(kind: Any, **options: Any) -> Any:
 
 
 def _trained_by_trl(made: Any) -> dict[str, Any]:
-    """Train, evaluate if there are rows for that, and return the comparable values."""
+    """Train with one of trl's trainers, and evaluate if there are rows for it. Return the losses, weights and steps."""
     made.train()
     found = {"losses": logged_losses(made), "weights": weight_sums(made.model), "steps": made.state.global_step}
     return {**found, "evaluated": made.evaluate()["eval_loss"]} if made.eval_dataset is not None else found

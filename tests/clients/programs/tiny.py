@@ -54,11 +54,11 @@ TIED_MODELS = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Model"),
     "t5": ("T5ForConditionalGeneration", "T5EncoderModel"),
 }
-"""Models whose embeddings are also the weights of their head, and the models without a head."""
+"""For each architecture, the model that ties its head's weights to the embedding, and the model without the head."""
 
 
 def tied_config(name: str) -> Any:
-    """Return the configuration of a small model of `TIED_MODELS`."""
+    """Return the configuration of a small model from `TIED_MODELS`."""
     from transformers import LlamaConfig, T5Config
 
     if name == "gpt2":
@@ -96,7 +96,7 @@ def shared_folder() -> str:
 
 
 def logged_losses(trainer: Any) -> list[float]:
-    """Return the losses that a Trainer of transformers has logged."""
+    """Return the losses that a transformers Trainer has logged."""
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 

@@ -1,4 +1,4 @@
-"""The built site: its links and anchors, short addresses of exceptions, and notebooks with their reports."""
+"""The built site: links and anchors, short addresses for exceptions, and notebooks with their reports."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_class_that_users_never_construct_shows_no_constructor() -> None:
     signature = page.partition('id="notebook_accelerate.Run">')[2].partition("</dt>")[0]
     assert ">Run<" in signature
     assert "sig-paren" not in signature
-    assert "Name of the launched function" in page  # The attributes remain.
+    assert "Name of the launched function" in page  # The attributes' entries remain.
     assert "None means a new one" not in page
 
 

@@ -1,4 +1,4 @@
-"""Every code block of the site and the README runs. Each page has a separate kernel, with real ranks."""
+"""Every code block on the site and in the README runs. Each page has its own kernel, with real ranks."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ MOST_USED = {
     ),
     "logging": ("get_logger",),
 }
-"""Names by page: names that the libraries of tests/parity/surface/client_names.json share, and names of a launch."""
+"""The names that need an example, by page: those that libraries in client_names.json use most, and those of a
+launch."""
 
 
 def test_the_most_used_names_have_an_example() -> None:

@@ -42,7 +42,7 @@ def test_every_cell_was_executed_in_order(path: Path) -> None:
 
 @EACH
 def test_a_code_host_shows_its_reports(path: Path) -> None:
-    """Viewers of code hosts keep these elements, and remove scripts, forms and style sheets."""
+    """Viewers on code hosts keep these elements, and remove scripts, forms and style sheets."""
     outputs = [output for cell in code_cells(saved_outputs.read(path)) for output in cell["outputs"]]
     shown = [output["data"] for output in outputs if "text/html" in output.get("data", {})]
     assert shown, "no panel left its report"

@@ -33,13 +33,13 @@ from tests.gpu.day import outcomes
 ROOT = Path(__file__).resolve().parents[3]
 SECONDS = 540.0
 LEAST_SECONDS = 12.0
-"""An item does not start if less time is left."""
+"""The seconds that must be left for an item to start."""
 RESERVE_SECONDS = 5.0
-"""Time reserved for writing the results."""
+"""The seconds reserved for writing the results."""
 DRY_FACTOR = 3.0
-"""How much longer an item may take on two busy cores than on a machine with a GPU."""
+"""The factor by which an item may take longer on two busy cores than on a machine with a GPU."""
 LONGEST = 700
-"""The number of characters of a failure that the summary shows. They are its end, which contains the error."""
+"""The number of characters of a failure that the summary shows, counted from its end, which contains the error."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Item:
     """One run of pytest.
 
     Attributes:
-        name: The name of the item.
+        name: The name in the summary and in ``GPU_DAY_ONLY``.
         limit: The number of seconds after which it is killed.
         tests: The arguments for pytest: files relative to tests/gpu, and options.
     """
@@ -65,9 +65,9 @@ def _check(name: str, limit: float) -> Item:
 
 
 _FILES = ("big_modeling", "checkpointing", "quantization", "detection")
-# DeepSpeed is not installed on such a machine.
+# DeepSpeed is not installed on machines with a GPU.
 _ZERO = "--deselect=tests/gpu/test_training.py::test_zero_has_the_losses_of_one_device"
-# It compares the memory of the whole device, which other lanes use. `kernel` checks it while no other lanes run.
+# This test compares the memory of the whole device, so other lanes would disturb it. The item `kernel` covers it.
 _FREED = "--deselect=tests/gpu/test_launch.py::test_memory_is_freed_after_the_run"
 PHASES: Sequence[Sequence[Lane]] = (
     [[_check("facts", 75)]],
@@ -85,7 +85,7 @@ PHASES: Sequence[Sequence[Lane]] = (
     [[_check("costs", 110)]],
     [[Item("figures", 90, ("test_costs.py",))]],
 )
-"""The phases in order. Each is a list of lanes."""
+"""The phases in order, each with its parallel lanes."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Result:
     """The outcome of an item.
 
     Attributes:
-        item: The name of the item.
+        item: The name of the item that ran.
         ended: pytest's exit status, "killed at its limit", or "no time left".
         begin: When the item started, in seconds since the start of the day.
         seconds: The duration of the item.
@@ -108,7 +108,7 @@ class Result:
 
     @property
     def counts(self) -> str:
-        """Return the numbers of tests by outcome."""
+        """The numbers of tests by outcome, as text."""
         counted = Counter(test.outcome for test in self.tests)
         return ", ".join(f"{counted[kind]} {kind}" for kind in ("passed", "failed", "skipped") if counted[kind])
 
@@ -172,7 +172,8 @@ class Day:
                 ended = str(process.wait(min(limit, left - RESERVE_SECONDS)))
             except subprocess.TimeoutExpired:
                 ended = "killed at its limit"
-            with suppress(ProcessLookupError):  # This includes processes that an item left behind.
+            # Kill the whole process group, including processes that the item left behind.
+            with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         return Result(item.name, ended, round(begin, 1), round(self._now() - begin, 1), outcomes.read(written))

@@ -1,4 +1,4 @@
-"""The cost of a step: plain torch, Accelerate, this package outside and inside a launched rank, in turns."""
+"""The cost of a step in plain torch, in Accelerate, and in this package outside and inside a launched rank."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _prepared(accelerator: Any, model: Any, optimizer: Any, batch: torch.Tensor)
 
 
 def measure(package: str, precision: str, shape: str) -> float:
-    """Return the median microseconds of a step."""
+    """Return the median duration of a step in microseconds."""
     width, depth, rows = SHAPES[shape]
     torch.manual_seed(0)
     model: Any = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(depth)))
@@ -71,7 +71,7 @@ def measure(package: str, precision: str, shape: str) -> float:
 
 
 def measure_all(package: str) -> dict[str, float]:
-    """Return the figures of one package."""
+    """Return the figures of one package in all cases."""
     return {f"{precision}, {shape}": measure(package, precision, shape) for precision in PRECISIONS for shape in SHAPES}
 
 

@@ -1,4 +1,4 @@
-"""The machine: the effect of ordinary code on the driver, the duration of the fork probe, and whether waiting spins."""
+"""Facts about the machine: which code initializes the driver, how long the fork probe takes, and whether waits spin."""
 
 from __future__ import annotations
 

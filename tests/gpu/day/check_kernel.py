@@ -47,7 +47,7 @@ def kernel() -> Iterator[Kernel]:
 
 
 def used() -> int:
-    """Return the MiB that all processes use on the first GPU."""
+    """Return the number of MiB that all processes use on the first GPU."""
     if gpu.DRY:
         return 0
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
@@ -85,7 +85,7 @@ def test_a_failed_run_in_the_kernel_frees_its_memory(kernel: Kernel) -> None:
 
 
 def test_a_tensor_on_the_kernels_device_can_be_an_argument(kernel: Kernel) -> None:
-    """This test is the last one, because the kernel has used CUDA from here on."""
+    """This test must be the last one, because the kernel uses CUDA from here on."""
     code = (
         "start = torch.arange(4.0, device=DEVICE)\nrun = notebook_launcher(add, (start,), num_processes=1, timeout=90)"
     )

@@ -1,4 +1,4 @@
-"""Out of memory: the search for a batch size, the table in the error, and allocator settings that a launch passes."""
+"""Out of memory: the search for a batch size, the table in the error, and a launch's allocator settings."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _settings() -> dict[str, Any]:
 
 @pytest.fixture
 def no_server() -> Iterator[None]:
-    """Stop the zygote that a launch has started."""
+    """Stop the zygote after the test, if a launch has started one."""
     yield
     shutdown()
 

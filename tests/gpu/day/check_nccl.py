@@ -31,7 +31,7 @@ def _open_collective() -> tuple[list[str], dict[str, int], dict[str, float], flo
     value = torch.ones(1024, device=device)
     dist.all_reduce(value)
     torch.cuda.synchronize()
-    time.sleep(0.5)  # Give the agent time to find the group.
+    time.sleep(0.5)  # Give the agent time to notice the group.
     torch.cuda._sleep(int(1.7e9 * 4))
     work: Any = dist.all_reduce(value, async_op=True)
     time.sleep(0.5)
@@ -56,7 +56,7 @@ def test_an_open_collective_of_nccl_is_detected_and_its_limit_is_long(figure: Fi
 
 
 def _sharded(offload: bool, precision: str, folder: str) -> tuple[list[float], list[float]]:
-    """Train, save in the background while training continues, and load that state again."""
+    """Train, save in the background while training continues, and load the saved state."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1000, cpu_offload=offload,
         state_dict_type="SHARDED_STATE_DICT",

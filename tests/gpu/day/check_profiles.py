@@ -1,4 +1,4 @@
-"""Profiles of a live rank: kernels are in the trace, and the rules find its problems."""
+"""Profiles of a live rank contain its kernels, and the rules find its problems."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS = gpu.size(40, 25)
 EXPECTED = {
     "large kernels": None,
     "many small kernels": "small_operations",
-    "item in each step": None,  # A device that computes all the time loses nothing because of it.
+    "item in each step": None,  # The device computes all the time, so reading the loss costs nothing.
     "float32 in spite of bf16": "full_precision",
 }
 
@@ -33,7 +33,8 @@ def _train(kind: str) -> int:
     model: Any = _network(small).to(accelerator.device)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=not small)
     if in_full:
-        optimizer = accelerator.prepare(optimizer)  # Leave the model unprepared, so that it trains in float32.
+        # Only the optimizer is prepared, so that the model trains in float32.
+        optimizer = accelerator.prepare(optimizer)
     else:
         model, optimizer = accelerator.prepare(model, optimizer)
     batch = gpu.batch(0, 16 if small else gpu.size(4096, 16), model[0].in_features).to(accelerator.device)

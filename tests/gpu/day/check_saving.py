@@ -1,4 +1,4 @@
-"""save_state in the background: the files have the state of the call. Also measures its duration and locked memory."""
+"""Saving in the background: the files have the state of the call. The pause and the locked memory are measured."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_save_has_the_state_of_the_call(training: _Training, tmp_path: Path, f
         training.accelerator.save_state(folder, blocking=False)
         returned = time.perf_counter() - begin
         training.steps(8)
-        training.accelerator.load_state(folder)  # This waits for the thread.
+        training.accelerator.load_state(folder)  # load_state waits for the thread that writes.
         assert all(map(torch.equal, training.tensors(), expected))
     nbytes = sum(tensor.nbytes for tensor in training.tensors())
     figure("background save: the call", f"{1000 * returned:.0f} ms for {nbytes >> 20} MiB")

@@ -1,4 +1,4 @@
-"""A rank whose main thread waits for its device is detected, diagnosed, asked, stopped and killed.
+"""A rank whose main thread waits for its device can be detected, diagnosed, questioned, stopped and killed.
 
 In a dry run, a thread that spins in C replaces the wait, and a stub of torch.cuda says that a device is in use.
 """
@@ -27,7 +27,7 @@ from tests.support.waiting import until
 
 pytestmark = pytest.mark.gpu
 SECONDS = 45
-"""How long the rank waits if nothing stops it."""
+"""The number of seconds that the rank waits if nothing stops it."""
 
 
 def _wait_for_device(library: Path | None) -> str:
@@ -47,7 +47,7 @@ def _wait_for_device(library: Path | None) -> str:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path | None:
-    """Return the library that the rank waits in, or None for the device itself."""
+    """Return the library that the rank waits in, or None if it waits for the device itself."""
     return spin.build(tmp_path_factory.mktemp("spin")) if gpu.DRY else None
 
 
@@ -59,7 +59,7 @@ def _launch(library: Path | None, **options: float) -> Run:
 
 @pytest.fixture
 def waiting(library: Path | None) -> Iterator[Run]:
-    """Return a run whose rank waits."""
+    """Yield a run whose rank waits."""
     run = _launch(library, timeout=90)
     until(lambda: run.ended or run.ask("ready", timeout=5.0) == {0: True}, 40.0)
     time.sleep(3.0)  # Wait until the main thread has made no progress for a while.

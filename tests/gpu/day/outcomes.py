@@ -22,7 +22,7 @@ class Outcome:
     """The outcome of a test.
 
     Attributes:
-        test: The file and the name of the test.
+        test: The file and name of the test function.
         outcome: "passed", "failed" or "skipped".
         seconds: The duration of the test.
         why: The failure, or the reason why the test was skipped.

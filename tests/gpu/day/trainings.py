@@ -26,7 +26,7 @@ WIDTH = gpu.size(256, 16)
 def train(
     package: str, *, clip: float | None = None, pin: bool = False, overflow: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """Train with a package. Return losses, skipped steps, scales, weights, a random number and the peak memory use."""
+    """Train with a package. Return losses, skipped steps, scales, weights, a random number and peak memory."""
     if gpu.DRY and options.get("mixed_precision") == "fp16":
         del options["mixed_precision"]  # fp16 mixed precision requires a GPU.
     library, utils = import_module(package), import_module(f"{package}.utils")
@@ -72,7 +72,7 @@ def train(
 
 
 def main(package: str) -> None:
-    """Print the results of all cases."""
+    """Print the results of all cases as JSON."""
     state = import_module(f"{package}.state")
     found = {}
     for name, options in CASES.items():

@@ -13,7 +13,7 @@ KEPT = ("_cpu.so", "_cuda130.so")
 
 
 def repack(path: Path) -> None:
-    """Rewrite a wheel of bitsandbytes without the other libraries.
+    """Rewrite a bitsandbytes wheel without the other libraries.
 
     Args:
         path: The wheel, which is replaced.

@@ -24,7 +24,7 @@ def run_both(folder: Path, pattern: str = "") -> tuple[dict[str, Any], dict[str,
 
     Args:
         folder: An empty folder.
-        pattern: The text that the names of the programs to run contain.
+        pattern: A text that the names of the programs must contain.
 
     Returns:
         The outcomes on Accelerate and on this package, by program name.
@@ -55,7 +55,7 @@ def _environment(path: str) -> dict[str, str]:
 
 
 def compare(program: Program, theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """Return one line for each difference between two outcomes of a program."""
+    """Return one line for each difference between the outcomes of a program on both sides."""
     lines = []
     for rank, (there, here) in enumerate(zip(theirs["ranks"], ours["ranks"], strict=True)):
         at = f"rank {rank}" if len(theirs["ranks"]) > 1 else ""
@@ -68,7 +68,7 @@ def compare(program: Program, theirs: dict[str, Any], ours: dict[str, Any]) -> l
 
 
 def main(pattern: str = "") -> int:
-    """Print the unexpected differences, and the output of the programs that have one."""
+    """Print the unexpected differences, and the output of a single program if it has any."""
     with tempfile.TemporaryDirectory() as folder:
         theirs, ours = run_both(Path(folder), pattern)
     different = 0

@@ -32,11 +32,11 @@ NEEDS_OTHER_PACKAGES = {
     "a TPU, or SageMaker": "prepare_tpu prepare_sagemager_args_inputs",
     "an installation of Accelerate": "test_launch",
 }
-"""The names that need no program, because Accelerate's functions run only with one of these packages."""
+"""Names that need no program, because Accelerate's functions run only with the given package or device."""
 
 
 def names_in_programs() -> set[str]:
-    """Return the identifiers in the programs, and the words of their strings."""
+    """Return the identifiers that programs use, and the words of their strings."""
     found: set[str] = set()
     for path in _PROGRAMS.glob("*.py"):
         found.update(_identifiers(ast.parse(path.read_text())))
@@ -61,13 +61,13 @@ def _words(text: str) -> Iterator[str]:
 
 
 def public_names() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the names of Accelerate's public functions and classes, and their rows in the table of its API."""
+    """Yield each name of a public function or class of Accelerate, with its row in the table of the API."""
     for _, name, row in rows(AREAS):
         yield name, row
 
 
 def names_without_programs() -> set[str]:
-    """Return the public functions and classes that no program names, except for `NEEDS_OTHER_PACKAGES`."""
+    """Return the public functions and classes that no program uses, except for `NEEDS_OTHER_PACKAGES`."""
     excused = {name for names in NEEDS_OTHER_PACKAGES.values() for name in names.split()}
     return {name for name, _ in public_names()} - names_in_programs() - excused
 

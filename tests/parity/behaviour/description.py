@@ -1,4 +1,4 @@
-"""Describe the results of programs as plain data, so that the results of two packages can be compared."""
+"""Descriptions of programs' results as plain data, so that the results of two packages can be compared."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _AS_TEXT = (torch.dtype, torch.device, torch.Size, Path, slice, range, complex)
 
 
 def describe(value: Any, depth: int = 0) -> Any:
-    """Return a value as nested lists and dicts of plain values, with the type names of other values."""
+    """Return a value as nested lists and dicts of plain values. Other objects are represented by their type's name."""
     if depth > _DEPTH:
         return "..."
     if isinstance(value, enum.Enum):
@@ -60,7 +60,8 @@ def _dataclass(value: Any, depth: int) -> Any:
 def _mapping(value: Mapping[Any, Any], depth: int) -> Any:
     items = [[describe(key, depth), describe(item, depth)] for key, item in value.items()]
     kind = type(value).__name__
-    return {"mapping": "dict" if kind == "OrderedDict" else kind, "items": items}  # Dicts are ordered, too.
+    # An OrderedDict equals a dict with the same items in the same order.
+    return {"mapping": "dict" if kind == "OrderedDict" else kind, "items": items}
 
 
 def _sequence(value: Any, depth: int) -> Any:
@@ -82,7 +83,7 @@ _KINDS: tuple[tuple[Any, Any], ...] = (
 )
 
 
-# Accelerate fails with one of these if it does not check an argument, while this package raises ValueError.
+# If Accelerate does not check an argument, it fails with one of these, while this package raises ValueError.
 _UNCHECKED = {"AttributeError", "TypeError", "KeyError", "IndexError", "AssertionError", "NotImplementedError"}
 
 
@@ -98,7 +99,7 @@ def differences(theirs: Any, ours: Any, tolerance: float = 0.0, at: str = "") ->
         theirs: The description from Accelerate.
         ours: The description from this package, whose dataclasses may have more fields.
         tolerance: The relative tolerance of floats.
-        at: The position in the result, which the lines name.
+        at: The position in the result, with which the lines start.
 
     Returns:
         One line for each difference.
@@ -123,7 +124,7 @@ def _dict_differences(theirs: dict[str, Any], ours: dict[str, Any], tolerance: f
         if name in ours["exception"] or (name in _UNCHECKED and "ValueError" in ours["exception"]):
             return []
         return [f"{at}: {theirs['exception'][0]} there, {ours['exception'][0]} here"]
-    if "dataclass" in theirs:  # This package's dataclass may have more fields.
+    if "dataclass" in theirs:  # Ignore fields that only this package's dataclass has.
         ours = {**ours, "fields": {key: ours.get("fields", {}).get(key, "absent") for key in theirs["fields"]}}
     if theirs.keys() != ours.keys():
         return [f"{at}: {_short(theirs)} there, {_short(ours)} here"]

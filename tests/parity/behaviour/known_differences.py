@@ -1,4 +1,4 @@
-"""Programs whose results differ on purpose, by reason. The tests check that the results still differ."""
+"""Programs whose results differ on purpose, by reason. The tests check that their results still differ."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def program(*, ranks: int = 0, needs: str = "", tolerance: float = 0.0) -> Calla
 
     Args:
         ranks: See `Program.ranks`.
-        needs: The names of packages, separated by spaces.
+        needs: The names of required packages, separated by spaces.
         tolerance: See `Program.tolerance`.
     """
 

@@ -1,6 +1,6 @@
-"""Run programs with one package, in forked processes: `python -m tests.parity.behaviour.side OUT [TEXT]`.
+"""Run programs with one package in forked processes: `python -m tests.parity.behaviour.side OUT [TEXT]`.
 
-The caller's PYTHONPATH selects `accelerate`. The results go to a file: the outcomes by name.
+The caller's PYTHONPATH selects the package `accelerate`. The file OUT receives the outcomes by name.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ from tests.parity.behaviour.description import describe
 from tests.parity.behaviour.program_table import Program, programs
 
 SECONDS = 60
-"""Time limit in seconds for the programs of one process, after which its ranks print their stacks and exit."""
+"""The time limit in seconds for the programs of a process. After it, the process prints its stacks and exits."""
 EXPRESSIONS = 25
-"""The number of expressions that share a process in turn, because a fork takes longer than most of them."""
+"""The number of expressions that run one after the other in one process, because forking is slower than most of
+them."""
 
 
 def main(out: str, pattern: str = "") -> None:
-    """Run the programs whose name contains a text, and write their outcomes."""
-    importlib.import_module("torch._dynamo")  # Every optimizer imports it, which takes a second.
+    """Run the programs whose names contain a text, and write their outcomes to a file."""
+    # Importing this takes a second, and otherwise every optimizer would do it.
+    importlib.import_module("torch._dynamo")
     importlib.import_module("accelerate.utils")
     found = programs(pattern)
     gc.collect()
-    gc.freeze()  # Otherwise garbage collection in the children would copy the parent's pages.
+    gc.freeze()  # Without this, garbage collection in the children would copy the parent's pages.
     outcomes: dict[str, Any] = {}
     for group in _groups(found):
         begin = time.perf_counter()
@@ -51,7 +53,7 @@ def main(out: str, pattern: str = "") -> None:
 
 
 def _groups(found: Sequence[Program]) -> Iterator[Sequence[Program]]:
-    """Yield the programs that share a process."""
+    """Yield groups of programs that share their processes."""
     for ranks in sorted({each.ranks for each in found}):
         expressions = [each for each in found if each.is_expression and each.ranks == ranks]
         for first in range(0, len(expressions), EXPRESSIONS):
@@ -62,7 +64,7 @@ def _groups(found: Sequence[Program]) -> Iterator[Sequence[Program]]:
 
 
 def run(group: Sequence[Program]) -> list[dict[str, Any]]:
-    """Run programs one after the other in separate processes, each in an empty folder.
+    """Run programs one after the other, each in an empty folder, in new processes.
 
     Returns:
         For each program, either "skipped" with the reason, or "ranks" with each rank's described outcome and output.
@@ -115,7 +117,7 @@ def _child(group: Sequence[Program], rank: int, port: int, folder: Path) -> None
         (folder / f"work-{at}").mkdir(exist_ok=True)
         os.chdir(folder / f"work-{at}")
         if program.ranks and program.is_expression:
-            importlib.import_module("accelerate").Accelerator()  # Sets up the process group.
+            importlib.import_module("accelerate").Accelerator()  # Set up the process group.
         results[at] = _result(program)
     partial = folder / f"partial-{rank}"
     partial.write_bytes(pickle.dumps(results))
@@ -147,7 +149,7 @@ def _reset(environment: dict[str, str]) -> None:
 
 
 def _wait_for_others(ranks: int, folder: Path) -> None:
-    """Wait until all ranks have finished, because rank 0 holds the store that the others may still need."""
+    """Wait until all ranks have finished, because the others may still need the store that rank 0 holds."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         if all((folder / f"results-{rank}").exists() for rank in range(ranks)):

@@ -1,4 +1,4 @@
-"""The same programs return, raise and write the same on Accelerate and on this package."""
+"""The same programs return, raise and write the same with Accelerate and with this package."""
 
 from __future__ import annotations
 

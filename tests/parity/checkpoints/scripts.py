@@ -1,4 +1,4 @@
-"""The same training for both packages: `train` saves, `go_on` loads, and both return values that must be equal."""
+"""The same training with either package: `train` saves, `go_on` loads, and both return values that must be equal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Counter:
-    """A registered object."""
+    """An object that is registered for checkpointing."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -21,7 +21,7 @@ class Counter:
 
 
 def prepared(package: str, seed: int, precision: str = "no", loading: str = "in order") -> tuple[Any, ...]:
-    """Prepare a model with tied weights, an optimizer, a schedule, a loader and a counter."""
+    """Prepare a model with tied weights, an optimizer, a schedule and a loader, and register a counter."""
     import numpy as np
     import torch
     from torch.utils.data import DataLoader, TensorDataset
@@ -51,7 +51,7 @@ def prepared(package: str, seed: int, precision: str = "no", loading: str = "in 
 
 
 def with_scaler(accelerator: Any, scale: float, action: Any) -> float:
-    """Run a function with a scaler, which Accelerate creates on GPUs only. Return the final scale."""
+    """Call a function while the Accelerator has a scaler, which it creates on GPUs only. Return the final scale."""
     import torch
 
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
@@ -82,7 +82,7 @@ def epoch(accelerator: Any, counter: Counter, model: Any, optimizer: Any, schedu
 def train(package: str, folder: str, safe: bool, precision: str = "no", loading: str = "in order") -> list[float]:
     """Train, save, and continue. Return the losses after the checkpoint, the counter, the rate and the scale.
 
-    The checkpoint is saved between two epochs, or with a stateful loader in the middle of the first.
+    The checkpoint is saved between two epochs, or within the first epoch if the loader is stateful.
     """
     parts = prepared(package, 0, precision, loading)
     accelerator, counter, _, _, schedule, _ = parts
@@ -97,7 +97,7 @@ def train(package: str, folder: str, safe: bool, precision: str = "no", loading:
 
 
 def interrupted(parts: tuple[Any, ...], folder: str, safe: bool) -> list[float]:
-    """Train an epoch with a checkpoint after its third batch. Return the losses after it."""
+    """Train for an epoch, and save a checkpoint after the third batch. Return the losses after that batch."""
     accelerator, *_, loader = parts
     losses: list[float] = []
     for done, batch in enumerate(loader, start=1):
@@ -108,7 +108,7 @@ def interrupted(parts: tuple[Any, ...], folder: str, safe: bool) -> list[float]:
 
 
 def go_on(package: str, folder: str, precision: str = "no", loading: str = "in order") -> list[float]:
-    """Load and continue. Return the same values as `train`."""
+    """Load the checkpoint and train an epoch. Return the same values as `train`."""
     parts = prepared(package, 77, precision, loading)
     accelerator, counter, _, _, schedule, _ = parts
     scale = with_scaler(accelerator, 2.0, lambda: accelerator.load_state(folder))
@@ -128,12 +128,12 @@ def _weights() -> dict[str, Any]:
 
 
 def offload(package: str, folder: str) -> None:
-    """Write a folder of offloaded weights."""
+    """Write weights to a folder for offloading."""
     import_module(f"{package}.utils").offload_state_dict(folder, _weights())
 
 
 def offloaded(package: str, folder: str) -> dict[str, str]:
-    """Read the folder. Return the dtypes of the weights that are unchanged."""
+    """Read the folder of offloaded weights. Return the dtypes of the weights that are unchanged."""
     import torch
 
     loader = import_module(f"{package}.utils").OffloadedWeightsLoader(save_folder=folder)
@@ -151,13 +151,13 @@ def _layers(numbers: Any) -> Any:
 
 
 def save_model(package: str, folder: str, safe: bool) -> None:
-    """Write a model in several files."""
+    """Write a model to several files."""
     accelerator = import_module(package).Accelerator(cpu=True)
     accelerator.save_model(_layers(range(6)), folder, max_shard_size="5KB", safe_serialization=safe)
 
 
 def loaded_model(package: str, folder: str) -> list[float]:
-    """Read the model that `save_model` wrote."""
+    """Load the model that `save_model` wrote. Return the value of each of its parameters."""
     model = _layers([9] * 6)
     import_module(f"{package}.utils").load_checkpoint_in_model(model, folder)
     return [parameter.flatten()[0].item() for parameter in model.parameters()]

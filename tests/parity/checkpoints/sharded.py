@@ -1,4 +1,4 @@
-"""Sharded training for both packages on two ranks, the counterpart of the unsharded training in `scripts.py`."""
+"""Sharded training with either package on two ranks. `scripts.py` contains the unsharded training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def insist_on_sharding(plugin: Any) -> None:
-    """Make Accelerate 1.15 shard on a CPU, where it otherwise ignores its plugin and trains with DDP."""
+    """Make Accelerate 1.15 shard on a CPU, where it would otherwise ignore its plugin and train with DDP."""
     state = import_module("accelerate.state")
     dynamo = import_module("accelerate.utils").TorchDynamoPlugin()
     state.AcceleratorState(cpu=True, fsdp_plugin=plugin, dynamo_plugin=dynamo, _from_accelerator=True)
@@ -44,7 +44,7 @@ class ShardedTraining:
         self.model, self.optimizer, self.schedule = self.accelerator.prepare(model, optimizer, schedule)
 
     def steps(self, numbers: range) -> list[float]:
-        """Train on the batches of these steps, which are the same on each rank except for its random numbers."""
+        """Train on these steps' batches. All ranks have the same batches, with noise from their own random numbers."""
         import torch
 
         losses = []
@@ -59,14 +59,14 @@ class ShardedTraining:
         return losses
 
     def found(self, losses: list[float]) -> list[float]:
-        """Return the losses, and values that show that the training is sharded and continues correctly."""
+        """Check that the parameters are sharded. Return the losses and the learning rate."""
         kinds = {type(parameter).__name__ for parameter in self.model.parameters()}
         assert kinds == {"DTensor"}, kinds
         return [*losses, *self.schedule.get_last_lr()]
 
 
 def train(package: str, folder: str) -> list[float]:
-    """Train, save, and continue. Return the losses after the checkpoint and the rate."""
+    """Train, save, and continue. Return the losses after the checkpoint, and the learning rate."""
     training = ShardedTraining(package, 0)
     training.steps(range(4))
     training.accelerator.save_state(folder)

@@ -1,4 +1,4 @@
-"""Checkpoints of the real Accelerate load here and continue bitwise equal, and the other way round."""
+"""Checkpoints of the real Accelerate load here and training continues bitwise equal, and the other way round."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["fresh_state"]
 
 
 def in_accelerate(function: str, *arguments: Any, world_size: int = 1, module: ModuleType = scripts) -> Any:
-    """Call a function of a module with the real package, in new processes. Return the result of rank 0."""
+    """Call a module's function with the real package in new processes. Return rank 0's result."""
     return run_ranks(_called, module.__name__, function, arguments, world_size=world_size)[0]
 
 
@@ -57,7 +57,7 @@ def test_a_checkpoint_made_here_resumes_in_accelerate(tmp_path: Path, safe: bool
 
 
 def test_accelerate_resumes_within_an_epoch_from_our_checkpoint_like_from_its_own(tmp_path: Path) -> None:
-    """It continues with the remaining batches, and repeats the random numbers of the interrupted pass."""
+    """Accelerate continues with the remaining batches, and repeats the random numbers of the interrupted pass."""
     in_accelerate("train", str(tmp_path / "theirs"), *WITHIN)
     here("train", str(tmp_path / "ours"), *WITHIN)
     expected = in_accelerate("go_on", str(tmp_path / "theirs"), *WITHIN[1:])

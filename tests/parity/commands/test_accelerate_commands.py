@@ -1,4 +1,4 @@
-"""The command line and the alias compared with the real Accelerate: the same files, numbers and variables."""
+"""The command line and the alias have the same files, numbers and variables as the real Accelerate."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def command(folder: Path, who: str, *arguments: str) -> str:
-    """Run a command of one of the programs. Return its output."""
+    """Run a command with one of the two programs. Return its output."""
     done = subprocess.run(
         [sys.executable, "-m", PROGRAMS[who], *arguments],
         cwd=folder, env=environment(folder), capture_output=True, text=True, check=False, timeout=300,
@@ -139,11 +139,11 @@ PARSERS = {
     "config": "config:get_config_parser",
 }
 MISSPELLED = {"torhchxla_trace_once"}
-"""A backend that Accelerate's parser accepts and its configuration refuses."""
+"""A misspelled backend that Accelerate's parser accepts, but its configuration refuses."""
 
 
 def options(parser: argparse.ArgumentParser, command: str) -> dict[tuple[str, str], argparse.Action]:
-    """Return the options of a command and of its subcommands, by command and spelling."""
+    """Return the options of a command and its subcommands, by command and spelling."""
     found: dict[tuple[str, str], argparse.Action] = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -245,7 +245,8 @@ def test_scripts_have_the_same_variables(line: str, tmp_path: Path, monkeypatch:
         text = command(tmp_path, who, "launch", *(word for word in words if "=" not in word), "show.py")
         shown[who] = json.loads(text.rpartition("SHOWN")[2])
         if not {"--cpu", "compiled.yaml"} & set(words):
-            # True here whenever the ranks have no accelerator: without it, Accelerate's own ranks would train apart.
+            # Here, this variable is set whenever the ranks have no accelerator. Accelerate does not set it, so its own
+            # ranks would train apart.
             shown[who].pop("ACCELERATE_USE_CPU", None)
     assert shown["ours"] == shown["theirs"]
 

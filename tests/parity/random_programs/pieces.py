@@ -21,7 +21,7 @@ def see(label: str, *values: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Return tensors as lists, however they are nested."""
+    """Return a value with its tensors as lists, at any depth."""
     if isinstance(value, torch.Tensor):
         return [str(value.dtype), value.detach().tolist()]
     if isinstance(value, dict):
@@ -30,7 +30,7 @@ def plain(value: Any) -> Any:
 
 
 def numbers() -> list[int]:
-    """Return checksums of the states of the random numbers of torch, Python and NumPy."""
+    """Return a checksum of the state of each random number generator: torch's, Python's and NumPy's."""
     states = (torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode(), repr(np.random.get_state()).encode())  # fmt: skip  # noqa: E501, NPY002
     return [zlib.crc32(state) for state in states]
 
@@ -49,7 +49,7 @@ def row_nested(number: int) -> Any:
 
 
 class Rows(Dataset[Any]):
-    """A dataset with a length."""
+    """A dataset that has a length."""
 
     def __init__(self, length: int, row: Any) -> None:
         self.length, self.row = length, row
@@ -62,7 +62,7 @@ class Rows(Dataset[Any]):
 
 
 class Noisy(Rows):
-    """A dataset that augments its rows with random numbers."""
+    """A dataset that adds random noise to its rows."""
 
     def __getitem__(self, number: int) -> Any:
         row = self.row(number)
@@ -71,7 +71,7 @@ class Noisy(Rows):
 
 
 class Stream(IterableDataset[Any]):
-    """A stream of unknown length, with a different order in each epoch."""
+    """A stream of unknown length whose order differs between epochs."""
 
     def __init__(self, length: int, row: Any) -> None:
         self.length, self.row, self.epoch = length, row, 0
@@ -86,7 +86,7 @@ class Stream(IterableDataset[Any]):
 
 
 class SizedStream(Stream):
-    """A stream with a length."""
+    """A stream that knows its length."""
 
     def __len__(self) -> int:
         return self.length
@@ -106,7 +106,7 @@ class Shuffled(Sampler[int]):
 
 
 class Reversed(Sampler[list[int]]):
-    """A library's batch sampler, from the end of the dataset to its start."""
+    """A batch sampler like those of other libraries, from the end of the dataset to its start."""
 
     def __init__(self, length: int, batch_size: int, drop_last: bool = False) -> None:
         self.length, self.batch_size, self.drop_last = length, batch_size, drop_last
@@ -132,14 +132,14 @@ class Perceptron(nn.Module):
 
 
 class Dropped(Perceptron):
-    """Draws random numbers in each step."""
+    """A model that draws random numbers in each step."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(nn.functional.dropout(torch.tanh(self.first(x)), 0.5, self.training))
 
 
 class Averaged(Perceptron):
-    """Has a buffer that changes during training."""
+    """A model with a buffer that changes during training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Averaged(Perceptron):
 
 
 class Tied(nn.Module):
-    """Has a weight with two names."""
+    """A model whose weight has two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Tied(nn.Module):
 
 
 class Branches(nn.Module):
-    """Uses one of two branches in a step."""
+    """A model that uses one of its two branches in each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ class Branches(nn.Module):
 
 
 class Counter:
-    """An object with its own state."""
+    """An object with a state of its own."""
 
     def __init__(self) -> None:
         self.count = 0

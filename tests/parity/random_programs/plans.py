@@ -1,4 +1,4 @@
-"""The parts of random programs: a plan of choices for each number, and the known differences of the two packages."""
+"""The choices that make up each random program, and the known differences between the two packages."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PHASES = ("train", "train", "read", "evaluate", "resume", "save and load", "coll
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The choices that make up a program. The names of its parts are those in `pieces` and in the tables above."""
+    """The choices that make up a program. Its parts are named as in `pieces` and in the tables above."""
 
     number: int
     ranks: int
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def draws_order(self) -> bool:
-        """Whether random numbers determine the order of samples, and no sampler of Accelerate remembers them."""
+        """Whether random numbers determine the order of samples, and no sampler of Accelerate restores that order."""
         remembered = self.seedable and self.order in ("shuffle", "generator", "random")
         return self.order not in ("given", "batches") and not remembered
 
@@ -94,12 +94,12 @@ class Plan:
 
     @property
     def is_shuffled_for_others(self) -> bool:
-        """Whether rank 0 draws the order of the samples that it sends to others."""
+        """Whether rank 0 draws the order of the samples that it sends to the other ranks."""
         return self.is_dispatched and self.ranks > 1 and self.order in ("shuffle", "weighted", "short", "own")
 
     @property
     def has_short_rounds(self) -> bool:
-        """Whether rank 0 divides short batches, from the end of a worker's part, before the last batch."""
+        """Whether rank 0 may divide short batches before the last one, because each worker's part ends with one."""
         return self.is_dispatched and self.is_stream and self.ranks > 1 and self.workers > 1
 
     @property
@@ -114,14 +114,14 @@ class Plan:
 
     @property
     def padding_differs(self) -> bool:
-        """Whether the last round of a pass is padded with the first batch that was read, which resuming skips."""
+        """Whether the last round of a pass is padded with the first batch that was read, which a resumed pass skips."""
         return self.is_dispatched and self.ranks > 1
 
     @property
     def has_same_losses(self) -> bool:
         """Whether the losses after resuming equal the losses of the uninterrupted pass.
 
-        The gradients of an open window, the counters that a model keeps, and the noise of the batch that is read ahead
+        The gradients of an open window, the counters in a model, and the noise of a batch that was read ahead
         are not saved. A window stays open after an interrupted pass, or if the end of a pass does not close it.
         """
         stays_open = "leave" in self.phases or not self.sync_with_dataloader
@@ -130,26 +130,20 @@ class Plan:
 
     @property
     def samples(self) -> int | None:
-        """The samples that a pass gathers for metrics, or None if it drops the last ones or cannot know the padding."""
+        """The number of samples gathered for metrics in a pass, or None if some are dropped or padding is unknown."""
         if self.drop_last or self.has_short_rounds:
             return None
         return self.rows
 
     @property
     def rows(self) -> int:
-        """The samples of a pass."""
+        """The number of samples in a pass."""
         return self.length // 2 + 1 if self.order == "short" else self.length
 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """A combination that programs do not contain, and the reason.
-
-    Attributes:
-        reason: Why torch or both packages refuse it, or why it is not compared.
-        applies: Whether a plan contains it.
-        instead: The choices that replace those in the plan.
-    """
+    """A combination of choices that programs do not contain, and the reason."""
 
     reason: str
     applies: Callable[[Plan], bool]
@@ -175,7 +169,7 @@ EXCLUSIONS = (
         lambda p: {
             "phases": ("read", "read"),
             "evaluated_inside": False,
-            "length": max(p.length, 2 * p.ranks * p.batch_size),  # Each rank has one.
+            "length": max(p.length, 2 * p.ranks * p.batch_size),  # Each rank has at least one batch.
         },
     ),
     Exclusion(
@@ -198,7 +192,7 @@ EXCLUSIONS = (
 
 @dataclass(frozen=True)
 class Apart:
-    """A known difference: after it, only the correctness of this package is checked.
+    """A known difference, after which the packages are not compared, and only this package's results are checked.
 
     Attributes:
         reason: The behaviour of Accelerate.
@@ -285,7 +279,7 @@ APART = (
 
 
 def plan(number: int) -> Plan:
-    """Return the choices of a program, without excluded combinations."""
+    """Return the choices of a program, after replacing excluded combinations."""
     chosen = _choose(number)
     for exclusion in EXCLUSIONS:
         if exclusion.applies(chosen):

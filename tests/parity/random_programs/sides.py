@@ -35,12 +35,12 @@ from tests.parity.random_programs.plans import plan
 from tests.parity.random_programs.writing import RandomProgram, write
 
 SECONDS = 60
-"""Time limit in seconds for one program, after which its ranks print their stacks and exit."""
+"""The time limit in seconds for one program. After it, the program's ranks print their stacks and exit."""
 TOLERANCE = 1e-6
 """The relative tolerance of losses and weights."""
 PATHS = {"theirs": str(ROOT), "ours": f"{STARTUP_FOLDER}{os.pathsep}{ROOT}"}
 Outcomes = dict[int, list[dict[str, Any]]]
-"""The records and the exception of each rank, by the number of a program."""
+"""What each rank recorded and the exception that it raised, by the number of the program."""
 
 
 def run_both(folder: Path, numbers: Iterable[int]) -> tuple[Outcomes, Outcomes]:
@@ -48,7 +48,7 @@ def run_both(folder: Path, numbers: Iterable[int]) -> tuple[Outcomes, Outcomes]:
 
     Args:
         folder: An empty folder.
-        numbers: The numbers of the programs.
+        numbers: The numbers of the programs to run.
 
     Returns:
         The outcomes on Accelerate and on this package.
@@ -68,7 +68,7 @@ def run_both(folder: Path, numbers: Iterable[int]) -> tuple[Outcomes, Outcomes]:
 
 
 def compare(theirs: list[dict[str, Any]], ours: list[dict[str, Any]]) -> list[str]:
-    """Return each rank's first difference between two outcomes of a program, and its incorrect values, as lines."""
+    """Return lines that describe each rank's first difference between two outcomes, and its incorrect values."""
     lines: list[str] = []
     for rank, (there, here) in enumerate(zip(theirs, ours, strict=True)):
         for label, found, right in (entry for entry in here["seen"] if entry[0] == "right"):
@@ -94,7 +94,7 @@ def _first_difference(there: dict[str, Any], here: dict[str, Any], at: str) -> l
 
 
 def run(numbers: Sequence[int]) -> Outcomes:
-    """Run programs with this process's package. Programs with the same number of ranks share processes."""
+    """Run programs with this process's package. Programs with the same number of ranks share their processes."""
     programs = [write(number) for number in numbers]
     found: Outcomes = {}
     for ranks in sorted({each.ranks for each in programs}):
@@ -107,7 +107,7 @@ def run(numbers: Sequence[int]) -> Outcomes:
 
 
 def _run_together(programs: Sequence[RandomProgram], ranks: int) -> Outcomes:
-    """Run programs one after the other in new processes, until one fails."""
+    """Run programs one after the other in new processes. After a program that raises, the rest are not run."""
     folder = Path(tempfile.mkdtemp(prefix="random-programs-"))
     key = id(folder) | 1 << 60
     try:
@@ -162,7 +162,7 @@ def _child(programs: Sequence[RandomProgram], rank: int, ranks: int, port: int, 
 
 
 def _wait_for_others(files: list[Path], mine: list[Path]) -> None:
-    """Wait until all ranks have finished, because rank 0 holds the store that the others may still need."""
+    """Wait until all ranks have finished, because the others may still need the store that rank 0 holds."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline and not all(file.exists() for file in files):
         time.sleep(0.005)
@@ -176,7 +176,7 @@ def _result(program: RandomProgram, folder: Path) -> dict[str, Any]:
     np.random.seed(0)  # noqa: NPY002 - the generator that Accelerate saves
     warnings.simplefilter("ignore")
     state: Any = importlib.import_module("accelerate.state")
-    state.AcceleratorState._reset_state(True)  # The process group remains.
+    state.AcceleratorState._reset_state(True)  # Reset everything except the process group.
     state.GradientState._reset_state()
     faulthandler.dump_traceback_later(SECONDS, exit=True, file=2)
     names: dict[str, Any] = {"__name__": "random_program"}
@@ -190,17 +190,18 @@ def _result(program: RandomProgram, folder: Path) -> dict[str, Any]:
 
 
 def _serve(numbers: Sequence[int], out: str) -> None:
-    importlib.import_module("torch._dynamo")  # Every optimizer imports it, which takes a second.
+    # Importing this takes a second, and otherwise every optimizer would do it.
+    importlib.import_module("torch._dynamo")
     importlib.import_module("accelerate.utils")
     with contextlib.suppress(ImportError):
         importlib.import_module("torchdata.stateful_dataloader")
     gc.collect()
-    gc.freeze()  # Otherwise garbage collection in the children would copy the parent's pages.
+    gc.freeze()  # Without this, garbage collection in the children would copy the parent's pages.
     Path(out).write_bytes(pickle.dumps(run(numbers)))
 
 
 def main() -> int:
-    """Compare programs, and print those that differ."""
+    """Compare programs, and print the differences."""
     parser = argparse.ArgumentParser(prog="python -m tests.parity.random_programs.sides", description=__doc__)
     parser.add_argument("numbers", nargs="+", type=int, help="programs; with --count only the first one")
     parser.add_argument("--count", type=int, default=0, help="how many, from the first number on")

@@ -22,13 +22,13 @@ DAILY, ALL = 60, 1000
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Outcomes, Outcomes]:
-    """Return the outcomes on both sides for all programs that have tests in this session."""
+    """Return both sides' outcomes for all programs that have tests in this session."""
     calls = [getattr(item, "callspec", None) for item in request.session.items]
     numbers = sorted({call.params["number"] for call in calls if call is not None and "number" in call.params})
     return run_both(Path(tmp_path_factory.mktemp("random_programs")), numbers)
 
 
-@pytest.mark.timeout(3000)  # The first test runs all programs.
+@pytest.mark.timeout(3000)  # The first test runs all programs, so it takes longer.
 @pytest.mark.parametrize("number", rest_nightly(((number,) for number in range(ALL)), lambda number: number < DAILY))
 def test_a_random_program_behaves_as_on_accelerate(number: int, outcomes: tuple[Outcomes, Outcomes]) -> None:
     theirs, ours = (side[number] for side in outcomes)

@@ -46,7 +46,7 @@ PIECES = {name: inspect.getsource(piece) for name, piece in vars(pieces).items()
 
 @dataclass(frozen=True)
 class RandomProgram:
-    """A script, and the number of its ranks."""
+    """The script with a number, and the number of ranks that run it."""
 
     number: int
     ranks: int
@@ -62,7 +62,7 @@ def write(number: int) -> RandomProgram:
 
 
 def _pieces(body: str) -> str:
-    """Return the sources of the pieces that a text names, and of the pieces that these name, in file order."""
+    """Return the sources of all pieces that a text names directly or through other pieces, in the order of the file."""
     used, text = {"see", "plain", "numbers"}, body
     while found := {name for name in PIECES if re.search(rf"\b{name}\b", text)} - used:
         used |= found
@@ -229,7 +229,7 @@ def _save_and_load(p: Plan, number: int) -> Iterator[str]:
         yield "counter = Counter()"
         yield "accelerator.register_for_checkpointing(counter)"
         yield f"counter.count = {number + 1}"
-    # A state saved after an interrupted pass counts as saved within that pass.
+    # After a pass that was left early, saving counts as saving within that pass.
     left = "leave" in p.phases[:number] and (p.depends_on_epochs or p.stateful)
     yield 'accelerator.save_state("whole")'
     yield "accelerator.wait_for_everyone()"
@@ -252,7 +252,7 @@ def _resume(p: Plan, number: int) -> Iterator[str]:
         yield "accelerator.free_memory()"
         yield f"accelerator, {_names(p)} = make()"
     yield "accelerator.wait_for_everyone()"
-    # A stateful loader that has yielded its last batch reads the next pass.
+    # After its last batch, a stateful loader resumes with the next pass.
     yield f"if len(whole) {'>' if p.stateful else '>='} {p.skipped}:"
     yield '    accelerator.load_state("saved")'
     yield from (f"    {line}" for line in _apart(p, "resume"))
@@ -265,7 +265,7 @@ def _resume(p: Plan, number: int) -> Iterator[str]:
 
 
 def _apart(p: Plan, place: str) -> Iterator[str]:
-    """Yield the line after which only correctness is checked, if Accelerate is known to be wrong."""
+    """If Accelerate is known to be wrong at this place, yield the line after which the packages are not compared."""
     for each in APART:
         if each.place == place and each.applies(p):
             labels = f", {each.labels!r}" if each.labels else ""

@@ -1,4 +1,4 @@
-"""The checks that every strategy must pass: it has the losses of plain torch, even after it was killed."""
+"""The checks that every strategy must pass: its losses equal plain torch's, even after its ranks were killed."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from notebook_accelerate.errors import CheckpointError
 from tests.parity.strategies.scripts import Case, accelerated, killed, plain, saves_alone
 from tests.support.ranks import RankError, run_ranks
 
-# In fp32, sums are in another order. In bf16, units and engines round their weights once more than autocast does.
+# In fp32, sums have another order. In bf16, units and engines round their weights once more than autocast does.
 TOLERANCE = {"no": 1e-5, "bf16": 1e-2}
 ACCUMULATION = (1, 4)
 SECONDS = 300.0
-"""Time limit in seconds for one training run, which takes a second or two on an idle machine."""
+"""The time limit in seconds for one training run, which takes a second or two on an idle machine."""
 patient = pytest.mark.timeout(3 * SECONDS)
 
 
 @functools.cache
 def plain_losses(precision: str, accumulation: int) -> list[float]:
-    """Return the losses of the same training in plain torch."""
+    """Return the losses of the same training run in plain torch."""
     return plain(Case(precision=precision, accumulation=accumulation))
 
 
 def assert_trains_and_resumes(case: Case, ranks: int, folder: Path) -> None:
-    """Train, saving halfway, and compare the losses. Then kill, resume in other processes, and compare again."""
+    """Train, saving halfway, and compare the losses. Kill the ranks, resume in other processes, and compare again."""
     checkpoint, results = folder / "checkpoint", folder / "results.pt"
     run = functools.partial(run_ranks, world_size=ranks, timeout=SECONDS, env=machine(case))
     with pytest.raises(RankError, match="exit code -9"):
@@ -37,7 +37,7 @@ def assert_trains_and_resumes(case: Case, ranks: int, folder: Path) -> None:
     whole = torch.load(results, weights_only=True)
     expected = plain_losses(case.precision, case.accumulation)
     assert whole["losses"] == pytest.approx(expected, rel=TOLERANCE[case.precision])
-    assert expected[-1] < 0.75 * expected[0]  # It trains.
+    assert expected[-1] < 0.75 * expected[0]  # The losses must decrease clearly.
     half = case.steps // 2
     resumed = run(accelerated, replace(case, first=half, steps=case.steps - half), None, str(checkpoint))[0]
     assert_same(resumed, whole, half * case.accumulation, exactly=ranks == 2 or not adds_in_another_order(case))
@@ -55,7 +55,7 @@ def assert_same(resumed: dict[str, Any], whole: dict[str, Any], first: int, exac
 
 
 def assert_notices_saving_alone(case: Case, folder: Path) -> None:
-    """Check that saving a sharded state on only one rank raises an error that says what to write."""
+    """Check that saving a sharded state on a single rank raises an error that says what to write instead."""
     with pytest.raises(RankError, match="Rank 0 is in save_state, and the other ranks cannot reach it") as caught:
         run_ranks(saves_alone, case, str(folder / "checkpoint"), timeout=SECONDS)
     assert isinstance(caught.value.__cause__, CheckpointError)
@@ -69,11 +69,11 @@ def assert_notices_saving_alone(case: Case, folder: Path) -> None:
 def adds_in_another_order(case: Case) -> bool:
     """Return whether a training's first step sums the gradients of more than two ranks in another order.
 
-    DistributedDataParallel rebuilds its buckets after that step, ordered by when gradients became ready.
+    After that step, DistributedDataParallel rebuilds its buckets in the order in which gradients became ready.
     """
     return case.fsdp is None and case.deepspeed is None and case.degrees is None
 
 
 def machine(case: Case) -> dict[str, str]:
-    """Return variables that make ranks believe that they run on several machines."""
+    """Return variables that make ranks believe that they are spread over several machines."""
     return {} if case.ranks_of_a_machine is None else {"LOCAL_WORLD_SIZE": str(case.ranks_of_a_machine)}

@@ -1,4 +1,4 @@
-"""Functions that ranks run with DeepSpeed: training with checkpoints, measurements, and configuration files."""
+"""Functions that DeepSpeed's ranks run: training with checkpoints, measurements, and configuration files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.parity.strategies.scripts import GLOBAL_BATCH, Case, accelerator_of, 
 
 
 def trained(case: Case, folder: str, save_at: int | None) -> dict[str, Any]:
-    """Train with a schedule, saving before batch `save_at`, or resume from `folder`."""
+    """Train with a schedule, and save before batch `save_at`; if that is None, resume from `folder` instead."""
     accelerator = accelerator_of(case)
     model, optimizer = parts(1 + accelerator.process_index)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
@@ -48,14 +48,14 @@ def trained(case: Case, folder: str, save_at: int | None) -> dict[str, Any]:
 
 
 def weights_in(folder: str) -> dict[str, torch.Tensor]:
-    """Read the float32 weights of a checkpoint with the script in its folder."""
+    """Return a checkpoint's float32 weights, read with the script that is in its folder."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     return {name: weight.clone() for name, weight in get_fp32_state_dict_from_zero_checkpoint(folder).items()}
 
 
 class Wide(nn.Module):
-    """A model large enough for the ranks' shares to show."""
+    """A model large enough for the ranks' shares to be visible."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Wide(nn.Module):
 
 
 def memory(stage: int) -> dict[str, float]:
-    """Return the memory that this rank holds, in multiples of all parameters' bytes; for gradients, within a window."""
+    """Return the memory that this rank holds, relative to all parameters. Gradients are measured within a window."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin({"zero_optimization": zero}))
     loader = DataLoader(TensorDataset(torch.randn(32, 64)), batch_size=4)
@@ -86,17 +86,18 @@ def memory(stage: int) -> dict[str, float]:
     held["parameters"] = size_of([*model.parameters(), *(getattr(p, "ds_tensor", None) for p in model.parameters())])
     states = [value for state in optimizer.state.values() for value in state.values()]
     held["states"] = size_of(value for value in states if isinstance(value, torch.Tensor) and value.numel() > 1)
-    names = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")  # In stages 1 and 2, and in stage 3.
+    # The first name is for stages 1 and 2, and the second one for stage 3.
+    names = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat")
     held["masters"] = size_of(part for name in names for part in getattr(model.optimizer, name, ()))
     return {name: size / whole for name, size in held.items()}
 
 
 def gradients_of(engine: Any) -> int:
-    """Return the bytes of gradients that wait for the rest of a window: whole ones, and this rank's part of them."""
+    """Return the bytes of gradients that wait for the rest of a window, both whole ones and this rank's parts."""
     optimizer = engine.optimizer
-    held = {**(getattr(optimizer, "all_grad_tensors", None) or {})}  # Stage 2.
+    held = {**(getattr(optimizer, "all_grad_tensors", None) or {})}  # Stage 2 keeps gradients here.
     waiting = [tensor for group in held.values() for tensor in group or ()]
-    buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)  # Stage 3.
+    buffer = getattr(optimizer, "grad_partitions_flat_buffer", None)  # Stage 3 keeps gradients here.
     waiting += [] if buffer is None else [buffer]
     waiting += [p.grad for p in engine.module.parameters() if p.grad is not None]
     return size_of(waiting)
@@ -124,7 +125,7 @@ STEPS, WARM = 10, 2
 
 
 def described(folder: str | None = None) -> dict[str, Any]:
-    """Train with the optimizer and the schedule of a configuration file, then again from its checkpoint."""
+    """Train with a configuration's optimizer and schedule, saving halfway, and finally load that checkpoint."""
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(CONFIG))
     case = Case(steps=STEPS)
     model, _ = parts()
@@ -156,7 +157,7 @@ def described(folder: str | None = None) -> dict[str, Any]:
 
 
 def plainly_described() -> dict[str, list[float]]:
-    """Train as `CONFIG` says, in plain torch."""
+    """Train in plain torch as `CONFIG` describes."""
     model, _ = parts()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
 
@@ -179,7 +180,7 @@ def plainly_described() -> dict[str, list[float]]:
 
 
 def norms(case: Case) -> list[float]:
-    """Return the results of clip_grad_norm_, batch by batch."""
+    """Return the results of clip_grad_norm_ for each batch."""
     accelerator = accelerator_of(case)
     model, optimizer = parts()
     loader = DataLoader(dataset(case), batch_size=GLOBAL_BATCH // accelerator.num_processes)
@@ -194,7 +195,7 @@ def norms(case: Case) -> list[float]:
 
 
 def held_back() -> dict[str, Any]:
-    """Train with manual windows (no_sync): each step follows a batch whose gradients are not exchanged."""
+    """Train with `no_sync`: the gradients of every other batch are exchanged only with the next one, before a step."""
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
     case = Case(steps=12)
     model, optimizer = parts()
@@ -217,7 +218,7 @@ def held_back() -> dict[str, Any]:
 
 
 def two_models() -> dict[str, Any]:
-    """Train a student with stage 2, and use a teacher sharded with stage 3, each with its own Accelerator."""
+    """Train a student in stage 2 with a teacher that is sharded in stage 3. Each has its own Accelerator."""
     plugins = {"student": DeepSpeedPlugin(zero_stage=2), "teacher": DeepSpeedPlugin(zero_stage=3)}
     accelerator = Accelerator(deepspeed_plugins=plugins)
     first = accelerator.deepspeed_plugin is plugins["student"]
@@ -248,7 +249,7 @@ def two_models() -> dict[str, Any]:
 
 
 def mistakes() -> dict[str, str]:
-    """Return the messages for unsupported requests."""
+    """Return the messages for requests that are not supported."""
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
     model, optimizer = parts()
     other, others = parts()
@@ -280,7 +281,7 @@ def _said(call: Any, *args: Any) -> str:
 
 
 def lacking() -> dict[str, str]:
-    """Return the message for a precision or device that this machine may lack, or "" if it has them."""
+    """Return the messages for a precision and a device, or "" for those that this machine supports."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -290,7 +291,7 @@ def lacking() -> dict[str, str]:
         model, optimizer = parts()
         accelerator.prepare(model, optimizer, DataLoader(dataset(Case(steps=2)), batch_size=GLOBAL_BATCH))
 
-    Accelerator(deepspeed_plugin=DeepSpeedPlugin())  # This imports DeepSpeed for the device.
+    Accelerator(deepspeed_plugin=DeepSpeedPlugin())  # This imports DeepSpeed for the right device.
     said = {"fp16": "", "nvme": ""}
     if not get_accelerator().is_fp16_supported():
         said["fp16"] = _said(functools.partial(train, "fp16", zero_stage=2))
@@ -303,7 +304,7 @@ def lacking() -> dict[str, str]:
 
 
 def saved_whole(folder: str) -> dict[str, Any]:
-    """Save a sharded model as whole weights, and the message for a plugin that forbids it."""
+    """Save a sharded model as whole weights. Return the message that appears if the configuration forbids that."""
     accelerator = accelerator_of(replace(Case(), deepspeed={"zero_stage": 3}))
     model, optimizer = parts()
     loader = DataLoader(dataset(Case(steps=2)), batch_size=4)

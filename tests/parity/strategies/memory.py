@@ -1,4 +1,4 @@
-"""The memory that a rank really holds for parameters, gradients and optimizer state: the bytes behind tensors."""
+"""The bytes of memory that a rank really holds for parameters, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Wide(nn.Module):
-    """A model with a megabyte of parameters, all of them in blocks, and hardly any activations."""
+    """A model with a megabyte of parameters, all of which are in blocks, and hardly any activations."""
 
     tp_plan: ClassVar = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
@@ -51,24 +51,24 @@ WHOLE = sum(parameter.numel() * parameter.element_size() for parameter in Wide()
 
 @dataclass(frozen=True)
 class ShardSizes:
-    """The memory of one rank, in multiples of all parameters' bytes."""
+    """The memory of one rank, relative to the bytes of all parameters."""
 
     parameters: float
-    """Between steps."""
+    """The parameters, between steps."""
     between: float
-    """Parameters between forward and backward. Parameters that are kept whole for the backward count twice."""
+    """The parameters, between forward and backward. Those that are kept whole for the backward count twice."""
     gradients: float
-    """Between backward and step."""
+    """The gradients, between backward and step."""
     state: float
-    """After a step."""
+    """The optimizer's state, after a step."""
 
 
 def measured(case: Case) -> ShardSizes:
-    """Train a step. Return the memory that this rank holds during it."""
+    """Train one step. Return the memory that this rank holds during and after it."""
     accelerator = accelerator_of(case)
     model: Any = Wide()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    compiled = case.dynamo is not None  # A compiler keeps its own tensors.
+    compiled = case.dynamo is not None  # A compiler keeps tensors of its own.
     before = 0 if compiled else size_of(living())
     loss = model(torch.randn(SAMPLES, WIDTH)).pow(2).mean()
     kept = 0 if compiled else size_of(living()) - before
@@ -81,7 +81,7 @@ def measured(case: Case) -> ShardSizes:
 
 
 def size_of(tensors: Iterable[Any]) -> int:
-    """Return the bytes of the memory behind tensors, each piece of memory counted once."""
+    """Return the bytes of the memory that tensors use, counting shared memory once."""
     pieces: dict[int, int] = {}
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor):
@@ -92,7 +92,7 @@ def size_of(tensors: Iterable[Any]) -> int:
 
 
 def living() -> list[torch.Tensor]:
-    """Return all tensors that Python's garbage collector knows."""
+    """Return all tensors that Python's garbage collector tracks."""
     gc.collect()
     kinds = {torch.Tensor, nn.Parameter, FlatParameter, DTensor}
     return [item for item in gc.get_objects() if type(item) in kinds]

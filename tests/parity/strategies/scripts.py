@@ -1,4 +1,4 @@
-"""A small transformer, trained in plain torch by one process and through an Accelerator by several ranks."""
+"""A small transformer that one process trains in plain torch, and several ranks train with an Accelerator."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def loss_of(scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def plain(case: Case) -> list[float]:
-    """Train in plain torch, in this process. Return the loss of each batch."""
+    """Train in plain torch in this process. Return the loss of each batch."""
     model, optimizer = parts()
     losses = []
     for index, (words, targets) in enumerate(DataLoader(dataset(case), batch_size=GLOBAL_BATCH)):
@@ -129,17 +129,17 @@ def accelerator_of(case: Case) -> Accelerator:
 
 
 class Training:
-    """The prepared objects of a case on one rank."""
+    """An Accelerator on one rank, with the prepared model, optimizer and loader of a case."""
 
     def __init__(self, case: Case) -> None:
         self.case = case
         self.accelerator = accelerator = accelerator_of(case)
-        # The strategy makes the ranks start with equal weights.
+        # The seeds differ, because the strategy must make all ranks start with equal weights.
         model, optimizer = parts(1 + accelerator.process_index)
         layout = accelerator.parallelism_config
         readers = accelerator.num_processes // (1 if layout is None else layout.non_data_parallel_size)
         loader = DataLoader(dataset(case), batch_size=GLOBAL_BATCH // readers)
-        # The optimizer was created before the sharding, and is passed first.
+        # Pass the optimizer first, even though it was created before the model was sharded.
         self.optimizer, self.loader, self.model = accelerator.prepare(optimizer, loader, model)
 
     def load(self, folder: str) -> None:
@@ -148,7 +148,7 @@ class Training:
         self.loader = self.accelerator.skip_first_batches(self.loader, self.case.first * self.case.accumulation)
 
     def losses(self) -> Iterator[float]:
-        """Train. Yield the loss of each batch, averaged over the ranks."""
+        """Train. Yield each batch's loss, averaged over the ranks."""
         accelerator, model, optimizer, clip = self.accelerator, self.model, self.optimizer, self.case.clip
         for words, targets in self.loader:
             with accelerator.accumulate(model):
@@ -162,7 +162,7 @@ class Training:
 
 
 def accelerated(case: Case, save: str | None = None, load: str | None = None) -> dict[str, Any]:
-    """Train on one rank. Return the losses, averaged over all ranks' batches, and the whole weights of rank 0."""
+    """Train on one rank. Return the losses, averaged over all ranks, and on rank 0 the whole weights."""
     training = Training(case)
     if load is not None:
         training.load(load)
@@ -173,7 +173,7 @@ def accelerated(case: Case, save: str | None = None, load: str | None = None) ->
 
 
 def killed(case: Case, folder: str, results: str) -> None:
-    """Train, save after half of the steps, continue, have rank 0 write losses and weights, and get killed."""
+    """Train, saving halfway. Finally, rank 0 writes losses and weights to a file, and all ranks are killed."""
     training = Training(case)
     losses = []
     for loss in training.losses():
@@ -188,7 +188,7 @@ def killed(case: Case, folder: str, results: str) -> None:
 
 
 def saves_alone(case: Case, folder: str) -> None:
-    """Train, and save on the main rank only, as is correct without sharding. Then continue."""
+    """Train, and save on the main rank only, which is correct without sharding. Then continue."""
     training = Training(case)
     for number, _ in enumerate(training.losses(), 1):
         if number == 2 and training.accelerator.is_main_process:
@@ -196,7 +196,7 @@ def saves_alone(case: Case, folder: str) -> None:
 
 
 def saved_by_hand(case: Case, folder: str) -> list[str]:
-    """Write model and optimizer with the functions that libraries call, change and read them. Return what differs."""
+    """Save model and optimizer with the functions that libraries call, clear them, and load. Return what differs."""
     training = Training(case)
     accelerator, model, optimizer = training.accelerator, training.model, training.optimizer
     list(training.losses())
@@ -228,5 +228,5 @@ def _equal(first: Any, second: Any) -> bool:
 
 
 def held(tensor: torch.Tensor) -> int:
-    """Return the number of elements of a tensor that this rank holds."""
+    """Return the number of a tensor's elements that this rank holds."""
     return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).numel()

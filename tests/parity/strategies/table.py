@@ -1,4 +1,4 @@
-"""The strategies that must train like plain torch, each with the numbers of ranks that it supports."""
+"""The strategies that must train like plain torch, and the numbers of ranks that they support."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNITS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_t
 _FIRST = {"fsdp_version": 1, "sync_module_states": True, "use_orig_params": True, **_UNITS}
 _PREFETCHING = {"backward_prefetch": "BACKWARD_POST", "forward_prefetch": True, "limit_all_gathers": False}
 _SECOND = {"fsdp_version": 2, **_UNITS}
-# This traces and partitions both passes like the default backend, and omits slow parts such as kernels.
+# AOT_EAGER traces and partitions both passes like the default backend, but omits slow parts such as kernels.
 _COMPILED = {"backend": "AOT_EAGER"}
 _KERNELS = {"backend": "INDUCTOR"}
 _REGIONS = {**_COMPILED, "use_regional_compilation": True}
@@ -40,7 +40,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp2, compiled regions": {"fsdp": _SECOND, "dynamo": _REGIONS},
     "tp, compiled regions": {"degrees": {"tp_size": WORLD}, "dynamo": _REGIONS},
 }
-"""The fields of a `Case` for any number of ranks, by name."""
+"""By name, the fields of a `Case` that apply to any number of ranks."""
 
 SLOW = {
     "ddp, compiled to kernels",
@@ -50,7 +50,7 @@ SLOW = {
     "fsdp2, rank 0 loads, and tp",
     "fsdp1, replicas of gradients and optimizer",
 }
-"""Slow strategies that resemble a faster one, in the nightly table only."""
+"""Slow strategies that resemble a faster one. They are only in the nightly table."""
 
 ON_FOUR: dict[str, dict[str, Any]] = {
     "fsdp1, replicas of shards": {"fsdp": {**_FIRST, "sharding_strategy": "HYBRID_SHARD"}, "ranks_of_a_machine": 2},
@@ -75,12 +75,12 @@ _OFFLOADED = {
 }
 ZERO: dict[str, dict[str, Any]] = {
     **{f"stage {stage}": {"deepspeed": {"zero_stage": stage}} for stage in (0, 1, 2, 3)},
-    # This uses torch's optimizer in CPU memory. DeepSpeed's own C++ optimizer has a separate test.
+    # This entry uses torch's optimizer in CPU memory. Another test covers DeepSpeed's own C++ optimizer.
     "stage 3, offloaded": {
         "deepspeed": {"hf_ds_config": {"zero_optimization": _OFFLOADED, "zero_force_ds_cpu_optimizer": False}}
     },
 }
-"""Strategies of DeepSpeed, which has a separate environment."""
+"""DeepSpeed's strategies, whose tests have a separate environment."""
 
 FORMS: dict[str, dict[str, Any]] = {
     "fsdp1, whole": _FIRST,
@@ -89,11 +89,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "fsdp2, sharded": _SECOND,
     "fsdp2, whole": {**_SECOND, "state_dict_type": "FULL_STATE_DICT"},
 }
-"""The ways in which checkpoints are written."""
+"""The ways in which checkpoints can be written."""
 
 
 def case_of(name: str, ranks: int, **more: Any) -> Case:
-    """Return the case of a strategy on a number of ranks.
+    """Return the case that trains with a strategy on a number of ranks.
 
     Args:
         name: A name of one of the tables.

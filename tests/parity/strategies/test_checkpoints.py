@@ -27,7 +27,7 @@ def uninterrupted(version: int) -> dict[str, Any]:
 
 
 def saved(form: str, folder: Path) -> Case:
-    """Train the first half and save. Return the second half."""
+    """Train the first half and save. Return the case for the second half."""
     run_ranks(accelerated, Case(fsdp=FORMS[form], steps=HALF), str(folder))
     return Case(fsdp=FORMS[form], first=HALF, steps=HALF)
 

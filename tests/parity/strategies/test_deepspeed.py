@@ -60,10 +60,11 @@ def test_one_process_needs_no_launch() -> None:
 def test_deepspeeds_optimizer_for_main_memory_trains_like_plain_torch() -> None:
     case = Case(deepspeed={"zero_stage": 2, "offload_optimizer_device": "cpu"})
     found = run_ranks(accelerated, case, timeout=SECONDS)[0]["losses"]
-    assert found == pytest.approx(plain(case), rel=1e-4)  # Its square roots are approximations of the CPU.
+    # DeepSpeed's optimizer uses the CPU's approximate square roots.
+    assert found == pytest.approx(plain(case), rel=1e-4)
 
 
-@pytest.mark.parametrize("stage", [0, 2])  # For stage 3, see tests/deepspeed/test_stores.py.
+@pytest.mark.parametrize("stage", [0, 2])  # Stage 3 is tested in tests/deepspeed/test_stores.py.
 def test_resuming_with_a_schedule_equals_an_uninterrupted_training(stage: int, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     whole = Case(**ZERO[f"stage {stage}"], steps=2 * HALF)
@@ -85,7 +86,7 @@ def test_saving_on_the_main_rank_alone_is_detected(stage: int, tmp_path: Path) -
     assert_notices_saving_alone(case_of(f"stage {stage}", 2), tmp_path)
 
 
-@pytest.mark.timeout(1000)  # This compiles a C++ optimizer, which takes minutes on a busy machine.
+@pytest.mark.timeout(1000)  # The test compiles a C++ optimizer, which takes minutes on a busy machine.
 def test_precisions_and_devices_that_this_machine_lacks_are_reported() -> None:
     (said,) = run_ranks(scripts.lacking, world_size=1, timeout=900)
     assert said["fp16"] in {
@@ -118,11 +119,11 @@ def test_each_rank_holds_its_share(stage: int, ranks: int) -> None:
         "parameters": 1 / ranks if stage == 3 else 1,
         "gradients": 1 / ranks if stage >= 2 else 1,
         "states": 2 / ranks if stage else 2,
-        "masters": 1 / ranks if stage else 0,  # The optimizer changes a copy of this rank's part.
+        "masters": 1 / ranks if stage else 0,  # The optimizer updates a float32 copy of this rank's part.
     }
     for rank, held in enumerate(run_ranks(scripts.memory, stage, world_size=ranks, timeout=SECONDS)):
         print(f"stage {stage} on {ranks} ranks, rank {rank}: {held}")
-        # Parts are padded. The gradient of a weight at the border of two parts is whole on both, a sixteenth of all.
+        # Parts are padded. A weight on the border of two parts has a whole gradient on both ranks, a sixteenth of all.
         assert held == pytest.approx(expected, abs=0.07)
 
 
@@ -134,7 +135,7 @@ def test_the_optimizer_and_the_schedule_of_a_configuration_train_and_resume(tmp_
     sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     assert [found["config"][name] for name in sizes] == [8, 4, 1]
     assert found["config"]["scheduler"]["params"]["total_num_steps"] == scripts.STEPS
-    assert "scheduler.bin" not in found["names"]  # The engine saves it.
+    assert "scheduler.bin" not in found["names"]  # The engine saves the schedule itself.
     assert found["rate of the checkpoint"] == found["rates"][scripts.STEPS // 2]
 
 
@@ -169,14 +170,14 @@ def test_mistakes_are_refused_with_a_message() -> None:
     assert "create another Accelerator for the second model" in said["second"]
     assert "call accelerator.clip_grad_norm_" in said["values"]
     assert "which clips by the 2-norm" in said["norm"]
-    assert said["again"] == "2"  # It was filled again for the second loader.
+    assert said["again"] == "2"  # The second call has filled in "auto" for its own loader.
 
 
 def test_whole_weights_of_a_sharded_model_can_be_saved(tmp_path: Path) -> None:
     said = run_ranks(scripts.saved_whole, str(tmp_path / "model"), timeout=SECONDS)[0]
     weights = load_file(tmp_path / "model" / "model.safetensors")
     for name, weight in parts()[0].state_dict().items():
-        if name in weights:  # Tied weights are written once.
+        if name in weights:  # Only one name of tied weights is written.
             assert torch.equal(weights[name], weight), name
     assert {"embedding.weight", "head.weight"} & weights.keys()
     assert "stage3_gather_16bit_weights_on_model_save is false" in said["forbidden"]

@@ -1,6 +1,6 @@
-"""Every strategy's losses equal those of one process in plain torch, even after it was killed.
+"""Every strategy's losses equal those of one process in plain torch, even after the run was killed and resumed.
 
-One cell per strategy runs daily; `make test-nightly` runs all combinations of precision, accumulation and ranks.
+One combination per strategy runs daily; `make test-nightly` runs all combinations of precision, accumulation and ranks.
 """
 
 from __future__ import annotations

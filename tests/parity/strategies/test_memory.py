@@ -14,7 +14,7 @@ from tests.support.ranks import run_ranks
 
 MOMENTS = 2
 """The number of tensors that AdamW keeps for each parameter, in the parameter's shape."""
-# This allows for unsplit biases, the padding of parts, and a batch and its activations.
+# Allow for biases that are not split, the padding of parts, and a batch with its activations.
 CLOSE = 0.06
 PARTS = {
     "ddp": 1,

@@ -1,4 +1,4 @@
-"""Unsupported training raises an error whose message is one sentence that says what to write instead."""
+"""Unsupported training raises an error whose message says in one sentence what to write instead."""
 
 from __future__ import annotations
 

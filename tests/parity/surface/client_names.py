@@ -21,7 +21,7 @@ CLIENTS = ("axolotl", "diffusers", "peft", "sentence_transformers", "transformer
 
 
 def names_in(source: str) -> Iterator[str]:
-    """Yield the dotted names of `accelerate` that a module uses."""
+    """Yield the dotted names of `accelerate` that a module's source uses."""
     tree = ast.parse(source)
     modules: dict[str, str] = {}
     for node in ast.walk(tree):
@@ -45,7 +45,7 @@ def _is_accelerate(module: str | None) -> bool:
 
 
 def scan(folder: Path) -> dict[str, dict[str, object]]:
-    """Return the version of each library and the names that it uses, from the wheels in a folder."""
+    """Return the version of each library, and the names that it uses, from the wheels in a folder."""
     found: dict[str, dict[str, object]] = {}
     for wheel in sorted(folder.glob("*.whl")):
         library, version = wheel.name.split("-")[:2]
@@ -60,13 +60,13 @@ def scan(folder: Path) -> dict[str, dict[str, object]]:
 
 
 def table() -> dict[str, dict[str, list[str]]]:
-    """Return the committed table."""
+    """Return the table that is committed."""
     found: dict[str, dict[str, list[str]]] = json.loads(TABLE.read_text())
     return found
 
 
 def used_by() -> dict[str, list[str]]:
-    """Return the libraries that use each name of the table."""
+    """Return the libraries that use each name in the table."""
     found: dict[str, list[str]] = defaultdict(list)
     for library, row in table().items():
         for name in row["names"]:

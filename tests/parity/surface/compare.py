@@ -25,7 +25,7 @@ _NO_PLAIN_VALUE = object()
 
 
 def rows(areas: tuple[str, ...]) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield module, name and row of each entry of the areas. The module of the package root is the empty string."""
+    """Yield the module, the name and the row of each entry in these areas. The package's root is the module ""."""
     for module, names in json.loads(TABLE.read_text())["modules"].items():
         for name, row in names.items():
             if row["area"] in areas:
@@ -33,7 +33,7 @@ def rows(areas: tuple[str, ...]) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def gaps(module: str, name: str, row: dict[str, Any]) -> list[str]:
-    """Return one line per difference between the table's row and the object at the same place.
+    """Return one line for each difference between the table's row and the object with that name.
 
     Args:
         module: The module below the package, or "" for the root.
@@ -85,7 +85,7 @@ def _has_attribute(found: Any, name: str) -> bool:
 def _signature_gaps(where: str, signature: str, found: Callable[..., Any]) -> list[str]:
     try:
         have = inspect.signature(found).parameters
-    except (TypeError, ValueError):  # Built-in functions and enums have no signature to compare.
+    except (TypeError, ValueError):  # Built-in functions and enums have no signature that could be compared.
         return []
     kinds = {parameter.kind for parameter in have.values()}
     takes_any = inspect.Parameter.VAR_KEYWORD in kinds
@@ -102,7 +102,7 @@ def _signature_gaps(where: str, signature: str, found: Callable[..., Any]) -> li
 
 def _parameters(signature: str) -> dict[str, Any]:
     """Return the name and the default of each parameter in a signature that inspect has formatted."""
-    source = re.sub(r"<[^<>]*>", "...", signature)  # Defaults such as <object object>.
+    source = re.sub(r"<[^<>]*>", "...", signature)  # This replaces defaults such as <object object>.
     arguments = ast.parse(f"def _{source}: ...").body[0].args  # type: ignore[attr-defined]
     positional = [*arguments.posonlyargs, *arguments.args]
     missing = [None] * (len(positional) - len(arguments.defaults))
@@ -122,7 +122,7 @@ def _plain(default: ast.expr | None) -> Any:
 def _same(have: Any, wanted: Any) -> bool:
     value = have.value if isinstance(have, enum.Enum) else have
     if value is inspect.Parameter.empty or not isinstance(value, bool | int | float | str | type(None)):
-        return True  # A sentinel or a factory, whose meaning the tests of its package check.
+        return True  # The tests of its package check what a sentinel or a factory means.
     return bool(value == wanted)
 
 

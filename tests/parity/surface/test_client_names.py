@@ -1,4 +1,4 @@
-"""Every name of `accelerate` that transformers, TRL, PEFT, diffusers, axolotl and others import resolves."""
+"""Every name of `accelerate` that transformers, TRL, PEFT, diffusers, axolotl and other libraries import resolves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DOWNLOADS = ROOT / ".build" / "clients"
 
 
 def resolve(dotted: str) -> object:
-    """Return the object of a dotted name: a module, or an attribute of one."""
+    """Return the object that a dotted name refers to: a module, or an attribute of one."""
     found: object = importlib.import_module("accelerate")
     done = "accelerate"
     for part in dotted.split(".")[1:]:
@@ -31,7 +31,7 @@ def resolve(dotted: str) -> object:
 
 
 def unresolved(names: list[str]) -> list[str]:
-    """Return the names that do not resolve, each with the error."""
+    """Return the names that do not resolve, each with its error."""
     failed = []
     for name in names:
         try:

@@ -1,4 +1,4 @@
-"""The names, parameters, defaults, members and methods of all areas of the table match the API."""
+"""The names, parameters, defaults, members and methods in all areas of the table exist in this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same training in plain torch and through an Accelerator. Both return losses and final weights."""
+"""The same training in plain torch and with an Accelerator. Both return losses and final weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Case:
 
 
 class Net(nn.Module):
-    """Two layers and a normalization: a model that is small but not linear."""
+    """A model of two layers with a normalization, which is small but not linear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def _step(case: Case, model: nn.Module, optimizer: Any, scheduler: Any, scaler: 
 
 
 def accelerated(case: Case, package: str = "notebook_accelerate") -> Result:
-    """Train through an Accelerator from this package, or from another one with the same API."""
+    """Train with an Accelerator from this package, or from another package with the same API."""
     from importlib import import_module
 
     accelerator = import_module(package).Accelerator(
@@ -148,6 +148,6 @@ def accelerated(case: Case, package: str = "notebook_accelerate") -> Result:
 
 
 def both_on_a_rank(case: Case) -> tuple[Result, Result]:
-    """Train both ways on one rank of a world, with plain torch second, in the group that the Accelerator created."""
+    """Train both ways on one rank of a world. Plain torch comes second, in the group that the Accelerator created."""
     ours = accelerated(case)
     return ours, plain(case)

@@ -1,4 +1,4 @@
-"""Losses and weights equal Accelerate's own, if both packages are installed."""
+"""Losses and weights equal those of the real Accelerate, which must be installed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.ranks import run_ranks
 
 pytest.importorskip("accelerate", reason="the real package is not installed: make test-parity")
 
-# Accelerate refuses fp16 on the CPU.
+# On the CPU, Accelerate refuses fp16.
 SHARED = {name: case for name, case in CASES.items() if case.precision != "fp16"}
 
 
@@ -31,7 +31,7 @@ def test_one_process_trains_like_accelerate(case: Case) -> None:
 
 
 def both(case: Case) -> tuple[Result, Result]:
-    """Train with both packages on one rank. The second uses the group that the first has created."""
+    """Train with both packages on one rank. The second one uses the process group that the first one created."""
     return accelerated(case, "accelerate"), accelerated(case)
 
 

@@ -1,4 +1,4 @@
-"""Losses and weights are bitwise equal to plain torch."""
+"""Losses and weights are bitwise equal to those of plain torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def assert_equal(ours: Result, theirs: Result) -> None:
 def test_one_process_trains_like_plain_torch(case: Case) -> None:
     ours, theirs = accelerated(case), plain(case)
     assert_equal(ours, theirs)
-    assert len(set(ours[0])) > 3  # It trains.
+    assert len(set(ours[0])) > 3  # The losses must change.
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
@@ -45,6 +45,6 @@ def test_two_ranks_train_like_plain_torch(case: Case) -> None:
     results = run_ranks(both_on_a_rank, case)
     for ours, theirs in results:
         assert_equal(ours, theirs)
-    assert results[0][0][0] != results[1][0][0]  # Ranks read other batches,
+    assert results[0][0][0] != results[1][0][0]  # The ranks must read different batches,
     for first, second in zip(results[0][0][1], results[1][0][1], strict=True):
-        assert torch.equal(first, second)  # and end with the same weights.
+        assert torch.equal(first, second)  # but end with the same weights.

@@ -1,4 +1,4 @@
-"""Shadows the real package, which compiles a grammar for seconds at each `import ray`. jsonschema works without it."""
+"""Replaces the real package, which compiles a grammar for seconds at each `import ray`. jsonschema can do without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stub of torch_tpu that registers itself in torch without a TPU. Put its folder on the path to import it.
+"""A stub of torch_tpu that registers itself with torch without a TPU. Put its folder on the path to import it.
 
 The device type and the process group's backend exist, but nothing can be computed.
 """
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 seeds: list[int] = []
-"""The seeds that torch has set."""
+"""The seeds that torch has passed."""
 
 
 def _refuse(*_: Any) -> None:
@@ -28,7 +28,8 @@ module = ModuleType("torch.tpu")
 module.manual_seed_all = seeds.append  # type: ignore[attr-defined]
 module._is_in_bad_fork = lambda: False  # type: ignore[attr-defined]
 module.default_generators = (torch.Generator(),)  # type: ignore[attr-defined]
-for name in ("device_count", "is_available", "get_rng_state", "synchronize"):  # torch.accelerator requires them.
+# torch.accelerator requires these functions.
+for name in ("device_count", "is_available", "get_rng_state", "synchronize"):
     setattr(module, name, _refuse)
 
 _torch: Any = torch

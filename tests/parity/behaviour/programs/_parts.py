@@ -1,4 +1,4 @@
-"""Small models, data and observers that programs share."""
+"""Small models, data and helper functions that programs share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Net(nn.Module):
-    """Two layers and a buffer."""
+    """A model of two layers with a normalization between them, which has buffers."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Net(nn.Module):
         return self.second(self.norm(self.first(inputs)))
 
     def extra(self) -> str:
-        """A method that is not part of nn.Module."""
+        """Return a text. nn.Module has no such method."""
         return f"extra {self.note}"
 
 
@@ -60,7 +60,7 @@ def parts(samples: int = 10) -> tuple[Any, Any, Any, Any]:
 
 
 def train(accelerator: Any, net: Any, opt: Any, batches: Any, schedule: Any = None) -> list[float]:
-    """Train an epoch. Return the losses."""
+    """Train for an epoch. Return the losses."""
     losses = []
     for inputs, targets in batches:
         with accelerator.accumulate(net):
@@ -77,7 +77,7 @@ def train(accelerator: Any, net: Any, opt: Any, batches: Any, schedule: Any = No
 def local_sgd(
     accelerator: Any, net: Any, opt: Any, batches: Any, *, steps: int, schedule: Any = None, **settings: Any
 ) -> Any:
-    """Train an epoch with LocalSGD. Return the weights."""
+    """Train for an epoch with LocalSGD. Return the weights."""
     with LocalSGD(accelerator=accelerator, model=net, local_sgd_steps=steps, **settings) as local:
         for inputs, targets in batches:
             with accelerator.accumulate(net):
@@ -91,13 +91,13 @@ def local_sgd(
 
 
 def with_variables(variables: dict[str, str], call: Callable[[], Any]) -> Any:
-    """Return the result of a call with these environment variables. They remain set, because each program is a process."""
+    """Set environment variables for the rest of this program's process, and return the result of a call."""
     os.environ.update(variables)
     return call()
 
 
 def warned(call: Callable[[], Any]) -> tuple[list[str], Any]:
-    """Return the categories of the warnings that a call causes, and its result."""
+    """Return the categories of the warnings that a call issues, and its result."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = call()
@@ -115,7 +115,7 @@ class _Kept(logging.Handler):
 
 
 def logged(call: Callable[[], Any], level: int = logging.WARNING) -> list[str]:
-    """Return the levels of the package's log records that a call causes."""
+    """Return the levels of the records that the package logs during a call."""
     kept = _Kept()
     root = logging.getLogger()
     kept.setLevel(level)
@@ -136,7 +136,7 @@ def raised(call: Callable[[], Any]) -> Any:
 
 
 def files(folder: str | Path = ".") -> dict[str, Any]:
-    """Return the files below a folder, each with its tensors if it holds weights, its content if JSON, or None."""
+    """Map each file below a folder to the tensors of weights, to the content of JSON, and otherwise to None."""
     return {str(path.relative_to(folder)): _content(path) for path in sorted(Path(folder).rglob("*")) if path.is_file()}
 
 

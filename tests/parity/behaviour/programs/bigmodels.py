@@ -1,4 +1,4 @@
-"""Models larger than a device: sizes, device maps, offloading, loading, saving."""
+"""Models larger than a device: their sizes, device maps, offloading, loading and saving."""
 
 from __future__ import annotations
 

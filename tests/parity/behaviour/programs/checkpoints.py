@@ -1,4 +1,4 @@
-"""Checkpoints: folders and their names, limits, hooks, custom objects, and models saved alone."""
+"""Checkpoints: names of folders, limits on their number, hooks, custom objects, and models saved without a state."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ CALLS_ON_TWO_RANKS = [
 
 
 class Counter:
-    """A custom object."""
+    """A custom object with a state."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -83,7 +83,7 @@ class Counter:
 
 
 def _is_common(name: str) -> bool:
-    """Return whether both packages write a file. This package adds the manifest and the state of samplers."""
+    """Return whether both packages write a file. Only this package writes a manifest and the states of samplers."""
     return "manifest" not in name and not name.endswith("sampler.bin")
 
 
@@ -278,7 +278,7 @@ def _overlapping() -> Any:
 
 
 class _Settings:
-    """An object, part of a state, that is not plain data."""
+    """A part of a state that is not plain data."""
 
     value = 3
 

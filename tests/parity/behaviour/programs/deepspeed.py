@@ -1,4 +1,4 @@
-"""Accelerate's guides to DeepSpeed, with DeepSpeed itself on the CPU, where Accelerate supports only one process."""
+"""Accelerate's guides to DeepSpeed with real DeepSpeed on the CPU, where Accelerate supports only one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DECAY = {"type": "WarmupDecayLR", "params": WARMUP}
 
 
 class Sized(nn.Sequential):
-    """A model that names its hidden size, as the guide requires."""
+    """A model whose configuration may contain a hidden size, which the guide requires."""
 
     def __init__(self, **sizes: Any) -> None:
         torch.manual_seed(1)
@@ -39,7 +39,8 @@ def _on_cpu() -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed.ops
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # Compiling it takes minutes, and it is not used.
+    # Compiling this operator takes minutes, and nothing uses it.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _config(stage: int = 2, **more: Any) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def stage_2_accumulates() -> Any:
 
 
 def _by_file(config: dict[str, Any], opt: Any = None, schedule: Any = None, **settings: Any) -> Any:
-    """Train with a configuration. Return losses, rates and the values that replaced `auto`."""
+    """Train with a configuration file. Return losses, rates and the values that replaced `auto`."""
     Path("ds.json").write_text(json.dumps(config))
     accelerator = _accelerator(DeepSpeedPlugin(hf_ds_config="ds.json"), **settings)
     net = Sized(hidden_size=4)
@@ -211,7 +212,7 @@ def buckets_without_a_hidden_size() -> Any:
 
 
 def _from_environment(config: dict[str, Any], in_file: bool = False, **fields: str) -> Any:
-    """Start like a launch with a configuration file, whose fields come from the command line."""
+    """Start like a launch with a configuration file. The fields are those that the command line would set."""
     _on_cpu()
     Path("ds.json").write_text(json.dumps(config))
     names = {"mixed_precision": "ACCELERATE_MIXED_PRECISION", "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING"}

@@ -1,4 +1,4 @@
-"""Accelerate's guides: each program is the situation of a sentence, or an example from its documentation."""
+"""Accelerate's guides: each program is a situation from a sentence of the documentation, or one of its examples."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def states_with_a_relative_folder() -> Any:
 
 
 class Documented(GeneralTracker):
-    """The tracker of the guide, whose methods accept only the arguments that the guide lists."""
+    """The guide's custom tracker, whose methods accept only the arguments that the guide lists."""
 
     name = "documented"
     requires_logging_directory = False
@@ -178,7 +178,7 @@ def _tokens(rows: list[int]) -> Any:
 
 
 def _variable_sizes() -> Any:
-    """Accumulate by the number of tokens of all ranks, with DDP's own `no_sync`."""
+    """Accumulate with weights for the number of tokens on all ranks, using DDP's own `no_sync`."""
     steps = 2
     accelerator = Accelerator(gradient_accumulation_steps=steps)
     net = nn.Linear(1, 2, bias=False)
@@ -351,7 +351,7 @@ def random_numbers_stay_apart_and_orders_equal() -> Any:
 
 
 class Sharded(IterableDataset[int]):
-    """Splits its files by process when it is created, and by worker when it is read."""
+    """A dataset that splits its files by process when it is created, and by worker when it is read."""
 
     def __init__(self, files: int) -> None:
         state = PartialState()

@@ -111,7 +111,7 @@ def _automatic_accumulation() -> Any:
 
 
 def _by_number_of_items() -> Any:
-    """Divide the gradients of several batches of unequal sizes by their number of items over all ranks."""
+    """Accumulate batches of unequal sizes, and divide the gradients by the number of items on all ranks."""
     accelerator = Accelerator(cpu=True)
     net, opt, batches, _ = _prepared(accelerator, samples=26)
     counts, read = [], iter(batches)
@@ -142,12 +142,12 @@ def _local_sgd(every: int, steps: int = 1) -> Any:
 
 
 def _checkpoints(when: str) -> Any:
-    """Save each epoch or every few steps, then resume from a checkpoint in the middle."""
+    """Save after each epoch or every few steps, and then resume from one of the checkpoints."""
     project = ProjectConfiguration(project_dir="project", automatic_checkpoint_naming=True, total_limit=3)
     accelerator = Accelerator(cpu=True, project_config=project)
     net, opt, batches, schedule = _prepared(accelerator)
     first = _run(accelerator, (net, opt, batches, schedule), when)
-    accelerator.wait_for_everyone()  # Accelerate returns from saving before all files are written.
+    accelerator.wait_for_everyone()  # Accelerate may return from saving before all files are written.
     accelerator.load_state("project/checkpoints/checkpoint_1")
     done = len(batches) if when == "epoch" else 2 * int(when)
     batches.set_epoch(done // len(batches))
@@ -181,7 +181,7 @@ def _run(accelerator: Any, parts: Any, when: str) -> list[float]:
 
 
 def _metrics() -> Any:
-    """Evaluate with an incomplete last batch, so that metrics count each sample once."""
+    """Evaluate with an incomplete last batch. Metrics must count each sample once."""
     accelerator = Accelerator(cpu=True)
     net, batches = accelerator.prepare(model(), _loader(13, shuffle=False, batch_size=4))
     net.eval()

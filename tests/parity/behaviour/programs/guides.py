@@ -1,4 +1,4 @@
-"""Accelerate's guides to launching, parallelism, low precision and profiling: the situations of their sentences."""
+"""Accelerate's guides to launching, parallelism, low precision and profiling: the situations that they describe."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _batch(accelerator: Any) -> torch.Tensor:
 
 @program(ranks=2)
 def gradients_are_exchanged_where_the_forward_is_outside_of_no_sync() -> Any:
-    """This is the guide's improper use, in which only the backward pass is inside."""
+    """The guide calls this use improper: only the backward pass is inside `no_sync`."""
     accelerator = Accelerator()
     net = accelerator.prepare(nn.Linear(3, 1, bias=False))
     loss = net(_batch(accelerator)).sum()
@@ -226,7 +226,7 @@ def a_trigger_is_reset_when_it_is_read() -> Any:
 
 
 class Residual(nn.Module):
-    """A block that must not be split."""
+    """A block that device maps must not split."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -279,7 +279,7 @@ CALLS = [
     "DeepSpeedSequenceParallelConfig(sp_seq_length=8, sp_seq_length_is_variable=True, sp_attn_implementation='sdpa')",
     "DeepSpeedSequenceParallelConfig(sp_attn_implementation='nonsense')",
     "_with({'PARALLELISM_CONFIG_SP_SEQ_LENGTH': '16'}, DeepSpeedSequenceParallelConfig)",
-    # Plugins of other launchers, whose packages are not installed.
+    # Plugins for other launchers, whose packages are not installed.
     "_deepspeed()",
     "_deepspeed(zero_stage=3, offload_optimizer_device='cpu', gradient_clipping=1.0)",
     "_deepspeed(zero_stage=2, gradient_accumulation_steps=4, zero3_init_flag=False)",

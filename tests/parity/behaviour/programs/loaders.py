@@ -26,7 +26,7 @@ from tests.parity.behaviour.programs._parts import raised
 
 
 class Numbers(IterableDataset[Any]):
-    """A stream of numbers."""
+    """A stream of consecutive numbers that records its epoch."""
 
     def __init__(self, length: int = 11) -> None:
         self.length = length
@@ -157,7 +157,7 @@ CALLS_ON_TWO_RANKS = [
 
 
 class OwnSampler(torch.utils.data.Sampler[int]):
-    """A library's sampler, which draws from its generator or from torch's."""
+    """A sampler like those of other libraries, which draws from its own generator or from torch's global one."""
 
     generator = None
 
@@ -225,7 +225,7 @@ def remainders_of_streams() -> Any:
 
 
 def _gathered(loader: Any, accelerator: Any) -> Any:
-    """Gather all results of a pass."""
+    """Return the results of a pass, gathered for metrics."""
     return [number for batch in loader for number in accelerator.gather_for_metrics(batch).tolist()]
 
 
@@ -238,21 +238,21 @@ def _results(settings: dict[str, Any] | None = None, skipped: int = 0, **argumen
 
 
 def _repeated(dataset: Any, **settings: Any) -> Any:
-    """Repeat the mean of each batch to the full batch size, as transformers' Trainer does with losses."""
+    """Repeat the mean of each batch as often as a full batch has samples, like the losses of transformers' Trainer."""
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**settings))
     loader = accelerator.prepare(DataLoader(dataset, batch_size=4))
     return [accelerator.gather_for_metrics(batch.float().mean().repeat(4)) for batch in loader]
 
 
 class Announced(Numbers):
-    """A stream with a wrong length."""
+    """A stream that announces a wrong length."""
 
     def __len__(self) -> int:
         return 12
 
 
 class Uneven:
-    """A batch sampler with batches of several sizes."""
+    """A batch sampler whose batches have several sizes."""
 
     batch_size = 4
 
@@ -321,7 +321,7 @@ def texts_of_dispatched_batches() -> Any:
 
 
 def _random_numbers(settings: dict[str, Any], between: int | None = None, skipped: int = 0, **arguments: Any) -> Any:
-    """Return a random number after preparing a loader, and after each batch."""
+    """Return a random number drawn after preparing a loader, and one drawn after each batch."""
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**settings))
     loader = accelerator.prepare(DataLoader(**{"batch_size": 3, "dataset": torch.arange(11), **arguments}))
     if skipped:
@@ -420,7 +420,7 @@ def stateful_loading() -> Any:
 
 
 def _resumed_after(rounds: int, shuffle: bool) -> tuple[Any, Any, list[int]]:
-    """Read some batches, and load the state into another loader. Return the remaining batches."""
+    """Read some batches and load the loader's state into another loader. Return the batches that remain as well."""
     config = DataLoaderConfiguration(use_stateful_dataloader=True)
     loaders = []
     for _ in range(2):
@@ -431,7 +431,7 @@ def _resumed_after(rounds: int, shuffle: bool) -> tuple[Any, Any, list[int]]:
         next(interrupted)
     state, numbers = loaders[0].state_dict(), torch.get_rng_state()
     left = [number for batch in interrupted for number in batch.tolist()]
-    torch.set_rng_state(numbers)  # load_state does this.
+    torch.set_rng_state(numbers)  # Otherwise, load_state restores these numbers.
     loaders[1].load_state_dict(state)
     return accelerator, loaders[1], left
 
@@ -527,7 +527,7 @@ def sharded_datasets_are_split_by_their_shards() -> Any:
 
 @program(needs="datasets transformers", ranks=2)
 def losses_of_trainers() -> Any:
-    """Train like transformers' Trainer: plain, grouped by length and on sharded iterable datasets."""
+    """Train as transformers' Trainer does: plainly, grouped by length, and on sharded iterable datasets."""
     import transformers
 
     class Config(transformers.PretrainedConfig):

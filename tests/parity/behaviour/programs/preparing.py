@@ -1,4 +1,4 @@
-"""The arguments and results of `prepare`."""
+"""The arguments that `prepare` accepts, and its results."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CALLS = [
 
 
 class CustomScheduler:
-    """A scheduler without torch's protocol."""
+    """A scheduler that lacks torch's protocol."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
@@ -54,7 +54,7 @@ class Processor:
 
 
 class MovingAverage:
-    """An exponential moving average with a device, as trainers have them."""
+    """An exponential moving average of parameters, like those of training libraries."""
 
     def __init__(self, parameters: Any) -> None:
         self.shadow = [each.detach().clone() for each in parameters]

@@ -1,4 +1,4 @@
-"""Rarely used functions and classes: probes of packages, launch environments, hooks, internals of loaders."""
+"""Functions and classes that are rarely used: checks of packages, launch environments, hooks, internals of loaders."""
 
 from __future__ import annotations
 

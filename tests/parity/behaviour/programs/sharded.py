@@ -1,4 +1,4 @@
-"""FSDP 1 and 2 on two ranks, compared with DDP in Accelerate, which shards models on GPUs only."""
+"""FSDP 1 and 2 on two ranks. Accelerate shards models only on GPUs, so its results come from DDP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trackers: custom ones, and the vendors' packages without a network."""
+"""Trackers: custom ones, and those of vendors' packages, without a network."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ VENDORS = (
 
 
 class Kept(GeneralTracker):
-    """A tracker that keeps what it receives."""
+    """A tracker that records the calls it receives."""
 
     name = "kept"
     requires_logging_directory = False
@@ -73,7 +73,7 @@ class Kept(GeneralTracker):
 
 
 class InFolder(Kept):
-    """A tracker that takes a folder."""
+    """A tracker that requires a logging folder."""
 
     name = "in_folder"
     requires_logging_directory = True
@@ -83,14 +83,14 @@ class InFolder(Kept):
 
 
 class Everywhere(Kept):
-    """A tracker of all ranks."""
+    """A tracker that runs on all ranks."""
 
     name = "everywhere"
     main_process_only = False
 
 
 class OnMain(Kept):
-    """A tracker whose methods are decorated."""
+    """A tracker with a method that runs only on the main process."""
 
     name = "on_main"
 
@@ -187,7 +187,7 @@ def _life(given: Any, *, values: Any = None, log_kwargs: Any = None, **settings:
     accelerator.init_trackers("project", **{"config": {"lr": 0.5}, **settings})
     accelerator.log({"loss": 1.5} if values is None else values, step=3, log_kwargs=log_kwargs or {})
     accelerator.log({"loss": 1})
-    if accelerator.num_processes == 1:  # Accelerate also ends the process group, which other expressions need.
+    if accelerator.num_processes == 1:  # Accelerate would also end the process group, which later expressions need.
         accelerator.end_training()
     return [each.received for each in trackers if isinstance(each, Kept)]
 

@@ -1,4 +1,4 @@
-"""Methods of `Accelerator` around the training step, LocalSGD, logging and inference."""
+"""The training step: methods of `Accelerator`, LocalSGD, logging and inference."""
 
 from __future__ import annotations
 
