@@ -76,7 +76,7 @@ def estimate_training_usage(
     """Return the bytes that training with Adam needs at each stage. The largest value is the peak.
 
     Args:
-        bytes: Size of the weights in float32.
+        bytes: Size of the weights in float32, in bytes.
         mixed_precision: float32, float16, bfloat16 or fp8.
         msamp_config: Not used.
     """

@@ -74,7 +74,7 @@ def launch_command(args: argparse.Namespace) -> None:
         args: The arguments that ``launch_command_parser`` parsed.
 
     Raises:
-        SystemExit: The script failed in a process. The exit code is the exit code of the first failed process.
+        SystemExit: The script failed in a process. The exit code is that of the first process that failed.
         FileNotFoundError: The configuration file does not exist.
         ValueError: An option is not supported, or a value is not allowed.
     """
@@ -107,12 +107,12 @@ def run_in_ranks(
     quiet: bool = False,
     logs: RankLogs | None = None,
 ) -> None:
-    """Run a function as a command's only task. Print a failure and exit with its exit code.
+    """Run a function in ranks as the only task of a command. If it fails, print the failure and exit with its code.
 
     Args:
         config: The launch settings.
         function: The function that every rank runs.
-        arguments: The arguments of the function.
+        arguments: The positional arguments for the function.
         quiet: Whether to show only the error of the first failed rank.
         logs: Receives the output of the ranks.
 
@@ -144,7 +144,8 @@ class RankLogs:
     """Writes the output of this machine's ranks to the files that torchrun would write.
 
     Args:
-        folder: Parent folder. Each launch creates a subfolder with files such as ``none_*/attempt_0/0/stdout.log``.
+        folder: The folder in which each launch creates a subfolder, with files such as
+            ``none_*/attempt_0/0/stdout.log``.
         streams: The streams to write, for all ranks or by local rank: 1 (stdout), 2 (stderr), 3 (both) or 0 (none).
 
     Raises:

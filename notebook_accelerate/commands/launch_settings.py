@@ -52,7 +52,7 @@ def interpreter_options(args: argparse.Namespace) -> tuple[bool, bool]:
         args: Options of ``launch``.
 
     Raises:
-        ValueError: Both of these options are given.
+        ValueError: Both ``--module`` and ``--no_python`` are given.
     """
     module, no_python = bool(option(args, "module", False)), bool(option(args, "no_python", False))
     if module and no_python:
@@ -144,7 +144,7 @@ def launch_config(args: argparse.Namespace) -> LaunchConfig:
         if each.option and (value := option(args, each.option)) is not None:
             arguments[each.name] = value
     if arguments.get("num_processes") == 1 and arguments["num_nodes"] == 1:
-        arguments["log_line_prefix_template"] = ""  # A single process needs no label.
+        arguments["log_line_prefix_template"] = ""  # The lines of a single process need no label.
     return LaunchConfig(**arguments, as_accelerate=_as_accelerate(args), panel=False)
 
 
@@ -236,7 +236,7 @@ def log_streams(args: argparse.Namespace) -> dict[int, int] | int:
     """Return the streams that ``--tee`` selects, as in torchrun: 0 to 3 (default: 3), or one of these by local rank.
 
     Raises:
-        ValueError: The text has another form.
+        ValueError: The text is not in this format.
     """
     text = option(args, "tee", "3")
     if not re.fullmatch(r"[0-3]|(\d+:[0-3],)*\d+:[0-3]", text):
@@ -393,8 +393,8 @@ def add_options(parser: argparse.ArgumentParser, *names: str) -> None:
     """Add options of ``launch`` to the parser of another command.
 
     Args:
-        parser: The parser.
-        names: The options, with underscores.
+        parser: The parser that the options are added to.
+        names: The names of the options, with underscores.
     """
     for name in names:
         _BY_NAME[name].add_to(parser)

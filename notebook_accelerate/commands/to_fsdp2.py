@@ -41,7 +41,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     Raises:
         FileNotFoundError: The file does not exist.
         FileExistsError: The new file exists, and ``--overwrite`` is not given.
-        ValueError: The new file is not named, or the file is not for FSDP.
+        ValueError: No output file is given, or the configuration is not for FSDP.
     """
     source = Path(args.config_file)
     if not source.is_file():

@@ -101,7 +101,7 @@ def _check_resources(resources: object) -> None:
     if resources is None:
         return
     if not isinstance(resources, Mapping) or not all(isinstance(name, str) for name in resources):
-        raise ValueError(f"resources={resources!r} is not allowed; pass a dict, as resources={{'fast_disk': 1}}")
+        raise ValueError(f"resources={resources!r} is not allowed; pass a dict, such as {{'fast_disk': 1}}")
     for name, value in resources.items():
         if name in ("CPU", "GPU"):
             raise ValueError(f"resources={{{name!r}: {value!r}}}: write {name.lower()}s={value!r} instead")
@@ -117,6 +117,6 @@ def _check_runtime_env(runtime_env: object) -> None:
         json.dumps(dict(runtime_env))
     except TypeError as error:
         raise ValueError(
-            f"runtime_env={names_only(runtime_env)!r} is not allowed ({error}); pass a dict of plain values, as "
-            "runtime_env={'env_vars': {'NAME': 'value'}}"
+            f"runtime_env={names_only(runtime_env)!r} is not allowed ({error}); pass a dict of plain values, such as "
+            "{'env_vars': {'NAME': 'value'}}"
         ) from None

@@ -107,7 +107,7 @@ class BaseConfig:
         check_one_of("mixed_precision", self.mixed_precision, PrecisionType.list())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the contents of a file: enums by value, without fields that are None or empty.
+        """Return the contents to write to a file: enums by value, without fields that are None or empty.
 
         num_processes=-1, which means that no number was chosen, is also left out, because Accelerate's launcher rejects
         it.
@@ -125,7 +125,7 @@ class BaseConfig:
             config_dict: The contents of a file.
 
         Returns:
-            Arguments of the class.
+            The arguments for the constructor.
         """
         defaults = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "mixed_precision": "no"}
         config = {**defaults, "use_cpu": False, "debug": False, **config_dict}
@@ -148,7 +148,7 @@ class BaseConfig:
             The configuration.
 
         Raises:
-            ValueError: There are unknown or missing keys.
+            ValueError: The file has unknown keys, or a value is not allowed.
         """
         config = cls.process_config(config_dict)
         known = {entry.name for entry in dataclasses.fields(cls)}
@@ -381,7 +381,7 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> Cluster
 
 
 def load_cluster_config(config_file: str | os.PathLike[str] | None) -> ClusterConfig:
-    """Read a configuration file of machines.
+    """Read a configuration file, which must not be for SageMaker.
 
     As in Accelerate, ``distributed_type: NO`` means one process, even if the file has another number of processes.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 
-# A checkpoint folder has these files.
+# The names of the files in a checkpoint folder.
 SCALER_NAME = "scaler.pt"
 MODEL_NAME = "pytorch_model"
 SAFE_MODEL_NAME = "model"
@@ -20,7 +20,7 @@ MANIFEST_NAME = "checkpoint_manifest.json"
 Accelerate does not have this file.
 """
 
-# A saved model has these files.
+# The names of the files of a saved model.
 WEIGHTS_NAME = f"{MODEL_NAME}.bin"
 WEIGHTS_PATTERN_NAME = "pytorch_model{suffix}.bin"
 WEIGHTS_INDEX_NAME = f"{WEIGHTS_NAME}.index.json"

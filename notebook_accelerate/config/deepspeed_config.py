@@ -24,7 +24,7 @@ class HfDeepSpeedConfig:
         config: The configuration as a dict.
 
     Raises:
-        ValueError: The argument is something else.
+        ValueError: The argument is none of these, or the file does not contain a JSON object.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
@@ -42,7 +42,7 @@ class HfDeepSpeedConfig:
         return repr(self.config if self._source is None else os.fspath(self._source))
 
     def set_stage_and_offload(self) -> None:
-        """Update the ZeRO stage and the offloading after a change of `config`."""
+        """Read the ZeRO stage and the offloading from `config` again, after it was changed."""
         self._stage = self.get_value("zero_optimization.stage", -1)
         devices = [self.get_value(f"zero_optimization.offload_{part}.device") for part in ("optimizer", "param")]
         self._offload = self._stage in {2, 3} and any(device in {"cpu", "nvme"} for device in devices)
@@ -54,7 +54,7 @@ class HfDeepSpeedConfig:
             ds_key_long: The dotted key.
 
         Returns:
-            The dict, or None if it is missing, and the last part of the key.
+            The dict (None if there is none), and the last part of the key.
         """
         *path, key = ds_key_long.split(".")
         node: Any = self.config
@@ -65,7 +65,7 @@ class HfDeepSpeedConfig:
         return node, key
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """Return a value.
+        """Return the value of a dotted key.
 
         Args:
             ds_key_long: The dotted key.
@@ -82,7 +82,7 @@ class HfDeepSpeedConfig:
             must_exist: Whether a missing key is an error.
 
         Raises:
-            ValueError: The key is missing.
+            ValueError: The key is missing, and ``must_exist`` is True.
         """
         node, key = self.find_config_node(ds_key_long)
         if node is not None and key in node:

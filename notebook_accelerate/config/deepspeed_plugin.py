@@ -56,7 +56,7 @@ def _without_file(answers: Answers) -> bool:
 
 
 def _device(part: str, question: str) -> Any:
-    """Create the setting for the device of the optimizer or of the parameters."""
+    """Create the setting for the device to which the optimizer or the parameters are offloaded."""
     key = f"{_ZERO}.offload_{part}.device"
     return setting(unset="none", choices=("none", "cpu", "nvme"), ask=question, when=_without_file, argument=key)
 
@@ -171,7 +171,7 @@ class DeepSpeedPlugin:
             check_choices(self, f"offload_{part}_device")
             if device != "none" and self.zero_stage < least:
                 raise ValueError(
-                    f"offload_{part}_device={device!r} needs zero_stage={least}{'' if least == 3 else ' or more'}, and "
+                    f"offload_{part}_device={device!r} needs zero_stage={least}{'' if least == 3 else ' or more'}, but "
                     f"zero_stage={self.zero_stage}"
                 )
             if device == "nvme" and getattr(self, f"offload_{part}_nvme_path") is None:
@@ -261,8 +261,9 @@ class DeepSpeedPlugin:
 
         Args:
             ds_key_long: The dotted key.
-            mismatches: List that receives a line for each value that differs or is unknown. If None, raise an error.
-            must_match: Whether values are compared.
+            mismatches: A list that receives a line if the value differs or is unknown. If None, an error is raised
+                instead.
+            must_match: Whether a value that is not "auto" must equal the known one.
             kwargs: The known values, by dotted key.
 
         Raises:
@@ -294,10 +295,11 @@ class DeepSpeedPlugin:
         """Fill in all "auto" values of the configuration, and compare the others with the known values.
 
         Args:
-            prefix: Dotted key of `config`, ending with a dot.
-            mismatches: List that receives a line for each value that differs. If None, one error is raised for all.
-            config: A section of the configuration. If None, all of it.
-            must_match: Whether values that are not "auto" are compared.
+            prefix: The dotted key of the section `config`, ending with a dot.
+            mismatches: A list that receives a line for each value that differs or is unknown. If None, a single error
+                is raised for all of them.
+            config: A section of the configuration. If None, the whole configuration.
+            must_match: Whether values that are not "auto" must equal the known ones.
             kwargs: The known values, by dotted key.
 
         Raises:
@@ -329,7 +331,7 @@ class DeepSpeedPlugin:
             enabled = self.get_value(f"{other}.enabled")
             if wanted == name and enabled in {True, "true"}:
                 raise ValueError(
-                    f"mixed_precision={str(mixed_precision)!r}, and the DeepSpeed configuration has {other} enabled; "
+                    f"mixed_precision={str(mixed_precision)!r}, but the DeepSpeed configuration enables {other}; "
                     f'write {{"{other}": {{"enabled": "auto"}}}} there, or pass mixed_precision={other!r}'
                 )
             if wanted == name and name not in self.deepspeed_config:
@@ -411,7 +413,7 @@ class DeepSpeedPlugin:
         classes = {name: get_module_class_from_name(model, name) for name in names}
         if missing := [name for name, found in classes.items() if found is None]:
             raise ValueError(
-                f"transformer_moe_cls_names has {', '.join(missing)}, and {type(model).__name__} has no such layer; it "
+                f"transformer_moe_cls_names has {', '.join(missing)}, but {type(model).__name__} has no such layer; it "
                 f"has {', '.join(sorted({type(module).__name__ for module in model.modules()}))}"
             )
         from deepspeed.utils import set_z3_leaf_modules
@@ -478,7 +480,7 @@ def _mismatch_text(mismatches: list[str], other: str) -> str:
     lines = "\n".join(mismatches)
     return (
         f"the DeepSpeed configuration does not agree with {other}:\n{lines}\n"
-        "Correct these values; 'auto' takes the values of the training."
+        "Correct these values; 'auto' takes the values of the training run."
     )
 
 
@@ -492,9 +494,9 @@ class DummyOptim:
 
     Args:
         params: Parameters, or dicts that define groups of them.
-        lr: Learning rate.
-        weight_decay: Weight decay.
-        **kwargs: Further values, stored unchanged.
+        lr: The learning rate that replaces "auto" in the configuration.
+        weight_decay: The weight decay that replaces "auto" in the configuration.
+        **kwargs: Further values, which are stored unchanged.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
@@ -509,10 +511,10 @@ class DummyScheduler:
 
     Args:
         optimizer: The optimizer whose learning rate is scheduled.
-        total_num_steps: Number of all steps.
-        warmup_num_steps: Number of warm-up steps.
+        total_num_steps: Number of all steps, which replaces "auto" in the configuration.
+        warmup_num_steps: Number of warm-up steps, which replaces "auto" in the configuration.
         lr_scheduler_callable: Called with an optimizer; returns its scheduler.
-        **kwargs: Further values, stored unchanged.
+        **kwargs: Further values, which are stored unchanged.
     """
 
     def __init__(

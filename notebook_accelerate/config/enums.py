@@ -158,7 +158,7 @@ class PrecisionType(_StringEnum):
     """Floating-point formats of mixed precision."""
 
     NO = "no"
-    """fp32."""
+    """No mixed precision: all computations are in fp32."""
     FP8 = "fp8"
     FP16 = "fp16"
     BF16 = "bf16"

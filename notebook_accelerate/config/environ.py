@@ -48,7 +48,7 @@ def parse_flag(value: str) -> bool:
         value: 1, true, yes, on, y or t; 0, false, no, off, n or f; in any case.
 
     Returns:
-        The truth value.
+        True or False.
 
     Raises:
         ValueError: ``value`` is not one of these.
@@ -184,7 +184,7 @@ def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
         default: The value if no variable holds such a number.
 
     Returns:
-        The number.
+        That number, or ``default``.
     """
     names = [env_keys] if isinstance(env_keys, str) else env_keys
     for name in names:

@@ -216,7 +216,7 @@ class FullyShardedDataParallelPlugin:
         """Return the policy that divides a model into units.
 
         Args:
-            model: The model, not wrapped.
+            model: The model, before it is wrapped.
 
         Returns:
             A callable for torch's FSDP, or None if the model is one unit.
@@ -238,7 +238,7 @@ class FullyShardedDataParallelPlugin:
         """Replace the name of a policy with torch's callable for a model.
 
         Args:
-            model: The model.
+            model: The model that will be divided into units.
         """
         self.auto_wrap_policy = self.policy_for(model)
 
@@ -356,7 +356,7 @@ class FullyShardedDataParallelPlugin:
 
     @property
     def state_dict_kind(self) -> str:
-        """The name of the type of state dicts."""
+        """The name of the type of state dicts, such as FULL_STATE_DICT."""
         return str(getattr(self.state_dict_type, "name", self.state_dict_type))
 
     @staticmethod
@@ -364,8 +364,8 @@ class FullyShardedDataParallelPlugin:
         """Deprecated: call ``get_module_class_from_name`` of ``utils.dataclasses``.
 
         Args:
-            module: A model.
-            name: Name of a class.
+            module: The model to search.
+            name: Name of the class to find.
         """
         return get_module_class_from_name(module, name)
 
@@ -379,8 +379,8 @@ def choice(name: str, value: Any, allowed: Sequence[str]) -> Any:
     """Check a name and return it in upper case. Return torch's objects and None unchanged.
 
     Args:
-        name: The field.
-        value: A name, its number as in older files, or another object.
+        name: Name of the field, for the message.
+        value: The name of a choice, its number as in older files, or another object.
         allowed: The allowed names.
 
     Raises:
@@ -440,10 +440,10 @@ def _unit_classes(model: torch.nn.Module, names: Iterable[str] | None) -> set[ty
 
 
 def get_module_class_from_name(module: torch.nn.Module, name: str) -> type[torch.nn.Module] | None:
-    """Return the class with a name among the modules of a model, or None if there is no such class.
+    """Return the class of this name among the classes of a model's modules, or None if there is no such class.
 
     Args:
         module: The model to search.
-        name: Name of the class.
+        name: Name of the class to find.
     """
     return next((type(child) for child in module.modules() if type(child).__name__ == name), None)

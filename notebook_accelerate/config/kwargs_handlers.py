@@ -60,7 +60,7 @@ class GradScalerKwargs(KwargsHandler):
     """
 
     init_scale: float = 65536.0
-    """Initial scale."""
+    """Scale of the loss in the first step."""
     growth_factor: float = 2.0
     """The scale is multiplied by this after ``growth_interval`` steps without an overflow."""
     backoff_factor: float = 0.5
@@ -68,15 +68,15 @@ class GradScalerKwargs(KwargsHandler):
     growth_interval: int = 2000
     """Number of steps without an overflow before the scale grows."""
     enabled: bool = True
-    """Whether the scaler is on."""
+    """Whether the scaler scales losses. If False, it has no effect."""
 
     def __post_init__(self) -> None:
         if not self.init_scale > 0:
-            raise ValueError(f"init_scale={self.init_scale!r} is not allowed; pass a number above 0, as 65536.0")
+            raise ValueError(f"init_scale={self.init_scale!r} is not allowed; pass a number above 0, such as 65536.0")
         if not self.growth_factor > 1:
-            raise ValueError(f"growth_factor={self.growth_factor!r} is not allowed; pass a number above 1, as 2.0")
+            raise ValueError(f"growth_factor={self.growth_factor!r} is not allowed; pass a number above 1, such as 2.0")
         if not 0 < self.backoff_factor < 1:
-            raise ValueError(f"backoff_factor={self.backoff_factor!r} is not allowed; pass one between 0 and 1, as 0.5")
+            raise ValueError(f"backoff_factor={self.backoff_factor!r} is not between 0 and 1; pass one such as 0.5")
 
 
 @dataclass
@@ -88,7 +88,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     """
 
     backend: str | None = "nccl"
-    """The backend. The default means the device's backend, which is nccl on NVIDIA GPUs."""
+    """Backend of the process group. The default means the device's backend, which is nccl on NVIDIA GPUs."""
     init_method: str | None = None
     """URL of the rendezvous. If None, the environment's MASTER_ADDR and MASTER_PORT."""
     timeout: timedelta | None = None
@@ -101,7 +101,7 @@ class InitProcessGroupKwargs(KwargsHandler):
             raise ValueError(f"timeout={self.timeout!r} is not allowed; pass datetime.timedelta(seconds=...)")
 
 
-# The next class has the arguments of DistributedDataParallel, and its gradient compression.
+# The next class holds the arguments of DistributedDataParallel and the settings of its gradient compression.
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
 # Each hook has a module and a function. Those in _WITH_STATE get a state that is created from ``comm_state_option``.
@@ -287,7 +287,7 @@ class ProfileKwargs(KwargsHandler):
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """How gradients are accumulated.
+    """Settings of gradient accumulation.
 
     Raises:
         ValueError: ``num_steps`` is not a whole number above 0.
@@ -309,7 +309,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class DataLoaderConfiguration:
-    """How prepared data loaders divide their data among ranks.
+    """Settings of prepared data loaders, such as how they divide their data among ranks.
 
     Raises:
         ImportError: ``use_stateful_dataloader=True``, and torchdata is not installed.
@@ -380,6 +380,6 @@ class TensorInformation:
     """Shape and dtype of a tensor, without its values."""
 
     shape: torch.Size
-    """The tensor's shape."""
+    """The size of each dimension."""
     dtype: torch.dtype
-    """The tensor's dtype."""
+    """The data type of the elements."""

@@ -166,7 +166,7 @@ class LaunchConfig:
         _check_name(self.name)
         _check_detached(self)
         if self.save is not None and not (isinstance(self.save, (str, os.PathLike)) and os.fspath(self.save)):
-            raise ValueError(f"save={self.save!r} is not a folder; pass its path, as save='runs'")
+            raise ValueError(f"save={self.save!r} is not a folder; pass the path of one, such as save='runs'")
         check_choices(self, "output")
         _check_tags(self.tags)
         if self.output == "panel" and self.panel is False:
@@ -246,12 +246,10 @@ RDZV_SETTINGS = (*RDZV_SECONDS, "timeout", "read_timeout", "keep_alive_max_attem
 def _check_rendezvous(config: LaunchConfig) -> None:
     conf = config.rdzv_conf
     if conf is not None and not isinstance(conf, Mapping):
-        raise ValueError(
-            f"rdzv_conf={names_only(conf)!r} is not allowed; pass a dict, as rdzv_conf={{'join_timeout': 600}}"
-        )
+        raise ValueError(f"rdzv_conf={names_only(conf)!r} is not allowed; pass a dict, such as {{'join_timeout': 600}}")
     for name, value in (conf or {}).items():
         if name not in RDZV_SETTINGS:
-            raise ValueError(f"rdzv_conf={{{name!r}: ...}} is not known; known: {', '.join(RDZV_SETTINGS)}")
+            raise ValueError(f"rdzv_conf={{{name!r}: ...}} is not known; pass some of {', '.join(RDZV_SETTINGS)}")
         if name == "secret":
             if not isinstance(value, str) or not value:
                 raise ValueError("rdzv_conf={'secret': ...} is not allowed; pass a non-empty text")
@@ -280,11 +278,11 @@ def _check_cluster(config: LaunchConfig) -> None:
     on = shown_value("on", config.on)
     if config.num_nodes > 1:
         raise ValueError(
-            f"num_nodes={config.num_nodes} is for several notebooks; with on={on!r} the cluster has the nodes: "
-            "pass num_processes, the total number of ranks"
+            f"num_nodes={config.num_nodes} is for several notebooks, but with on={on!r} the nodes belong to the "
+            "cluster; pass num_processes, the total number of ranks"
         )
     if config.start_method != "auto":
-        raise ValueError(f"start_method={config.start_method!r} is for this machine; with on={on!r} leave it 'auto'")
+        raise ValueError(f"start_method={config.start_method!r} is for this machine; with on={on!r}, pass 'auto'")
 
 
 def _check_above_zero(name: str, value: Any) -> None:
@@ -306,7 +304,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 def _check_name(name: object) -> None:
     if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
-        raise ValueError(f"name={name!r} is not allowed; pass at most 100 letters, digits and . _ -, as name='train-3'")
+        raise ValueError(f"name={name!r} is not allowed; pass at most 100 letters, digits and . _ -, such as 'train-3'")
 
 
 def _check_detached(config: LaunchConfig) -> None:
@@ -327,15 +325,15 @@ def _check_detached(config: LaunchConfig) -> None:
 def _check_sources(sources: object) -> None:
     if isinstance(sources, str) or not isinstance(sources, Sequence) or not set(sources) <= set(REPORT_SOURCES):
         raise ValueError(
-            f"report_from={sources!r} is not allowed; pass some of {', '.join(REPORT_SOURCES)}, as "
-            "report_from=('transformers', 'tqdm'), or () for none"
+            f"report_from={sources!r} is not allowed; pass some of {', '.join(REPORT_SOURCES)}, such as "
+            "('transformers', 'tqdm'), or () for none"
         )
 
 
 def _check_tags(tags: object) -> None:
     words = isinstance(tags, Sequence) and not isinstance(tags, str) and all(isinstance(tag, str) for tag in tags)
     if not words or "" in tags:  # type: ignore[operator]
-        raise ValueError(f"tags={tags!r} is not allowed; pass non-empty texts, as tags=('baseline', 'lr sweep')")
+        raise ValueError(f"tags={tags!r} is not allowed; pass non-empty texts, such as ('baseline', 'lr sweep')")
 
 
 def _check_environment(env: object) -> None:
@@ -350,7 +348,7 @@ def _check_environment(env: object) -> None:
                 f"env={{{name!r}: ...}} is not allowed; no environment variable can have this name or value"
             )
     if wrong:
-        raise ValueError(f"env={wrong} is not allowed; pass a dict of strings, as env={{'NAME': 'value'}}")
+        raise ValueError(f"env={wrong} is not allowed; pass a dict of strings, such as {{'NAME': 'value'}}")
 
 
 # Arguments that a launch passes to every `Accelerator()` of its ranks. The function's own arguments override them.

@@ -171,7 +171,7 @@ class BnbQuantizationConfig:
     """Quantization of weights to 8 or 4 bits. Either ``load_in_8bit`` or ``load_in_4bit`` must be True.
 
     Raises:
-        ValueError: A value is not allowed, or both of the two are True or both are False.
+        ValueError: A value is not allowed, or ``load_in_8bit`` and ``load_in_4bit`` are equal.
     """
 
     load_in_8bit: bool = False
@@ -181,11 +181,11 @@ class BnbQuantizationConfig:
     load_in_4bit: bool = False
     """Whether weights have 4 bits (QLoRA, arXiv:2305.14314)."""
     bnb_4bit_quant_type: str = "fp4"
-    """fp4 or nf4."""
+    """Format of the 4-bit weights: fp4 or nf4."""
     bnb_4bit_use_double_quant: bool = False
     """Whether the scales are quantized, too."""
     bnb_4bit_compute_dtype: str = "fp16"
-    """fp32, fp16, bf16 or a torch dtype. Names are converted to torch dtypes."""
+    """Dtype of computations with 4-bit weights: fp32, fp16, bf16 or a torch dtype. Names become torch dtypes."""
     torch_dtype: torch.dtype | None = None
     """Dtype of the modules that are not quantized, or its name. If None, fp16, or the compute dtype with 4 bits."""
     skip_modules: list[str] | None = None
@@ -201,7 +201,7 @@ class BnbQuantizationConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a boolean")
         if self.load_in_4bit == self.load_in_8bit:
             raise ValueError(
-                f"load_in_4bit and load_in_8bit can't be both {self.load_in_4bit}; set one of them to True"
+                f"load_in_4bit and load_in_8bit can't both be {self.load_in_4bit}; set one of them to True"
             )
         if not is_number(self.llm_int8_threshold):
             raise ValueError(f"llm_int8_threshold={self.llm_int8_threshold!r} must be a number")

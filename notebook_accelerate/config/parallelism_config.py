@@ -74,7 +74,7 @@ class DeepSpeedSequenceParallelConfig:
     """Settings of DeepSpeed's sequence parallelism (Ulysses) in a ``ParallelismConfig``.
 
     Raises:
-        ValueError: The attention is unknown, or a fixed length is not given.
+        ValueError: The implementation of attention is unknown, or the length is fixed but not given.
     """
 
     settings = _SECTION
@@ -117,7 +117,7 @@ class ParallelismConfig:
     Ranks are numbered with tp innermost, then ep, sp, cp, dp_shard, dp_replicate, and pp outermost.
 
     Raises:
-        ValueError: A size is not a whole number above 0, or sizes are mutually exclusive.
+        ValueError: A size is not a whole number above 0, or two sizes cannot be combined.
     """
 
     settings = _SECTION

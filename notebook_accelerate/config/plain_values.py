@@ -42,7 +42,7 @@ def merge_dicts(source: MutableMapping[str, Any], destination: MutableMapping[st
         destination: The dict to update.
 
     Returns:
-        The destination.
+        ``destination``, with the values of ``source``.
     """
     for key, value in source.items():
         if isinstance(value, MutableMapping):
@@ -101,7 +101,7 @@ def is_secret_name(name: str) -> bool:
     Plural keys and tokens, as in ``max_tokens``, are numbers or names, unless another word makes them secrets.
 
     Args:
-        name: A parameter, a key of a dict, or a parameter of a URL.
+        name: The name of an argument, of a key in a dict, or of a parameter in a URL.
     """
     words = f"_{'_'.join(_WORD.findall(name)).lower()}_"
     return bool(_ISSUED.search(words) or _SECRET.search(_ORDINARY.sub("", words)))
@@ -122,7 +122,7 @@ def shown_value(name: str, value: object) -> Any:
     """Return the value of a field without its secrets.
 
     Args:
-        name: The field.
+        name: The field's name.
         value: A plain value, or a container of plain values.
     """
     if value is not None and (name in VARIABLES or is_secret_name(name)):
@@ -192,7 +192,7 @@ def check_one_of(name: str, value: object, allowed: Iterable[object]) -> None:
 
     Args:
         name: Name of the field or argument.
-        value: Its value.
+        value: The value to check.
         allowed: The allowed values.
 
     Raises:
@@ -208,7 +208,7 @@ def check_whole_number(name: str, value: object, least: int = 1, most: int | Non
 
     Args:
         name: Name of the field or argument.
-        value: Its value.
+        value: The value to check.
         least: The smallest number allowed.
         most: The largest number allowed. If None, there is no limit.
 
@@ -238,7 +238,7 @@ def check_type(name: str, value: object, allowed: type | tuple[type, ...], what:
 
 
 MAX_SECONDS = 10**9
-"""The largest time limit, 31 years, because the operating system and Python limit the length of a wait."""
+"""The largest time limit (31 years). There is a limit because the operating system and Python limit waits."""
 
 
 def check_number(
@@ -248,13 +248,13 @@ def check_number(
 
     Args:
         name: Name of the field or argument.
-        value: Its value.
+        value: The value to check.
         what: A description of the allowed values, for the message.
         most: The largest number allowed.
         zero: Whether 0 is allowed.
 
     Raises:
-        ValueError: The value is something else, such as a bool, NaN, an infinity or a text.
+        ValueError: The value is out of range, or is not a number, such as a bool, NaN, an infinity or a text.
     """
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)  # numpy's numbers are Real, too.
     if not (real and 0 <= value <= most and (zero or value > 0)):  # type: ignore[operator]
@@ -268,7 +268,7 @@ def check_seconds(name: str, value: object, *, most: float = MAX_SECONDS, zero: 
 
     Args:
         name: Name of the field or argument.
-        value: Its value.
+        value: The value to check.
         most: The largest number allowed.
         zero: Whether 0 is allowed.
         none: The meaning of None, for the message. If "", None is not allowed.

@@ -89,18 +89,18 @@ class Setting:
         choices: The values that a form offers. If left out, they are taken from a ``Literal`` in the annotation.
         variable: The environment variable that sets the field if it is None, or None.
         unset: The value if this variable is not set.
-        read: Called with the variable's name and ``unset``; returns the value. None: the function for ``kind``.
+        read: Called with the variable's name and ``unset``; returns the value. If None, the function for ``kind``.
         option: The name on the command line and in a configuration file, or None.
         former: The option's name in older configuration files.
         preset: The value that ``launch`` passes on if the command line and the file set none. If left out, it is
             ``unset`` in a section with ``presets``, and otherwise None.
-        parse: Converts the option's text. None: the function for ``kind``.
+        parse: Converts the option's text. If None, the function for ``kind``.
         switch: Whether the option is a flag, without a value.
         closed: Whether the command line rejects values that are not in ``choices``.
         ask: The question that ``config`` asks. It does not ask if this is "".
         answer: The default answer: a value, or a function of the answers so far. If left out, it is ``unset``, or
             ``default`` if ``unset`` is None.
-        answers: The allowed answers. None: ``choices``.
+        answers: The allowed answers. If None, ``choices``.
         when: Called with the answers so far, by option; returns whether to ask.
         argument: The name in the configuration of the library, dotted if it is nested, or None if the library does not
             have the setting. If left out, it is the field's name in a section with ``arguments``, and otherwise None.
@@ -210,8 +210,8 @@ def check_choices(instance: Any, *names: str) -> None:
     """Check that fields have one of their choices.
 
     Args:
-        instance: An instance of a dataclass.
-        names: The fields.
+        instance: The instance of a dataclass to check.
+        names: The names of the fields.
 
     Raises:
         ValueError: A value is not a choice; the message lists the choices.
@@ -232,8 +232,8 @@ def from_environment(owner: type[Any], name: str) -> Any:
     """Return the value of a field's variable, or ``unset`` if the variable is not set.
 
     Args:
-        owner: The dataclass.
-        name: The field.
+        owner: The dataclass that has the field.
+        name: The field's name.
 
     Raises:
         ValueError: The variable's text does not fit the field's type.
@@ -246,9 +246,9 @@ def fill_unset(instance: Any, *names: str, without: Sequence[str] = ()) -> None:
     """Set the fields that are None from their variables.
 
     Args:
-        instance: An instance of a dataclass.
-        names: The fields. If empty, all fields with a variable.
-        without: Fields to leave alone.
+        instance: The instance of a dataclass to change.
+        names: The names of the fields. If empty, all fields with a variable.
+        without: The names of fields to leave unchanged.
 
     Raises:
         ValueError: A variable's text does not fit the field's type.
@@ -266,7 +266,7 @@ def help_texts(cls: type[Any]) -> dict[str, str]:
     """Return the help texts of a class's fields: the string literals below them, or the Args of its docstring.
 
     Args:
-        cls: The dataclass.
+        cls: The dataclass whose fields are described.
 
     Returns:
         One line per field. The line of a setting ends with its variable.
@@ -280,8 +280,8 @@ def short_help(cls: type[Any], name: str) -> str:
     """Return the first paragraph of a field's help text.
 
     Args:
-        cls: The dataclass.
-        name: The field.
+        cls: The dataclass that has the field.
+        name: The field's name.
     """
     return " ".join(_texts(cls).get(name, "").partition("\n\n")[0].split())
 

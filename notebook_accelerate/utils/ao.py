@@ -1,4 +1,4 @@
-"""Re-exports: fp8 with torchao."""
+"""Re-export the functions that convert models to fp8 with torchao."""
 
 from __future__ import annotations
 

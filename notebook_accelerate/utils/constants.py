@@ -1,4 +1,4 @@
-"""Re-exports: file names, version limits and lists of allowed values."""
+"""Re-export file names, and define version limits and lists of allowed values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Re-exports: enums, kwargs handlers and plugins."""
+"""Re-export the enums, kwargs handlers and plugins."""
 
 from __future__ import annotations
 

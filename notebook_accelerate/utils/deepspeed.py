@@ -1,4 +1,4 @@
-"""Re-exports: DeepSpeed."""
+"""Re-export the classes and functions for DeepSpeed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Re-exports: batch sizes that fit in memory, and releasing memory."""
+"""Re-export the functions that find a batch size that fits in memory, and those that release memory."""
 
 from __future__ import annotations
 

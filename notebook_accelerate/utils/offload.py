@@ -1,4 +1,4 @@
-"""Re-exports: weights on disk."""
+"""Re-export the functions that offload weights to disk and load them."""
 
 from __future__ import annotations
 

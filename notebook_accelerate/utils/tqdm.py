@@ -1,4 +1,4 @@
-"""Re-exports: the progress bar."""
+"""Re-export the progress bar that only one process of each machine draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Re-exports: version comparisons."""
+"""Re-export the functions that compare versions."""
 
 from __future__ import annotations
 

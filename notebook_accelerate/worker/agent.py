@@ -26,7 +26,8 @@ from notebook_accelerate.telemetry.tracebacks import describe_error
 FLUSH_SECONDS = 0.05
 """Seconds between two flushes of the event queue while it contains urgent events."""
 _PERIODS_PER_FLUSH = 4
-"""Periods between two flushes of other events. Panels repaint every 0.2 s, and a flush takes 0.2 ms."""
+"""Number of ``FLUSH_SECONDS`` between two flushes of other events. Panels repaint only every 0.2 s, and a flush takes
+0.2 ms."""
 MAX_FAILURES = 5
 """The agent's thread ends after this many unexpected errors."""
 
@@ -49,7 +50,7 @@ class Agent:
         self._thread.start()
 
     def stop(self) -> None:
-        """Send the queued events. The thread ends with the process, because joining it would take up to one period."""
+        """Send the queued events. The thread ends with the process, because joining it could take up to one period."""
         self._stopping.set()
         self.sink.flush()
 
@@ -62,13 +63,13 @@ class Agent:
         self._ticks.append(callback)
 
     def ask(self, prompt: str, *, password: bool = False, shown: str = "", kind: str = "input") -> str:
-        """Prompt the user in the notebook and return the answer. Block until it arrives.
+        """Prompt the user in the notebook, wait for the answer, and return it.
 
         Args:
             prompt: The text to show in front of the input field.
             password: Whether to hide the answer while the user types it.
             shown: Lines to show before the prompt.
-            kind: What asks for the input: "input" or "debugger".
+            kind: The function that asks for the input: "input" or "debugger".
 
         Raises:
             EOFError: The notebook cannot prompt the user, or the caller is a process started by the rank, such as a
@@ -80,8 +81,8 @@ class Agent:
         try:
             self.sink.send(InputRequest(prompt, password, shown, kind, number))
             while (reply := self._replies.get()).number != number:
-                pass  # This is the answer to an earlier prompt, which was ended by an interrupt.
-        finally:  # The prompt also ends if it is interrupted.
+                pass  # Skip the answer to an earlier prompt, which an interrupt has ended.
+        finally:  # The prompt ends even if it is interrupted.
             self.sink.send(AnsweredEvent(number))
         if reply.text is None:
             raise EOFError("the notebook gave no answer")
@@ -112,15 +113,15 @@ class Agent:
                 self.sink.flush()
 
     def _report(self, error: BaseException, *, ended: bool) -> None:
-        """Report an error of this thread without using the queue, which may be the cause of the error."""
+        """Report an error of this thread directly, because the queue may be the cause of the error."""
         text = describe_error(error, 500)
-        with suppress(OSError):  # The function has closed the descriptor.
+        with suppress(OSError):  # The user's function may have closed the descriptor.
             os.write(2, "".join(traceback.format_exception(error)).encode(errors="replace"))
         with suppress(Exception):
             self.sink.channel.send(AgentFailedEvent(text, ended))
 
     def _handle(self, event: Event) -> None:
-        """Call the handler of an event. A failure must not end the thread, or the rank would never reply again."""
+        """Call the handler of an event. If it fails, the thread must go on, or the rank would never reply again."""
         handler = self._handlers.get(type(event))
         if handler is None:
             return

@@ -18,7 +18,7 @@ from notebook_accelerate.worker.agent import Agent
 
 
 class Terminal(io.TextIOBase):
-    """The input and output of a debugger. Its output is sent with the next prompt."""
+    """The input and output of a debugger. Output is collected and sent with the next prompt."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -60,7 +60,7 @@ class _Session:
 
 
 def install(agent: Agent) -> None:
-    """Open every breakpoint of this process in the notebook."""
+    """Make ``breakpoint()`` and ``pdb.set_trace()`` in this process open the debugger in the notebook."""
     _Session.agent, _Session.process = agent, os.getpid()
     sys.breakpointhook = _hook
     pdb.set_trace = _set_trace
@@ -77,10 +77,10 @@ def stopped_at() -> str:
 
 
 def variables(frame: FrameType) -> dict[str, Any]:
-    """Return the names that an expression in ``frame`` can use, including assignments at the debugger's prompt."""
+    """Return the variables that an expression in ``frame`` can use, including those set at the debugger's prompt."""
     debugger = _Session.debugger
     if _Session.frame is not None and getattr(debugger, "curframe", None) is frame:
-        # Before Python 3.13, reading f_locals undoes the assignments.
+        # Before Python 3.13, reading f_locals would undo the assignments made at the prompt.
         return {**frame.f_globals, **debugger.curframe_locals}
     return stacks.frame_variables(frame)
 
@@ -117,7 +117,7 @@ def stop_in(frame: FrameType | None) -> None:
 
 
 def inspect_frame(frame: FrameType | None) -> None:
-    """Open the debugger on a frame that stays paused. Return when the user continues."""
+    """Open the debugger on a frame without running it further. Return when the user continues."""
     debugger = _debugger()
     debugger.reset()
     try:
@@ -161,7 +161,7 @@ def _create_shell() -> None:
     from IPython.terminal.interactiveshell import TerminalInteractiveShell
     from traitlets.config import Config
 
-    main = sys.modules["__main__"]  # A new shell replaces this module.
+    main = sys.modules["__main__"]  # Creating a shell replaces the module __main__.
     settings = {"HistoryManager": {"enabled": False}, "TerminalInteractiveShell": {"term_title": False}}
     TerminalInteractiveShell.instance(config=Config(settings))
     sys.modules["__main__"] = main

@@ -12,9 +12,9 @@ from typing import Any
 from notebook_accelerate.torch_internals import group_timeouts, process_groups, set_group_timeout
 
 TORCH_LIMIT = timedelta(days=7)
-"""Torch's limit in ranks. It must always be long, because a waiting operation keeps the limit it started with."""
+"""The limit that ranks set in torch. It must be long from the start, because a waiting operation keeps its limit."""
 NCCL_FACTOR = 3
-"""NCCL's limit in ranks, as a multiple of the requested one.
+"""The limit that ranks set for NCCL, as a multiple of the requested limit.
 
 The kernel detects a rank that waits for NCCL through torch's flight recorder. If that fails, NCCL's own limit ends
 the ranks, which would otherwise occupy their devices for a week.
@@ -26,7 +26,7 @@ _replacing = threading.Lock()
 
 
 class GroupTimeouts:
-    """Finds new process groups, however they are created, and replaces torch's limit with a long one.
+    """Finds new process groups, however they were created, and replaces torch's limit with a long one.
 
     The limit of the default group then applies to all groups. Collectives that start within the 50 ms before a new
     group is found keep torch's own limit.
@@ -36,7 +36,7 @@ class GroupTimeouts:
         self._seen: list[Any] = []
 
     def poll(self) -> float | None:
-        """Return the limit of a new default group in seconds, once, and otherwise None. Takes about a microsecond."""
+        """Return the limit of a new default group in seconds, or None if it was already returned. Takes about 1 µs."""
         found = process_groups()
         if not found:
             self._seen.clear()
@@ -65,7 +65,7 @@ def lengthen(group: Any) -> float | None:
         try:
             limits = group_timeouts(group)
             if not limits.keys() <= {"gloo", "nccl"}:
-                return None  # Keep torch's limit, as other backends have no flight recorder.
+                return None  # Keep torch's limit for other backends, which have no flight recorder.
             requested = min(limits.values())
             set_group_timeout(NCCL_FACTOR * requested if "nccl" in limits else TORCH_LIMIT, group)
         except Exception:  # noqa: BLE001 - torch's limit stays if the backend has no such option, or the rank is not in the group

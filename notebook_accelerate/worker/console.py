@@ -40,7 +40,8 @@ def install(agent: Agent) -> None:
 def flush() -> None:
     """Write all buffered output to the pipes."""
     for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
-        with contextlib.suppress(Exception):  # The function has closed or replaced the stream, or the kernel is gone.
+        # The function may have closed or replaced the stream, or the kernel may have exited.
+        with contextlib.suppress(Exception):
             stream.flush()  # type: ignore[union-attr]
 
 
@@ -69,7 +70,7 @@ def _redirect(streams: Mapping[str, Any]) -> None:
 
 
 def _write(self: Any, string: str) -> Any:
-    import sys  # imported here, because the code runs with the globals of another module
+    import sys  # Import it here, because the code runs with the globals of another module.
 
     return getattr(sys, f"__{self.name}__").write(string)
 
@@ -104,6 +105,6 @@ class StandardInput(io.TextIOBase):
             return ""
 
     def _readline_with_prompt(self, prompt: object = "", *, password: bool = False) -> str:
-        """Prompt the user. Marimo's ``input`` and ``getpass``, which its cells' functions still refer to, call this."""
+        """Prompt the user. Called by marimo's ``input`` and ``getpass``, to which functions in its cells refer."""
         flush()
         return self._agent.ask(str(prompt), password=password)

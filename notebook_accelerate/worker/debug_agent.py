@@ -1,4 +1,4 @@
-"""The debugging part of a rank's agent, which serves the kernel's requests without help from the running function.
+"""The part of a rank's agent that serves debugging requests, which needs no help from the running function.
 
 Requests that need the main thread are served when that is safe: at a step boundary (an optimizer step, ``log``). If
 there is no boundary, they are served at the main thread's next bytecode (by a signal handler). If the main thread waits
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 BOUNDARY_SECONDS = 0.5
 """How long a request waits for a step boundary before the main thread is interrupted between two bytecodes."""
 BYTECODE_SECONDS = 0.5
-"""How long a request then waits for the main thread's next bytecode before another thread serves the request."""
+"""How long a request then waits for the main thread's next bytecode before a separate thread serves it."""
 LOCKED_SECONDS = 5.0
 """How long the thread that serves a request may keep the interpreter lock, unless an operation releases it."""
 BUSY_SECONDS = 0.3
@@ -86,11 +86,12 @@ cell_requests: queue.SimpleQueue[CellRequest] = queue.SimpleQueue()
 
 
 class _Pending:
-    """A request that waits for the main thread.
+    """A request that waits until the main thread can serve it.
 
     Attributes:
         serve: Called with the main thread's frame and a note for the reply.
-        refuse: Called with an error to send as the reply instead. None if only the main thread can serve the request.
+        refuse: Called with the text of an error to reply with it instead. None if only the main thread can serve the
+            request.
         key: Identifies the request. A second one with the same key is refused while the first waits for a busy device.
         at_step: Whether to serve the request only at the end of an optimizer step, if there are such steps.
         deadline: When to try the next way of serving the request.
@@ -115,10 +116,10 @@ class _Pending:
 
 
 class _RequestThread(threading.Thread):
-    """Serves a request while the main thread waits in C. When its call returns, the main thread must wait for the GIL.
+    """Serves a request while the main thread waits in C, and keeps the main thread from running at the same time.
 
-    Otherwise the process may crash with a segmentation fault if one thread reads ``parameter.grad`` while another sets
-    it (torch 2.13).
+    When the main thread's call returns, it must wait for the GIL. Otherwise the process could crash with a segmentation
+    fault, because one thread would read ``parameter.grad`` while the other sets it (torch 2.13).
 
     Args:
         pending: The request to serve.
@@ -143,14 +144,14 @@ class _RequestThread(threading.Thread):
                 sys.setswitchinterval(self.interval)
 
     def give_up_if_late(self, devices: waits.DeviceWatch) -> None:
-        """If the request takes too long, let other threads run as usual. If it is waiting for a device, refuse it.
+        """If the request takes too long, let other threads run as usual, and refuse it if it waits for a device.
 
         Args:
             devices: Reports whether devices are busy.
         """
         if self.is_refused or time.monotonic() < self.deadline:
             return
-        # Check again later, because the request may not read from a device until then.
+        # Check again later, because the request may start to read from a device only then.
         self.deadline = time.monotonic() + LOOK_SECONDS
         if not self.is_late:
             self.is_late = True
@@ -222,7 +223,7 @@ class DebugAgent:
     # ---- the main thread
 
     def hold(self, traceback: TracebackType) -> None:
-        """Keep the frames of a failure until the user quits the debugger or the kernel ends this process."""
+        """Wait, with the frames of a failure, until the user quits the debugger or the kernel ends this process."""
         self._traceback = traceback
         self._paused = "failed; its frames are kept"
         with suppress(KeyboardInterrupt):  # The kernel sends an interrupt to release the rank.
@@ -268,7 +269,7 @@ class DebugAgent:
                 return
 
     def _wait(self, why: str, frame: FrameType | None, unpauses: int) -> None:
-        """Pause the main thread until it has been resumed more than ``unpauses`` times."""
+        """Pause the main thread until the count of resumptions differs from ``unpauses``."""
         self._paused, self._by_user = why, True
         try:
             while self._unpauses == unpauses:
@@ -345,7 +346,7 @@ class DebugAgent:
         if now - max(self._moved, self._last_check) < LOOK_SECONDS:
             return False
         self._last_check = now
-        with suppress(Exception):  # The recorder's format is internal to torch.
+        with suppress(Exception):  # The format of the flight recorder is internal to torch, and may change.
             if waits.read_flight_recorder()[0]:
                 return False
         return not self._devices.busy()
@@ -353,7 +354,7 @@ class DebugAgent:
     def _send_heartbeat(self) -> None:
         waiting = None
         if steady_time.now() - self._moved > STUCK_SECONDS:
-            with suppress(Exception):  # The recorder's format is internal to torch.
+            with suppress(Exception):  # The format of the flight recorder is internal to torch, and may change.
                 open_ones, _ = waits.read_flight_recorder()
                 waiting = min(open_ones, key=lambda collective: collective.since, default=None)
         self._agent.sink.emit(HeartbeatEvent(self._moved, waiting))
@@ -366,7 +367,7 @@ class DebugAgent:
         key: object = None,
         at_step: bool = False,
     ) -> None:
-        # If the main thread has not moved for BOUNDARY_SECONDS, waiting longer for a step boundary is pointless.
+        # If the main thread has not moved for BOUNDARY_SECONDS, it will not reach a step boundary soon.
         patience = 0.0 if steady_time.now() - self._moved > BOUNDARY_SECONDS else BOUNDARY_SECONDS
         with self._lock:
             self._pending.append(_Pending(serve, refuse, key=key, at_step=at_step, patience=patience))
@@ -382,7 +383,7 @@ class DebugAgent:
         self._agent.sink.send(StacksReply(request.number, threads, self._moved, waiting, last, paused, self._by_user))
 
     def _on_sample(self, request: SampleRequest) -> None:
-        start_sampling(request, self._agent.sink.emit)  # The agent's thread sends the reply.
+        start_sampling(request, self._agent.sink.emit)  # Only queue the reply here. The agent's thread sends it.
 
     def _on_profile(self, request: ProfileRequest) -> None:
         from notebook_accelerate.worker import step_profiler
@@ -428,7 +429,7 @@ class DebugAgent:
 
     def _complete(self, request: CompleteRequest, frame: FrameType | None) -> None:
         found: list[str] = []
-        with suppress(Exception):  # Completion reads attributes, and properties may raise any error.
+        with suppress(Exception):  # Completion reads attributes, and a property may raise any error.
             found = stacks.completions(breakpoints.variables(frame), request.text) if frame is not None else []
         self._agent.sink.emit(CompleteReply(request.number, found))
 
@@ -442,7 +443,7 @@ class DebugAgent:
             self._queue(serve, refuse, key=key)
 
     def _find(self, name: str, frame: FrameType | None) -> FrameType | None:
-        """Return the requested function's frame. Without a name, the debugger's, the failure's or the function's."""
+        """Return the frame of the requested function. Without a name, that of the debugger, failure or function."""
         stopped = breakpoints.stopped_frame()
         if stopped is not None:
             return stopped if not name else stacks.find_frame(stopped, name, self._code)
@@ -540,14 +541,14 @@ class RankShell:
     """The part of IPython's shell that needs no kernel: running system commands."""
 
     def system(self, command: str) -> None:
-        """Run a command. Its output is part of the rank's output."""
+        """Run a system command, whose output becomes part of the rank's output."""
         flush()
         subprocess.run(_expanded(command), shell=True, check=False)  # noqa: S602 - the user's own command
 
     system_piped = system_raw = system
 
     def getoutput(self, command: str, **_: Any) -> list[str]:
-        """Return the lines that a command prints."""
+        """Run a system command and return the lines that it prints."""
         flush()
         done = subprocess.run(_expanded(command), shell=True, check=False, stdout=subprocess.PIPE, text=True)  # noqa: S602
         return done.stdout.splitlines()
@@ -578,5 +579,5 @@ _shell = RankShell()
 
 
 def get_ipython() -> RankShell:
-    """Return the replacement for IPython's shell. Functions of the user's cells call this under the same name."""
+    """Return the replacement for IPython's shell. Functions of the user's cells call this by IPython's name."""
     return _shell

@@ -68,7 +68,7 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 class Outcome(NamedTuple):
-    """The event that reports a rank's outcome, and the descriptors to send with it."""
+    """The event that reports how a rank's function ended, and the descriptors to send with it."""
 
     event: Event
     descriptors: Sequence[int] = ()
@@ -76,7 +76,7 @@ class Outcome(NamedTuple):
 
 @dataclass
 class RankDescriptors:
-    """The descriptors that a rank keeps, and the process id of its parent. The rank ends when its parent does."""
+    """The descriptors that a rank keeps, and the process id of its parent, with which it ends."""
 
     channel: int
     stdout: int
@@ -92,7 +92,7 @@ def main(
     *,
     forked: bool = True,
 ) -> NoReturn:
-    """Run a rank. Never returns.
+    """Run a rank, and end the process.
 
     Args:
         order: The settings that the rank runs with.
@@ -116,7 +116,7 @@ def main(
         agent, debugging, devices = connect(descriptors)
         outcome = run_function(order, load, debugging)
         debugging.exit_watch.begin()
-        devices.send()  # Report the last peak. In a short run, there is no other report.
+        devices.send()  # Report the last peak, which is the only report of a short run.
         step_time.end_run()
         code = report(outcome, agent)
     except KeyboardInterrupt:  # The run was stopped after the function had returned.
@@ -130,9 +130,9 @@ def main(
 
 
 def prepare_forks() -> None:
-    """Do in advance, in a process that forks ranks, what would otherwise cost each rank time and copies of memory."""
+    """Prepare a process that forks ranks, so that each rank saves this work and the memory pages it would copy."""
     if _LIBC is not None:
-        _ = _LIBC.prctl  # ctypes looks the function up at the first access.
+        _ = _LIBC.prctl  # ctypes looks up the function at the first access.
     reporting.preload()
     plain_process.look_for_notebook()
     exit_handlers.note_inherited()
@@ -157,7 +157,7 @@ def detach(descriptors: RankDescriptors, kernel_descriptors: AbstractSet[int] | 
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     pthread_sigmask(signal.SIG_SETMASK, [signal.SIGINT])
-    threading.current_thread().name = "MainThread"  # A rank forked from the run's thread inherits that thread's name.
+    threading.current_thread().name = "MainThread"  # A rank is forked from the run's thread, and inherits its name.
     asyncio.set_event_loop(None)  # The inherited event loop shares its epoll with the kernel.
     # The run's thread is a daemon. Threads started by the function would inherit that flag and would not be joined.
     threading.current_thread()._daemonic = False  # type: ignore[attr-defined]
@@ -179,7 +179,7 @@ def die_with_parent(parent: int) -> None:
     """Let Linux kill this process when the thread that forked it ends. On other systems, the agent kills it."""
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # The parent ended before the call.
+        if os.getppid() != parent:  # The parent exited before the call of prctl.
             os._exit(1)
 
 
@@ -208,10 +208,10 @@ def redirect_descriptors(keep: AbstractSet[int], known: AbstractSet[int]) -> Non
 
 
 def connect(descriptors: RankDescriptors) -> tuple[Agent, DebugAgent, DeviceReports]:
-    """Connect the output streams to the kernel's pipes, and everything else to the channel."""
+    """Connect the rank's output streams to the kernel's pipes, and its agent, input and display to the channel."""
     os.dup2(descriptors.stdout, 1)
     os.dup2(descriptors.stderr, 2)
-    faulthandler.enable(2)  # Dump the stack of native crashes to stderr. ipykernel dumps it to another file.
+    faulthandler.enable(2)  # Write the stack of a native crash to stderr, because ipykernel has chosen another file.
     for descriptor in {descriptors.stdout, descriptors.stderr} - {1, 2}:
         os.close(descriptor)
     sink = Sink(Channel(socket.socket(fileno=descriptors.channel)))
@@ -260,7 +260,7 @@ def run_function(order: WorkerOrder, load: Loader, debugging: DebugAgent) -> Out
 
 
 def call(function: Function, arguments: tuple[Any, ...]) -> Any:
-    """Call the function.
+    """Call the function of the launch.
 
     If a process that the function has forked also returns from the function, end it, because it is not the rank.
     """
@@ -302,7 +302,7 @@ def apply_order(order: WorkerOrder) -> None:
     if order.time_offset is not None:
         steady_time.set_offset(order.time_offset)
     if order.cwd is not None:
-        with contextlib.suppress(OSError):  # The kernel's folder may have been deleted.
+        with contextlib.suppress(OSError):  # The kernel's working directory may have been deleted.
             os.chdir(order.cwd)
     if order.sys_path is not None:
         sys.path[:] = order.sys_path
@@ -322,7 +322,7 @@ def apply_order(order: WorkerOrder) -> None:
     sampler.start(enabled=order.automatic_metrics)
     torch: Any = sys.modules.get("torch")
     if order.threads is not None and hasattr(torch, "set_num_threads"):
-        # OMP_NUM_THREADS has no effect once torch is imported.
+        # OMP_NUM_THREADS has no effect if torch was already imported.
         torch.set_num_threads(order.threads)
     serve_group_store()
 
@@ -394,7 +394,7 @@ def report(outcome: Outcome, agent: Agent) -> int:
     failed = isinstance(event, FailureEvent)
     wait = True
     if isinstance(event, FailureEvent):
-        # Report the failure first, because other ranks also fail when this rank closes its sockets.
+        # Report the failure before cleaning up, because other ranks fail too when this rank closes its sockets.
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # The function has ended, so there is nothing to interrupt.
         console.flush()
         agent.sink.send(event)

@@ -36,9 +36,10 @@ _RESET_BY_IMPORTS = ("multiprocessing.resource_sharer", "torch.multiprocessing.r
 """Modules with an object that replaces a lock after each fork. This is unnecessary, because nothing holds the lock."""
 
 awaited: set[threading.Thread] = set()
-"""Daemon threads whose work must be completed before a rank exits."""
+"""Daemon threads that must complete their work before the rank exits."""
 _inherited_handlers: list[Any] = []
-"""References to the kernel's logging handlers. Collected in the kernel, as reading them in a rank copies memory."""
+"""References to the kernel's logging handlers. They are collected in the kernel, because reading them in a rank would
+copy memory."""
 _inherited_finalizers: list[Any] = []
 """The inherited finalizers, kept so that the rank does not delete any of them."""
 _inherited_resets: list[Any] = []
@@ -54,7 +55,7 @@ def note_inherited() -> None:
         if (util := _module(f"{package}.util")) is not None
         and any(type(each).__module__ not in _RESET_BY_IMPORTS for each in util._afterfork_registry.values())
     ]
-    _flush_native()  # Otherwise each rank would write the buffered output too.
+    _flush_native()  # Flush the buffers, because each rank would otherwise write their contents too.
 
 
 def forget_inherited() -> None:
@@ -66,7 +67,7 @@ def forget_inherited() -> None:
     atexit.register(_shut_logging)
     for package in _PROCESS_PACKAGES:
         util = _module(f"{package}.util")
-        if util is not None:  # Do the same as in a process that multiprocessing itself has forked.
+        if util is not None:  # Reset multiprocessing as it does in processes that it forks itself.
             for inherited in (util._finalizer_registry, _module(f"{package}.process")._children):
                 if inherited:
                     inherited.clear()
@@ -116,13 +117,13 @@ def _join_threads() -> None:
 
 
 def unfinished_threads() -> list[threading.Thread]:
-    """Return the threads that an interpreter waits for at its exit, and those in ``awaited``."""
+    """Return the running threads that an interpreter would wait for at its exit, and those in ``awaited``."""
     main = threading.main_thread()
     return [each for each in threading.enumerate() if (not each.daemon or each in awaited) and each is not main]
 
 
 def unfinished_children() -> list[Any]:
-    """Return the multiprocessing processes that an interpreter waits for at its exit."""
+    """Return the running processes of multiprocessing that an interpreter would wait for at its exit."""
     children = [child for package in _PROCESS_PACKAGES for child in _children(package)]
     return [child for child in children if not child.daemon and child._popen.returncode is None]
 
@@ -133,7 +134,7 @@ def _children(package: str) -> list[Any]:
 
 
 def _forget_children() -> None:
-    """Don't wait for child processes. They end with the rank's process group."""
+    """Make multiprocessing forget its child processes, which end with the rank's process group anyway."""
     for package in _PROCESS_PACKAGES:
         module = _module(f"{package}.process")
         if module is not None:
@@ -151,7 +152,7 @@ def _shut_logging() -> None:
     """Flush and close the handlers that the rank has created."""
     handlers = logging._handlerList  # type: ignore[attr-defined]
     if len(handlers) == len(_inherited_handlers) and handlers[-1:] == _inherited_handlers[-1:]:
-        return  # There are no new handlers, and reading the inherited ones would copy memory.
+        return  # The rank has created no handlers, and reading the inherited ones would copy memory.
     inherited = {id(reference) for reference in _inherited_handlers}
     logging.shutdown([each for each in handlers if id(each) not in inherited])
 
@@ -161,7 +162,7 @@ def _close_files() -> None:
 
     Files that wrap others come first: text files, then files that compress or upload, then the buffers of descriptors.
     """
-    objects = gc.get_objects()  # These are only the rank's own objects, because the inherited ones are frozen.
+    objects = gc.get_objects()  # gc lists only the rank's own objects, because the inherited ones are frozen.
     kinds = {kind for kind in set(map(type, objects)) if _is_file(kind)}
     files = [each for each in objects if type(each) in kinds]
     _call([each for each in files if type(each) is _io.TextIOWrapper], "flush")
@@ -208,7 +209,7 @@ class ExitWatch:
         agent.every_tick(self._tick)
 
     def begin(self) -> None:
-        """Start watching. Called when the function has ended."""
+        """Start to watch the exit, when the function has ended."""
         self._since = time.monotonic()
 
     def _tick(self) -> None:

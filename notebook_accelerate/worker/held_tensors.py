@@ -27,10 +27,11 @@ Nested containers are inspected down to the depth ``NESTED``.
 """
 _CONTAINERS = (list, tuple, set, dict)
 _PLAIN = {int, float, str, bool, bytes, type(None), type, ModuleType, FunctionType, BuiltinFunctionType}
-"""Types of values that hold no tensors, or none that the user has named."""
+"""Types whose values cannot hold tensors, and modules and functions, whose tensors no variable of the user names."""
 _STORES = ("STORE_FAST", "STORE_DEREF", "STORE_NAME", "STORE_GLOBAL")
 _UNSHARED = 3
-"""References to ``f_locals`` if nothing else uses it: by the frame, the variable, and the call that counts them."""
+"""The number of references to ``f_locals`` if nothing else uses it: those of the frame, of the variable, and of the
+call that counts them."""
 
 
 def user_frames() -> list[FrameType]:
@@ -47,7 +48,7 @@ def variables_of(frame: FrameType) -> dict[str, Any]:
     shared = frame.f_locals
     found = dict(shared)
     function = sys.version_info < (3, 13) and frame.f_code.co_flags & CO_OPTIMIZED
-    # If there are more references, the function has called locals() and uses the dictionary.
+    # More references would mean that the function has called locals() and uses the dictionary itself.
     if function and sys.getrefcount(shared) == _UNSHARED:
         shared.clear()
     return found
@@ -210,7 +211,7 @@ def _of_container(value: Any) -> dict[str, Any] | None:
     for number, each in enumerate(islice(_leaves(value, NESTED), MAX_ITEMS), 1):
         if isinstance(each, tensor):
             tensors.append(each)
-        elif number >= MANY and not tensors:  # The container has other contents, such as a vocabulary.
+        elif number >= MANY and not tensors:  # The container holds something else, such as a vocabulary.
             return None
     held = [each for each in tensors if _has_graph(each)]
     if number and not held:
@@ -219,7 +220,7 @@ def _of_container(value: Any) -> dict[str, Any] | None:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether a container has only plain values, such as a history of losses. Ten times faster than a loop."""
+    """Return whether a container has only plain values, such as a history of losses, ten times faster than a loop."""
     values: Any = value.values() if isinstance(value, dict) else value
     kinds = set(map(type, islice(values, MAX_ITEMS)))
     return bool(kinds) and kinds <= _PLAIN
@@ -282,7 +283,7 @@ def graph_size(tensor: Tensor) -> tuple[int, int]:
                 continue
             try:
                 saved = getattr(node, name)
-            except RuntimeError:  # Backward has freed the activation, as usual.
+            except RuntimeError:  # The backward pass has already freed this activation, as it usually does.
                 freed = True
                 break
             if isinstance(saved, torch.Tensor) and not saved.is_leaf:

@@ -33,7 +33,7 @@ class _StorageCounter:
         """Return the bytes of the storages that were not counted before."""
         total = 0
         for tensor in tensors:
-            with suppress(Exception):  # The tensor may belong to a subclass without storage.
+            with suppress(Exception):  # The tensor may be of a subclass without storage.
                 local = local_tensor(tensor) if hasattr(tensor, "device_mesh") else tensor
                 storage = local.untyped_storage()
                 key = str(local.device), storage.data_ptr()
@@ -90,7 +90,7 @@ def _instances(*kinds: type) -> list[list[Any]]:
 
 
 def _roots(modules: list[Any]) -> list[Any]:
-    """Return the modules that are not contained in another one."""
+    """Return the modules that no other module contains."""
     inner = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in inner]
 
@@ -196,7 +196,7 @@ def note_failure(error: BaseException) -> None:
     memory = isinstance(error, Exception) and should_reduce_batch_size(error)
     if "torch" not in sys.modules or not (memory or any(text in str(error) for text in _NO_MEMORY)):
         return
-    with suppress(Exception):  # A failure of the report must not hide the error itself.
+    with suppress(Exception):  # If the report fails, the error itself must still be raised.
         frames = [frame for frame, _ in walk_tb(error.__traceback__) if is_user_code(frame.f_code.co_filename)]
         notes = [*getattr(error, "__notes__", ()), memory_table(take_memory_report(frames[::-1]))]
         error.__notes__ = notes  # type: ignore[attr-defined]  # add_note requires Python 3.11

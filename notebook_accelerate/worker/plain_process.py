@@ -22,7 +22,7 @@ _NOTEBOOK_PACKAGES = ("ipykernel.", "google.colab.")
 """Packages whose presence in ``sys.modules`` makes libraries assume a notebook."""
 
 _hidden: dict[str, ModuleType] = {}
-"""The hidden modules of those packages, kept because inherited objects of the kernel still use them."""
+"""The hidden modules of the packages in ``_NOTEBOOK_PACKAGES``. The kernel's inherited objects still use them."""
 
 
 def leave_notebook() -> Any:
@@ -41,7 +41,7 @@ def leave_notebook() -> Any:
     _disconnect_widgets()
     for name, correct in _CONCLUSIONS.items():
         if name in sys.modules:
-            with contextlib.suppress(AttributeError):  # Another version of the library does not have this name.
+            with contextlib.suppress(AttributeError):  # This version of the library may not have this name.
                 correct(sys.modules[name])
     return getattr(shell, "display_formatter", None)
 
@@ -53,7 +53,7 @@ def _disconnect_shell(shell: Any) -> None:
     """
     for name in ("get_ipython", "__IPYTHON__"):
         vars(builtins).pop(name, None)
-    # IPython's own exit functions would make the shell end the kernel.
+    # With IPython's own exit functions, the shell would end the kernel.
     for names in (vars(builtins), shell.user_ns):
         for name in ("exit", "quit"):
             if type(names.get(name)).__module__.startswith(("IPython", "ipykernel")):
@@ -68,7 +68,7 @@ def _disconnect_shell(shell: Any) -> None:
 
 
 _of_notebook: list[str] | None = None
-"""The names of the modules to hide, or None until they have been determined."""
+"""The names of the modules to hide, or None if they have not been determined yet."""
 
 
 def look_for_notebook() -> None:
@@ -136,4 +136,4 @@ _CONCLUSIONS: dict[str, Callable[[Any], None]] = {
     "transformers.utils.import_utils": _ask_transformers_again,
     "transformers.trainer": _plain_transformers,
 }
-"""The function that corrects each module that detected a notebook when it was imported."""
+"""The functions that correct modules which detected a notebook when they were imported, by module name."""

@@ -21,11 +21,11 @@ WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 _MODULES = (
     "IPython.core.display_functions",
     "IPython.core.display",
-)  # IPython 7, used by Colab, only has the second one
+)  # IPython 7, which Colab uses, has only the second one.
 
 
 class _Displays:
-    """The rank's displays without a display id, which later displays may replace after ``clear_output``."""
+    """The rank's displays without a display id. After ``clear_output``, later displays replace them."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -33,9 +33,9 @@ class _Displays:
         self._replaceable: list[str] = []
 
     def clear(self, *, wait: bool) -> None:
-        """Let the next displays replace those shown since the last call. Without ``wait``, empty those immediately.
+        """Let the next displays replace those shown since the last call, which are emptied at once without ``wait``.
 
-        Displays that were to be replaced after the last call, but were not, are emptied in any case.
+        Displays that should have been replaced after the last call, but were not, are emptied in any case.
         """
         gone = self._replaceable if wait else [*self._replaceable, *self._shown]
         for identity in gone:
@@ -74,13 +74,13 @@ class _MarkedStreams:
                 return
             event.mark = next(self._numbers)
             emit(event)
-            with suppress(OSError):  # The kernel may be gone.
+            with suppress(OSError):  # The kernel may have exited.
                 for descriptor in (1, 2):
                     os.write(descriptor, display_mark(event.mark))
 
     @staticmethod
     def _current() -> tuple[int, ...] | None:
-        with suppress(OSError):  # A descriptor may be closed.
+        with suppress(OSError):  # The function may have closed a descriptor.
             pipes = [os.fstat(descriptor) for descriptor in (1, 2)]
             return (os.getpid(), *(number for pipe in pipes for number in (pipe.st_dev, pipe.st_ino)))
         return None
@@ -208,7 +208,7 @@ def _text(value: object) -> object:
 
 
 class _Formatter:
-    """The formatter of MIME bundles. It is created at the first display, because that takes longer than a fork."""
+    """The formatter of MIME bundles, created at the first display, because creating it takes longer than a fork."""
 
     def __init__(self) -> None:
         self.chosen: Any = None

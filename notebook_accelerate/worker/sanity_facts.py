@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 BATCHES = 2
-"""Number of batches to compare. One would not be enough, because it may be the same on all ranks on purpose."""
+"""Number of batches to compare. One is not enough, because all ranks may use the same batch once on purpose."""
 UNPREPARED_STEPS = 100
 """Number of optimizer steps after which the search for an unprepared optimizer ends."""
 _SAMPLES = 64
@@ -34,7 +34,7 @@ _MAX_TENSORS = 512
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> list[float]:
-    """Return the number of elements in tensors, and up to 64 values spread over them, with a single device transfer."""
+    """Return the number of elements in tensors, and up to 64 of their values, with a single device transfer."""
     try:
         chosen = [tensor.detach() for tensor in islice(tensors, _MAX_TENSORS) if tensor.numel()]
         if not chosen:
@@ -47,12 +47,13 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> list[float]:
 
 
 class SanityFacts:
-    """The checks of one ``Accelerator``.
+    """Collects the facts of one ``Accelerator`` and sends them to the kernel.
 
     Args:
         several: Whether there are several ranks, each with the complete model.
         compiled: Whether models are compiled.
-        gradient_state: Its `in_dataloader` indicates whether a prepared loader, which divides the data, is being read.
+        gradient_state: The object whose `in_dataloader` tells whether a prepared loader, which divides the data, is
+            being read.
     """
 
     def __init__(self, *, several: bool, compiled: bool = False, gradient_state: Any = None) -> None:
@@ -122,7 +123,7 @@ class SanityFacts:
             _send("parameters", self._steps, fingerprint(_parameters(optimizer)))
 
     def _on_any_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
-        """Check whether the optimizer that has taken a step should have been prepared."""
+        """Report an optimizer that takes a step but was not passed to ``prepare``."""
         if self._any_steps >= UNPREPARED_STEPS:
             return
         self._any_steps += 1
@@ -142,7 +143,7 @@ class SanityFacts:
     # ---- numbers
 
     def loss(self, loss: Any) -> None:
-        """Check a loss before its backward pass."""
+        """Report a loss that is not finite, before its backward pass."""
         if self.active:
             self._backwards += 1
             if self._backwards % UNPREPARED_STEPS == 1:
@@ -150,14 +151,14 @@ class SanityFacts:
             self._check_finite("loss", self._backwards, loss)
 
     def norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """Check the norm of the gradients, and return it unchanged."""
+        """Report a norm of gradients that is not finite, and return the norm unchanged."""
         if self.active:
             self._norms += 1
             self._check_finite("gradients", self._norms, norm)
         return norm
 
     def _watch_gradient(self, wrapper: torch.nn.Module) -> None:
-        """Check a gradient before it is averaged. Afterwards, a wrong value from one rank would be on all ranks.
+        """Check a gradient before it is averaged, because a wrong value of one rank would then be on all ranks.
 
         One small parameter near the beginning of the model is enough. Its gradient shows every error of the backward
         pass before it.

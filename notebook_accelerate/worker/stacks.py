@@ -50,7 +50,7 @@ def all_stacks() -> dict[str, tuple[FrameInfo, ...]]:
 
 
 def function_code(function: Callable[..., Any]) -> CodeType | None:
-    """Return the code of a function inside partials, wrappers and methods, or None for other callables."""
+    """Return the code of the function that partials, wrappers and methods call, or None for other callables."""
     target: Any = function
     for _ in range(20):
         inner = getattr(target, "__wrapped__", None) or getattr(target, "func", None)
@@ -63,7 +63,7 @@ def function_code(function: Callable[..., Any]) -> CodeType | None:
 
 
 def find_frame(frame: FrameType | None, name: str, default: CodeType | None) -> FrameType | None:
-    """Return the innermost frame of the function ``name``. Without a name, that of ``default``, or else ``frame``."""
+    """Return the innermost frame of the function ``name`` or, without a name, of ``default``, or else ``frame``."""
     for caller in callers(frame):
         if caller.f_code.co_name == name if name else caller.f_code is default:
             return caller
@@ -116,18 +116,18 @@ def traceback_stack(traceback: TracebackType | None) -> tuple[FrameInfo, ...]:
 MAX_DEPTH = 100
 """Maximum number of frames in a stack. The innermost ones are kept."""
 MAX_STACKS = 20_000
-"""Maximum number of different stacks that are counted. The time in further ones is counted for the outermost frame."""
+"""Maximum number of different stacks that are counted. The time of all others is counted for the outermost frame."""
 
 Key = tuple[tuple[CodeType, int], ...]
 
 
 def start_sampling(request: SampleRequest, reply: Callable[[Event], None]) -> None:
-    """Sample the main thread for as long as the request asks, then reply."""
+    """Sample the main thread on a new thread for as long as the request asks, and then reply."""
     threading.Thread(target=_sample, args=(request, reply), name="notebook-accelerate-sample", daemon=True).start()
 
 
 def _sample(request: SampleRequest, reply: Callable[[Event], None]) -> None:
-    """Weight each sample by the time since the previous one, because the GIL may have been held in between."""
+    """Sample the main thread. Each sample counts for the time since the previous one, because the GIL may delay it."""
     found: dict[Key, list[float]] = {}
     begin = last = time.perf_counter()
     period = 1 / request.rate

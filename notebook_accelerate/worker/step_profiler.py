@@ -1,4 +1,4 @@
-"""Record steps of a rank with torch's profiler at the kernel's request. Nothing is created before a request."""
+"""Record steps of a rank with torch's profiler, when the kernel requests it."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 BEGIN_SECONDS = 60.0
 """How long a request waits for the first step."""
 STEPS_SECONDS = 300.0
-"""How long the steps may take. After that, the trace recorded so far is sent."""
+"""How long the requested steps may take. After that, the trace recorded so far is sent."""
 STUCK_SECONDS = 10.0
 """Seconds after which a main thread that has not moved is considered unable to reach the end of its step."""
 BOUNDARY_SECONDS = 0.5
 """With ``seconds=``, how long to wait for a step before recording starts between two bytecodes."""
 BYTECODE_SECONDS = 2.0
-"""How long the main thread may take to reach its next bytecode. After that, it is waiting in native code."""
+"""How long the main thread may take to reach its next bytecode. If it takes longer, it is waiting in native code."""
 WITHOUT_STEPS = 3
-"""After this many metrics without an optimizer step, each metric ends a step."""
+"""If this many metrics arrive without an optimizer step, each metric counts as the end of a step."""
 
 
 class StepProfiler:
@@ -50,7 +50,7 @@ class StepProfiler:
     nothing. Then the thread takes samples, and completes the trace after ``finish`` has stopped torch's profiler.
 
     Args:
-        request: The request, which says what to record.
+        request: The request with the number of steps and the data to record.
         reply: Sends the reply to the kernel.
         done: Called at the end, on the thread that ends the recording.
     """
@@ -93,8 +93,8 @@ class StepProfiler:
         exit_handlers.awaited.discard(self._thread)
 
     def _prepare(self) -> None:
-        """Do everything that is slow the first time, while the training goes on."""
-        with suppress(Exception):  # If this fails, the same is done at the step boundary.
+        """Do everything that is slow the first time, while training continues."""
+        with suppress(Exception):  # If this fails, it is done at the step boundary instead.
             torch_internals.import_inductor()  # This takes seconds.
             held_tensors.prepare()
             self._made = self._make()
@@ -109,8 +109,8 @@ class StepProfiler:
             return {"error": describe_error(error, 300)}
 
     def _collectives(self) -> list[tuple[str, int, str, int, float]]:
-        """Return each collective with its group if there are several. Gloo does not report it to torch's profiler."""
-        with suppress(Exception):  # If this fails, the collectives of different ranks are just not matched.
+        """Return each collective with its group, which gloo does not report to torch's profiler."""
+        with suppress(Exception):  # If this fails, only the collectives of different ranks cannot be matched.
             if self._marks and len(torch_internals.process_groups()) > 1:
                 return waits.entered_collectives(self._marks[0]["time"] / 1e9, self._marks[-1]["time"] / 1e9)
         return []
@@ -126,7 +126,7 @@ class StepProfiler:
     # ---- the main thread
 
     def at_boundary(self) -> None:
-        """Handle a metric or a report of progress, which ends a step if no optimizer has taken one."""
+        """Handle a step, a metric or a report of progress. The latter two end a step if no optimizer takes steps."""
         if self._counts_metrics:
             self._note_step()
         if self._over or not self._ready or threading.get_ident() != self._main or step_time.steps():
@@ -173,7 +173,7 @@ class StepProfiler:
             self._profiler.step()
 
     def _end_steps(self) -> None:
-        """End the last step, so that later operations belong neither to it nor to a further one in TensorBoard."""
+        """End the last step, so that TensorBoard counts later operations neither for it nor for another step."""
         from torch.profiler import record_function
 
         self._profiler.step_rec_fn.__exit__(None, None, None)
@@ -182,7 +182,7 @@ class StepProfiler:
         after.__enter__()
 
     def _skip_part(self) -> None:
-        """Handle the end of the step during which the recording started. Only whole steps follow."""
+        """Handle the end of the step during which the recording started. All further steps are whole."""
         self._in_part = False
         self._skipped += 1
         self._marks.clear()
@@ -192,7 +192,7 @@ class StepProfiler:
         self._profiler.step()
 
     def begin(self, *, within_step: bool = False) -> None:
-        """Start torch's profiler, at the end of a step or within one."""
+        """Start torch's profiler, either at the end of a step or within a step."""
         if self._profiler is not None or self._over:
             return
         if torch_internals.profiler_enabled():  # Starting a second profiler would end the first one.
@@ -229,9 +229,9 @@ class StepProfiler:
             self._discard()
 
     def _make(self) -> Any:
-        """Return torch's profiler.
+        """Create torch's profiler.
 
-        On an accelerator, its schedule has a warm-up step, because the first records are slow there.
+        With CUDA, its schedule has a warm-up step, because the first records are slow.
         """
         from torch import profiler
 
@@ -243,7 +243,7 @@ class StepProfiler:
             schedule=plan,
             record_shapes=True,
             profile_memory=self.request.memory,
-            # There is only one cycle, but without this, torch 2.11 warns in the user's cell that it clears the events.
+            # Otherwise torch 2.11 would warn in the user's cell that it clears events, even with only one cycle.
             acc_events=True,
             **torch_internals.trace_only(),
         )
@@ -260,12 +260,12 @@ class StepProfiler:
         self._marks.append({"time": float(time.time_ns()), "delay": thread_delay(os.getpid())})
 
     def _record_variables(self) -> None:
-        """Record which tensors with graphs variables hold, before the first step and after the last."""
-        with suppress(Exception):  # Variables have any type, and inspecting them may raise any error.
+        """Record the tensors with graphs that variables hold, before the first step and after the last one."""
+        with suppress(Exception):  # A variable may have any type, and inspecting it may raise any error.
             self._held.append(self._graphs.look())
 
     def finish(self) -> None:
-        """Stop torch's profiler, and write its trace. The profile's own thread then completes the trace."""
+        """Stop torch's profiler and write its trace, which the thread of this profile then completes."""
         if self._over:
             self._discard()
             return
@@ -328,7 +328,7 @@ class StepProfiler:
     # ---- any thread
 
     def fail(self, why: str) -> None:
-        """End without a trace. If torch's profiler is recording, stop it when the main thread returns to Python."""
+        """Reply that there is no trace, and stop torch's profiler as soon as the main thread returns to Python."""
         if self._over:
             return
         self._over = True
@@ -426,7 +426,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def asked_for() -> dict[str, Any]:
-    """Return the settings that the training has requested: its precision, and whether it compiles its model."""
+    """Return the settings that the training code has requested: its precision, and whether it compiles its model."""
     found = {"mixed_precision": environ.text("ACCELERATE_MIXED_PRECISION", "no"), "compiled": ""}
     for room in ("notebook_accelerate.state.accelerator_state", "accelerate.state"):
         shared = getattr(getattr(sys.modules.get(room), "AcceleratorState", None), "_shared_state", {})
@@ -441,18 +441,18 @@ def asked_for() -> dict[str, Any]:
 # ---- the file with the trace of a rank's profile
 
 _END = 4096
-"""Number of bytes at the end of a trace that contain its last brace."""
+"""Number of bytes to read from the end of a trace, which include its last brace."""
 
 
 class Recorded:
-    """A trace that torch's profiler has written.
+    """A trace that torch's profiler has written, to be completed and sent.
 
     The trace is written on the main thread. Torch holds the interpreter lock while it writes, so writing on another
     thread would delay the main thread just as long, and each of its operations would have to hand over the lock.
 
     Args:
-        profiler: A profiler of torch that has been stopped.
-        request: The request for which it has recorded.
+        profiler: The profiler of torch, which has been stopped.
+        request: The request for which the profiler has recorded.
         facts: Data that torch's profiler does not record.
     """
 
@@ -489,6 +489,6 @@ def append(path: Path, facts: Mapping[str, Any]) -> None:
         file.seek(start)
         end = file.read().rstrip()
         if not end.endswith(b"}"):
-            raise ValueError(f"{path} does not end as a trace")
+            raise ValueError(f"{path} is not a trace, because it does not end with a brace")
         file.seek(start + len(end) - 1)
         file.write(f',\n"{TRACE_KEY}": {json.dumps(facts)}}}\n'.encode())

@@ -21,12 +21,12 @@ from notebook_accelerate.worker.stacks import MAX_DEPTH
 RATE = 250.0
 """Samples per second, which take 1 % of a rank's time."""
 FIRST_RATE, FIRST_SECONDS = 500.0, 0.1
-"""A higher rate at the start, because three short steps may take only milliseconds. Each sample takes 0.1 ms."""
+"""A higher rate for the first seconds, because three short steps may take only milliseconds. A sample takes 0.1 ms."""
 MAX_SAMPLES = 50_000
 BLOCKED = 0.0005
 """A sample that is late by at least this many seconds had to wait for the interpreter lock."""
 SWITCH_SECONDS = 0.0002
-"""After this time, a thread yields the interpreter lock to the sampler. After Python's 5 ms, it would be elsewhere."""
+"""The interpreter's switch interval while samples are taken. After Python's 5 ms, a thread may be elsewhere already."""
 _OWN_THREADS = "notebook-accelerate"
 
 Place = tuple[str, int, str]
@@ -81,7 +81,7 @@ class TimedSamples:
         self._begun.set()
 
     def end(self) -> None:
-        """Stop sampling after the minimum time given to ``begin``. Without ``begin``, take no samples."""
+        """Stop sampling, but not before the minimum time given to ``begin``. Without ``begin``, take no samples."""
         if self.running and time.perf_counter() < self._begin + self._at_least:
             self._until = self._begin + self._at_least
         elif not self._ended.is_set():
@@ -109,7 +109,7 @@ class TimedSamples:
             self._sample_until_end()
             if self._until < inf:
                 self._close(_seconds_of({self._main: os.getpid()}).get(self._main, self._main_seconds))
-            self._ended.wait()  # The maximum number of samples may be reached before the end.
+            self._ended.wait()  # Wait for the end, because the maximum number of samples may be reached earlier.
         return self._result()
 
     def _sample_until_end(self) -> None:
@@ -132,12 +132,12 @@ class TimedSamples:
                     self._note_blocked(before, times)
             before = times
             self._sample(frames)
-            del frames  # The frames hold the function's variables.
+            del frames  # Don't keep the frames, because they hold the function's variables.
             period = 1 / (FIRST_RATE if now - self._begin < FIRST_SECONDS else RATE)
             due = max(due + period, now)
 
     def _note_threads(self, identities: Iterable[int]) -> None:
-        """Update the threads' numbers after threads have changed, and once again, as a thread may have been too new."""
+        """Update the threads' numbers if threads have changed, and once more later, for threads that were starting."""
         seen = set(identities)
         changed = seen != self._seen
         if changed or self._changed:
@@ -197,7 +197,7 @@ class TimedSamples:
         return found
 
     def _other_threads(self) -> list[dict[str, Any]]:
-        """Return the CPU time of each other Python thread, and the line at which it was seen most often."""
+        """Return the CPU time of each Python thread except the main thread, and the line where it was most often."""
         names = {each.ident: each.name for each in threading.enumerate()}
         rows = []
         for identity, seen in self._threads.items():
@@ -210,7 +210,7 @@ class TimedSamples:
 
 
 def thread_delay(number: int) -> float:
-    """Return the seconds that a thread was ready to run but waited for a CPU core, or 0.0 if unknown."""
+    """Return for how many seconds a thread has waited for a CPU core while it could have run, or 0.0 if unknown."""
     with suppress(OSError, ValueError, IndexError):
         return int(read_quickly(f"/proc/self/task/{number}/schedstat").split()[1]) / 1e9
     return 0.0
@@ -242,7 +242,7 @@ def _user_place(frame: FrameType) -> Place:
 
 
 def _thread_numbers() -> dict[int, int]:
-    """Return the system's number of each Python thread by its identity, without this package's threads."""
+    """Return the system's number of each Python thread, by its identity, except those of this package's threads."""
     found = {}
     for thread in threading.enumerate():
         # After a fork, the main thread still has its parent's number in Python versions before 3.13.

@@ -19,7 +19,7 @@ from notebook_accelerate.torch_internals import flight_recorders
 # ---- devices: a thread that waits for a CUDA device uses a CPU core
 
 ANSWER_SECONDS = 0.2
-"""How long the driver may take to reply. A slower driver is itself busy, for example with a full launch queue."""
+"""How long the driver may take to reply. If it takes longer, it is busy, for example with a full launch queue."""
 NOT_READY = 600
 """The return value of cuStreamQuery for a stream with unfinished work."""
 RELAXED_CAPTURE = 2
@@ -27,7 +27,7 @@ RELAXED_CAPTURE = 2
 
 
 class DeviceWatch:
-    """Queries the streams of this process's devices on another thread, because a blocked query may never return."""
+    """Queries the streams of this process's devices on a separate thread, because a query may block forever."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -47,7 +47,7 @@ class DeviceWatch:
 
     def _ask(self) -> None:
         busy = False
-        # After an error, a device answers every query with the same error, and is not busy.
+        # A device with an error answers every query with it, and is not busy.
         with suppress(Exception):
             in_use = (row for row in device_table.ROWS if row.is_accelerator and row.is_initialized())
             busy = any(_is_busy(row) for row in in_use)
@@ -58,7 +58,7 @@ def _is_busy(row: device_table.DeviceRow) -> bool:
     module = row.load()
     streams = _streams(getattr(module, "Stream", None))
     if row.type == "cuda":
-        # Don't use torch's own query, which holds the GIL: a blocked driver would block the interpreter forever.
+        # Don't use torch's own query, which holds the GIL, so that a blocked driver would block the interpreter too.
         with suppress(OSError):
             return cuda_is_busy(ctypes.CDLL("libcuda.so.1"), streams)
     device_table.select_again()
@@ -112,7 +112,7 @@ def _has_work(driver: Any, handle: int) -> bool:
 
 
 class DeviceCalls:
-    """Records whether a thread is in a call of torch that reads a tensor on a device in use.
+    """Records whether a thread is in a call of torch that reads a tensor from a device.
 
     Attributes:
         inside: Whether the thread is inside a call of this kind.
@@ -123,7 +123,7 @@ class DeviceCalls:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Record this thread's calls within the block."""
+        """Record the calls that this thread makes within the block."""
         types = {row.type for row in device_table.ROWS if row.is_accelerator and row.is_initialized()}
         if not types:  # Import nothing, because the main thread may be importing torch, which this would break.
             yield

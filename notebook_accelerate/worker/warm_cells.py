@@ -35,7 +35,7 @@ def warm_rank() -> None:
     """
     # Create the gate first, because an interrupt of the first cell may arrive during the imports below.
     gate = InterruptGate()
-    from notebook_accelerate.state import PartialState  # imported here, because the kernel must not import it
+    from notebook_accelerate.state import PartialState  # Import it here, because the kernel must not import it.
 
     state = PartialState()
     namespace: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__}
@@ -53,7 +53,7 @@ def warm_rank() -> None:
             sys.stderr.flush()
             sink.send(reply)
         except KeyboardInterrupt:
-            continue  # The cell has replaced the handler, and the interrupt arrived between two cells.
+            continue  # The cell has replaced the handler, so an interrupt between two cells raises KeyboardInterrupt.
 
 
 def _run(request: CellRequest, namespace: dict[str, Any], gate: InterruptGate) -> CellReply:

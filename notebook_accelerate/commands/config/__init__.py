@@ -1,4 +1,4 @@
-"""Re-exports: the configuration file, under Accelerate's paths."""
+"""Re-export the classes and paths of the configuration file from Accelerate's module path."""
 
 from __future__ import annotations
 

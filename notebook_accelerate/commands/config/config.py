@@ -64,7 +64,7 @@ def config_command(args: argparse.Namespace) -> None:
     """
     print("Press Enter to accept the answer in brackets.\n")
     config = get_cluster_input(input)
-    config.to_launch_arguments()  # This raises the errors that a launch would raise.
+    config.to_launch_arguments()  # Raise the errors that a launch would raise before writing the file.
     print(f"\nthe configuration is in {_write(config, args.config_file)}")
 
 
@@ -72,7 +72,7 @@ def get_cluster_input(read: Callable[[str], str]) -> ClusterConfig:
     """Ask for a configuration.
 
     Args:
-        read: Shows a prompt and returns a line.
+        read: A function like ``input``, which shows a prompt and returns the line that the user types.
     """
     machine = hardware.detect()
     answers: dict[str, Any] = {"devices": machine.count}

@@ -1,4 +1,4 @@
-"""Re-exports: the classes of the configuration file."""
+"""Re-export the classes and paths of the configuration file from Accelerate's older module path."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class TestThePlugin:
     @pytest.mark.parametrize(
         ("values", "match"),
         [
-            ({"zero_stage": 2, "offload_param_device": "cpu"}, "needs zero_stage=3, and zero_stage=2"),
+            ({"zero_stage": 2, "offload_param_device": "cpu"}, "needs zero_stage=3, but zero_stage=2"),
             ({"zero_stage": 0, "offload_optimizer_device": "cpu"}, "needs zero_stage=1 or more"),
             ({"offload_optimizer_device": "nvme"}, "pass offload_optimizer_nvme_path"),
             ({"zero_stage": 3, "enable_msamp": True}, "MS-AMP does not work with ZeRO stage 3"),
@@ -181,7 +181,7 @@ class TestAutos:
 
     def test_one_error_lists_all_differences(self) -> None:
         plugin = DeepSpeedPlugin(FILE)
-        with pytest.raises(ValueError, match="'auto' takes the values of the training") as caught:
+        with pytest.raises(ValueError, match="'auto' takes the values of the training run") as caught:
             plugin.deepspeed_config_process(
                 gradient_accumulation_steps=4, train_micro_batch_size_per_gpu=4, **{"optimizer.params.weight_decay": 0}
             )
@@ -225,5 +225,5 @@ class TestPrecision:
 
     def test_two_precisions_are_refused(self) -> None:
         plugin = DeepSpeedPlugin({**FILE, "fp16": {"enabled": True}})
-        with pytest.raises(ValueError, match="mixed_precision='bf16', and the DeepSpeed configuration has fp16"):
+        with pytest.raises(ValueError, match="mixed_precision='bf16', but the DeepSpeed configuration enables fp16"):
             plugin.set_mixed_precision("bf16")

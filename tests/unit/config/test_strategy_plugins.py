@@ -124,8 +124,8 @@ def test_quantization_has_one_width_and_torch_dtypes() -> None:
 @pytest.mark.parametrize(
     ("values", "match"),
     [
-        ({}, "can't be both False"),
-        ({"load_in_4bit": True, "load_in_8bit": True}, "can't be both True"),
+        ({}, "can't both be False"),
+        ({"load_in_4bit": True, "load_in_8bit": True}, "can't both be True"),
         ({"load_in_8bit": "yes"}, "must be a boolean"),
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "int4"}, "pass one of 'fp4', 'nf4'"),
         ({"load_in_4bit": True, "bnb_4bit_compute_dtype": "fp8"}, "pass one of 'fp32', 'fp16', 'bf16'"),

@@ -400,7 +400,7 @@ def test_facts_are_appended_to_a_trace_of_torch(tmp_path: Path) -> None:
     assert json.loads(file.read_text()) == {**before, TRACE_KEY: facts}
     assert read_trace(file).facts == facts
     file.write_text("[1, 2]")
-    with pytest.raises(ValueError, match="does not end as a trace"):
+    with pytest.raises(ValueError, match="does not end with a brace"):
         step_profiler.append(file, facts)
 
 
