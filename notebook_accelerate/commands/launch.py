@@ -144,7 +144,7 @@ class RankLogs:
     """Writes the output of this machine's ranks to the files that torchrun would write.
 
     Args:
-        folder: The folder in which each launch creates a subfolder, with files such as
+        folder: The parent folder. Each launch creates a subfolder, with files such as
             ``none_*/attempt_0/0/stdout.log``.
         streams: The streams to write, for all ranks or by local rank: 1 (stdout), 2 (stderr), 3 (both) or 0 (none).
 

@@ -24,7 +24,7 @@ class HfDeepSpeedConfig:
         config: The configuration as a dict.
 
     Raises:
-        ValueError: The argument is none of these, or the file does not contain a JSON object.
+        ValueError: The argument is of another kind, or the file does not contain a JSON object.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
@@ -54,7 +54,7 @@ class HfDeepSpeedConfig:
             ds_key_long: The dotted key.
 
         Returns:
-            The dict (None if there is none), and the last part of the key.
+            The dict, or None if it does not exist, and the last part of the key.
         """
         *path, key = ds_key_long.split(".")
         node: Any = self.config

@@ -56,7 +56,7 @@ def _without_file(answers: Answers) -> bool:
 
 
 def _device(part: str, question: str) -> Any:
-    """Create the setting for the device to which the optimizer or the parameters are offloaded."""
+    """Create the setting for the device that the optimizer or the parameters are offloaded to."""
     key = f"{_ZERO}.offload_{part}.device"
     return setting(unset="none", choices=("none", "cpu", "nvme"), ask=question, when=_without_file, argument=key)
 

@@ -81,7 +81,7 @@ class Agent:
         try:
             self.sink.send(InputRequest(prompt, password, shown, kind, number))
             while (reply := self._replies.get()).number != number:
-                pass  # Skip the answer to an earlier prompt, which an interrupt has ended.
+                pass  # Skip the answer to an earlier prompt, which was interrupted.
         finally:  # The prompt ends even if it is interrupted.
             self.sink.send(AnsweredEvent(number))
         if reply.text is None:
@@ -121,7 +121,7 @@ class Agent:
             self.sink.channel.send(AgentFailedEvent(text, ended))
 
     def _handle(self, event: Event) -> None:
-        """Call the handler of an event. If it fails, the thread must go on, or the rank would never reply again."""
+        """Call the handler of an event. If it fails, the thread must continue, or the rank would never reply again."""
         handler = self._handlers.get(type(event))
         if handler is None:
             return

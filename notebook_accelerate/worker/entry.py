@@ -76,7 +76,7 @@ class Outcome(NamedTuple):
 
 @dataclass
 class RankDescriptors:
-    """The descriptors that a rank keeps, and the process id of its parent, with which it ends."""
+    """The descriptors that a rank keeps, and the process id of its parent. The rank ends when its parent does."""
 
     channel: int
     stdout: int

@@ -209,7 +209,7 @@ class ExitWatch:
         agent.every_tick(self._tick)
 
     def begin(self) -> None:
-        """Start to watch the exit, when the function has ended."""
+        """Start to watch the exit, once the function has returned or failed."""
         self._since = time.monotonic()
 
     def _tick(self) -> None:

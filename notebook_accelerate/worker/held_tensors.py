@@ -30,8 +30,8 @@ _PLAIN = {int, float, str, bool, bytes, type(None), type, ModuleType, FunctionTy
 """Types whose values cannot hold tensors, and modules and functions, whose tensors no variable of the user names."""
 _STORES = ("STORE_FAST", "STORE_DEREF", "STORE_NAME", "STORE_GLOBAL")
 _UNSHARED = 3
-"""The number of references to ``f_locals`` if nothing else uses it: those of the frame, of the variable, and of the
-call that counts them."""
+"""The number of references to ``f_locals`` if nothing else uses it. The frame, the variable, and the call that counts
+them each hold one."""
 
 
 def user_frames() -> list[FrameType]:

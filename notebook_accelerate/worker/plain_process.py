@@ -68,7 +68,7 @@ def _disconnect_shell(shell: Any) -> None:
 
 
 _of_notebook: list[str] | None = None
-"""The names of the modules to hide, or None if they have not been determined yet."""
+"""The names of the modules to hide, or None before `look_for_notebook` has run."""
 
 
 def look_for_notebook() -> None:

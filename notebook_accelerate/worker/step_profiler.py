@@ -452,7 +452,7 @@ class Recorded:
 
     Args:
         profiler: The profiler of torch, which has been stopped.
-        request: The request for which the profiler has recorded.
+        request: The request that started the profiler.
         facts: Data that torch's profiler does not record.
     """
 

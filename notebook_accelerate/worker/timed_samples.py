@@ -197,7 +197,7 @@ class TimedSamples:
         return found
 
     def _other_threads(self) -> list[dict[str, Any]]:
-        """Return the CPU time of each Python thread except the main thread, and the line where it was most often."""
+        """Return the CPU time of each Python thread except the main thread, and the line at which it was seen most often."""
         names = {each.ident: each.name for each in threading.enumerate()}
         rows = []
         for identity, seen in self._threads.items():
@@ -242,7 +242,7 @@ def _user_place(frame: FrameType) -> Place:
 
 
 def _thread_numbers() -> dict[int, int]:
-    """Return the system's number of each Python thread, by its identity, except those of this package's threads."""
+    """Return the system's number of each Python thread by its identity, except for this package's threads."""
     found = {}
     for thread in threading.enumerate():
         # After a fork, the main thread still has its parent's number in Python versions before 3.13.
