@@ -33,7 +33,7 @@ class _Displays:
         self._replaceable: list[str] = []
 
     def clear(self, *, wait: bool) -> None:
-        """Let the next displays replace those shown since the last call. Without ``wait``, empty the old ones immediately.
+        """Let the next displays replace those shown since the last call. Without ``wait``, empty the old ones now.
 
         Displays that should have been replaced after the last call, but were not, are emptied in any case.
         """

@@ -197,7 +197,7 @@ class TimedSamples:
         return found
 
     def _other_threads(self) -> list[dict[str, Any]]:
-        """Return the CPU time of each Python thread except the main thread, and the line at which it was seen most often."""
+        """Return the CPU time of each Python thread except the main thread, and the line at which it was most often."""
         names = {each.ident: each.name for each in threading.enumerate()}
         rows = []
         for identity, seen in self._threads.items():
