@@ -1,4 +1,4 @@
-"""The parallel strategies. Each is a class, and a table maps each `DistributedType` to its strategy."""
+"""The training strategies, each a class, and a table that maps each `DistributedType` to its strategy."""
 
 from __future__ import annotations
 
@@ -74,12 +74,15 @@ STRATEGIES: dict[str, StrategyFactory] = {
     DistributedType.XLA.value: _xla,
     DistributedType.MEGATRON_LM.value: _megatron_lm,
 }
-"""The factory of each strategy, by `DistributedType`, or by "TP", "EP" or "PP", because Accelerate has no type for
-ranks that split only tensors, experts or layers."""
+"""The function that creates each strategy.
+
+The keys are values of `DistributedType`, and "TP", "EP" and "PP" for ranks that split only tensors, experts or layers,
+for which Accelerate has no type.
+"""
 
 
 def register_strategy(kind: str, factory: StrategyFactory) -> None:
-    """Register a strategy, replacing the one that was registered for the same kind.
+    """Register a strategy. It replaces the strategy that was registered for the same kind.
 
     Args:
         kind: The `DistributedType` that the strategy serves.
@@ -89,16 +92,16 @@ def register_strategy(kind: str, factory: StrategyFactory) -> None:
 
 
 def make_strategy(setup: Setup) -> Strategy:
-    """Create the strategy for the world of an `Accelerator`.
+    """Create the strategy that an `Accelerator` trains with.
 
     Args:
         setup: The settings of the `Accelerator`.
 
     Returns:
-        The strategy.
+        The strategy, ready to prepare objects.
 
     Raises:
-        ValueError: No strategy is registered for this kind of world, or the strategy is not available.
+        ValueError: No strategy is registered for the distributed type, or the strategy is not available.
     """
     kind = str(getattr(setup.state.distributed_type, "value", setup.state.distributed_type))
     layout = setup.state.parallelism_config

@@ -31,7 +31,7 @@ from notebook_accelerate.state import AcceleratorState, GradientState
 from notebook_accelerate.state.warn_once import warn_once
 
 UNSET: Any = object()
-"""Marks a deprecated argument that was not given."""
+"""The default of deprecated arguments, which tells whether they were given."""
 
 
 @dataclass(kw_only=True)
@@ -39,9 +39,9 @@ class Setup:
     """The settings of one `Accelerator`, as its strategy needs them."""
 
     state: AcceleratorState
-    """The ranks and the plugins."""
+    """This rank, the number of ranks, and the active plugins."""
     gradient_state: GradientState
-    """The position of training in an accumulation window."""
+    """The current position in the accumulation window."""
     precision: Precision
     """The precision that models compute in."""
     scaler: torch.amp.GradScaler | None
@@ -55,21 +55,21 @@ class Setup:
     dataloader_config: DataLoaderConfiguration = field(default_factory=DataLoaderConfiguration)
     """How the batches of loaders are divided among ranks."""
     rng_types: list[Any] | None = None
-    """The random generators that are synchronized at the start of each pass. If None, the strategy chooses them."""
+    """The random number generators to synchronize at the start of each pass. If None, the strategy chooses them."""
     step_scheduler_with_optimizer: bool = True
     """Whether schedulers step only when optimizers do."""
     ddp_handler: DistributedDataParallelKwargs | None = None
-    """The settings of DDP. If None, torch's defaults are used."""
+    """The settings for DDP. If None, torch's defaults are used."""
 
 
 def check_loss(loss: Any) -> None:
-    """Check that a loss that is not a tensor has a method `backward`.
+    """Check that a loss that is not a tensor has a `backward` method.
 
     Args:
         loss: The argument of `Accelerator.backward`.
 
     Raises:
-        ValueError: The loss has no method `backward`.
+        ValueError: The loss has no `backward` method.
     """
     if callable(getattr(loss, "backward", None)):
         return
@@ -82,13 +82,13 @@ def check_loss(loss: Any) -> None:
 
 
 def generators(kinds: Any) -> list[Any]:
-    """Return the kinds of random generators that are synchronized across ranks.
+    """Return the random number generators that are synchronized across ranks.
 
     Args:
         kinds: The argument `rng_types`.
 
     Returns:
-        The kinds. By default, the only one is the loader's own generator.
+        The names of the generators. By default, only the loader's own generator is synchronized.
 
     Raises:
         ValueError: `kinds` is not a list, or names an unknown generator.
@@ -124,7 +124,7 @@ def project_configuration(
 
 
 def loader_configuration(config: DataLoaderConfiguration | None, split_batches: Any) -> DataLoaderConfiguration:
-    """Return the configuration of loaders.
+    """Return the settings that loaders are prepared with.
 
     Args:
         config: The argument `dataloader_config`.
@@ -157,7 +157,7 @@ def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> Gradi
         The plugin.
 
     Raises:
-        ValueError: Both were given.
+        ValueError: Both arguments were given.
     """
     if plugin is not None:
         check_type(
@@ -173,30 +173,29 @@ def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> Gradi
 
 
 def dynamo(plugin: TorchDynamoPlugin | None, backend: DynamoBackend | str | None) -> TorchDynamoPlugin | None:
-    """Return the plugin that configures the compilation of models.
+    """Return the plugin that configures how models are compiled.
 
     Args:
         plugin: The argument `dynamo_plugin`.
         backend: The argument `dynamo_backend`.
 
     Returns:
-        The plugin, or None to keep the plugin of the state.
+        The plugin, or None to keep the one that `AcceleratorState` already has.
 
     Raises:
-        ValueError: Both were given.
+        ValueError: Both arguments were given.
     """
     if backend is not None:
         either("dynamo_plugin", plugin, "dynamo_backend", backend)
         return TorchDynamoPlugin(backend=backend)  # type: ignore[arg-type]
     if plugin is not None:
         check_type("dynamo_plugin", plugin, TorchDynamoPlugin, "TorchDynamoPlugin(...)")
-    # An Accelerator that is created later without the argument keeps the plugin that the first one read from the
-    # environment.
+    # A later Accelerator without this argument keeps the plugin that the first one read from environment variables.
     return plugin if plugin is not None or AcceleratorState._shared_state else TorchDynamoPlugin()
 
 
 def either(name: str, value: Any, other_name: str, other: Any) -> Any:
-    """Return the value of the argument that was given, out of two that exclude each other.
+    """Return the value of whichever of two mutually exclusive arguments was given.
 
     Args:
         name: The name of the first argument.
@@ -208,7 +207,7 @@ def either(name: str, value: Any, other_name: str, other: Any) -> Any:
         The value, or None if neither was given.
 
     Raises:
-        ValueError: Both were given.
+        ValueError: Both arguments were given.
     """
     if value is not None and other is not None:
         raise ValueError(f"{name} and {other_name} were both given; pass one of them")
@@ -231,7 +230,7 @@ _FIELD_OF_CLASS: tuple[tuple[type[KwargsHandler] | UnionType, str], ...] = (
 
 @dataclass(kw_only=True)
 class Handlers:
-    """The handlers of an `Accelerator` by kind. A kind without a handler is None."""
+    """The handlers of an `Accelerator`, by kind. The attribute is None if no handler of that kind was given."""
 
     ddp: DistributedDataParallelKwargs | None = None
     scaler: GradScalerKwargs | None = None
@@ -242,7 +241,7 @@ class Handlers:
 
 
 def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
-    """Assign handlers to their kinds.
+    """Sort handlers by their kinds.
 
     Args:
         handlers: The argument `kwargs_handlers`.
@@ -271,7 +270,7 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
 
 
 def check_handler(name: str, handler: _Handler | None, kind: type[_Handler]) -> _Handler | None:
-    """Return a handler after checking that it may be assigned to an attribute of an `Accelerator`.
+    """Return a handler, after checking that an attribute of an `Accelerator` may be set to it.
 
     Args:
         name: The name of the attribute.

@@ -70,7 +70,7 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """How the ranks train together."""
+        """The type of distributed training, such as MULTI_GPU or FSDP."""
         return self.state.distributed_type
 
     @property
@@ -80,7 +80,7 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def process_index(self) -> int:  # type: ignore[override]
-        """The number of this rank, counted from 0."""
+        """The index of this rank, counted from 0."""
         return self.state.process_index
 
     @property
@@ -105,18 +105,18 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def mixed_precision(self) -> str:
-        """The precision of the models that this object prepares: no, fp16, bf16 or fp8."""
+        """The precision of the models that this Accelerator prepares: no, fp16, bf16 or fp8."""
         return self._precision.name
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """The parallel layout, or None if ranks use data parallelism only."""
+        """The parallel layout, or None if ranks only use data parallelism."""
         layout: ParallelismConfig | None = self.state.parallelism_config
         return layout
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """The mesh of ranks of the parallel layout, or None if there is no layout."""
+        """The device mesh of the parallel layout, or None if there is no layout."""
         mesh: DeviceMesh | None = self.state.device_mesh
         return mesh
 
@@ -132,12 +132,12 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def deepspeed_engine_wrapped(self) -> Any:
-        """The wrapper of DeepSpeed's engine, or None if no model is prepared yet or DeepSpeed is not used."""
+        """The wrapper of DeepSpeed's engine, or None if DeepSpeed is not used or no model has been prepared."""
         return getattr(self.strategy, "deepspeed_engine_wrapped", None)
 
     @property
     def native_amp(self) -> bool:
-        """Whether `autocast`, and the models prepared from now on, use torch's autocast."""
+        """Whether `autocast` and models that are prepared from now on use torch's autocast."""
         return self._precision.native_amp
 
     @native_amp.setter
@@ -151,12 +151,15 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """Whether the sharding of models can be combined with other parallel dimensions."""
+        """Whether sharding can be combined with other parallel dimensions."""
         return self.is_fsdp2
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this rank writes when a model is saved. All ranks do if models are sharded, otherwise only rank 0."""
+        """Whether this rank writes files when a model is saved.
+
+        If models are sharded, all ranks do, otherwise only rank 0.
+        """
         return self.strategy.all_ranks_save or self.state.is_main_process
 
     def _mesh_rank(self, *names: str) -> int:
@@ -197,7 +200,7 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def data_parallel_rank(self) -> int:
-        """This rank's index among the replicas of the data-parallel dimension.
+        """This rank's index along the dimension of data-parallel replicas.
 
         Raises:
             NotImplementedError: There is no parallel layout.
@@ -206,7 +209,7 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """This rank's index among the shards of the data-parallel dimension.
+        """This rank's index along the dimension of data-parallel shards.
 
         Raises:
             NotImplementedError: There is no parallel layout.
@@ -236,7 +239,7 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Whether loaders shuffle with a sampler that has its own seed."""
+        """Whether loaders shuffle with a sampler that is seeded separately for each epoch."""
         return self.dataloader_config.use_seedable_sampler
 
     @property
@@ -275,7 +278,7 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether this batch completes an accumulation window, so that gradients are exchanged and optimizers step."""
+        """Whether this batch completes an accumulation window. If so, gradients are exchanged and optimizers step."""
         return self.gradient_state.sync_gradients
 
     @sync_gradients.setter
@@ -287,11 +290,11 @@ class AcceleratorProperties(RankExecution):
         """Whether an optimizer skipped its last step because of infinite gradients."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
-    # ---- kwargs_handlers, which are None if not given. Libraries assign them before they call prepare().
+    # ---- kwargs_handlers. Each is None if it was not given. Libraries assign them before they call prepare().
 
     @property
     def autocast_handler(self) -> AutocastKwargs | None:
-        """The settings of autocast."""
+        """The settings for autocast."""
         return self._precision.autocast_handler
 
     @autocast_handler.setter
@@ -300,7 +303,7 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs | None:
-        """The settings of DDP."""
+        """The settings for DDP."""
         return self.strategy.setup.ddp_handler
 
     @ddp_handler.setter
@@ -309,7 +312,7 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def scaler_handler(self) -> GradScalerKwargs | None:
-        """The settings of the loss scaler. A new value does not change a scaler that exists already."""
+        """The settings for the loss scaler. Assigning new ones does not change an existing scaler."""
         return self._precision.scaler_handler
 
     @scaler_handler.setter
@@ -318,7 +321,7 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def init_handler(self) -> InitProcessGroupKwargs | None:
-        """The settings of the process group. A new value does not change a group that exists already."""
+        """The settings for the process group. Assigning new ones does not change an existing group."""
         return self._handlers.init
 
     @init_handler.setter
@@ -327,7 +330,7 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def profile_handler(self) -> ProfileKwargs | None:
-        """The settings of the profiler."""
+        """The settings for the profiler."""
         return self._handlers.profile
 
     @profile_handler.setter
@@ -336,7 +339,7 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def ao_recipe_handler(self) -> AORecipeKwargs | None:
-        """The fp8 recipe of torchao."""
+        """The fp8 recipe for torchao."""
         return self._recipe(AORecipeKwargs)
 
     @ao_recipe_handler.setter
@@ -345,7 +348,7 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def te_recipe_handler(self) -> TERecipeKwargs | None:
-        """The fp8 recipe of Transformer Engine."""
+        """The fp8 recipe for Transformer Engine."""
         return self._recipe(TERecipeKwargs)
 
     @te_recipe_handler.setter
@@ -354,7 +357,7 @@ class AcceleratorProperties(RankExecution):
 
     @property
     def msamp_recipe_handler(self) -> MSAMPRecipeKwargs | None:
-        """The fp8 recipe of MS-AMP."""
+        """The fp8 recipe for MS-AMP."""
         return self._recipe(MSAMPRecipeKwargs)
 
     @msamp_recipe_handler.setter
@@ -378,7 +381,7 @@ class AcceleratorProperties(RankExecution):
             unwrap: Whether to remove the wrappers that `prepare` added to the model.
 
         Returns:
-            The state dict.
+            The state dict, by parameter name.
         """
         return self.strategy.model_state_dict(model, unwrap)
 
@@ -403,6 +406,6 @@ class AcceleratorProperties(RankExecution):
 
 
 class HasState(Protocol):
-    """An object that has the state of the world, such as an `Accelerator` or a strategy's `Setup`."""
+    """An object with the attribute `state`, such as an `Accelerator` or a strategy's `Setup`."""
 
     state: AcceleratorState

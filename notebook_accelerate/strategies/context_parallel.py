@@ -20,10 +20,10 @@ from notebook_accelerate.strategies.module_queries import layer_kinds
 def split_sequences(
     mesh: DeviceMesh, exchange: str, buffers: Sequence[torch.Tensor], dims: Sequence[int], kept_split: set[torch.Tensor]
 ) -> Iterator[None]:
-    """Split sequences across ranks inside a with block; every rank must enter the block.
+    """Split sequences across ranks inside a `with` block; every rank must enter the block.
 
     Args:
-        mesh: The ranks that share sequences.
+        mesh: The mesh of the ranks that share sequences.
         exchange: How ranks exchange keys and values: "allgather" or "alltoall".
         buffers: The tensors to split in place.
         dims: The sequence dimension of each buffer.
@@ -56,8 +56,8 @@ def _check_buffers(
     if not all(any(kept is buffer for buffer in buffers) for kept in kept_split):
         raise ValueError("no_restore_buffers contains a tensor that is not in buffers; pass a subset of buffers")
     for buffer, dim in zip(buffers, dims, strict=True):
-        # Later positions attend to more keys. To give all ranks the same amount of work, each rank gets one piece from
-        # the front and one from the back.
+        # Later positions attend to more keys. Each rank gets one piece from the front and one from the back, so that
+        # all ranks have the same amount of work.
         if not -buffer.dim() <= dim < buffer.dim() or buffer.shape[dim] % pieces:
             raise ValueError(
                 f"a buffer of shape {list(buffer.shape)} cannot be split along buffer_seq_dims={dim}: that dimension "
@@ -68,13 +68,14 @@ def _check_buffers(
 def make_attention_causal(model: nn.Module) -> None:
     """Make a transformers model use causal attention instead of a mask. The model is changed in place.
 
-    A mask for a whole sequence does not fit a part of the sequence, and torch's split attention does not accept masks.
+    A mask for the whole sequence does not fit a part of it, and torch's context-parallel attention accepts no masks.
 
     Args:
         model: A model whose attention modules are named self_attn.
 
     Raises:
-        ValueError: Some layers need a mask other than the causal one (sliding windows, chunks), or have no attention.
+        ValueError: Some layers need a mask other than the causal one (sliding windows, chunks), or do not use
+            attention.
     """
     if others := [kind for kind in layer_kinds(model) if kind != "full_attention"]:
         raise ValueError(

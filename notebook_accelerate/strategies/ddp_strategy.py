@@ -36,18 +36,18 @@ class DDPStrategy(Strategy):
             The DDP module, or the model itself if no parameter requires a gradient.
 
         Raises:
-            ValueError: A device map spreads the model across several devices.
+            ValueError: The model is spread across several devices by a device map.
         """
         if is_on_several_devices(model):
             raise ValueError(
-                "a model that a device map spreads over several devices cannot be trained by several processes; start "
-                "one process, or load the model without device_map"
+                "a model that a device map spreads across several devices cannot be trained by several processes; "
+                "start one process, or load the model without device_map"
             )
         if ddp_inside(model) is not None or not any(p.requires_grad for p in model.parameters()):
             return model
         handler = self.setup.ddp_handler
         device = self.setup.device
-        # Leave out devices without an index (the CPU, and types with one device per process), because DDP rejects them.
+        # DDP rejects devices without an index: the CPU, and device types with one device per process.
         placed: dict[str, Any] = {} if device.index is None else {"device_ids": [device], "output_device": device}
         wrapped = DistributedDataParallel(model, **placed, **(handler.to_kwargs() if handler is not None else {}))
         keep_group_for(wrapped.process_group, wrapped.reducer, wrapped.logger)
@@ -75,7 +75,7 @@ class DDPStrategy(Strategy):
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Let ranks that have run out of batches join the others' collectives; see `Accelerator.join_uneven_inputs`.
+        """Let ranks that have run out of batches join the collectives of others; see `Accelerator.join_uneven_inputs`.
 
         Raises:
             ValueError: An object is not a model and does not support joining.
@@ -91,7 +91,7 @@ class DDPStrategy(Strategy):
 
 
 def _joinable(item: Any) -> Joinable | None:
-    """Return the object to join, or None for a plain model, whose passes exchange nothing."""
+    """Return the object to join, or None for a plain model, which exchanges nothing between ranks."""
     for candidate in (item, ddp_inside(item), getattr(item, "optimizer", None)):
         if isinstance(candidate, Joinable):
             return candidate
@@ -106,12 +106,12 @@ def _joinable(item: Any) -> Joinable | None:
 class Unsynchronised:
     """A context that keeps the backward pass of DDP models from exchanging gradients.
 
-    This is equivalent to `DistributedDataParallel.no_sync` for several models, at a tenth of the cost of a generator.
-    Models with a static graph still exchange gradients in one pass, because torch records the graph in a backward pass
-    that exchanges gradients, and otherwise fails an assertion. The gradients of a window do not change.
+    It does the same as `DistributedDataParallel.no_sync` of each model, at a tenth of the cost of that generator.
+    Models with a static graph still exchange gradients in one pass: torch records the graph in a backward pass that
+    exchanges gradients, and would otherwise fail an assertion. The gradients of the window stay the same.
 
     Args:
-        models: The DDP modules.
+        models: The DDP modules to keep from exchanging gradients.
     """
 
     __slots__ = ("_before", "_models")
@@ -134,9 +134,9 @@ _outputs: WeakKeyDictionary[DistributedDataParallel, list[torch.Tensor]] = WeakK
 
 
 def _remember_outputs(model: DistributedDataParallel, _: Any, output: Any) -> None:
-    """Keep references to the graph of a forward pass that will not exchange gradients.
+    """Keep references to the graph of a forward pass whose backward pass will not exchange gradients.
 
-    The references are empty slices, so that the memory of the outputs can be freed.
+    The references are empty slices of the outputs, whose memory can therefore be freed.
     """
     kept: list[torch.Tensor] = []
     if torch.is_grad_enabled() and not model.require_backward_grad_sync:
@@ -156,7 +156,7 @@ def synchronised_backward(model: Any) -> Iterator[None]:
         Nothing.
 
     Raises:
-        ValueError: DDP looks for unused parameters, and the model's last forward pass did not run under `no_sync`.
+        ValueError: DDP searches for unused parameters, but the model's last forward pass did not run under `no_sync`.
     """
     wrapped = ddp_inside(model)
     if wrapped is None:
@@ -164,7 +164,7 @@ def synchronised_backward(model: Any) -> Iterator[None]:
         return
     before = wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync
     wrapped.require_backward_grad_sync = wrapped.require_forward_param_sync = True
-    # DDP's forward pass does this itself only if it knows that gradients will be exchanged.
+    # DDP's forward pass only does this if it knows that gradients will be exchanged.
     wrapped.reducer.prepare_for_backward(_outputs_to_search(wrapped))
     try:
         yield

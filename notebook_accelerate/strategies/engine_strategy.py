@@ -16,15 +16,15 @@ from notebook_accelerate.strategies.accelerator_arguments import Setup
 from notebook_accelerate.strategies.strategy import NOTHING, Strategy
 
 PREPARE_TOGETHER = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
-"""The line that error messages tell the user to write."""
+"""The line of code that error messages suggest."""
 
 
 class EngineOptimizer(AcceleratedOptimizer):
-    """An engine's optimizer, whose steps are the engine's steps. These also clear the gradients.
+    """An engine's optimizer. Its steps are the engine's steps, which also clear the gradients.
 
     Args:
         optimizer: The engine's optimizer.
-        engine: An object whose `step` takes the engine's step. If None, the optimizer's `step` does nothing.
+        engine: The object whose `step` takes the engine's step. If None, the optimizer's `step` does nothing.
     """
 
     library: ClassVar[str] = ""
@@ -49,7 +49,7 @@ class EngineOptimizer(AcceleratedOptimizer):
 
 
 class EngineScheduler(AcceleratedScheduler):
-    """A schedule that the engine steps, and saves in its own checkpoint.
+    """A schedule that the engine steps and saves in its own checkpoint.
 
     Args:
         scheduler: The engine's schedule.
@@ -71,7 +71,7 @@ class EngineStrategy(Strategy):
     """Creates one engine from a model and its optimizer. The engine scales losses, clips gradients and takes steps.
 
     Attributes:
-        models: The engine, once a model is prepared.
+        models: A list of the engine, once a model is prepared.
         engine: The object that takes the engine's steps, or None before a model is prepared.
     """
 
@@ -141,12 +141,12 @@ class EngineStrategy(Strategy):
 
         Args:
             parameters: Not used, because the engine computes the norm over all of its parameters.
-            max_norm: The maximum norm. A number in the plugin or its configuration has precedence.
-            norm_type: 2, the only norm that engines support.
+            max_norm: The maximum norm. A number in the plugin or its configuration takes precedence.
+            norm_type: The type of the norm, which must be 2.
 
         Returns:
-            The norm over all ranks before clipping. If the accumulation window is not complete, the norm of the
-            previous step.
+            The norm of all ranks' gradients before clipping. If the accumulation window is not complete, the norm of
+            the previous step.
 
         Raises:
             ValueError: `norm_type` is not 2.
@@ -161,7 +161,7 @@ class EngineStrategy(Strategy):
         return self._step_clipped(max_norm)
 
     def _configured_norm(self) -> tuple[float | None, str]:
-        """Return the configured norm, which has precedence, or None; and advice for the warning about that norm."""
+        """Return the configured maximum norm, or None, and advice for the warning that this norm takes precedence."""
         raise NotImplementedError
 
     def _step_clipped(self, max_norm: float) -> torch.Tensor:
@@ -169,7 +169,7 @@ class EngineStrategy(Strategy):
         raise NotImplementedError
 
     def clip_grad_value(self, parameters: Any, clip_value: float) -> None:
-        """Raise an error, because engines cannot clip gradients one by one.
+        """Raise an error, because engines cannot clip the values of gradients.
 
         Args:
             parameters: Not used.

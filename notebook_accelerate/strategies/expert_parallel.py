@@ -1,8 +1,8 @@
 """Expert parallelism: ranks with the same data share the experts of mixture-of-experts layers.
 
-Every rank has an equal share of each layer's experts, and computes the tokens that are routed to these. The layer's
-output is the sum over the ranks. Accelerate's `ep_size` (accelerate#4202) only creates the mesh, and leaves it to the
-model to split its experts.
+Every rank has an equal share of each layer's experts, and computes the tokens that are routed to them. The layer's
+output is the sum over the ranks. Accelerate's `ep_size` (accelerate#4202) only creates the mesh, and leaves splitting
+the experts to the model.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from notebook_accelerate.strategies.sharding.sharded_strategy import SplitLayers
 from notebook_accelerate.torch_internals import Dropout
 
 MINIMUM = "2.10"
-"""The oldest torch version for expert parallelism: torch 2.9 loses rows when it gathers experts that FSDP 2 has sharded
-unevenly."""
+"""The oldest torch version for expert parallelism. torch 2.9 loses rows when it gathers experts that FSDP 2 has
+sharded unevenly."""
 
 
 def split_experts(model: nn.Module, ranks: DeviceMesh | None) -> None:
     """Split the experts of a model in place.
 
-    A layer of experts is a module named `experts` as in transformers 5. The first dimension of its parameters counts
-    the experts. It is called with the hidden states, and with the indices and weights of the chosen experts.
+    A layer of experts is a module named `experts`, as in transformers 5. The first dimension of its parameters counts
+    the experts. The module is called with the hidden states, and the indices and weights of the chosen experts.
 
     Args:
         model: A model with equal weights on every rank.
-        ranks: The mesh of all ranks. Ranks along the dimension "ep" share the experts. If there is no such dimension,
+        ranks: The mesh of all ranks. Ranks along the dimension "ep" share the experts. Without such a dimension,
             nothing is done.
 
     Raises:
@@ -104,7 +104,7 @@ _CALL = "_expert_parallel_call"
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a layer: the token that each row belongs to, and the attributes that the call replaced."""
+    """State of one call of a layer: the token of each row, and the attributes that the call replaced."""
 
     group: dist.ProcessGroup
     shape: torch.Size
@@ -121,7 +121,7 @@ def _check_call(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 
 def _select_own(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
-    """Select the (token, expert) pairs of this rank's experts; each pair becomes a row with one chosen expert."""
+    """Select the (token, expert) pairs of this rank's experts. Each pair becomes a row with one chosen expert."""
     _check_call(layer, inputs)
     # FSDP has gathered its shards by now, so any DTensor that remains is split over "ep".
     parts = {name: part for name, part in layer.named_parameters(recurse=False) if isinstance(part, DTensor)}
@@ -133,7 +133,7 @@ def _select_own(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[torch.Tensor
     tokens, places = torch.where((chosen >= 0) & (chosen < count))
     none = not len(tokens) and len(chosen) > 0
     if none:
-        # Compute one row with weight 0, because clipping sums the norms, and so needs gradients on every rank.
+        # Compute one row with weight 0: every rank needs gradients, because clipping sums their norms over the ranks.
         tokens, places = tokens.new_zeros(1), places.new_zeros(1)
     shares = weights.flatten(0, -2)[tokens, places]
     rows, experts = hidden.flatten(0, -2)[tokens], chosen[tokens, places].clamp(0, count - 1)
@@ -148,7 +148,10 @@ def _select_own(layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[torch.Tensor
 
 
 def _sum_outputs(layer: nn.Module, _: object, output: torch.Tensor | None) -> torch.Tensor | None:
-    """Add this rank's rows to their tokens, and sum over the ranks. After an exception, only restore the layer."""
+    """Add this rank's rows to their tokens, and sum the result over the ranks.
+
+    After an exception, only restore the layer.
+    """
     call: _Call | None = layer.__dict__.pop(_CALL, None)
     if call is None:
         return None
@@ -171,7 +174,7 @@ def _summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 class _SumGradients(torch.autograd.Function):
-    """Returns tensors as they are, and sums their gradients, because each rank computes only a part of each gradient.
+    """Returns tensors unchanged, and sums their gradients, because each rank computes only a part of each gradient.
 
     A single function handles all tensors of a layer, so that every rank runs the collectives in the order of layers.
     """
@@ -188,7 +191,7 @@ class _SumGradients(torch.autograd.Function):
 
 
 class _SumOutputs(torch.autograd.Function):
-    """Sums a tensor over ranks. The gradient is passed on unchanged, because it is the same on all ranks."""
+    """Sums a tensor over ranks. The gradient is the same on all ranks, and is passed on unchanged."""
 
     @staticmethod
     def forward(_: Any, group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.Tensor:

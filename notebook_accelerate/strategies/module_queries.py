@@ -35,7 +35,7 @@ def is_repeated_blocks(module: torch.nn.Module) -> bool:
 
 
 def has_repeated_blocks(module: torch.nn.Module) -> bool:
-    """Return whether a model contains a list of blocks of one class, at any depth.
+    """Return whether a model contains, at any depth, a list of blocks of the same class.
 
     Args:
         module: A model.
@@ -44,7 +44,7 @@ def has_repeated_blocks(module: torch.nn.Module) -> bool:
 
 
 def model_has_dtensor(model: torch.nn.Module) -> bool:
-    """Return whether a model has parameters that are distributed over a device mesh.
+    """Return whether a model has parameters that are distributed across a device mesh.
 
     Args:
         model: The model.
@@ -64,7 +64,7 @@ def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
 
 
 def get_model_tp_size(model: torch.nn.Module) -> int | None:
-    """Return the number of ranks that transformers has split a model across, or None if it has not split the model.
+    """Return the number of ranks that transformers has split a model across, or None if the model is not split.
 
     Args:
         model: The model.
@@ -80,7 +80,7 @@ def layer_kinds(model: nn.Module) -> list[str]:
     """Return the kinds of layers listed in the configuration of a transformers model.
 
     Args:
-        model: Any model.
+        model: The model, which need not be a transformers model.
 
     Returns:
         The kinds in alphabetical order: full_attention, linear_attention, sliding_attention, and so on. The list is
@@ -89,7 +89,7 @@ def layer_kinds(model: nn.Module) -> list[str]:
     config: Any = getattr(model, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     kinds = getattr(config, "layer_types", None)
-    if kinds is None:  # Some configurations, such as Mistral's, have one setting for all layers.
+    if kinds is None:  # Some configurations, such as Mistral's, have a single setting for all layers.
         kinds = [kind for name, kind in _KINDS_BY_SETTING.items() if getattr(config, name, None)]
     return sorted(set(kinds))
 
@@ -117,7 +117,7 @@ def compile_regions(module: torch.nn.Module, **compile_kwargs: Any) -> torch.nn.
     return module
 
 
-# ---- checks before a model moves to a device. A device map may spread it, or its parameters may have no values.
+# ---- checks before a model is moved to a device. A device map may spread it, or its parameters may have no values.
 
 
 def is_on_several_devices(model: torch.nn.Module) -> bool:
@@ -139,7 +139,7 @@ def check_values(model: torch.nn.Module, remedy: str) -> None:
 
     Args:
         model: The model.
-        remedy: The end of the error message, which says how to load the values.
+        remedy: The end of the error message, which tells the user how to load the values.
 
     Raises:
         ValueError: Some parameters are on the meta device.
@@ -161,7 +161,7 @@ _LAZY_WRAPPERS = {
 
 
 def _is_wrapper(model: torch.nn.Module) -> bool:
-    # Importing FSDP or DeepSpeed takes a second. If one has wrapped the model, it has already been imported.
+    # Importing FSDP or DeepSpeed takes a second. A library that has wrapped the model has already been imported.
     return isinstance(model, _WRAPPERS) or any(
         (module := sys.modules.get(name)) is not None and isinstance(model, getattr(module, kind, ()))
         for name, kind in _LAZY_WRAPPERS.items()
@@ -169,7 +169,7 @@ def _is_wrapper(model: torch.nn.Module) -> bool:
 
 
 def is_compiled_module(module: Any) -> bool:
-    """Return whether a module is the result of `torch.compile`.
+    """Return whether a module was compiled with `torch.compile`.
 
     Args:
         module: A module.
@@ -189,7 +189,7 @@ def without_compile(model: Any) -> Any:
 
 
 def ddp_inside(model: Any) -> DistributedDataParallel | None:
-    """Find the DDP module in a prepared model.
+    """Return the DDP module in a prepared model.
 
     Args:
         model: A prepared model, compiled or not.
@@ -208,8 +208,8 @@ def extract_model_from_parallel(
 
     Args:
         model: The prepared model.
-        keep_fp32_wrapper: Whether to keep the forward method in mixed precision. If False, the original forward method
-            is restored in place.
+        keep_fp32_wrapper: Whether to keep the forward method that computes in mixed precision. If False, the original
+            forward method is restored in place.
         keep_torch_compile: Whether a compiled model stays compiled.
         recursive: Whether to also remove the wrappers of submodules.
 
@@ -267,7 +267,7 @@ def _layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
-    """List the plain names of each parameter that has several names.
+    """List the plain names of each parameter that has more than one name.
 
     Args:
         model: The model.
@@ -279,7 +279,7 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 
 def retie(model: nn.Module, groups: Iterable[list[str]]) -> None:
-    """Tie parameters that were tied before.
+    """Tie parameters again that were tied before the model was prepared.
 
     Args:
         model: The model.
@@ -293,10 +293,10 @@ def retie(model: nn.Module, groups: Iterable[list[str]]) -> None:
 
 
 def keep_ties(make: Callable[[nn.Module], Any], model: nn.Module) -> Callable[[nn.Module], Any]:
-    """Wrap a function that allocates the parameters of modules, so that tied parameters stay tied.
+    """Wrap a function that allocates the parameters of modules, so that it keeps tied parameters tied.
 
     Args:
-        make: The function, which is called with each module.
+        make: The function to wrap, which is called with each module.
         model: The model, with its parameters tied.
 
     Returns:
@@ -321,7 +321,7 @@ def keep_ties(make: Callable[[nn.Module], Any], model: nn.Module) -> Callable[[n
     return made_once
 
 
-# ---- parameters by plain name, and the replacement of parameters while a model is prepared
+# ---- parameters by plain name, and which parameters were replaced while a model was prepared
 
 _WRAPPER_PREFIXES = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -365,13 +365,13 @@ def optimizer_parameters(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parame
     """Return an optimizer's parameters, group by group.
 
     Args:
-        optimizer: The optimizer.
+        optimizer: The optimizer, prepared or not.
     """
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 class ParameterReplacements:
-    """Records which parameters were replaced, for optimizers that still refer to the old ones."""
+    """Records which parameters were replaced, because optimizers still refer to the old ones."""
 
     def __init__(self) -> None:
         self._new: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
@@ -381,7 +381,7 @@ class ParameterReplacements:
 
         Args:
             before: The parameters before the model was prepared, by name.
-            after: The parameters now, by name.
+            after: The current parameters, by name.
         """
         for name, old in before.items():
             new = after.get(name)
@@ -395,11 +395,11 @@ class ParameterReplacements:
             parameter: A parameter of an optimizer.
         """
         old, new = self._new.get(id(parameter), (None, parameter))
-        # Compare the object, too, because Python reuses the ID of an object that was deleted.
+        # Compare the objects, too, because Python reuses the IDs of deleted objects.
         return new if old is not None and old() is parameter else parameter
 
     def apply(self, optimizer: torch.optim.Optimizer) -> None:
-        """Switch an optimizer to the current parameters, and shard its state in the same way.
+        """Switch an optimizer to the current parameters, and shard its state as the parameters were sharded.
 
         Args:
             optimizer: The optimizer to change.
@@ -412,7 +412,7 @@ class ParameterReplacements:
             switch_parameters(optimizer, mapping)
 
     def clear(self) -> None:
-        """Forget all parameters."""
+        """Forget all recorded parameters."""
         self._new.clear()
 
 
@@ -452,7 +452,7 @@ def _switch_state(optimizer: torch.optim.Optimizer, old: nn.Parameter, new: nn.P
         return
     if not is_dtensor(new) and new.shape != old.shape:
         raise ValueError(
-            f"{type(optimizer).__name__} made steps before its model was sharded, and FSDP 1 cannot shard its state; "
+            f"{type(optimizer).__name__} took steps before its model was sharded, and FSDP 1 cannot shard its state; "
             "prepare before training, or use FullyShardedDataParallelPlugin(fsdp_version=2)"
         )
 

@@ -28,7 +28,7 @@ from notebook_accelerate.telemetry.sharding import ShardReport
 
 _Prepared = TypeVar("_Prepared", bound=Any)
 NOTHING: AbstractContextManager[None] = nullcontext()
-"""A context that does nothing and can be entered any number of times."""
+"""A context manager that does nothing and can be entered any number of times."""
 
 
 def _is_scheduler(item: Any) -> bool:
@@ -37,7 +37,7 @@ def _is_scheduler(item: Any) -> bool:
     )
 
 
-# The order matters, because an object has the first kind whose test is true.
+# The order matters: the kind of an object is the first one whose test returns True.
 _KINDS: tuple[tuple[str, Callable[[Any], bool]], ...] = (
     ("data_loader", lambda item: isinstance(item, DataLoader)),
     ("model", lambda item: isinstance(item, torch.nn.Module)),
@@ -59,7 +59,7 @@ def kind_of(item: Any) -> str:
 
 
 def indices_by_kind(objects: Sequence[Any], kind: Callable[[Any], str] = kind_of) -> Mapping[str, list[int]]:
-    """Group the arguments of `prepare` by their kinds.
+    """Group the arguments of `prepare` by kind.
 
     Args:
         objects: The arguments of `prepare`.
@@ -75,7 +75,7 @@ def indices_by_kind(objects: Sequence[Any], kind: Callable[[Any], str] = kind_of
 
 
 class Strategy:
-    """The base class of strategies, which by itself trains with a single process.
+    """The base class of strategies. Used directly, it trains with a single process.
 
     Args:
         setup: The settings of the `Accelerator`.
@@ -89,15 +89,15 @@ class Strategy:
 
     name: ClassVar[str] = "single"
     checkpoint_layout: ClassVar[str] = "whole"
-    """How checkpoints store models: "whole", or another name if the strategy writes and reads them itself."""
+    """How checkpoints store models: "whole", or another name if the strategy itself writes and reads them."""
     all_ranks_save: ClassVar[bool] = False
-    """Whether every rank has a part of the model to save."""
+    """Whether every rank writes a part when a model is saved."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.models: list[torch.nn.Module] = []
         self.compiled_models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        """Those of `models` that were already compiled when they were prepared."""
+        """The models that were already compiled when they were prepared."""
         self.optimizers: list[AcceleratedOptimizer] = []
         self.schedulers: list[AcceleratedScheduler] = []
         self.dataloaders: list[DataLoader[Any]] = []
@@ -117,11 +117,11 @@ class Strategy:
         """Prepare objects; every rank must call this with the same kinds of objects.
 
         Models are prepared first, because this may replace their parameters. Optimizers are then switched to the new
-        parameters. Schedulers are prepared last, because each looks up the prepared optimizer that it belongs to.
+        parameters. Schedulers are prepared last, because each of them looks up its prepared optimizer.
 
         Args:
             objects: Models, optimizers, loaders and schedulers in any order. Other objects are returned as they are.
-            placements: For each object, whether it is moved to the device. If None, the Accelerator's setting.
+            placements: For each object, whether to move it to the device. If None, the Accelerator's setting is used.
 
         Returns:
             The prepared objects in the same order.
@@ -140,7 +140,7 @@ class Strategy:
         return results
 
     def _join_precision(self, objects: list[Any], models: Sequence[int], optimizers: Sequence[int]) -> None:
-        """Let the precision replace models and optimizers together. The list is changed in place."""
+        """Let the precision replace models and optimizers together. The list ``objects`` is changed in place."""
         joined = self.setup.precision.join([objects[at] for at in models], [objects[at] for at in optimizers])
         for positions, items in zip((models, optimizers), joined, strict=True):
             for position, item in zip(positions, items, strict=True):
@@ -175,26 +175,26 @@ class Strategy:
         return model
 
     def compile_and_mark(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Compile a model if the Accelerator has a plugin for that, and mark the model as prepared.
+        """Compile a model if the Accelerator has a dynamo plugin, and mark the model as prepared.
 
         Args:
             model: The wrapped model.
 
         Returns:
-            The compiled model, or the model itself.
+            The compiled model, or the model itself if it is not compiled.
         """
         prepared = self.compile(model)
         prepared._is_accelerate_prepared = True  # type: ignore[assignment]
         return prepared
 
     def compile(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Compile a model if the Accelerator has a plugin for that.
+        """Compile a model if the Accelerator has a dynamo plugin.
 
         Args:
             model: The wrapped model.
 
         Returns:
-            The compiled model, or the model itself.
+            The compiled model, or the model itself if it is not compiled.
         """
         plugin = self.setup.dynamo_plugin
         if plugin is None or plugin.backend in {None, "NO", "no"} or is_compiled_module(model):
@@ -255,10 +255,10 @@ class Strategy:
         return self.keep(prepared, self.dataloaders)
 
     def keep(self, prepared: _Prepared, kept: list[Any]) -> _Prepared:
-        """Mark an optimizer, scheduler or loader as prepared, give it the gradient state, and add it to a list.
+        """Mark an optimizer, scheduler or loader as prepared, pass it the gradient state, and add it to a list.
 
         Args:
-            prepared: The optimizer, scheduler or loader.
+            prepared: The optimizer, scheduler or loader to mark.
             kept: The list of prepared objects of the same kind.
 
         Returns:
@@ -288,7 +288,7 @@ class Strategy:
     # ---- training
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of a loss, which is scaled if the precision requires it.
+        """Compute the gradients of a loss, scaling the loss first if the precision requires it.
 
         Args:
             loss: The loss, already divided by the number of batches in an accumulation window.
@@ -334,13 +334,13 @@ class Strategy:
         return NOTHING
 
     def sequence_loader(self, loader: Any) -> Any:
-        """Make a loader yield pieces of sequences, if this strategy's ranks share the sequences of a batch.
+        """Make a loader yield pieces of sequences, if ranks share the sequences of a batch with this strategy.
 
         Args:
             loader: A prepared loader.
 
         Returns:
-            A loader of pieces, or, with other strategies, the loader itself.
+            A loader of pieces, or the loader itself if ranks do not share sequences.
         """
         return loader
 
@@ -373,11 +373,11 @@ class Strategy:
         return (without_wrappers(model) if unwrap else model).state_dict()
 
     def sharding(self) -> ShardReport:
-        """Count the parameters, gradients and optimizer state of this rank, without a collective."""
+        """Return the sizes of this rank's parameters, gradients and optimizer state, without a collective."""
         return shard_report.count_shards(self)
 
     def report_sharding(self) -> None:
-        """Send the `sharding` of this rank to the kernel that launched it, if it has changed since the last call."""
+        """Send the result of `sharding` to this rank's kernel, if the result has changed since the last call."""
         self._reported = shard_report.emit_changes(self, self._reported)
 
     def clear(self) -> None:
@@ -416,14 +416,14 @@ def parameters_in(given: Any) -> list[torch.Tensor]:
 
 
 def joint_norm(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the norm over several sets of gradients.
+    """Return the joint norm of several sets of gradients.
 
     Args:
         norms: The norm of each set.
-        norm_type: The type of the norm: 2.0 for the 2-norm.
+        norm_type: The type of the norm, such as 2.0 for the 2-norm.
 
     Returns:
-        The joint norm, or 0 if there are no sets.
+        The norm, or 0 if there are no sets.
     """
     if len(norms) == 1:
         return norms[0]
@@ -433,14 +433,14 @@ def joint_norm(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
 
 @contextmanager
 def even_batches_set(loaders: Sequence[Any], even_batches: bool | None) -> Iterator[list[Any]]:
-    """Change `even_batches` of loaders inside a block.
+    """Change the setting `even_batches` of loaders inside a `with` block.
 
     Args:
         loaders: Prepared loaders.
         even_batches: The new value. If None, the current value is kept.
 
     Yields:
-        The loaders that do not have this setting (loaders of iterable datasets).
+        The loaders without this setting, which read iterable datasets.
     """
     holders = [loader.batch_sampler for loader in loaders if hasattr(loader.batch_sampler, "even_batches")]
     before = [holder.even_batches for holder in holders]
@@ -465,11 +465,11 @@ def add_once(items: list[Any], item: Any) -> None:
 
 
 class SingleStrategy(Strategy):
-    """Trains with one process. Models, optimizers and loaders behave as in torch."""
+    """Trains with one process. Models, optimizers and loaders behave as in plain torch."""
 
 
 class PipelineStrategy(Strategy):
-    """Runs inference in a pipeline. `prepare_pippy` distributes the layers, so this strategy exchanges nothing.
+    """Runs inference in a pipeline. This strategy exchanges nothing, because `prepare_pippy` distributes the layers.
 
     Ranks along the dimension "pp" read the same data, and each of them has some of the layers.
     """

@@ -1,7 +1,7 @@
 """Tensor parallelism: ranks with the same data share the weights of single layers.
 
-A plan says how each layer is split. It is a dict from module names to styles, as in transformers models, and `*` in a
-name stands for any number. A linear layer that is split by columns is followed by one that is split by rows, and only
+A plan says how each layer is split. As in transformers models, a plan is a dict from module names to styles, and `*` in
+a name stands for any number. A linear layer that is split by columns is followed by one that is split by rows, and only
 the second layer communicates (Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053).
 """
 
@@ -36,16 +36,19 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "sequence_parallel": SequenceParallel,
 }
-"""The style for each name in a plan. Styles with `_rep`, `gather_output` or `split_input` in their names, and
-`embedding_rowwise`, take or return whole tensors."""
+"""The style for each name that plans may contain.
+
+Styles with `_rep`, `gather_output` or `split_input` in their names, and `embedding_rowwise`, take or return whole
+tensors.
+"""
 
 
 def tensor_parallel_plan(model: nn.Module) -> Mapping[str, Any]:
     """Return the tensor-parallel plan of a model.
 
     Args:
-        model: A model whose attribute `tp_plan` (or `_tp_plan`) maps module names to styles, by name or as torch's
-            `ParallelStyle`.
+        model: A model whose attribute `tp_plan` (or `_tp_plan`) maps module names to the names of styles, or to
+            instances of torch's `ParallelStyle`.
 
     Raises:
         ValueError: The model has no plan.
@@ -66,8 +69,8 @@ def split_tensors(model: nn.Module, ranks: DeviceMesh | None) -> None:
 
     Args:
         model: A model with equal weights on every rank. If it is already split, nothing is done.
-        ranks: The mesh of all ranks. Ranks along the dimension "tp" share tensors. If there is no such dimension,
-            nothing is done.
+        ranks: The mesh of all ranks. Ranks along the dimension "tp" share tensors. Without such a dimension, nothing is
+            done.
 
     Raises:
         ValueError: The model has no plan, or the plan names unknown modules or styles, splits tied weights in two ways,
@@ -92,7 +95,7 @@ def split_tensors(model: nn.Module, ranks: DeviceMesh | None) -> None:
 
 
 def _is_split(model: nn.Module, ranks: DeviceMesh | None) -> bool:
-    """Return whether a model is already split, by an earlier `prepare`, or by transformers when it was loaded.
+    """Return whether a model is already split, either by an earlier `prepare`, or by transformers when it was loaded.
 
     Raises:
         ValueError: transformers has split the model across a different number of ranks.
@@ -107,7 +110,7 @@ def _is_split(model: nn.Module, ranks: DeviceMesh | None) -> bool:
 
 
 def _resolved(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, ParallelStyle]:
-    """Return a style for each module that a plan names."""
+    """Return the style of each module that a plan names."""
     names = [name for name, _ in model.named_modules() if name]
     found: dict[str, ParallelStyle] = {}
     for pattern, style in plan.items():
@@ -134,7 +137,7 @@ def _style(pattern: str, style: Any) -> ParallelStyle:
 
 
 def _check_division(name: str, module: nn.Module, size: int) -> None:
-    """Reject weights that torch would split unevenly, because the layers next to them expect equal parts."""
+    """Reject weights that torch would split unevenly, because neighbouring layers expect equal parts."""
     weight = getattr(module, "weight", None)
     shape = weight.shape if isinstance(weight, torch.Tensor) else ()
     if len(shape) > 1 and all(length % size for length in shape):

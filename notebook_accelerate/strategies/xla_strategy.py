@@ -1,4 +1,4 @@
-"""The strategy for XLA devices (TPUs), which trace steps as graphs, and run them when a step ends or a value is read.
+"""The strategy for XLA devices (TPUs), which trace steps as graphs, and run these when a step ends or a value is read.
 
 Source: https://docs.pytorch.org/xla/master/learn/pytorch-on-xla-devices.html
 """
@@ -25,7 +25,7 @@ from notebook_accelerate.telemetry.sharding import ShardReport
 
 
 class XLAOptimizer(AcceleratedOptimizer):
-    """An optimizer that averages gradients over ranks before its step, and runs the traced graph afterwards."""
+    """An optimizer that averages gradients over ranks before its step, and then runs the traced graph."""
 
     _average_gradients: Callable[[], None]
 
@@ -74,12 +74,12 @@ class XLAStrategy(Strategy):
     def average_gradients(self) -> None:
         """Average the gradients of all optimizers over ranks, once per window; every rank must call this.
 
-        Two optimizers may share gradients, because averaging them a second time does not change them.
+        Optimizers may share gradients, because averaging a gradient a second time does not change it.
         """
         state = self.setup.gradient_state
         if state.sync_gradients and not state.is_xla_gradients_synced:
             for optimizer in self.optimizers:
-                xm.reduce_gradients(optimizer.optimizer)  # With a single rank, this does nothing.
+                xm.reduce_gradients(optimizer.optimizer)  # If there is only one rank, this does nothing.
             state.is_xla_gradients_synced = True
 
     def wrap_model(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -125,7 +125,7 @@ class XLAStrategy(Strategy):
         """See `Strategy.model_state_dict`. Tensors are copied to the CPU, because XLA tensors have no storage to write.
 
         Returns:
-            The state dict, in which shared parameters stay shared.
+            The state dict. Shared parameters stay shared.
         """
         moved: dict[int, Any] = {}
         state = super().model_state_dict(model, unwrap)
@@ -138,7 +138,10 @@ class XLAStrategy(Strategy):
 def _split_batch(
     _: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Split the rows of a model's inputs across this process's devices. The XLA compiler distributes the rest."""
+    """Split the rows of a model's inputs across this process's devices.
+
+    The XLA compiler distributes the computation.
+    """
     devices = runtime.global_runtime_device_count()
     mesh = spmd.Mesh(list(range(devices)), (devices,), ("data",))
 

@@ -31,7 +31,7 @@ from notebook_accelerate.strategies.accelerator_arguments import Setup
 from notebook_accelerate.strategies.engine_strategy import EngineOptimizer, EngineScheduler
 
 _SAME_NAMES = frozenset({"cpu", "cuda", "hpu", "mlu", "mps", "npu", "sdaa", "xpu"})
-"""Device types that have the same name in DeepSpeed."""
+"""The device types whose names are the same in torch and DeepSpeed."""
 _communication_group: Any = None
 """The default process group that DeepSpeed's communication was started with."""
 _engines: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -41,13 +41,13 @@ def track_engine(engine: Any) -> None:
     """Arrange for an engine to be destroyed before the process group that it uses.
 
     Args:
-        engine: The engine.
+        engine: The engine to destroy in time.
     """
     _engines.add(engine)
 
 
 def destroy_engine(engine: Any) -> None:
-    """Free an engine's memory, unless this was done before. The process group must still exist.
+    """Free an engine's memory, unless it has already been freed. The process group must still exist.
 
     Args:
         engine: A tracked engine.
@@ -87,10 +87,10 @@ def import_deepspeed(device: torch.device) -> Any:
 
 
 def check_support(plugin: DeepSpeedPlugin) -> None:
-    """Check that DeepSpeed supports the plugin's settings on this machine, because its own errors name no solution.
+    """Check that DeepSpeed supports the plugin's settings on this machine. Its own errors do not suggest solutions.
 
     Args:
-        plugin: The plugin, with its precision set.
+        plugin: The plugin to check, with its precision set.
 
     Raises:
         ValueError: fp16 is not supported on this device, or offloading to NVMe is enabled without libaio.
@@ -114,7 +114,7 @@ def start_communication(state: AcceleratorState) -> Any:
     """Import DeepSpeed and start its communication on the process group; every rank must call this.
 
     Args:
-        state: The state of the world. A single process gets a process group of one rank, because DeepSpeed requires a
+        state: The `AcceleratorState`. A single process gets a process group of one rank, because DeepSpeed requires a
             group.
 
     Returns:
@@ -124,14 +124,15 @@ def start_communication(state: AcceleratorState) -> Any:
     deepspeed = import_deepspeed(state.device)
     if not process_group.group_exists():
         process_group.start_group_of_one(device_table.row(state.device.type).backend, state.device)
-    # DeepSpeed also reads LOCAL_RANK during training, and it may not be set for a single process.
+    # DeepSpeed reads LOCAL_RANK even during training, and the variable may not be set in a single process.
     os.environ.setdefault("LOCAL_RANK", str(state.local_process_index))
     if _communication_group is dist.group.WORLD:
         return deepspeed
     if _communication_group is not None:
-        _release_groups()  # The group was destroyed elsewhere.
+        _release_groups()  # The old default group was destroyed by other code.
     if state.device.type == "cpu":
-        # Skip half a minute of C++ compilation for an all-reduce that training does not use (comm/torch.py of 0.19).
+        # Otherwise, DeepSpeed would spend half a minute compiling an all-reduce that training does not use
+        # (comm/torch.py of 0.19).
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     with compilation_context():
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
@@ -143,8 +144,8 @@ def start_communication(state: AcceleratorState) -> Any:
 def _release_groups() -> None:
     """Release DeepSpeed's process groups, whose sockets stay open while any reference to them exists.
 
-    Engines refer to the groups. Gradient hooks refer to the engines until these are destroyed, and the garbage
-    collector does not see those references.
+    Engines refer to the groups, and gradient hooks refer to the engines until the engines are destroyed. The garbage
+    collector does not see the references of the hooks.
     """
     global _communication_group  # noqa: PLW0603 - DeepSpeed has one communication backend per process
     _communication_group = None
@@ -159,14 +160,14 @@ def _release_groups() -> None:
 
 
 def _clear_stage3_caches() -> None:
-    """Remove models from the caches that stage 3 keeps for the life of the process.
+    """Remove models from the caches that stage 3 keeps until the process exits.
 
-    A parameter in a cache would keep everything that it refers to alive.
+    A cached parameter would keep everything that it refers to alive.
     """
     getattr(sys.modules.get("deepspeed.runtime.zero.parameter_offload"), "FWD_MODULE_STACK", []).clear()
     coordinator = sys.modules.get("deepspeed.runtime.zero.partitioned_param_coordinator")
     for method in vars(getattr(coordinator, "PartitionedParameterCoordinator", object)).values():
-        for cell in getattr(method, "__closure__", None) or ():  # A decorator hides the cache in its closure.
+        for cell in getattr(method, "__closure__", None) or ():  # The cache is in the closure of a decorator.
             if hasattr(cell.cell_contents, "cache_clear"):
                 cell.cell_contents.cache_clear()
 
@@ -175,7 +176,7 @@ def _clear_stage3_caches() -> None:
 
 
 def convert_to_fp8(model: nn.Module, setup: Setup, plugin: DeepSpeedPlugin) -> None:
-    """Convert layers of a model to fp8 if mixed_precision="fp8". The engine computes in bf16 around them.
+    """Convert layers of a model to fp8 if mixed_precision="fp8". Around these layers, the engine computes in bf16.
 
     Args:
         model: The model before its engine is created. Its parameters stay the same objects.
@@ -224,7 +225,7 @@ def initialize_module(deepspeed: Any, plugin: DeepSpeedPlugin) -> Any:
 
 
 def add_half_precision_casts(engine: Any) -> None:
-    """Cast the inputs of an engine's model to half precision and its outputs to float32, as autocast does.
+    """Cast the inputs of an engine's model to half precision, and its outputs to float32, as autocast does.
 
     Args:
         engine: The engine whose model is changed. An engine that computes in float32 is left as it is.
@@ -243,10 +244,10 @@ def add_half_precision_casts(engine: Any) -> None:
 
 @torch.no_grad()
 def _undo_trial_step(optimizer: Any) -> None:
-    """Undo the step on zero gradients that DeepSpeed's stage 0 takes to allocate states (unfused_optimizer.py of 0.19).
+    """Undo the trial step with zero gradients that stage 0 takes to allocate states (unfused_optimizer.py of 0.19).
 
-    Otherwise, Adam's bias correction would count that step, which would make the first real step a fifth too small. The
-    trial step also applies weight decay.
+    Otherwise, Adam's bias correction would count the trial step, and the first real step would be a fifth too small.
+    The trial step also applies weight decay.
     """
     if not hasattr(optimizer, "initialize_optimizer_states"):
         return
@@ -281,11 +282,12 @@ def _is_float32(value: Any) -> bool:
 class DeepSpeedEngineWrapper:
     """Runs the backward pass, the clipping and the step of an engine.
 
-    The optimizer takes the step, unless the clipping before it already has, because DeepSpeed clips inside its step.
+    DeepSpeed clips gradients inside its step. If the training loop clips, that call takes the step, and the optimizer's
+    does nothing.
 
     Args:
-        engine: The engine.
-        clipping: The maximum norm according to the configuration, or None to use the argument of `clip`.
+        engine: The engine to run.
+        clipping: The maximum norm in the configuration, or None to use the argument of `clip`.
     """
 
     def __init__(self, engine: Any, clipping: float | None = None) -> None:
@@ -299,15 +301,15 @@ class DeepSpeedEngineWrapper:
         Args:
             loss: The loss of this rank's batch.
             sync_gradients: Whether this batch completes a window of accumulation.
-            kwargs: The arguments of the engine's `backward`: `retain_graph`, and `scale_wrt_gas`, which divides the
-                loss by the number of batches in a window.
+            kwargs: The arguments of the engine's `backward`: `retain_graph`, and `scale_wrt_gas`, which says whether to
+                divide the loss by the number of batches in a window.
         """
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.engine.backward(loss, **kwargs)
         self.pending = sync_gradients
 
     def step(self) -> None:
-        """Take the step of a complete window, if it has not been taken yet."""
+        """Take the step if the window is complete and the step has not been taken yet."""
         if self.pending:
             self.pending = False
             self.engine.step()
@@ -316,7 +318,7 @@ class DeepSpeedEngineWrapper:
         """Take the step with gradients scaled so that their norm is at most `max_norm`.
 
         Args:
-            max_norm: The maximum norm. A number in the configuration has precedence.
+            max_norm: The maximum norm. A number in the configuration takes precedence.
         """
         if not self.pending:
             return
@@ -342,7 +344,7 @@ class DeepSpeedEngineWrapper:
 
 
 class DeepSpeedOptimizerWrapper(EngineOptimizer):
-    """DeepSpeed's optimizer. `step` takes the engine's step, which clears gradients, so `zero_grad` does nothing."""
+    """DeepSpeed's optimizer. `step` takes the engine's step, which also clears gradients; `zero_grad` does nothing."""
 
     library = "DeepSpeed"
 
@@ -353,26 +355,26 @@ class DeepSpeedOptimizerWrapper(EngineOptimizer):
 
 
 class DeepSpeedSchedulerWrapper(EngineScheduler):
-    """DeepSpeed's schedule. `step` does nothing, because the engine steps the schedule and saves it."""
+    """DeepSpeed's schedule. `step` does nothing, because the engine steps and saves the schedule."""
 
 
-# ---- compiling operators at their first use, for which ninja must be found, and locks of dead processes removed
+# ---- compiling operators at their first use: finding ninja, and removing the locks of dead processes
 
 _CONTAINER_FILE_SYSTEMS = frozenset({"overlay", "ramfs", "tmpfs"})
-"""The types of file systems that a container does not share with anything else."""
+"""The types of file systems that a container never shares."""
 _MACHINE_FILE_SYSTEMS = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "xfs", "zfs"})
-"""The types of file systems that a machine does not share with other machines, but containers on it may share."""
+"""The types of file systems that machines never share, but containers on one machine may."""
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 """The machine's initial PID namespace (PROC_PID_INIT_INO in Linux), where all processes are visible."""
 _RECHECK_SECONDS = 0.2
-"""Seconds between two checks of a lock. Two are needed, because torch closes a lock a moment before it is removed."""
+"""Seconds between two checks of a lock. One is not enough, because torch closes a lock just before removing it."""
 
 
 def compilation_context() -> AbstractContextManager[None]:
     """Remove the locks of dead processes, and return a context in which DeepSpeed finds ninja.
 
     Returns:
-        A context manager for the compilation.
+        A context manager for the code that compiles.
     """
     remove_dead_locks(extensions_folder())
     return _tools_on_path()
@@ -382,8 +384,9 @@ def extensions_folder() -> Path:
     """Return the folder where torch compiles extensions.
 
     Returns:
-        TORCH_EXTENSIONS_DIR if it is set. Otherwise, the folder that torch.utils.cpp_extension.get_default_build_root
-        returns on Linux, which is computed here because importing that function takes a second.
+        TORCH_EXTENSIONS_DIR if it is set. Otherwise, the same folder as
+        torch.utils.cpp_extension.get_default_build_root on Linux, without importing that function, which takes a
+        second.
     """
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or caches / "torch_extensions")
@@ -391,7 +394,7 @@ def extensions_folder() -> Path:
 
 @contextmanager
 def _tools_on_path() -> Iterator[None]:
-    """Add ninja to PATH inside the block if it is installed in an environment that is not activated."""
+    """Add ninja to PATH inside the block if it is installed in this Python's environment, but not on PATH."""
     folder = Path(sys.executable).parent
     if shutil.which("ninja") is None and util.find_spec("ninja") is not None and (folder / "ninja").exists():
         with environ.patch_environment(PATH=f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"):
@@ -401,17 +404,17 @@ def _tools_on_path() -> Iterator[None]:
 
 
 def remove_dead_locks(root: Path) -> list[Path]:
-    """Remove the locks of dead processes from a folder of torch's extensions. Ranks would wait for them forever.
+    """Remove the locks of dead processes, for which ranks would wait forever, from a folder of torch's extensions.
 
-    torch keeps a lock (torch.utils.file_baton) open while it compiles, and removes it even if compiling fails. Only a
-    process that is killed leaves its lock behind.
+    torch keeps a lock (torch.utils.file_baton) open while it compiles, and removes the lock even if compiling fails.
+    Only a process that is killed leaves its lock behind.
 
     Args:
-        root: The folder. Each of its subfolders contains an extension, or the extensions for a version of Python.
+        root: A folder whose subfolders contain an extension, or the extensions for a version of Python.
 
     Returns:
-        The removed locks. If no visible process holds a lock, but a process on another machine or in another container
-        may hold it, the lock is kept and a warning is issued.
+        The removed locks. A lock that no visible process holds, but that a process on another machine or in another
+        container may hold, is kept, and a warning is issued.
     """
     suspects = [lock for pattern in ("*/lock", "*/*/lock") for lock in root.glob(pattern) if not _may_be_held(lock)]
     if not suspects:
@@ -431,7 +434,7 @@ def _remove(lock: Path, seen: tuple[int, int] | None) -> bool:
         )
         return False
     if seen is None or seen != _identity(lock):
-        return False  # Another rank has removed the lock and may be compiling already.
+        return False  # Another rank has removed the lock, and may already be compiling.
     lock.unlink(missing_ok=True)
     warn_once(f"removed {lock}: the process that was compiling there was killed, and ranks would wait for it forever")
     return True
@@ -452,7 +455,7 @@ def _identity(lock: Path) -> tuple[int, int] | None:
 
 
 def _may_be_held(lock: Path) -> bool:
-    """Return whether a process has a file open, or may have it open without being visible here."""
+    """Return whether a process has the lock open, or a process that is not visible here may have it open."""
     processes = Path("/proc")
     if not (processes / "self" / "fd").exists():
         return True
@@ -460,7 +463,7 @@ def _may_be_held(lock: Path) -> bool:
         wanted = lock.stat()
         return any(_has_open(process, wanted) for process in processes.iterdir() if process.name.isdigit())
     except FileNotFoundError:
-        return True  # The owner has released the lock just now.
+        return True  # The owner has just released the lock.
 
 
 def _has_open(process: Path, wanted: os.stat_result) -> bool:
@@ -481,7 +484,10 @@ def _has_open(process: Path, wanted: os.stat_result) -> bool:
 
 
 def _has_ended(process: Path) -> bool:
-    """Return whether a process has exited. A zombie counts: its files are closed, even though they cannot be listed."""
+    """Return whether a process has exited.
+
+    Zombies have, because their files are closed, even though /proc cannot list them.
+    """
     try:
         return psutil.Process(int(process.resolve().name)).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
@@ -489,10 +495,11 @@ def _has_ended(process: Path) -> bool:
 
 
 def _file_system_type(path: Path) -> str:
-    """Return the kernel's name for the type of a path's file system, or "" if it is not known."""
+    """Return the kernel's name for the type of a path's file system, or "" if the type is not known."""
     mounts = []
     with suppress(OSError):  # A sandbox may hide /proc/filesystems or the mounts.
         mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
-    # The sort is stable: if several file systems are mounted on one folder, the last one mounted is the visible one.
+    # The sort is stable, so the last of several file systems that are mounted on one folder, the visible one, stays
+    # last.
     mounts.sort(key=lambda mount: len(mount.mountpoint))
     return mounts[-1].fstype if mounts else ""

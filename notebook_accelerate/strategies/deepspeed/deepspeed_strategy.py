@@ -52,10 +52,10 @@ def get_active_deepspeed_plugin(state: AcceleratorState) -> DeepSpeedPlugin:
     """Return the active DeepSpeed plugin.
 
     Args:
-        state: The state of the world.
+        state: This process's `AcceleratorState`.
 
     Returns:
-        The plugin whose configuration is used.
+        The plugin whose configuration the engine uses.
 
     Raises:
         ValueError: The ranks do not train with DeepSpeed.
@@ -73,7 +73,7 @@ class DeepSpeedStrategy(EngineStrategy):
     """Trains with any stage of DeepSpeed's ZeRO, with one engine per Accelerator.
 
     Attributes:
-        models: The engine, once a model is prepared.
+        models: A list of the engine, once a model is prepared.
         engine: The engine's wrapper, or None before a model is prepared.
     """
 
@@ -93,7 +93,8 @@ class DeepSpeedStrategy(EngineStrategy):
         self.plugin.set_deepspeed_weakref()
         self._resolve_accumulation_steps()
         if setup.state.num_processes > 1:
-            # Each rank writes a part of a checkpoint. Without the watchdog, save_state on only some ranks would hang.
+            # Each rank writes a part of a checkpoint. Without the watchdog, ranks would hang if only some called
+            # save_state.
             start_watchdog()
 
     @property
@@ -122,7 +123,7 @@ class DeepSpeedStrategy(EngineStrategy):
         """See `Strategy.prepare`. A model must be prepared together with its optimizer and its schedule.
 
         Raises:
-            ValueError: The objects contradict each other or the configuration.
+            ValueError: The objects do not fit each other or the configuration.
         """
         results = list(objects)
         indices = indices_by_kind(objects, object_kind)
@@ -141,7 +142,7 @@ class DeepSpeedStrategy(EngineStrategy):
         return results
 
     def _trained_model(self, objects: Sequence[Any], indices: Mapping[str, list[int]]) -> int | None:
-        """Return the index of the model that the new optimizer trains, or None if there is no new optimizer."""
+        """Return the index of the model that the new optimizer trains, or None if no optimizer is new."""
         optimizers = [objects[at] for at in self._new_optimizers(objects, indices)]
         if not optimizers:
             return None
@@ -224,7 +225,7 @@ class DeepSpeedStrategy(EngineStrategy):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """See `Strategy.prepare_model`. A model without an optimizer is only evaluated. Every rank must call this.
+        """See `Strategy.prepare_model`. A model without an optimizer can only be evaluated. Every rank must call this.
 
         Returns:
             An engine with sharded parameters if stage 3 is used and `evaluation_mode` is False, otherwise the whole
@@ -241,7 +242,7 @@ class DeepSpeedStrategy(EngineStrategy):
         return self._initialize(model=inner, config=config)  # type: ignore[no-any-return]
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """See `Strategy.prepare_scheduler`. A schedule that the engine steps is kept as it is."""
+        """See `Strategy.prepare_scheduler`. A schedule that the engine steps is returned as it is."""
         if isinstance(scheduler, DeepSpeedSchedulerWrapper):
             known = any(scheduler is kept for kept in self.schedulers)
             return scheduler if known else self.keep(scheduler, self.schedulers)
@@ -270,7 +271,7 @@ class DeepSpeedStrategy(EngineStrategy):
         Args:
             loss: The loss, already divided by the number of batches in a window.
             kwargs: The arguments of the engine's `backward`: `retain_graph`, and `scale_wrt_gas`, which undoes that
-                division if it is False.
+                division if False.
         """
         if self.engine is None:
             super().backward(loss, **kwargs)
@@ -281,7 +282,7 @@ class DeepSpeedStrategy(EngineStrategy):
         self.engine.backward(loss, sync_gradients=complete, scale_wrt_gas=False, **kwargs)
 
     def accumulating(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Return a context that does nothing, because `backward` passes the end of a window to the engine."""
+        """Return a context that does nothing, because `backward` tells the engine when a window is complete."""
         return NOTHING
 
     @contextmanager
@@ -308,7 +309,7 @@ class DeepSpeedStrategy(EngineStrategy):
         return torch.as_tensor(math.nan if norm is None else norm, dtype=torch.float32)
 
     def _unsharded_norm(self) -> torch.Tensor:
-        """Return the norm of unsharded gradients, which the engine does not compute in stage 0 with float32."""
+        """Return the norm of unsharded gradients. In stage 0 with float32, the engine does not compute it."""
         assert self.engine is not None
         gradients = [p.grad for p in self.engine.engine.module.parameters() if p.grad is not None]
         return torch.nn.utils.get_total_norm(gradients)
@@ -319,13 +320,14 @@ class DeepSpeedStrategy(EngineStrategy):
     # ---- states
 
     def model_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """See `Strategy.model_state_dict`. Weights have the precision of the model. Every rank must call this.
+        """See `Strategy.model_state_dict`. Weights are returned in the model's precision. Every rank must call this.
 
         Returns:
-            The state dict. With stage 3, it is in CPU memory on rank 0, and empty on other ranks.
+            The state dict. With stage 3, tensors are in CPU memory, and only rank 0 gets them; other ranks get an empty
+            dict.
 
         Raises:
-            ValueError: The configuration does not allow gathering sharded weights.
+            ValueError: The configuration does not allow sharded weights to be gathered.
         """
         engine: Any = model if any(model is kept for kept in self.models) else None
         if engine is None or not engine.zero_optimization_partition_weights():
@@ -339,11 +341,11 @@ class DeepSpeedStrategy(EngineStrategy):
         return engine._zero3_consolidated_16bit_state_dict() or {}
 
     def save_state(self, folder: Path, safe_serialization: bool = True, **options: Any) -> None:
-        """See `Strategy.save_state`. The files are DeepSpeed's own. Every rank must call this.
+        """See `Strategy.save_state`. The files have DeepSpeed's formats. Every rank must call this.
 
         Args:
             folder: A folder that all ranks share.
-            safe_serialization: Not used, because the file formats are DeepSpeed's.
+            safe_serialization: Not used, because DeepSpeed determines the file formats.
             options: The arguments of the engine's `save_checkpoint`.
         """
         if self.engine is not None:
@@ -366,7 +368,7 @@ def _unwrapped_schedule(scheduler: Any) -> Any:
     return scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
 
 
-# ---- checkpoints: DeepSpeed's own files, under Accelerate's names
+# ---- checkpoints, which contain DeepSpeed's own files under Accelerate's names
 
 
 def save_engine(engine: Any, folder: Path, options: dict[str, Any]) -> None:
@@ -374,7 +376,7 @@ def save_engine(engine: Any, folder: Path, options: dict[str, Any]) -> None:
 
     Args:
         engine: The engine to save.
-        folder: A folder that all ranks share. ``pytorch_model/``, ``latest`` and ``zero_to_fp32.py`` are written to it.
+        folder: A folder that all ranks share. The engine writes ``pytorch_model/``, ``latest`` and ``zero_to_fp32.py``.
         options: The arguments of the engine's `save_checkpoint`.
     """
     _call_with_options("save_state", engine.save_checkpoint, str(folder), MODEL_NAME, **options)
@@ -388,11 +390,11 @@ def load_engine(engine: Any, folder: Path, options: dict[str, Any], ranks: int) 
         folder: The folder of the checkpoint.
         options: The arguments of the engine's `load_checkpoint`, and `strict`, which says whether all names must match
             the model's.
-        ranks: The number of ranks.
+        ranks: The number of ranks that load the engine.
 
     Raises:
-        CheckpointMismatchError: The folder does not contain this engine, or the engine was saved by another number of
-            ranks.
+        CheckpointMismatchError: The folder does not contain this engine, or the engine was saved by a different number
+            of ranks.
     """
     if "strict" in options:
         options["load_module_strict"] = options.pop("strict")
@@ -417,7 +419,7 @@ def load_engine(engine: Any, folder: Path, options: dict[str, Any], ranks: int) 
 def _own_classes() -> list[Any]:
     """Return DeepSpeed's classes that its files may contain. Everything else in the files is read as plain data.
 
-    These classes are safe to load because they only hold attributes and run no code.
+    These classes are safe to load: they only hold attributes, and loading them runs no code.
     """
     scaler = import_module("deepspeed.runtime.fp16.loss_scaler")
     fragments = import_module("deepspeed.utils.tensor_fragment")
@@ -435,7 +437,7 @@ def _call_with_options(call: str, function: Callable[..., Any], *args: Any, **op
         raise
 
 
-# ---- the shard report. ZeRO shards the optimizer state from stage 1 on, gradients from stage 2, parameters in stage 3
+# ---- the shard report. ZeRO shards optimizer states from stage 1 on, gradients from stage 2 on, parameters in stage 3
 
 
 def report_engine(strategy: Strategy) -> ShardReport:
@@ -465,7 +467,10 @@ def report_engine(strategy: Strategy) -> ShardReport:
 
 
 def _element_count(parameter: Any) -> int:
-    """Return a parameter's number of elements, which DeepSpeed knows if stage 3 has emptied the parameter itself."""
+    """Return the number of elements of a parameter.
+
+    DeepSpeed keeps this number if stage 3 has emptied the parameter.
+    """
     return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
@@ -479,7 +484,7 @@ def _sum_sizes(parameters: Iterable[Any], over: list[str], ranks: int) -> ShardT
 
 
 def _optimizer_state(engine: Any, trained: ShardTally, elements: int) -> ShardSizes:
-    """Return the size of the optimizer's state: its moments, and the master weights that are not the model's own."""
+    """Return the size of the optimizer's state: its moments, and any master weights kept apart from the model's."""
     optimizer = engine.optimizer
     offloaded = _offload_device(engine.zero_offload_optimizer())
     basic = getattr(optimizer, "optimizer", optimizer)
@@ -496,7 +501,7 @@ def _optimizer_state(engine: Any, trained: ShardTally, elements: int) -> ShardSi
 
 
 def _master_weights(optimizer: Any, basic: Any) -> list[torch.Tensor]:
-    """Return the weights of this rank that the optimizer updates.
+    """Return this rank's weights that the optimizer updates.
 
     In its step, stage 3 passes the weights to the optimizer one by one, so the parameter groups do not contain them.
     """
@@ -507,5 +512,5 @@ def _master_weights(optimizer: Any, basic: Any) -> list[torch.Tensor]:
 def _offload_device(offload: Any) -> str:
     """Return the device of an offloading configuration, or "" if nothing is offloaded."""
     device = getattr(offload, "device", None)
-    name = str(getattr(device, "value", device) or "none")  # The version decides if this is a string or an enum member.
+    name = str(getattr(device, "value", device) or "none")  # Some versions of DeepSpeed use a string, others an enum.
     return "" if name == "none" else name

@@ -31,16 +31,16 @@ _BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
 
 @dataclass(kw_only=True)
 class EngineParts:
-    """The objects that an engine is created from, and the sizes that its configuration depends on."""
+    """The objects that an engine is created from, and the sizes that determine its "auto" values."""
 
     model: torch.nn.Module
     """The model to train."""
     optimizer: Any = None
     """A torch optimizer, a `DummyOptim` if the configuration defines the optimizer, or None for inference."""
     scheduler: Any = None
-    """A schedule, a `DummyScheduler`, or None."""
+    """A schedule of the learning rate, a `DummyScheduler`, or None."""
     batch_sizes: Sequence[int | None]
-    """The number of samples in a rank's batch, for each loader. None if a loader has no batch size."""
+    """The number of samples in a rank's batch, for each loader, or None for a loader without a batch size."""
     steps: int
     """The number of batches per accumulation window."""
     world_size: int
@@ -48,7 +48,7 @@ class EngineParts:
     split_batches: bool = False
     """Whether each batch of a loader is split among the ranks."""
     sequence_ranks: int = 1
-    """The number of ranks that share a batch, each with a piece of its sequences."""
+    """The number of ranks that share a batch. Each of them has a piece of every sequence."""
 
 
 def object_kind(item: Any) -> str:
@@ -64,7 +64,7 @@ def object_kind(item: Any) -> str:
 def trained_parameters(optimizer: Any) -> Iterator[Any]:
     """Iterate over the parameters of an optimizer.
 
-    The parameters of a placeholder may be a generator, which is replaced with a list so that they can be read again.
+    If a placeholder has a generator of parameters, a list replaces it, so that the parameters can be read again.
 
     Args:
         optimizer: A torch optimizer, or a `DummyOptim`.
@@ -153,14 +153,14 @@ def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
         return optimizer
     names = ("lr", "betas", "eps", "weight_decay") if name != "Lion" else ("lr", "betas", "weight_decay")
     settings = {key: optimizer.defaults[key] for key in names if key in optimizer.defaults}
-    with compilation_context():  # On first use, DeepSpeed compiles the optimizer's loop for this processor.
+    with compilation_context():  # On first use, DeepSpeed compiles the optimizer for this CPU.
         mapped = kinds[name](optimizer.param_groups, **settings)
     _forward_step_calls(optimizer, mapped)
     return mapped
 
 
 def _forward_step_calls(before: Any, after: Any) -> None:
-    """Mark one optimizer as stepped whenever another one steps. Otherwise, its schedules would warn."""
+    """Mark ``before`` as stepped whenever ``after`` steps, so that schedules of ``before`` do not warn."""
     step = after.step
 
     @functools.wraps(step)
@@ -179,11 +179,11 @@ def engine_arguments(parts: EngineParts, plugin: DeepSpeedPlugin) -> dict[str, A
     """Return the arguments of `deepspeed.initialize` for an engine that trains.
 
     Args:
-        parts: The prepared objects.
+        parts: The objects that the engine is created from.
         plugin: The plugin, with its "auto" values filled.
 
     Returns:
-        The arguments.
+        The arguments, by name.
     """
     config = engine_config(plugin)
     arguments: dict[str, Any] = {"model": parts.model, "config": config}
@@ -214,10 +214,10 @@ def engine_config(plugin: DeepSpeedPlugin) -> dict[str, Any]:
     """Return a copy of the plugin's configuration for an engine, because DeepSpeed changes its argument.
 
     Args:
-        plugin: The plugin.
+        plugin: The plugin whose configuration is copied.
     """
     config = copy.deepcopy(plugin.deepspeed_config)
-    config.setdefault("steps_per_print", math.inf)  # Print nothing, because the run panel shows the same numbers.
+    config.setdefault("steps_per_print", math.inf)  # Never print, because the run panel shows the same numbers.
     return config
 
 
@@ -226,7 +226,7 @@ def inference_config(model: torch.nn.Module, plugin: DeepSpeedPlugin, world_size
 
     Args:
         model: The model to evaluate.
-        plugin: The plugin, which is not changed.
+        plugin: The plugin with the configuration for training, which is not changed.
         world_size: The number of ranks.
     """
     alone = copy.copy(plugin)
@@ -245,14 +245,14 @@ def fill_config(parts: EngineParts, plugin: DeepSpeedPlugin) -> dict[str, Any]:
     """Replace the "auto" values of a plugin's configuration in place.
 
     Args:
-        parts: The prepared objects.
+        parts: The objects that the engine is created from.
         plugin: The plugin.
 
     Returns:
-        The values that replaced "auto", by dotted key.
+        The values that replaced "auto", by key in dotted form.
 
     Raises:
-        ValueError: Some values contradict the known ones, or cannot be determined. The message lists all of them.
+        ValueError: Some values contradict the objects, or cannot be determined. The message lists all of these values.
     """
     config = plugin.deepspeed_config
     if _MICRO not in config and "train_batch_size" not in config:
@@ -275,7 +275,7 @@ def refresh_autos(filled: dict[str, Any], plugin: DeepSpeedPlugin) -> None:
     """Reset the values that an earlier `prepare` filled to "auto", unless they have been changed since.
 
     Args:
-        filled: The result of `fill_config`.
+        filled: The result of the earlier call of `fill_config`.
         plugin: The plugin.
     """
     for key, value in filled.items():
@@ -329,8 +329,8 @@ def _values_from_placeholders(parts: EngineParts) -> dict[str, Any]:
         rate = optimizer.lr if isinstance(optimizer, DummyOptim) else optimizer.defaults.get("lr")
         settings = {"warmup_min_lr": 0, "warmup_max_lr": rate, "warmup_num_steps": scheduler.warmup_num_steps}
         if scheduler.total_num_steps is not None:
-            # The number counts steps as if one process read all batches, but the engine steps the schedule once for all
-            # ranks.
+            # The number of steps is counted as if one process read all batches, but the engine steps the schedule only
+            # once for all ranks.
             ranks = 1 if parts.split_batches else parts.world_size
             settings["total_num_steps"] = math.ceil(scheduler.total_num_steps / ranks)
         known |= {f"scheduler.params.{name}": value for name, value in {**settings, **scheduler.kwargs}.items()}
@@ -366,7 +366,8 @@ def hidden_size(model: torch.nn.Module) -> int | None:
 def is_stepped_by_engine(scheduler: Any) -> bool:
     """Return whether the engine steps a schedule.
 
-    It does so if the configuration defines the schedule, a callable creates it, or its class is one of DeepSpeed's.
+    The engine does so if the configuration defines the schedule, if a callable creates it, or if its class belongs to
+    DeepSpeed.
 
     Args:
         scheduler: The schedule to check.

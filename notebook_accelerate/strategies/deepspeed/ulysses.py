@@ -1,4 +1,4 @@
-"""DeepSpeed's sequence parallelism: each rank computes a piece of every sequence, and the attention of some heads.
+"""DeepSpeed's sequence parallelism: each rank computes a piece of every sequence, and some of the attention heads.
 
 Sources: Jacobs et al., "DeepSpeed Ulysses", https://arxiv.org/abs/2309.14509, and DeepSpeed's version for transformers
 models, https://www.deepspeed.ai/tutorials/ulysses-alst-sequence-parallelism.
@@ -31,7 +31,7 @@ _numbers = itertools.count(1)
 
 
 class UlyssesStrategy(DeepSpeedStrategy):
-    """Trains with DeepSpeed's ZeRO across all ranks, while ranks along the dimension "sp" share sequences.
+    """Trains with DeepSpeed's ZeRO across all ranks. The ranks along the dimension "sp" share sequences.
 
     Each rank reads its own batches. Loaders that are prepared together with the trained model yield pieces of sequences
     (`SequenceLoader`). Use `deepspeed_ulysses_dl_adapter` to convert other loaders.
@@ -48,7 +48,7 @@ class UlyssesStrategy(DeepSpeedStrategy):
         """See `DeepSpeedStrategy.prepare`.
 
         Raises:
-            ValueError: The objects, the configuration and the layout contradict each other, or the sequences of this
+            ValueError: The objects, the configuration and the layout do not fit each other, or the sequences of this
                 model cannot be split.
         """
         before = self.engine
@@ -62,7 +62,7 @@ class UlyssesStrategy(DeepSpeedStrategy):
     def prepare_data_loader(
         self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> DataLoader[Any]:
-        """See `Strategy.prepare_data_loader`. The loader yields whole sequences, unless it is a `SequenceLoader`."""
+        """See `Strategy.prepare_data_loader`. Unless it is a `SequenceLoader`, the loader yields whole sequences."""
         if isinstance(data_loader, SequenceLoader):
             super().prepare_data_loader(data_loader.loader, device_placement, slice_fn_for_dispatch)
             return data_loader
@@ -78,8 +78,8 @@ class UlyssesStrategy(DeepSpeedStrategy):
             The loader of pieces. A `SequenceLoader` is returned as it is.
 
         Raises:
-            ValueError: The loader may give ranks different numbers of batches, and the ranks would then wait for each
-                other forever.
+            ValueError: The loader may give ranks different numbers of batches, so that they would wait for each other
+                forever.
         """
         if isinstance(loader, SequenceLoader):
             return loader
@@ -139,7 +139,7 @@ class UlyssesStrategy(DeepSpeedStrategy):
         return 1 if zero.stage == 3 and zero.reduce_scatter else self._ranks
 
     def clear(self) -> None:
-        """Forget all prepared objects, free the engine's memory, and restore transformers' attention."""
+        """Forget all prepared objects, free the engine's memory, and restore the model's attention function."""
         super().clear()
         if self._attention is not None:
             self._attention.restore()
@@ -149,9 +149,8 @@ class UlyssesStrategy(DeepSpeedStrategy):
 class SplitAttention:
     """The attention of one model, split across the ranks that share its sequences.
 
-    DeepSpeed itself replaces the attention function of all transformers models in the process. This class leaves other
-    models their own function. The model attends to whole sequences if it is evaluated on a loader that does not yield
-    pieces.
+    DeepSpeed itself replaces the attention function of all transformers models in the process. This class does not
+    change other models. The model attends to whole sequences if it is evaluated on a loader that does not yield pieces.
 
     Args:
         model: A transformers model.
@@ -172,7 +171,7 @@ class SplitAttention:
 
         Args:
             micro_batch_size: The number of sequences per batch and rank.
-            gradient_state: The state that knows the active loader.
+            gradient_state: The gradient state, which has a reference to the active loader.
 
         Returns:
             The groups of ranks, for the argument `mpu` of `deepspeed.initialize`.
@@ -204,7 +203,7 @@ class SplitAttention:
         return groups
 
     def restore(self) -> None:
-        """Restore transformers' attention, and release the groups."""
+        """Restore the model's attention function, and release the groups of ranks."""
         if self._whole is None:
             return
         functions = import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
@@ -215,7 +214,7 @@ class SplitAttention:
 
 
 def _reset_groups() -> None:
-    """Remove the groups of an earlier training run, because DeepSpeed creates groups only if it does not have any."""
+    """Remove the groups of an earlier training run, because DeepSpeed only creates groups if it has none."""
     groups: Any = import_module("deepspeed.runtime.sequence_parallel.parallel_state_sp")
     groups._SEQUENCE_PARALLEL_GROUP = groups._SEQUENCE_DATA_PARALLEL_GROUP = None
     import_module("deepspeed.utils.groups").mpu = None  # type: ignore[attr-defined]

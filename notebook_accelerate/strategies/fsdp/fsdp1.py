@@ -76,7 +76,7 @@ class FSDP1Strategy(ShardedStrategy):
         )
 
     def _strategy_and_mesh(self, plugin: FullyShardedDataParallelPlugin) -> dict[str, Any]:
-        """Return the sharding strategy, and for hybrid ones the mesh, because they replicate shards on each machine."""
+        """Return the sharding strategy. Hybrid strategies, which replicate shards on each machine, also need a mesh."""
         chosen: Any = plugin.sharding_strategy
         if chosen not in _HYBRID:
             return {"sharding_strategy": chosen}
@@ -97,7 +97,8 @@ class FSDP1Strategy(ShardedStrategy):
             make = plugin.param_init_fn or (keep_ties(allocate, model) if empty else None)
             synced = bool(plugin.sync_module_states)
             return {"device_id": device, "sync_module_states": synced, "param_init_fn": make}
-        # On the CPU, broadcast the weights here, because torch's FSDP 1 does so only on GPUs and other accelerators.
+        # torch's FSDP 1 broadcasts the weights only on GPUs and other accelerators, so on the CPU they are broadcast
+        # here.
         if empty:
             ties = tied_names(model)
             model.to_empty(device=device)
@@ -138,7 +139,7 @@ class FSDP1Strategy(ShardedStrategy):
         return _no_sync(sharded) if sharded else NOTHING
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """See `Strategy.clip_grad_norm`. The norm is computed over all shards, so every rank must call this."""
+        """See `Strategy.clip_grad_norm`. The norm of all shards is computed, so every rank must call this."""
         self.unscale_gradients()
         given = parameters_in(parameters)
         wanted = {id(parameter) for parameter in given}

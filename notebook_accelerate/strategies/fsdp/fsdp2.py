@@ -56,12 +56,13 @@ class FSDP2Strategy(ShardedStrategy):
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The mesh that models are sharded across. It has a dimension for shards, after one for replicas if needed."""
+        """The mesh that models are sharded across: a dimension for shards, and before it one for replicas if needed."""
         layout, mesh = self.setup.state.parallelism_config, self.setup.state.device_mesh
         if mesh is None:
             world = (self.setup.state.num_processes,)
             return init_device_mesh(self.setup.device.type, world, mesh_dim_names=("dp_shard",))
-        # Use the flattened submesh only if it is needed, because torch is deprecating slicing by flattened names.
+        # Use the flattened submesh only if it is needed, because slicing by flattened names is being deprecated in
+        # torch.
         shards = layout.dp_shard_cp_dim_names
         flat = shards if len(shards) == 1 else ["dp_shard_cp"]
         names = (*layout.fsdp_dim_names[:-1], *flat)
@@ -71,7 +72,7 @@ class FSDP2Strategy(ShardedStrategy):
         return isinstance(model, FSDPModule)
 
     def shard(self, model: nn.Module) -> nn.Module:
-        """Shard a model in place; every rank must call this. `fsdp2_prepare_model` runs only this step.
+        """Shard a model in place; every rank must call this. `fsdp2_prepare_model` only runs this step.
 
         Args:
             model: The model, on any device, because each unit is moved to this rank's device when it is sharded. With
@@ -81,12 +82,12 @@ class FSDP2Strategy(ShardedStrategy):
             The model itself, with its parameters replaced by their shards.
 
         Raises:
-            ValueError: Parameters have no values, or a setting of the plugin does not fit the model.
+            ValueError: Some parameters have no values, or a setting of the plugin does not fit the model.
         """
         plugin, device = resolved_plugin(self.setup), self.setup.device
         if self._splits_sequences:
             make_attention_causal(model)
-        ties = tied_names(model)  # Parameters are untied if a model is moved to the meta device, or split.
+        ties = tied_names(model)  # Moving a model to the meta device, or splitting it, unties parameters.
         weights = None
         packed = has_packed_weights(model)
         if packed:
@@ -110,7 +111,7 @@ class FSDP2Strategy(ShardedStrategy):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """See `ShardedStrategy.prepare_optimizer`. After each step, `Precision.after_step` runs for the models."""
+        """See `ShardedStrategy.prepare_optimizer`. After each step, `Precision.after_step` is called for the models."""
         known = len(self.optimizers)
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if len(self.optimizers) > known:
@@ -136,7 +137,7 @@ class FSDP2Strategy(ShardedStrategy):
         return split_sequences(self.setup.state.device_mesh["cp"], how, buffers, dims, kept_split)
 
     def accumulating(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
-        """See `Strategy.accumulating`. Gradients stay whole on every rank."""
+        """See `Strategy.accumulating`. Inside the context, each rank keeps whole gradients."""
         sharded = [inner for model in models if isinstance(inner := without_compile(model), FSDPModule)]
         return Unreduced(sharded) if sharded else NOTHING
 
@@ -195,8 +196,8 @@ def _move_weights_out(model: nn.Module, ties: list[list[str]]) -> _Weights:
     """Move a model to the meta device in place, and return its values; every rank must call this.
 
     Returns:
-        The model's state, which is empty on ranks other than 0, and rank 0's buffers that are not part of the state,
-        on every rank.
+        The model's state, which is empty on ranks other than 0, and the buffers that are not part of the state, which
+        every rank gets from rank 0.
     """
     first = dist.get_rank() == 0
     state = model.state_dict() if first else {}
@@ -221,7 +222,7 @@ def _shard_units(
     model: nn.Module, mesh: DeviceMesh, plugin: FullyShardedDataParallelPlugin, device: torch.device
 ) -> None:
     units, ignored = choose_units(model, plugin)
-    pin = device.type != "cpu" and getattr(plugin.cpu_offload, "pin_memory", True)  # The CPU has no pinned memory.
+    pin = device.type != "cpu" and getattr(plugin.cpu_offload, "pin_memory", True)  # The CPU needs no pinning.
     settings: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
@@ -231,7 +232,7 @@ def _shard_units(
     reshard: Any = plugin.reshard_after_forward
     for unit in units:
         fully_shard(unit, reshard_after_forward=reshard, **settings)
-    # The backward pass needs the root's own parameters right after the forward pass, and None lets torch keep them.
+    # The backward pass needs the root's own parameters right after the forward pass. With None, torch keeps them whole.
     fully_shard(model, reshard_after_forward=None if units and reshard is True else reshard, **settings)
 
 

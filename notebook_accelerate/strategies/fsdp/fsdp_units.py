@@ -1,4 +1,4 @@
-"""Choose the modules of a model that FSDP shards as units, and those that it ignores."""
+"""Choose the modules of a model that FSDP shards as units, and the modules that it ignores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def choose_units(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> tu
 
     Args:
         model: The model before it is sharded.
-        plugin: The plugin.
+        plugin: The plugin with the user's settings.
 
     Returns:
         The units, inner ones first, and the modules that FSDP ignores.
@@ -39,8 +39,8 @@ def choose_units(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> tu
 def find_units(model: nn.Module, policy: Policy | None) -> list[nn.Module]:
     """List the modules that become separate units, inner ones first.
 
-    A module that shares a parameter with a module outside of it does not become a unit, and belongs to the unit around
-    both modules, because a parameter can belong to only one unit. A second unit would silently untie it.
+    A parameter can belong to only one unit, and a second unit would silently untie it. A module that shares a parameter
+    with a module outside of it therefore does not become a unit, but belongs to the unit around both modules.
 
     Args:
         model: The model, which is not one of the units itself.
@@ -62,13 +62,13 @@ def _visit(module: nn.Module, policy: Policy, units: list[nn.Module]) -> int:
     """Apply the policy to a module's descendants, then to the module itself, as torch's FSDP does.
 
     Returns:
-        The number of elements of the module's parameters that now belong to units.
+        The number of elements in the module's parameters that now belong to units.
     """
     numel = sum(parameter.numel() for parameter in module.parameters())
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return 0
     wrapped = sum(_visit(child, policy, units) for child in module.children())
-    containers = (nn.ModuleList, nn.ModuleDict)  # Containers are never called, so nothing would gather the parameters.
+    containers = (nn.ModuleList, nn.ModuleDict)  # These are never called, so nothing would gather parameters.
     if isinstance(module, containers) or not policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped):
         return wrapped
     if not any(module is unit for unit in units):
@@ -94,10 +94,10 @@ def find_ignored_modules(model: nn.Module, given: Iterable[nn.Module] | str | No
 
     Args:
         model: The model.
-        given: The modules, or a regular expression for their full names.
+        given: The modules, or a regular expression that matches their full names.
 
     Raises:
-        ValueError: The expression does not match any module.
+        ValueError: The regular expression does not match any module.
     """
     if not isinstance(given, str):
         return list(given or ())
@@ -110,10 +110,10 @@ def find_ignored_modules(model: nn.Module, given: Iterable[nn.Module] | str | No
 def checkpoint_activations(model: nn.Module, units: list[nn.Module], offload: bool) -> list[nn.Module]:
     """Make units recompute their activations in the backward pass. The model is changed in place.
 
-    A warning is issued once if there are no units, because nothing would be recomputed.
+    If there are no units, nothing is recomputed, and a warning is issued once.
 
     Args:
-        model: The model.
+        model: The model that contains the units.
         units: The units, as returned by `find_units`.
         offload: Whether to keep the inputs of units in CPU memory.
 

@@ -2,7 +2,7 @@
 
 A packed weight consists of bytes, and of a state that says how to decode them (scales, a table of values). The bytes
 are sharded like any frozen parameter. The state is only a few percent of their size, so it stays whole on every rank.
-It is stored in the module, where bitsandbytes finds it if the (gathered) weight itself does not have the state.
+It is stored in the module, where bitsandbytes looks if the weight itself, like a gathered one, has no state.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def _packed(model: nn.Module) -> Iterator[tuple[Any, nn.Parameter]]:
 def make_weights_shardable(model: nn.Module, device: torch.device) -> None:
     """Turn 4-bit weights into plain byte parameters that are equal on all ranks, in place; every rank must call this.
 
-    Without this, torch would treat weights that are stored as bfloat16 as numbers: gathering them would convert them to
+    Otherwise, torch would treat weights that are stored as bfloat16 as numbers: gathering them would convert them to
     the dtype of mixed precision, and change bit patterns that look like NaN (bitsandbytes#1945).
 
     Args:
         model: The model before it is sharded.
-        device: The device on which the model trains.
+        device: The device that the model trains on.
     """
     for module, weight in list(_packed(model)):
         state = weight.quant_state  # type: ignore[attr-defined]
@@ -52,7 +52,7 @@ def make_weights_shardable(model: nn.Module, device: torch.device) -> None:
         module._parameters["weight"] = plain
         module.quant_state = state
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False  # Otherwise, bitsandbytes would convert the copy in evaluation.
+            module.support_avx512bf16_for_cpu = False  # Otherwise, evaluation would convert the weight.
 
 
 def _tensors_of(state: Any) -> Iterator[torch.Tensor]:

@@ -1,7 +1,7 @@
 """The train steps of GPT, BERT and T5: the batch, the forward pass and the loss of a micro-batch in Megatron-LM.
 
 Batches have the format of transformers models: `input_ids`, `attention_mask` (1 for a token, 0 for padding) and
-`labels` (-100 for tokens without a loss). The loss therefore equals the loss of training without Megatron-LM.
+`labels` (-100 for tokens without a loss). The loss is therefore the same as when training without Megatron-LM.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ IGNORED = -100
 
 @dataclass
 class MegatronOutput:
-    """A model's output for a batch, with access by name or by position as in transformers' outputs."""
+    """A model's output for a batch. Like transformers' outputs, it can be accessed by name or by position."""
 
     loss: torch.Tensor
     """The loss, averaged over micro-batches and over the ranks that read different data."""
@@ -77,7 +77,7 @@ def causal_mask(length: int, device: torch.device) -> torch.Tensor:
         device: The device of the mask.
 
     Returns:
-        A mask of shape `[1, 1, tokens, tokens]` that is True for masked positions.
+        A mask of shape `[1, 1, tokens, tokens]`. Masked positions are True.
     """
     return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
 
@@ -92,7 +92,7 @@ def vocabulary_size(args: Any) -> int:
 
 
 def _labels_and_mask(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return labels in which a valid token replaces ignored ones, and a mask of the labels that count."""
+    """Return the labels with ignored ones replaced by a valid token, and a mask of the labels that count."""
     mask = labels != IGNORED
     return labels.masked_fill(~mask, 0), mask
 
@@ -103,11 +103,11 @@ class AbstractTrainStep:
     The methods raise NotImplementedError. A subclass overrides them and sets `forward_step`.
 
     Args:
-        name: The name of the step.
+        name: The name of the train step.
     """
 
     forward_step: Callable[..., Any]
-    """The result of `get_forward_step_func`, which subclasses store here."""
+    """The function that runs a micro-batch. Subclasses set it to the result of `get_forward_step_func`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -117,7 +117,7 @@ class AbstractTrainStep:
         """Return a function that reads the next micro-batch from an iterator and returns the model's inputs.
 
         Args:
-            accelerator: The Accelerator, or another object with its `state`.
+            accelerator: The Accelerator, or another object that has its `state`.
             megatron_dataset_flag: Whether batches come from Megatron's datasets.
         """
         raise NotImplementedError(
@@ -136,7 +136,7 @@ class AbstractTrainStep:
         """Return a function that computes the loss from a model's output.
 
         Args:
-            accelerator: The Accelerator, or another object with its `state`.
+            accelerator: The Accelerator, or another object that has its `state`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define get_loss_func(accelerator)")
 
@@ -167,11 +167,11 @@ class _TokenTrainStep(_TrainStep):
     def get_loss_func(self, accelerator: HasState) -> Callable[..., Any]:
         """Return a function that sums the losses of tokens.
 
-        The function takes the loss mask and the losses, and returns the sum, the number of tokens, and a dict with
-        these two, from which the engine computes the average.
+        The function takes the loss mask and the losses. It returns the sum, the number of tokens, and a dict with both,
+        from which the engine computes the average.
 
         Args:
-            accelerator: The Accelerator, or another object with its `state`.
+            accelerator: The Accelerator, or another object that has its `state`.
         """
 
         def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -186,10 +186,10 @@ class _TokenTrainStep(_TrainStep):
 
 
 class GPTTrainStep(_TokenTrainStep):
-    """The train step of a decoder, in which each token predicts the next one.
+    """The train step of a decoder, which predicts each token from the ones before it.
 
     Args:
-        accelerator: The Accelerator, or another object with its `state`.
+        accelerator: The Accelerator, or another object that has its `state`.
         args: Megatron's arguments.
     """
 
@@ -200,7 +200,7 @@ class GPTTrainStep(_TokenTrainStep):
         """Return a function that returns the tokens, labels, loss mask, attention mask and positions of a micro-batch.
 
         Args:
-            accelerator: The Accelerator, or another object with its `state`.
+            accelerator: The Accelerator, or another object that has its `state`.
             megatron_dataset_flag: Whether batches come from Megatron's datasets, which contain all five.
         """
         return _gpt_dataset_batch if megatron_dataset_flag else _gpt_batch
@@ -246,7 +246,7 @@ class BertTrainStep(_TrainStep):
     """The train step of an encoder, which predicts masked tokens and sentence order, or labels of whole samples.
 
     Args:
-        accelerator: The Accelerator, or another object with its `state`.
+        accelerator: The Accelerator, or another object that has its `state`.
         args: Megatron's arguments.
     """
 
@@ -265,7 +265,7 @@ class BertTrainStep(_TrainStep):
         mask.
 
         Args:
-            accelerator: The Accelerator, or another object with its `state`.
+            accelerator: The Accelerator, or another object that has its `state`.
             megatron_dataset_flag: Whether batches come from Megatron's datasets.
         """
         return _bert_dataset_batch if megatron_dataset_flag else _bert_batch
@@ -279,9 +279,9 @@ class BertTrainStep(_TrainStep):
         labels and the output.
 
         Args:
-            accelerator: The Accelerator, or another object with its `state`.
+            accelerator: The Accelerator, or another object that has its `state`.
             pretraining_flag: Whether the model predicts masked tokens. If False, it predicts a label for each sample.
-            num_labels: The number of labels. If 1, the model predicts a number.
+            num_labels: The number of labels. If 1, the model predicts a number instead of a label.
         """
 
         def pretrain(
@@ -352,7 +352,7 @@ class T5TrainStep(_TokenTrainStep):
     """The train step of an encoder with a decoder.
 
     Args:
-        accelerator: The Accelerator, or another object with its `state`.
+        accelerator: The Accelerator, or another object that has its `state`.
         args: Megatron's arguments.
     """
 
@@ -367,7 +367,7 @@ class T5TrainStep(_TokenTrainStep):
             attention_mask: A mask of shape `[samples, tokens]`, with 1 for a token and 0 for padding.
 
         Returns:
-            A mask of shape `[samples, tokens, tokens]` that is True for masked positions.
+            A mask of shape `[samples, tokens, tokens]`. Masked positions are True.
         """
         return (attention_mask[:, None, :] * attention_mask[:, :, None]) < 0.5
 
@@ -380,7 +380,7 @@ class T5TrainStep(_TokenTrainStep):
             device: The device of the mask.
 
         Returns:
-            A mask of shape `[1, tokens, tokens]` that is True for masked positions.
+            A mask of shape `[1, tokens, tokens]`. Masked positions are True.
         """
         return causal_mask(seq_length, device)[0]
 
@@ -395,7 +395,7 @@ class T5TrainStep(_TokenTrainStep):
             device: The device of the mask.
 
         Returns:
-            A mask of shape `[samples, decoder's tokens, encoder's tokens]` that is True for masked positions.
+            A mask of shape `[samples, decoder's tokens, encoder's tokens]`. Masked positions are True.
         """
         hidden = attention_mask.to(device)[:, None, :] < 0.5
         return hidden.expand(-1, dec_seq_length, -1)
@@ -407,7 +407,7 @@ class T5TrainStep(_TokenTrainStep):
         attention masks.
 
         Args:
-            accelerator: The Accelerator, or another object with its `state`.
+            accelerator: The Accelerator, or another object that has its `state`.
             megatron_dataset_flag: Whether batches come from Megatron's datasets.
         """
         if megatron_dataset_flag:

@@ -1,4 +1,4 @@
-"""Checkpoints in Megatron-LM's format. Its tools can read them, and its own checkpoints can be loaded here.
+"""Checkpoints in Megatron-LM's formats. Megatron-LM's tools can read them, and its own checkpoints can be loaded.
 
     latest_checkpointed_iteration.txt     the newest iteration, as a number
     iter_0000003/                         one iteration, in one of two formats:
@@ -37,7 +37,7 @@ VERSION = 3.0
 
 
 def save_engine(engine: MegatronEngine, folder: Path) -> None:
-    """Write an engine to a folder; every rank must call this.
+    """Save an engine to a folder; every rank must call this.
 
     Args:
         engine: The engine to save.
@@ -70,13 +70,13 @@ def save_engine(engine: MegatronEngine, folder: Path) -> None:
 
 
 def load_engine(engine: MegatronEngine, folder: Path, strict: bool = True) -> None:
-    """Read an engine from a folder; every rank must call this.
+    """Load an engine from a folder; every rank must call this.
 
     Args:
         engine: The engine to load.
-        folder: A checkpoint of Accelerate or of Megatron-LM. In the format torch_dist, it may have been written with
-            other degrees.
-        strict: Whether the names must match the model.
+        folder: A checkpoint written by Accelerate or by Megatron-LM. In the format torch_dist, it may have been written
+            with other degrees.
+        strict: Whether all names must match the model's.
 
     Raises:
         CheckpointMismatchError: The folder does not contain a checkpoint of this engine.
@@ -96,7 +96,7 @@ def newest_iteration(folder: Path) -> Path:
         folder: A folder of iterations, or the folder of a single iteration.
 
     Raises:
-        CheckpointMismatchError: The folder does not contain an iteration.
+        CheckpointMismatchError: The folder does not contain any iteration.
     """
     if (folder / "metadata.json").exists() or any(folder.glob("mp_rank_*")):
         return folder
@@ -122,7 +122,10 @@ def iteration_name(iteration: int) -> str:
 
 
 def _common_state(engine: MegatronEngine) -> dict[str, Any]:
-    """Return the entries that all of Megatron-LM's files share. Only those arguments that are plain values are kept."""
+    """Return the entries that are the same in all of Megatron-LM's files.
+
+    Arguments that are not plain values are left out.
+    """
     plain = {
         name: value for name, value in vars(engine.args).items() if isinstance(value, (str, int, float, type(None)))
     }
@@ -137,7 +140,7 @@ def named_parts(engine: MegatronEngine) -> dict[str, Any]:
     """Return this rank's parts of the model, by the names that they have in files.
 
     Args:
-        engine: The engine.
+        engine: The engine to save or load.
     """
     chunks = [unwrap_chunk(chunk) for chunk in engine.module]
     return {"model": chunks[0]} if len(chunks) == 1 else {f"model{index}": part for index, part in enumerate(chunks)}
@@ -155,7 +158,7 @@ def unwrap_chunk(chunk: Any) -> Any:
 
 
 def rng_tracker() -> Any:
-    """Return Megatron's random number generators for ranks that share the tensors of a layer."""
+    """Return Megatron's random number generators for layers whose tensors are split across ranks."""
     return import_module("megatron.core.tensor_parallel.random").get_cuda_rng_tracker()
 
 
@@ -213,13 +216,13 @@ def _in_process_writer() -> Any:
     """Return a writer of megatron-core's format that does not start other processes.
 
     megatron-core's own writer forks a process for each file, and keeps a manager process. Starting the manager would
-    run a script a second time if it has no `if __name__ == "__main__"`.
+    run a script a second time if the script has no `if __name__ == "__main__"`.
     """
     formats: Any = import_module("megatron.core.dist_checkpointing.strategies.torch")
     torch_checkpoint: Any = import_module("torch.distributed.checkpoint")
 
     class InProcess(formats.TorchDistSaveShardedStrategy):  # type: ignore[misc]
-        """Writes with torch's distributed checkpoint, as planned by megatron-core."""
+        """Writes the plan of megatron-core with torch's distributed checkpoint."""
 
         def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
             main = self.keep_only_main_replica
@@ -234,11 +237,11 @@ def _in_process_writer() -> Any:
 
 
 def _initialize_states(optimizer: Any, is_loading: bool) -> None:
-    """Create the states of torch optimizers for a checkpoint to fill, because Megatron-LM does so only for Apex."""
+    """Create the states of torch optimizers for a checkpoint to fill. Megatron-LM itself only does so for Apex."""
     for item in single_optimizers(optimizer):
         if item.init_state_fn is None:
             item.init_state_fn = _initialize_momentum
-        if is_loading and isinstance(item.optimizer, torch.optim.Adam):  # AdamW is a subclass.
+        if is_loading and isinstance(item.optimizer, torch.optim.Adam):  # AdamW is a subclass of Adam.
             _initialize_moments(item.optimizer)
 
 
@@ -273,8 +276,8 @@ def _load_optimizer(optimizer: Any, state: Any) -> None:
     if not any(isinstance(item.optimizer, torch.optim.Adam) for item in distributed):
         optimizer.load_state_dict(state)
         return
-    # DistributedOptimizer.load_state_dict expects the step counts of torch's Adam among the shards, but the shards do
-    # not contain them (megatron-core 0.16.1).
+    # DistributedOptimizer.load_state_dict expects the shards to contain the step counts of torch's Adam, but they do
+    # not (megatron-core 0.16.1).
     states = [state] if len(items) == 1 else [one for _, one in sorted(state.items())]
     for item, one in zip(items, states, strict=True):
         item.load_state_dict({name: value for name, value in one.items() if not name.startswith("param_state")})
@@ -291,13 +294,13 @@ _SHARD_LOADERS = {
 
 @contextmanager
 def _steps_removed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Remove the step counts from the state of torch's Adam inside a with block."""
+    """Remove the step counts from the state of torch's Adam inside a `with` block."""
     steps = {p: state.pop("step") for p, state in optimizer.state.items() if "step" in state}
     try:
         yield
     finally:
         for parameter, step in steps.items():
-            optimizer.state[parameter]["step"] = step.clone()  # The shards have shared one tensor until now.
+            optimizer.state[parameter]["step"] = step.clone()  # Until here, all parameters share one tensor.
 
 
 # ---- the older format "torch": a file for each part of the model
@@ -321,7 +324,9 @@ def part_name(engine: MegatronEngine) -> str:
 
 
 def save_part(engine: MegatronEngine, target: Path, common: dict[str, Any], with_optimizer: bool) -> None:
-    """Write this rank's part; every rank must call this. Only the first of the ranks with the same part writes it.
+    """Write this rank's part; every rank must call this.
+
+    If several ranks have the same part, only the first one writes it.
 
     Args:
         engine: The engine.
@@ -367,7 +372,7 @@ def load_part(engine: MegatronEngine, source: Path, strict: bool = True) -> None
     Args:
         engine: The engine.
         source: The folder of an iteration, written with the same degrees.
-        strict: Whether the names must match the model.
+        strict: Whether all names must match the model's.
 
     Raises:
         CheckpointMismatchError: The folder does not contain this part, or it contains objects that are unsafe to load.
@@ -482,7 +487,7 @@ def _flatten(nested: Any) -> list[Any]:
 
 
 def _global_name(name: str, layers: dict[str, Any]) -> str:
-    """Return the name that a parameter has in a model with all layers."""
+    """Return the name that a parameter has in a model that contains all layers."""
     found = re.match(r"(.*?\.?layers\.)(\d+)(\..*)", name)
     if found is None or (layer := layers.get(f"{found[1]}{found[2]}")) is None:
         return name
@@ -490,7 +495,7 @@ def _global_name(name: str, layers: dict[str, Any]) -> str:
 
 
 def _embedding_rows(engine: MegatronEngine) -> int:
-    """Return the number of rows that the embedding has in a model on a single rank."""
+    """Return the number of rows that the embedding of a model on a single rank has."""
     arguments = {**vars(engine.args), "tensor_model_parallel_size": 1, "padded_vocab_size": None}
     return padded_vocabulary_size(arguments) if arguments.get("orig_vocab_size") else 0
 

@@ -1,7 +1,7 @@
 """Megatron-LM's model, optimizer and schedule for a training loop written for Accelerate.
 
 Calling the model runs a whole accumulation window: the schedule sends all micro-batches through the pipeline, forward
-and backward, and reduces the gradients. The optimizer takes the step, unless the clipping before it already has.
+and backward, and reduces the gradients. If the training loop clips, that call takes the step, otherwise the optimizer.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from notebook_accelerate.strategies.megatron.forward_steps import TRAIN_STEPS, A
 
 
 class MegatronEngine(nn.Module):
-    """A model that Megatron's schedules run.
+    """A model that runs with Megatron's schedules.
 
     Args:
         accelerator: The Accelerator, or another object with its `state`.
-        model: This rank's part or parts of the model.
+        model: This rank's part of the model, or a list of its parts.
         optimizer: Megatron's optimizer.
         scheduler: Megatron's schedule of learning rate and weight decay.
 
     Attributes:
-        module: The parts of the model.
-        train_step_handler: The train step of this type of model.
+        module: This rank's parts of the model.
+        train_step_handler: The train step for this type of model.
         iteration: The number of steps taken.
         grad_norm: The norm of all gradients in the last step, before clipping.
         skipped: Whether the last step was skipped because gradients were infinite.
@@ -75,11 +75,11 @@ class MegatronEngine(nn.Module):
             batch: Tensors of shape `[samples of a window, ...]`, by name.
 
         Returns:
-            The loss, averaged over the window and the data-parallel group, or a `MegatronOutput` if the model returns
-            dicts or the plugin has `return_logits`.
+            The loss, averaged over the window and the data-parallel group. If the model returns dicts, or the plugin
+            has `return_logits`, a `MegatronOutput`.
 
         Raises:
-            ValueError: Arguments were passed by position.
+            ValueError: An argument was passed by position.
         """
         if args or not batch:
             raise ValueError("a model of Megatron-LM takes its batch by name: model(**batch)")
@@ -94,7 +94,7 @@ class MegatronEngine(nn.Module):
             batch: Tensors of shape `[samples of a window, ...]`, by name.
 
         Returns:
-            The loss, and the train step's dict for each micro-batch on the last stage.
+            The loss, and on the last stage, the train step's dict for each micro-batch.
         """
         if self.pending:
             warn_once(
@@ -115,7 +115,7 @@ class MegatronEngine(nn.Module):
             batch: Tensors of shape `[samples of a window, ...]`, by name.
 
         Returns:
-            The loss, and the train step's dict for each micro-batch on the last stage.
+            The loss, and on the last stage, the train step's dict for each micro-batch.
         """
         with torch.no_grad():
             outputs = self._run_window(batch, forward_only=True)
@@ -147,17 +147,17 @@ class MegatronEngine(nn.Module):
             inputs: Tokens of shape `[samples, tokens]`, padded on the right.
             attention_mask: A mask of the same shape, with 1 for a token and 0 for padding. If None, there is no
                 padding.
-            max_length: The maximum length of samples, including the prompt.
+            max_length: The maximum number of tokens in a sample, including the prompt.
             max_new_tokens: The maximum number of tokens after the longest prompt. Pass either this or `max_length`.
-            num_beams: The number of candidates of a beam search for one prompt. If None, tokens are sampled.
-            temperature: The divisor of the logits. If None, 1.
+            num_beams: The number of candidates in a beam search, which takes one prompt. If None, tokens are sampled.
+            temperature: The number that divides the logits. If None, 1.
             top_k: The number of most probable tokens to sample from. If 1, decoding is greedy.
-            top_p: The total probability of the most probable tokens to sample from.
-            length_penalty: The exponent of the length that divides a candidate's log probability. If None, 1.
+            top_p: The total probability of the most probable tokens, which are sampled from.
+            length_penalty: A candidate's log probability is divided by its length to this power. If None, 1.
             kwargs: `top_p_decay`, `top_p_bound`, `random_seed`, `add_BOS`, `bos_token_id`, `eos_token_id`.
 
         Returns:
-            The prompts and the generated tokens, of shape `[samples, tokens]`. Samples that end early are filled with
+            The prompts and the generated tokens, of shape `[samples, tokens]`. Samples that end early are padded with
             the end token.
 
         Raises:
@@ -194,16 +194,16 @@ class MegatronEngine(nn.Module):
         """Run Megatron's schedule over this rank's parts of the model; every rank must call this.
 
         Args:
-            forward_step: A function that takes an iterator and a part of the model.
+            forward_step: A function that takes an iterator over micro-batches and a part of the model.
             micro_batches: A function that returns a new iterator over the micro-batches.
-            arguments: Further arguments of the schedule.
+            arguments: Further arguments for the schedule.
 
         Returns:
-            The dict (or value) for each micro-batch on the last stage, and an empty list on other stages.
+            On the last stage, the dict or value for each micro-batch. On other stages, an empty list.
         """
         chunks = list(self.module)
         iterators = [micro_batches() for _ in chunks]
-        several = len(chunks) > 1  # The stages are interleaved.
+        several = len(chunks) > 1  # In this case, the stages are interleaved.
         run = import_module("megatron.core.pipeline_parallel").get_forward_backward_func()
         return run(  # type: ignore[no-any-return]
             forward_step_func=forward_step,
@@ -230,7 +230,10 @@ class MegatronEngine(nn.Module):
         return ratio[0] / ratio[1]
 
     def _loss_ratio(self, value: torch.Tensor) -> torch.Tensor:
-        """Return a loss as a numerator and a denominator. For token losses, it already is a sum and a token count."""
+        """Return a loss as a numerator and a denominator.
+
+        For token losses, these are the sum and the number of tokens.
+        """
         value = value.detach().float()
         if value.numel() == 2 and self.plugin.calculate_per_token_loss:
             return value
@@ -270,7 +273,7 @@ class MegatronEngine(nn.Module):
         """Take the step with gradients scaled so that their norm is at most `max_norm`; every rank must call this.
 
         Args:
-            max_norm: The maximum norm. A number in the plugin has precedence.
+            max_norm: The maximum norm. A number in the plugin takes precedence.
         """
         config = self.optimizer.config
         before = config.clip_grad
@@ -293,7 +296,7 @@ def _micro_batches(batch: dict[str, Any], samples: int, count: int) -> Iterator[
 
 
 class MegatronLMOptimizerWrapper(EngineOptimizer):
-    """Megatron's optimizer. `step` takes the engine's step, which clears gradients, so `zero_grad` does nothing."""
+    """Megatron's optimizer. `step` takes the engine's step, which also clears gradients; `zero_grad` does nothing."""
 
     library = "Megatron-LM"
 
@@ -304,7 +307,7 @@ class MegatronLMOptimizerWrapper(EngineOptimizer):
 
 
 class MegatronLMSchedulerWrapper(EngineScheduler):
-    """Megatron's schedule. `step` does nothing, because the engine steps the schedule and saves it."""
+    """Megatron's schedule. `step` does nothing, because the engine steps and saves the schedule."""
 
     def get_last_lr(self) -> Any:
         """Return the current learning rates, one per parameter group.

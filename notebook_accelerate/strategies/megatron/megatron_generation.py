@@ -1,7 +1,7 @@
 """Text generation with a Megatron-LM decoder that is split across ranks: sampling, greedy decoding and beam search.
 
-Each new token is computed from all earlier tokens with the schedule of training, without a cache of keys and values.
-Generation therefore works in every configuration of training, but its time grows with the square of the length.
+The schedule for training computes each new token from all earlier tokens, without a cache of keys and values.
+Generation therefore works with every configuration of the training, but its time grows with the square of the length.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Sampling:
-    """How the next token is chosen."""
+    """The settings that determine how the next token is chosen."""
 
     temperature: float = 1.0
-    """The divisor of the logits."""
+    """The number that divides the logits."""
     top_k: int = 0
     """The number of most probable tokens to sample from: 1 for greedy decoding, or 0 for all tokens."""
     top_p: float = 0.0
-    """The total probability of the most probable tokens to sample from, or 0 for all tokens."""
+    """The total probability of the most probable tokens, which are sampled from, or 0 for all tokens."""
     top_p_decay: float = 0.0
-    """The factor that multiplies `top_p` after each token, or 0 to keep `top_p` constant."""
+    """The factor by which `top_p` is multiplied after each token, or 0 to keep `top_p` constant."""
     top_p_bound: float = 0.0
     """The lower bound of `top_p`."""
     random_seed: int | None = None
-    """The seed for sampling, or None to use torch's own generator."""
+    """The seed for sampling, or None to use torch's global random number generator."""
 
     def __post_init__(self) -> None:
         if self.temperature <= 0:
@@ -50,18 +50,18 @@ class Sampling:
             raise ValueError(f"top_k={self.top_k} and top_p={self.top_p} contradict each other; leave one of them out")
 
     def generator(self, device: torch.device) -> torch.Generator | None:
-        """Return the random generator for sampling, or None for torch's own generator.
+        """Return the random number generator for sampling, or None for torch's global one.
 
         Args:
-            device: The device on which tokens are sampled.
+            device: The device that tokens are sampled on.
         """
         return None if self.random_seed is None else torch.Generator(device).manual_seed(self.random_seed)
 
     def top_p_after(self, tokens: int) -> float:
-        """Return the value of `top_p` after a number of generated tokens.
+        """Return the value of `top_p` after some tokens have been generated.
 
         Args:
-            tokens: The number of generated tokens.
+            tokens: The number of tokens that have been generated.
         """
         return max(self.top_p * self.top_p_decay**tokens, self.top_p_bound) if self.top_p_decay else self.top_p
 
@@ -73,8 +73,8 @@ def choose_tokens(
 
     Args:
         logits: Logits of shape `[samples, vocabulary]`.
-        sampling: How the token is chosen.
-        generator: The random generator, or None for torch's own generator.
+        sampling: The settings that determine how a token is chosen.
+        generator: The random number generator, or None for torch's global one.
         done: The number of tokens that have already been generated.
 
     Returns:
@@ -89,7 +89,7 @@ def choose_tokens(
     elif 0 < (top_p := sampling.top_p_after(done)) < 1:
         ordered, order = scores.sort(descending=True)
         shares = ordered.softmax(-1)
-        # Keep the token that crosses the limit, so that at least one token remains.
+        # Keep the token whose probability exceeds the limit, so that at least one token remains.
         ordered = ordered.masked_fill(shares.cumsum(-1) - shares > top_p, -torch.inf)
         scores = torch.full_like(scores, -torch.inf).scatter(-1, order, ordered)
     return torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]
@@ -106,15 +106,15 @@ def generate(
     """Generate samples token by token; every rank must call this.
 
     Args:
-        engine: The engine of a decoder.
+        engine: The engine whose model is a decoder.
         inputs: Tokens of shape `[samples, tokens]`, padded on the right.
         attention_mask: A mask of the same shape, with 1 for a token and 0 for padding. If None, there is no padding.
-        length: The maximum length of samples, including the prompt.
-        sampling: How a token is chosen.
+        length: The maximum number of tokens in a sample, including the prompt.
+        sampling: The settings that determine how a token is chosen.
         end: The token that ends a sample, or None if there is no such token.
 
     Returns:
-        The prompts and the generated tokens, of shape `[samples, tokens]`. Samples that end early are filled with
+        The prompts and the generated tokens, of shape `[samples, tokens]`. Samples that end early are padded with
         `end`.
     """
     tokens, lengths = _token_buffer(engine, inputs, attention_mask, length, end)
@@ -140,11 +140,11 @@ def beam_search(
     """Find the most probable continuation of one sample by beam search; every rank must call this.
 
     Args:
-        engine: The engine of a decoder.
+        engine: The engine whose model is a decoder.
         inputs: Tokens without padding, of shape `[1, tokens]`.
-        length: The maximum length of the sample, including the prompt.
-        beams: The number of candidates.
-        penalty: The exponent of the length that divides a candidate's log probability.
+        length: The maximum number of tokens in the sample, including the prompt.
+        beams: The number of candidates that are kept.
+        penalty: A candidate's log probability is divided by its length to this power.
         end: The token that ends a sample, or None if there is no such token.
 
     Returns:
@@ -201,7 +201,7 @@ def _best_continuations(scores: torch.Tensor, logits: torch.Tensor, count: int) 
 def _token_buffer(
     engine: MegatronEngine, inputs: torch.Tensor, attention_mask: torch.Tensor | None, length: int, end: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a tensor with room for all tokens that starts with the prompts, and the length of each prompt."""
+    """Return a tensor that has room for all tokens and starts with the prompts, and the length of each prompt."""
     inputs = inputs.to(engine.device).long()
     samples, given = inputs.shape
     mask = torch.ones_like(inputs) if attention_mask is None else attention_mask.to(engine.device)
@@ -219,7 +219,7 @@ def next_logits(engine: MegatronEngine, tokens: torch.Tensor) -> torch.Tensor | 
     """Compute the logits of the next token of each sample; every rank must call this.
 
     Args:
-        engine: The engine of a decoder.
+        engine: The engine whose model is a decoder.
         tokens: Tokens of shape `[samples, tokens]`.
 
     Returns:
@@ -232,7 +232,8 @@ def next_logits(engine: MegatronEngine, tokens: torch.Tensor) -> torch.Tensor | 
         masked = causal_mask(inputs.shape[1], inputs.device)
         return model(inputs, positions, masked), partial(_last_logits, tokens.shape[1], engine.vocabulary_size)
 
-    # Norms that are split along the sequence need a divisible length. Padding at the end does not affect other tokens.
+    # Norms that are split along the sequence need a length that the number of ranks divides. Padding at the end does
+    # not affect other tokens.
     padding = -tokens.shape[1] % megatron_setup.import_parallel_state().get_tensor_model_parallel_world_size()
     padded = torch.nn.functional.pad(tokens, (0, padding))
     outputs = engine.run_schedule(
@@ -278,7 +279,7 @@ def megatron_generate(
     """See `MegatronEngine.megatron_generate`.
 
     Args:
-        engine: The engine of a decoder.
+        engine: The engine whose model is a decoder.
         inputs: See `MegatronEngine.megatron_generate` for this argument and the next five.
         attention_mask: See above.
         max_length: See above.

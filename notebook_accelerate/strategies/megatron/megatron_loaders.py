@@ -17,7 +17,7 @@ class MegatronLMDummyScheduler:
     """A placeholder for a learning rate schedule, which Megatron-LM creates and steps itself.
 
     Args:
-        optimizer: The optimizer whose learning rate is scheduled.
+        optimizer: The optimizer whose learning rate the schedule sets.
         total_num_steps: The total number of optimizer steps, counted as if one rank read all batches.
         warmup_num_steps: The number of steps at the start in which the learning rate rises from 0.
         kwargs: Further settings, which are stored as they are.
@@ -35,8 +35,8 @@ class MegatronLMDummyScheduler:
 class MegatronLMDummyDataLoader:
     """A placeholder for loaders of Megatron's indexed datasets.
 
-    Pass the placeholder to `prepare` three times. `prepare` replaces it with the loaders of the training, validation
-    and test splits, in this order.
+    Pass the placeholder to `prepare` three times. `prepare` returns the loaders of the training, validation and test
+    splits in its place, in this order.
 
     Args:
         dataset_kwargs: Megatron's arguments: `data_path` (prefixes of indexed datasets), `split` ("949,50,1"),
@@ -60,7 +60,7 @@ class MegatronLMDummyDataLoader:
         plugin.megatron_lm_default_args |= self.dataset_args
 
     def get_train_valid_test_datasets_provider(self, accelerator: HasState) -> Any:
-        """Return a function that creates the three datasets, given the number of samples in each.
+        """Return a function that takes the number of samples in each split, and creates the three datasets.
 
         Args:
             accelerator: The Accelerator, or another object with its `state`.
@@ -116,7 +116,7 @@ class MegatronLMDummyDataLoader:
 
 
 def _loader(dataset: Any, size: int, consumed: int, wanted: int) -> DataLoader[Any]:
-    """Return a loader of micro-batches for `wanted` samples, without those that an earlier run has `consumed`."""
+    """Return a loader of micro-batches for `wanted` samples, leaving out those that an earlier run has `consumed`."""
     end = min(wanted, len(dataset))
     remaining = torch.utils.data.Subset(dataset, range(consumed % max(end, 1), end))
     return DataLoader(remaining, batch_size=size, drop_last=True)
@@ -128,7 +128,7 @@ def _repeat(loader: DataLoader[Any]) -> Any:
 
 
 def _datasets(arguments: dict[str, Any], samples: list[int]) -> Any:
-    """Build Megatron's datasets for GPT. The first rank of each machine builds them before the other ranks."""
+    """Build Megatron's datasets for GPT, first on the first rank of each machine, then on the other ranks."""
     kind = arguments.get("model_type_name")
     if kind != "gpt":
         raise ValueError(
@@ -164,8 +164,8 @@ def micro_batch_size(loader: Any, split_batches: bool, groups: int) -> int:
     """Return a rank's number of samples in one batch of a loader, which is one micro-batch.
 
     Args:
-        loader: A DataLoader.
-        split_batches: Whether each batch is split among the groups of ranks that read different data.
+        loader: The DataLoader to read the batch size from.
+        split_batches: Whether each batch is split across the groups of ranks that read different data.
         groups: The number of these groups.
 
     Raises:

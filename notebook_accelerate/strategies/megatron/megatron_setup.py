@@ -1,4 +1,4 @@
-"""Create megatron-core's groups of ranks, models, optimizers and schedules from a plugin's arguments."""
+"""Create megatron-core's process groups, models, optimizers and schedules from a plugin's arguments."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from notebook_accelerate.hardware import device_table
 from notebook_accelerate.state import AcceleratorState, process_group
 
 _initialized_for: tuple[Any, tuple[int, int, int]] | None = None
-"""The default process group and the degrees of Megatron's current groups."""
+"""The default process group, and the degrees that Megatron's current groups were created with."""
 
 
 def import_parallel_state() -> Any:
-    """Import megatron-core's groups of ranks.
+    """Import the module with megatron-core's process groups.
 
     Returns:
         `megatron.core.parallel_state`.
@@ -39,7 +39,7 @@ def active_plugin(state: AcceleratorState) -> MegatronLMPlugin:
     """Return the Megatron-LM plugin.
 
     Args:
-        state: The state of the world.
+        state: This process's `AcceleratorState`.
 
     Raises:
         ValueError: The ranks do not train with Megatron-LM.
@@ -51,14 +51,14 @@ def active_plugin(state: AcceleratorState) -> MegatronLMPlugin:
 
 
 def check_degrees(plugin: MegatronLMPlugin, world_size: int) -> int:
-    """Check the degrees of a plugin, and return the number of groups of ranks that read different data.
+    """Check the degrees of a plugin, and return the number of groups of ranks that each read different data.
 
     Args:
-        plugin: The plugin.
+        plugin: The plugin to check.
         world_size: The number of ranks.
 
     Raises:
-        ValueError: The degrees do not fit the world.
+        ValueError: The degrees do not fit the number of ranks.
     """
     tensors, stages, experts = plugin.tp_degree or 1, plugin.pp_degree or 1, plugin.expert_model_parallel_size or 1
     groups = world_size // (tensors * stages)
@@ -77,16 +77,16 @@ def check_degrees(plugin: MegatronLMPlugin, world_size: int) -> int:
 
 
 def initialize_groups(state: AcceleratorState, plugin: MegatronLMPlugin) -> None:
-    """Initialize Megatron's groups of ranks with the degrees of a plugin; every rank must call this.
+    """Initialize Megatron's process groups with the degrees of a plugin; every rank must call this.
 
     Args:
-        state: The state of the world. A single process gets a process group of one rank, because Megatron-LM requires a
+        state: The `AcceleratorState`. A single process gets a process group of one rank, because Megatron-LM requires a
             group.
-        plugin: The plugin.
+        plugin: The plugin with the degrees.
 
     Raises:
         ImportError: megatron-core is not installed.
-        ValueError: The degrees do not fit the world.
+        ValueError: The degrees do not fit the number of ranks.
     """
     global _initialized_for  # noqa: PLW0603 - Megatron has one set of groups per process
     check_degrees(plugin, state.num_processes)
@@ -112,7 +112,7 @@ def initialize_groups(state: AcceleratorState, plugin: MegatronLMPlugin) -> None
 
 
 def _check_existing_groups(groups: Any, plugin: MegatronLMPlugin) -> None:
-    """Check that groups that the user's code has created have the plugin's degrees."""
+    """Check that process groups created by the user's code have the plugin's degrees."""
     existing = (groups.get_tensor_model_parallel_world_size(), groups.get_pipeline_model_parallel_world_size())
     if existing != (plugin.tp_degree, plugin.pp_degree):
         raise ValueError(
@@ -123,7 +123,7 @@ def _check_existing_groups(groups: Any, plugin: MegatronLMPlugin) -> None:
 
 
 def seed_generators(device: torch.device) -> int:
-    """Seed Megatron's generators for ranks that share the tensors of a layer; every rank must call this.
+    """Seed Megatron's generators for layers whose tensors are split across ranks; every rank must call this.
 
     Args:
         device: This rank's device.
@@ -173,7 +173,8 @@ def transformer_config(arguments: Mapping[str, Any], device: torch.device, **mor
         "params_dtype": precision,
         "activation_func": activation,
         "use_cpu_initialization": device.type == "cpu",
-        # The fused kernels of Apex and Transformer Engine are off. An argument of the same name turns one on.
+        # Turn off the fused kernels of Apex and Transformer Engine. The argument of the same name turns each of them
+        # on.
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
         "bias_dropout_fusion": False,
@@ -183,7 +184,7 @@ def transformer_config(arguments: Mapping[str, Any], device: torch.device, **mor
 
 
 def _from_arguments(kind: Any, arguments: Mapping[str, Any], **more: Any) -> Any:
-    """Create one of Megatron's dataclasses from those arguments that have the names of its fields."""
+    """Create one of Megatron's dataclasses from the arguments that have the names of its fields."""
     names = {field.name for field in dataclasses.fields(kind) if field.init}
     known = {name: value for name, value in arguments.items() if name in names and value is not None}
     return kind(**(known | more))
@@ -194,7 +195,7 @@ def _has_transformer_engine(device: torch.device) -> bool:
 
 
 def padded_vocabulary_size(arguments: Mapping[str, Any]) -> int:
-    """Return the number of rows of the embedding: the number of tokens, padded so that ranks get equal parts."""
+    """Return the number of rows in the embedding: the vocabulary's size, padded so that ranks get equal parts."""
     unit = arguments.get("make_vocab_size_divisible_by", 1) * arguments["tensor_model_parallel_size"]
     return int(arguments.get("padded_vocab_size") or -(-arguments["orig_vocab_size"] // unit) * unit)
 
@@ -277,7 +278,7 @@ def virtual_stage_count(plugin: MegatronLMPlugin, arguments: Mapping[str, Any]) 
     """Return the number of interleaved parts of the model per rank, or None if stages are not interleaved.
 
     Args:
-        plugin: The plugin.
+        plugin: The plugin with the degrees.
         arguments: The plugin's arguments.
 
     Raises:
@@ -300,7 +301,7 @@ def make_chunks(plugin: MegatronLMPlugin, device: torch.device) -> Chunks:
     """Create this rank's parts of the model, on its device; every rank must call this.
 
     Args:
-        plugin: The plugin, with the shape of the network.
+        plugin: The plugin, with the sizes of the model set.
         device: This rank's device.
     """
     arguments = plugin.megatron_lm_default_args
@@ -382,7 +383,7 @@ def make_optimizer(chunks: Chunks, plugin: MegatronLMPlugin) -> Any:
 
 
 def _overrides(plugin: MegatronLMPlugin, config: Any) -> Any:
-    """Return the overrides of weight decay and learning rate for single parameters, or None for Megatron's defaults."""
+    """Return the weight decay and learning rate of exceptional parameters, or None for Megatron's defaults."""
     if plugin.no_wd_decay_cond is None and plugin.scale_lr_cond is None:
         return None
     kinds = _core("optimizer.optimizer_config")

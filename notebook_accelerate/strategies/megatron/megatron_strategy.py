@@ -41,15 +41,15 @@ if TYPE_CHECKING:
 
 
 def megatron_lm_initialize(accelerator: HasState, args_defaults: dict[str, Any] | None = None) -> None:
-    """Initialize Megatron's groups of ranks; every rank must call this.
+    """Initialize Megatron's process groups; every rank must call this.
 
     Args:
-        accelerator: The Accelerator, or another object with its `state`.
-        args_defaults: Further arguments of Megatron.
+        accelerator: The Accelerator, or another object that has its `state`.
+        args_defaults: Further arguments for Megatron.
 
     Raises:
         ImportError: megatron-core is not installed.
-        ValueError: The degrees do not fit the world.
+        ValueError: The degrees do not fit the number of ranks.
     """
     plugin = megatron_setup.active_plugin(accelerator.state)
     plugin.megatron_lm_default_args |= args_defaults or {}
@@ -60,7 +60,7 @@ def megatron_lm_prepare_model_optimizer_scheduler(accelerator: HasState) -> tupl
     """Create a model, an optimizer and a schedule from the plugin's arguments; every rank must call this.
 
     Args:
-        accelerator: The Accelerator, or another object with its `state`.
+        accelerator: The Accelerator, or another object that has its `state`.
 
     Returns:
         This rank's parts of the model, Megatron's optimizer, and its schedule.
@@ -88,7 +88,7 @@ class MegatronLMStrategy(EngineStrategy):
     `num_micro_batches` batches, which the prepared loader yields as one batch.
 
     Attributes:
-        models: The engine, once a model is prepared.
+        models: A list of the engine, once a model is prepared.
         engine: The engine, or None before a model is prepared.
     """
 
@@ -105,7 +105,8 @@ class MegatronLMStrategy(EngineStrategy):
         megatron_lm_initialize(setup)
         self._groups = megatron_setup.check_degrees(self.plugin, setup.state.num_processes)
         if setup.state.num_processes > 1:
-            # Each rank writes a part of a checkpoint. Without the watchdog, save_state on only some ranks would hang.
+            # Each rank writes a part of a checkpoint. Without the watchdog, ranks would hang if only some called
+            # save_state.
             start_watchdog()
 
     @property
@@ -114,7 +115,7 @@ class MegatronLMStrategy(EngineStrategy):
         return megatron_setup.active_plugin(self.setup.state)
 
     def _set_window(self) -> None:
-        """Turn the Accelerator's accumulation into micro-batches, so that a batch of a loader is a whole window."""
+        """Turn the Accelerator's accumulation steps into micro-batches, so that a loader's batch is a whole window."""
         state, plugin = self.setup.gradient_state, self.plugin
         if state.num_steps > 1:
             if plugin._micro_batches_given and plugin.num_micro_batches != state.num_steps:
@@ -133,7 +134,7 @@ class MegatronLMStrategy(EngineStrategy):
         """See `Strategy.prepare`. A model must be prepared together with its optimizer and schedule placeholder.
 
         Raises:
-            ValueError: The objects contradict each other or the plugin.
+            ValueError: The objects do not fit each other or the plugin.
         """
         results = list(objects)
         indices = indices_by_kind(objects, _object_kind)
@@ -149,7 +150,7 @@ class MegatronLMStrategy(EngineStrategy):
         return results
 
     def _check_objects(self, objects: Sequence[Any], indices: Mapping[str, list[int]], models: list[int]) -> None:
-        """Check that the objects are enough for one engine, or do not need one."""
+        """Check that the objects are sufficient for one engine, or do not need an engine."""
         optimizers = self._new_optimizers(objects, indices)
         plain = [objects[at] for at in indices["scheduler"] if not _is_megatron_schedule(objects[at])]
         if plain:
@@ -234,11 +235,11 @@ class MegatronLMStrategy(EngineStrategy):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Return the engine, or prepare a model that is only evaluated, and therefore stays whole.
+        """Return the engine, or prepare a model that will only be evaluated, and therefore stays whole.
 
         Args:
             model: The model to prepare.
-            device_placement: Whether the model is moved to the device. If None, the Accelerator's setting.
+            device_placement: Whether to move the model to the device. If None, the Accelerator's setting is used.
             evaluation_mode: Whether the model is prepared for inference only.
 
         Returns:
@@ -275,7 +276,7 @@ class MegatronLMStrategy(EngineStrategy):
         """Do nothing, because the call to the model has already computed the gradients.
 
         Args:
-            loss: The loss that the model returned.
+            loss: The loss that the model returned, which is not used.
             kwargs: Not used.
         """
 
@@ -301,18 +302,18 @@ class MegatronLMStrategy(EngineStrategy):
         """See `Strategy.model_state_dict`; every rank must call this.
 
         Returns:
-            The state dict, with the names that a model on a single rank has. If ranks have parts of the model, it is in
-            CPU memory on rank 0, and {} on other ranks.
+            The state dict, with the names of a model on a single rank. If ranks have parts of the model, rank 0 gets
+            the state in CPU memory, and other ranks get {}.
         """
         if model is self.engine and self.engine is not None:
             return megatron_checkpoint.gather_state(self.engine)
         return super().model_state_dict(model, unwrap)
 
     def save_state(self, folder: Path, safe_serialization: bool = True, **options: Any) -> None:
-        """See `Strategy.save_state`. Writes megatron-core's files. Every rank must call this.
+        """See `Strategy.save_state`. The files have megatron-core's formats. Every rank must call this.
 
         Raises:
-            ValueError: `options` were given, but none are supported.
+            ValueError: `options` were given, but no options are supported.
         """
         if options:
             raise ValueError(f"save_state with Megatron-LM does not accept {', '.join(options)}; leave it out")
@@ -362,7 +363,7 @@ def _object_kind(item: Any) -> str:
 
 
 def _splits(objects: Sequence[Any], loaders: Sequence[int]) -> list[int]:
-    """Return the split of each loader placeholder. The splits are training, validation and test, in this order."""
+    """Return the index of each loader placeholder's split: training, validation and test, in this order."""
     seen = 0
     splits = []
     for at in loaders:
@@ -371,7 +372,7 @@ def _splits(objects: Sequence[Any], loaders: Sequence[int]) -> list[int]:
     return splits
 
 
-# ---- the shard report. Each rank has some layers of the model, and a part of each of these layers.
+# ---- the shard report. Each rank has a part of each of some layers of the model.
 
 
 def report_engine(strategy: Strategy) -> ShardReport:

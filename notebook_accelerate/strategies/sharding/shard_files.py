@@ -1,8 +1,8 @@
 """Write a rank's file of a distributed checkpoint in torch's format, without calling torch.save for each tensor.
 
 torch.save takes 0.25 ms per tensor, as long as writing a megabyte, and spends most of that time in Python. The bytes
-that it writes before and after a tensor's values depend only on the dtype and shape, so this module creates them once
-for each dtype and shape (see `write_plans` for measurements).
+that torch.save writes before and after a tensor's values depend only on the dtype and shape, so this module creates
+them once for each dtype and shape (see `write_plans` for measurements).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Locations = dict[MetadataIndex, StorageInfo]
 
 
 class ShardWriter(FileSystemWriter):
-    """torch's writer of one file per rank, which also computes checksums while it writes.
+    """torch's writer of one file per rank, which here also computes checksums while it writes.
 
     Args:
         folder: The folder, which torch creates. If one rank cannot create it, torch raises on every rank.
@@ -62,19 +62,19 @@ class ShardWriter(FileSystemWriter):
         self.metadata: Metadata | None = None
 
     def storage_meta(self) -> None:
-        """Store no metadata about the location, because the finished checkpoint is moved to another folder."""
+        """Store no metadata about the location, because the checkpoint is moved once it is complete."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file.
 
         Args:
             plan: The entries of the file.
-            planner: The planner, which returns their values.
+            planner: The planner, which returns the values of the entries.
 
         Returns:
             A completed future with the locations of the entries.
         """
-        # Put objects last, because their size can change. The tensors then keep their offsets in the next checkpoint.
+        # Put objects last: their sizes can change, and the tensors keep their offsets in the next checkpoint this way.
         self.items = sorted(plan.items, key=is_object)
         self.name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         contents = ((item.index, planner.resolve_data(item)) for item in self.items)
@@ -91,7 +91,7 @@ class ShardWriter(FileSystemWriter):
             results: The locations of all ranks' entries.
         """
         super().finish(metadata, results)
-        # Read the file again, because some versions of torch (2.9) add the locations to a copy of the metadata.
+        # Read the metadata from the file, because some versions of torch (2.9) only add the locations to a copy.
         with Path(self.path, ".metadata").open("rb") as file:
             self.metadata = read_metadata(file)
 
@@ -105,8 +105,8 @@ def write_rank_file(files: ChecksumFiles, path: Path, contents: Iterable[tuple[M
     """Write a rank's file, and sync it to the disk.
 
     Args:
-        files: The file system.
-        path: The file.
+        files: The file system that computes the checksum.
+        path: The file to write.
         contents: The entries, which are tensors, or pickled objects as byte streams.
 
     Returns:
@@ -128,8 +128,10 @@ def write_rank_file(files: ChecksumFiles, path: Path, contents: Iterable[tuple[M
 # ---- tensors
 
 _MAX_FRAMED = 1 << 24
-"""The maximum size in bytes of a tensor that is framed. For larger tensors, the cost of torch.save is small, and
-creating a frame would take as much memory as the tensor."""
+"""The maximum size in bytes of a framed tensor, whose surrounding bytes are reused.
+
+For larger tensors, torch.save costs little in comparison, and creating a frame would take as much memory as the tensor.
+"""
 _DTYPES = {
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool,
@@ -150,7 +152,7 @@ def _write_tensor(stream: Any, tensor: torch.Tensor) -> None:
 
 
 def is_framed(dtype: torch.dtype, nbytes: int) -> bool:
-    """Return whether contiguous tensors of a dtype and size are framed."""
+    """Return whether contiguous tensors of this dtype and size are framed."""
     return dtype in _DTYPES and 0 < nbytes <= _MAX_FRAMED
 
 
@@ -185,7 +187,7 @@ def bytes_around_values(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, b
 
 @contextmanager
 def without_record_checksums() -> Iterator[None]:
-    """Keep torch.save from computing checksums of records, because the manifest contains checksums of whole files."""
+    """Keep torch.save from computing checksums of records. The manifest contains checksums of whole files instead."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -198,10 +200,10 @@ def without_record_checksums() -> Iterator[None]:
 
 
 class ChecksumFiles(FileSystem):
-    """Computes checksums of files while they are written, because reading them again would take a second per gigabyte.
+    """Computes checksums of files while writing them, because reading them again would take a second per gigabyte.
 
     Args:
-        background: Whether training continues while files are written. If so, writing has low priority.
+        background: Whether training continues while files are written. If so, they are written with low priority.
     """
 
     def __init__(self, background: bool = False) -> None:
@@ -230,8 +232,8 @@ class ChecksumFiles(FileSystem):
         """Rename a file, and record its checksum under the new name.
 
         Args:
-            path: The file.
-            new_path: Its new path.
+            path: The current path of the file.
+            new_path: The new path.
         """
         super().rename(path, new_path)
         self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)
@@ -242,12 +244,17 @@ Call = Callable[..., Any]
 _MIN_PIECE, _FULL_PIECE = 1 << 15, 1 << 18
 """Pieces smaller than `_MIN_PIECE` bytes are joined into pieces of at least `_FULL_PIECE` bytes."""
 _MAX_PIECES, _MAX_QUEUED = 512, 1 << 26
-"""The maximum numbers of pieces and bytes to queue. The system accepts up to 1024 pieces in a call, and tensors that
-were copied from a device occupy memory while they are queued."""
+"""The maximum numbers of pieces and bytes to queue.
+
+The system accepts up to 1024 pieces in one call, and tensors that were copied from a device take up memory while they
+are queued.
+"""
 _MAX_CALL = 1 << 19
-"""The maximum number of bytes to write in one system call. For longer calls, Linux 6.18 allocates the page cache in
-larger blocks. In a virtual machine, this took up to 10 times as much CPU time: 240 to 390 ms for 115 MB, compared with
-40 ms in calls of 512 KiB."""
+"""The maximum number of bytes to write in one system call.
+
+For longer calls, Linux 6.18 allocates the page cache in larger blocks. In a virtual machine, these took up to 10 times
+as much CPU time: 240 to 390 ms for 115 MB, compared with 40 ms with calls of 512 KiB.
+"""
 
 
 @dataclass
@@ -263,7 +270,7 @@ class ChecksumStream:
     _passed: int = 0
 
     def write(self, content: Any) -> int:
-        """Write bytes whose memory the caller may reuse after this call."""
+        """Write bytes now. The caller may reuse their memory after this call."""
         size = self.keep(content)
         if size >= _MIN_PIECE:
             self._write_queued()
@@ -361,7 +368,7 @@ def _remaining(pieces: list[Any], written: int) -> list[Any]:
 # ---- in the background
 
 _NICENESS = 10
-"""The niceness added to a writing thread, which then gets about a tenth of a core that training also needs."""
+"""The amount added to a writing thread's niceness. It then gets about a tenth of a core that training also uses."""
 
 
 def _call(function: Call, *arguments: Any) -> Any:
@@ -369,10 +376,10 @@ def _call(function: Call, *arguments: Any) -> Any:
 
 
 def _call_at_low_priority(function: Call, *arguments: Any) -> Any:
-    """Call a system function in a thread of low priority, and wait for it.
+    """Call a system function in a thread of low priority, and wait until it returns.
 
-    The calling thread keeps its own priority. With a low priority, it might have to wait for a core while it holds the
-    GIL, which training needs.
+    The calling thread keeps its own priority. If it had a low priority, it might wait for a core while holding the GIL,
+    which training needs.
     """
     outcome: concurrent.futures.Future[Any] = concurrent.futures.Future()
     thread = threading.Thread(
@@ -380,14 +387,14 @@ def _call_at_low_priority(function: Call, *arguments: Any) -> Any:
     )
     try:
         thread.start()
-    except RuntimeError:  # The limit of threads is reached, or the interpreter is shutting down.
+    except RuntimeError:  # The limit on threads has been reached, or the interpreter is shutting down.
         return function(*arguments)
     thread.join()
     return outcome.result()
 
 
 def _run_at_low_priority(outcome: concurrent.futures.Future[Any], function: Call, arguments: tuple[Any, ...]) -> None:
-    if sys.platform == "linux":  # Other systems do not have a priority for each thread.
+    if sys.platform == "linux":  # On other systems, threads do not have separate priorities.
         thread = threading.get_native_id()
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICENESS)

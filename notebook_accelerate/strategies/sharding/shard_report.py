@@ -1,4 +1,4 @@
-"""Count the parameters, gradients and optimizer state of this rank from their shapes, without a collective."""
+"""Compute the sizes of this rank's parameters, gradients and optimizer state from shapes, without a collective."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from notebook_accelerate.telemetry.sharding import KINDS, ShardReport, ShardSize
 from notebook_accelerate.torch_internals import local_tensor
 
 _FLATTENED = {"dp": ("dp_replicate", "dp_shard"), "dp_shard_cp": ("dp_shard", "cp")}
-"""The axes that each flattened submesh of a parallel layout combines."""
+"""The axes that each flattened submesh of a parallel layout is made of."""
 
 
 class ReportsShards(Protocol):
-    """The attributes of a strategy that a report uses."""
+    """The attributes of a strategy that are needed for a report."""
 
     setup: Setup
     models: list[torch.nn.Module]
@@ -32,7 +32,7 @@ class ReportsShards(Protocol):
         """The name of the strategy."""
 
     def sharding(self) -> ShardReport:
-        """Count the parameters, gradients and optimizer state of this rank."""
+        """Return the sizes of this rank's parameters, gradients and optimizer state."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class ShardTally:
         return ShardTally(self.whole + other.whole, self.here + other.here, self.sharded | other.sharded)
 
     def times(self, count: int) -> ShardTally:
-        """Return the tally for `count` tensors of each of these shapes."""
+        """Return the tally for `count` tensors of each of the counted shapes."""
         return replace(self, whole=self.whole * count, here=self.here * count)
 
     def state_sizes(self, count: int | None, offloaded: str = "") -> ShardSizes:
-        """Return the size of an optimizer state that has `count` tensors of each of these shapes.
+        """Return the size of an optimizer state that has `count` tensors of each of the counted shapes.
 
         If `count` is None, the size is unknown.
         """
@@ -66,7 +66,7 @@ class ShardTally:
         return self.times(count).sizes(offloaded)
 
     def sizes(self, offloaded: str = "", note: str = "") -> ShardSizes:
-        """Return the tally as the entry of a report."""
+        """Return the tally as an entry of the report."""
         return ShardSizes(self.whole, self.here, tuple(sorted(self.sharded)), offloaded, note)
 
 
@@ -90,10 +90,10 @@ def _count_tensor(tensor: torch.Tensor) -> ShardTally:
 
 
 def count_optimizer_state(optimizers: Sequence[Any]) -> ShardTally | None:
-    """Count the state that optimizers keep after a step, except single numbers such as step counts.
+    """Count the state that optimizers keep between steps, except for single numbers such as step counts.
 
     Args:
-        optimizers: Optimizers of torch.
+        optimizers: The torch optimizers, without wrappers.
 
     Returns:
         The tally, or None if the state of an optimizer is not known.
@@ -109,10 +109,10 @@ def count_optimizer_state(optimizers: Sequence[Any]) -> ShardTally | None:
 
 
 def common_states_per_parameter(optimizers: Sequence[Any]) -> int | None:
-    """Return how many tensors of a parameter's shape optimizers keep, or None if that differs or is not known.
+    """Return how many tensors optimizers keep per parameter, or None if the numbers differ or are not known.
 
     Args:
-        optimizers: Optimizers of torch.
+        optimizers: The torch optimizers, without wrappers.
     """
     counts = {states_per_parameter(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups}
     return counts.pop() if len(counts) == 1 else None
@@ -131,7 +131,7 @@ def mesh_axes(strategy: ReportsShards, axis: str) -> tuple[dict[str, int], dict[
     """Return the sizes of the mesh of ranks and this rank's coordinates, by axis. Axes with one rank are left out.
 
     Args:
-        strategy: The strategy.
+        strategy: The strategy, which has the parallel layout.
         axis: The name of the only axis if the user has not given a parallel layout.
     """
     state = strategy.setup.state
@@ -143,10 +143,10 @@ def mesh_axes(strategy: ReportsShards, axis: str) -> tuple[dict[str, int], dict[
 
 
 def axes_of_several_ranks(axes: Mapping[str, tuple[int, int]]) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the sizes and this rank's coordinates of the axes that have more than one rank.
+    """Return the sizes of the axes with more than one rank, and this rank's coordinates along them.
 
     Args:
-        axes: The size and this rank's coordinate by axis, with the outermost axis first.
+        axes: The size of each axis and this rank's coordinate along it, with the outermost axis first.
     """
     kept = {name: both for name, both in axes.items() if both[0] > 1}
     return {name: size for name, (size, _) in kept.items()}, {name: at for name, (_, at) in kept.items()}
@@ -173,7 +173,7 @@ def make_report(
         state: The sizes of the optimizer state after a step.
         variant: The variant of the strategy, such as FULL_SHARD or ZeRO-2.
         axis: The name of the only axis if the user has not given a parallel layout.
-        mesh: The sizes and coordinates by axis. If None, those of the parallel layout.
+        mesh: The sizes and coordinates by axis. If None, those of the parallel layout are used.
         stages: The axis along which ranks have different layers.
         units: The number and the name of the units that the rank computes.
     """
@@ -187,10 +187,10 @@ def count_shards(strategy: ReportsShards, offloaded: str = "", note: str = "", *
     """Create the report of a strategy by counting the parameters of its models and optimizers.
 
     Args:
-        strategy: The strategy.
-        offloaded: The device that stores everything that is not being computed with, or "" if nothing is offloaded.
-        note: A note on the parameters.
-        more: Further arguments of `make_report`.
+        strategy: The strategy to report on.
+        offloaded: The device where everything is kept while it is not needed, or "" if nothing is offloaded.
+        note: A note to show with the sizes of the parameters.
+        more: Further arguments for `make_report`.
     """
     parameters = list(all_parameters(strategy.models))
     trained = count_tensors(p for p in parameters if p.requires_grad)
@@ -217,11 +217,11 @@ def emit_changes(strategy: ReportsShards, last: ShardReport | None) -> ShardRepo
     """Emit a strategy's report if a kernel is listening and the report differs from the last one.
 
     Args:
-        strategy: The strategy.
+        strategy: The strategy to report on.
         last: The last report that was emitted, or None.
 
     Returns:
-        The report to pass as `last` the next time.
+        The report to pass as `last` in the next call.
     """
     if telemetry.current_sink() is None or not strategy.models:
         return last

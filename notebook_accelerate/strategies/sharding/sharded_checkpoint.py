@@ -1,6 +1,6 @@
 """Save and load sharded models and optimizers under Accelerate's names, with torch's distributed checkpoint.
 
-The content of a folder, not the settings of the reader, decides how it is read. Both full files and sharded folders can
+How a folder is read depends on its content, not on the settings of the reader. Both full files and sharded folders can
 be loaded on any number of ranks.
 """
 
@@ -56,7 +56,7 @@ def full_model_state(model: nn.Module) -> dict[str, Any]:
         model: The sharded model.
 
     Returns:
-        The tensors by name on rank 0, and an empty dict on other ranks. All names of a tied weight have one tensor.
+        The tensors by name on rank 0, and an empty dict on other ranks. All names of a tied weight refer to one tensor.
     """
     state = get_model_state_dict(model, options=_full_state_options(model))
     if _rank() != 0:
@@ -69,15 +69,15 @@ def full_model_state(model: nn.Module) -> dict[str, Any]:
 def _full_state_options(model: nn.Module) -> StateDictOptions:
     """Return torch's options for a full state on rank 0, in CPU memory.
 
-    For FSDP 1 on the CPU, offloading is off and every rank gets the state. With offloading, torch would not copy the
-    state, and would free the memory of the state that it returned (torch 2.13).
+    For FSDP 1 on the CPU, offloading is off, and every rank gets the state. With offloading, torch 2.13 would not copy
+    the state, and would then free the memory of the state that it has returned.
     """
     flat_on_cpu = isinstance(model, FullyShardedDataParallel) and next(model.parameters()).device.type == "cpu"
     return StateDictOptions(full_state_dict=True, cpu_offload=not flat_on_cpu)
 
 
 OWN_SHARDS = "own shards"
-"""A format in addition to FSDP's `state_dict_type`: each rank writes its shards to a separate file (FSDP 2)."""
+"""A format that FSDP's `state_dict_type` does not have: each rank writes its shards to a separate file (FSDP 2)."""
 Filter = Callable[[dict[str, Any]], dict[str, Any]]
 """A function that selects the entries of a state to write or read."""
 
@@ -155,16 +155,17 @@ def load_model(
 
     Args:
         model: The sharded model.
-        folder: The folder.
+        folder: The folder of the checkpoint.
         index: The position of the model among the prepared models.
         strict: Whether all names must match the model's.
-        keep: The filter that was used to write the state. If None, everything is kept.
+        keep: The filter that the state was written with. If None, everything is kept.
 
     Returns:
-        The names that were missing or not expected, if torch returns them.
+        The names that were missing or unexpected, if torch returns them.
 
     Raises:
-        CheckpointMismatchError: The folder does not contain this model, or contains parts for another number of ranks.
+        CheckpointMismatchError: The folder does not contain this model, or contains the parts of a different number of
+            ranks.
     """
     folder = Path(folder)
     shards = folder / f"{constants.FSDP_MODEL_NAME}_{index}"
@@ -211,9 +212,9 @@ def save_optimizer(
     """Write the optimizer of a sharded model to a folder; every rank must call this.
 
     Args:
-        optimizer: An optimizer of torch.
+        optimizer: The torch optimizer, without wrappers.
         model: The sharded model that has the optimizer's parameters.
-        folder: The folder.
+        folder: The folder of the checkpoint.
         index: The position of the optimizer among the prepared optimizers.
         kind: The format, as in `save_model`. LOCAL_STATE_DICT writes the full state.
     """
@@ -225,7 +226,7 @@ def optimizer_parts(optimizer: torch.optim.Optimizer, model: nn.Module, index: i
     """Return this rank's parts of the optimizer of a sharded model; every rank must call this.
 
     Args:
-        optimizer: An optimizer of torch.
+        optimizer: The torch optimizer, without wrappers.
         model: The sharded model that has the optimizer's parameters.
         index: The position of the optimizer among the prepared optimizers.
         kind: The format (see `save_optimizer`), or OWN_SHARDS.
@@ -249,9 +250,9 @@ def load_optimizer(
     """Read the optimizer of a sharded model from a folder; every rank must call this.
 
     Args:
-        optimizer: An optimizer of torch.
+        optimizer: The torch optimizer, without wrappers.
         model: The sharded model that has the optimizer's parameters.
-        folder: The folder.
+        folder: The folder of the checkpoint.
         index: The position of the optimizer among the prepared optimizers.
 
     Raises:
@@ -295,15 +296,15 @@ def _read_on_first_rank(path: Path) -> dict[str, Any]:
 # ---- faster versions of torch's `get_model_state_dict` and `get_optimizer_state_dict`
 #
 # torch looks up every name in the modules several times. For 300 parameters with Adam's states, torch's two functions
-# delay training by 40 ms when a background save starts. The functions below delay it by 10 ms (torch 2.13).
+# delay training by 40 ms when a background save starts; the functions below, by 10 ms (torch 2.13).
 
 
 def sharded_model_state(model: nn.Module, keep_vars: bool = False) -> dict[str, Any]:
-    """Return a model's state with this rank's shards, under names without wrappers; every rank must call this.
+    """Return this rank's shards of a model's state, by names without wrappers; every rank must call this.
 
     Args:
         model: The sharded model.
-        keep_vars: Whether values may be parameters. This saves time, because detaching a DTensor takes 30 us.
+        keep_vars: Whether values may be parameters, which saves the 30 us that it takes to detach each DTensor.
     """
     if not _has_own_names(model):
         return get_model_state_dict(model)
@@ -313,20 +314,20 @@ def sharded_model_state(model: nn.Module, keep_vars: bool = False) -> dict[str, 
 
 
 def sharded_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return an optimizer's state with this rank's shards, by parameter name; every rank must call this.
+    """Return this rank's shards of an optimizer's state, by parameter name; every rank must call this.
 
     Args:
         model: The sharded model that has the optimizer's parameters.
-        optimizer: An optimizer of torch. If it has not stepped yet, torch initializes its state.
+        optimizer: The torch optimizer, without wrappers. If it has not stepped yet, torch initializes its state.
     """
     if not (_has_own_names(model) and optimizer.state):
         return get_optimizer_state_dict(model, optimizer)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
     if any(id(parameter) not in names for parameter in parameters):
-        return get_optimizer_state_dict(model, optimizer)  # torch's own function raises the error.
-    # An optimizer's state dict numbers the parameters. Their names contain the prefixes of activation checkpointing,
-    # which the names in checkpoints do not have.
+        return get_optimizer_state_dict(model, optimizer)  # Let torch's own function raise the error.
+    # An optimizer's state dict refers to parameters by number. Their names here have the prefixes of activation
+    # checkpointing, but the names in checkpoints do not.
     named = [names[id(parameter)].replace(CHECKPOINT_PREFIX, "") for parameter in parameters]
     with torch.no_grad():
         state = optimizer.state_dict()
@@ -335,7 +336,7 @@ def sharded_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 def _has_own_names(model: nn.Module) -> bool:
-    """Return whether parameters keep their names in state dicts, where wrappers and hooks can change names."""
+    """Return whether parameters have the same names in state dicts, which wrappers and hooks can change."""
     return not any(
         isinstance(module, (FullyShardedDataParallel, DistributedDataParallel))
         or is_compiled_module(module)
@@ -345,10 +346,9 @@ def _has_own_names(model: nn.Module) -> bool:
 
 
 # ---- reading torch's format, without calling torch.load for each tensor
-#
-# torch.load takes 0.6 ms per tensor. torch's distributed checkpoint also makes ranks exchange plans, even though every
-# rank can create its plan from the metadata. For 230 MB in 1,200 tensors on two gloo ranks, `load_state` took 0.4 to
-# 0.6 s with this module instead of 2.5 to 3.3 s (2 busy cores).
+# torch.load takes 0.6 ms per tensor. In addition, torch's distributed checkpoint makes ranks exchange plans, even
+# though every rank could create its plan from the metadata. For 230 MB in 1,200 tensors on two gloo ranks, `load_state`
+# took 0.4 to 0.6 s with this module instead of 2.5 to 3.3 s (2 busy cores).
 
 
 def read_shards(state: dict[str, Any], folder: Path) -> None:
@@ -356,18 +356,18 @@ def read_shards(state: dict[str, Any], folder: Path) -> None:
 
     Args:
         state: The state to fill, with torch's sharded tensors.
-        folder: The folder.
+        folder: The folder of the checkpoint.
 
     Raises:
-        ShardsError: A rank could not read its part.
+        ShardsError: One or more ranks could not read their parts.
     """
     failure: BaseException | None = None
     try:
         with plain_data_only(), warnings.catch_warnings():
-            # Reading needs no collectives, so torch's warning about no_dist does not apply.
+            # This read needs no collectives, so torch's warning about no_dist does not apply.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             load(state, storage_reader=ShardReader(folder, read_metadata_in(folder)), no_dist=True)
-    except CheckpointException as error:  # torch wraps this rank's own failure.
+    except CheckpointException as error:  # The exception wraps this rank's own failure.
         failure = error.failures[0][0]
     except Exception as error:  # noqa: BLE001 - raised below, after the other ranks have received it
         failure = error
@@ -375,15 +375,15 @@ def read_shards(state: dict[str, Any], folder: Path) -> None:
 
 
 def read_metadata_in(folder: Path) -> Metadata | None:
-    """Return the metadata of a folder, or None if each rank has written its own metadata.
+    """Return the metadata in a folder, or None if each rank has written its own metadata.
 
     The metadata is read here because torch mistakes any error while reading it for a missing file.
 
     Args:
-        folder: The folder.
+        folder: The folder of the checkpoint.
 
     Raises:
-        CheckpointError: The metadata is broken, or contains more than plain data.
+        CheckpointError: The metadata is corrupt, or contains more than plain data.
     """
     if not (folder / ".metadata").is_file():
         return None
@@ -396,7 +396,7 @@ class ShardReader(FileSystemReader):
     """torch's reader, except that tensors framed by `shard_files` are copied directly from memory-mapped files.
 
     Args:
-        folder: The folder.
+        folder: The folder of the checkpoint.
         metadata: The folder's metadata. If None, torch reads a metadata file for each rank.
     """
 
@@ -413,7 +413,7 @@ class ShardReader(FileSystemReader):
         return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, *args: Any, **kwargs: Any) -> None:
-        """Store the metadata, whose dtypes and shapes determine the frames."""
+        """Store the metadata, whose dtypes and shapes determine how tensors are framed."""
         super().set_up_storage_reader(metadata, *args, **kwargs)
         self._tensors = metadata.state_dict_metadata
 
@@ -421,7 +421,7 @@ class ShardReader(FileSystemReader):
         """Read the items of a plan: framed items directly, and all others with torch.
 
         Args:
-            plan: The items of this rank.
+            plan: The items that this rank reads.
             planner: The planner, which has the tensors to fill.
         """
         with ExitStack() as stack:
@@ -465,6 +465,6 @@ class ShardReader(FileSystemReader):
         before, after = bytes_around_values(dtype, shape)
         begin, end = info.offset + len(before), info.offset + len(before) + size
         if info.length != len(before) + size + len(after) or file[info.offset : begin] != before:
-            return None  # The item was written by torch itself, or by another version of torch.
-        # Copy the bytes, because values in the file are not aligned.
+            return None  # It was written by torch itself, or with another version of torch.
+        # Copy the bytes, because the values in the file are not aligned.
         return torch.frombuffer(bytearray(file[begin:end]), dtype=dtype).view(shape)

@@ -50,18 +50,19 @@ class ShardedStrategy(Strategy):
 
     Attributes:
         models: The prepared, sharded models.
-        replacements: The parameters that replaced the original parameters of the models.
+        replacements: A record of the parameters that replaced the models' original ones.
     """
 
     checkpoint_layout: ClassVar[str] = "fsdp"
     all_ranks_save: ClassVar[bool] = True
     gathers_fp8: ClassVar[bool] = False
-    """Whether the precision may convert parameters to types that ranks gather in fp8 (see `Precision.wrap_model`)."""
+    """Whether `Precision.wrap_model` may convert parameters to types that ranks gather in fp8."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.replacements = ParameterReplacements()
-        # Each rank writes a part of a checkpoint. Without the watchdog, save_state on only some ranks would hang.
+        # Each rank writes a part of a checkpoint. Without the watchdog, ranks would hang if only some called
+        # save_state.
         start_watchdog()
 
     def prepare_model(
@@ -78,12 +79,12 @@ class ShardedStrategy(Strategy):
             The result of `shard`, compiled if the Accelerator compiles models.
 
         Raises:
-            ValueError: `shard` cannot shard the model.
+            ValueError: The model cannot be sharded.
         """
         if evaluation_mode:
             return super().prepare_model(model, device_placement, evaluation_mode)
         inner = without_compile(model)
-        before = parameters_by_name(inner)  # Optimizers refer to these, but precision and sharding replace them.
+        before = parameters_by_name(inner)  # Optimizers refer to these, even after they are replaced.
         self.setup.precision.wrap_model(without_wrappers(model), sharded=self.gathers_fp8)
         if not self._has_sharded(inner):
             upcast_trained(inner, self.setup.precision)
@@ -133,7 +134,7 @@ class ShardedStrategy(Strategy):
         """List the prepared models that an optimizer trains.
 
         Args:
-            optimizer: An optimizer of torch.
+            optimizer: The torch optimizer, without wrappers.
         """
         trained = {id(parameter) for parameter in optimizer_parameters(optimizer)}
         return [model for model in self.models if any(id(parameter) in trained for parameter in model.parameters())]
@@ -151,7 +152,7 @@ class ShardedStrategy(Strategy):
         return NOTHING
 
     def clip_grad_norm(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """See `Strategy.clip_grad_norm`. The norm is computed over all shards, so every rank must call this."""
+        """See `Strategy.clip_grad_norm`. The norm of all shards is computed, so every rank must call this."""
         self.unscale_gradients()
         groups: dict[Any, list[torch.Tensor]] = defaultdict(list)
         for parameter in parameters_in(parameters):
@@ -187,8 +188,8 @@ class ShardedStrategy(Strategy):
         """Return this rank's parts of the models and optimizers; every rank must call this.
 
         Args:
-            safe_serialization: Not used, because the file formats are torch's.
-            options: No options are supported.
+            safe_serialization: Not used, because torch determines the file formats.
+            options: Must be empty, because no options are supported.
 
         Returns:
             The parts, in the same order on every rank. They share memory with the models and optimizers.
@@ -198,7 +199,7 @@ class ShardedStrategy(Strategy):
         """
         _reject_options("save_state", options)
         plugin = self.setup.state.fsdp_plugin
-        # Read the kind in each call, because users may change it with fsdp_plugin.set_state_dict_type(...).
+        # Read the kind in every call, because fsdp_plugin.set_state_dict_type(...) may have changed it.
         kind = "SHARDED_STATE_DICT" if plugin is None else str(plugin.state_dict_kind)
         parts = []
         for index, model in enumerate(self.models):
@@ -208,7 +209,7 @@ class ShardedStrategy(Strategy):
         return parts
 
     def load_state(self, folder: Path, models: list[Any], **options: Any) -> None:
-        """Read models and optimizers from a folder; every rank must call this.
+        """Load models and optimizers from a folder; every rank must call this.
 
         Args:
             folder: The folder of the checkpoint.
@@ -269,10 +270,10 @@ def upcast_trained(model: nn.Module, precision: Precision) -> bool:
 
     Args:
         model: The model to convert.
-        precision: The precision that the model computes in. With full precision, nothing is converted.
+        precision: The precision that the model computes in. If it is float32, nothing is converted.
 
     Returns:
-        Whether a parameter was converted. If so, a warning is issued.
+        Whether any parameter was converted. If so, a warning is issued.
     """
     low = [p for p in model.parameters() if p.requires_grad and p.dtype in {torch.float16, torch.bfloat16}]
     if precision.compute_dtype is None or not low:
@@ -299,12 +300,12 @@ def broadcast_weights(model: nn.Module, device: torch.device) -> None:
 
 
 def step_parameters_singly(optimizer: torch.optim.Optimizer) -> None:
-    """Turn off foreach and fused for parameter groups with several meshes, or with both sharded and whole parameters.
+    """Turn off `foreach` and `fused` for parameter groups with several meshes, or with sharded and whole parameters.
 
-    These options make torch compute on lists of tensors, which requires that all tensors in a list have the same mesh.
+    With these options, torch computes with lists of tensors, which must all have the same mesh.
 
     Args:
-        optimizer: An optimizer of torch.
+        optimizer: The torch optimizer, without wrappers.
     """
     for group in optimizer.param_groups:
         meshes = {getattr(parameter, "device_mesh", None) for parameter in group["params"]}
@@ -316,14 +317,14 @@ def step_parameters_singly(optimizer: torch.optim.Optimizer) -> None:
 
 
 class SplitLayersStrategy(ShardedStrategy):
-    """Splits layers along the mesh dimension with the strategy's `name`, whose ranks read the same data.
+    """Splits layers along the mesh dimension that is named like the strategy.
 
-    Its checkpoints and FSDP's are interchangeable.
+    Ranks along that dimension read the same data. Checkpoints of these strategies and of FSDP are interchangeable.
     """
 
     @abstractmethod
     def split(self, model: nn.Module) -> None:
-        """Split a model on its device in place; every rank must call this.
+        """Split a model in place, on its device; every rank must call this.
 
         Args:
             model: The model, with equal weights on all ranks.
@@ -333,7 +334,7 @@ class SplitLayersStrategy(ShardedStrategy):
         """
 
     def shard(self, model: nn.Module) -> nn.Module:
-        """Move a model to the device and split it there in place; every rank must call this.
+        """Move a model to the device, and split it there in place; every rank must call this.
 
         Args:
             model: The model before it is split.

@@ -1,10 +1,10 @@
-"""Plan which rank writes which shards. torch's plan is reused until the form of a rank's part changes.
+"""Plan which rank writes which shards, reusing torch's plan until the form of a rank's part changes.
 
-torch's plan for a thousand tensors takes every rank half a second of Python, as long as writing 100 MB: rank 0 gathers
-and compares the parts of all ranks, and the ranks exchange the locations of their entries. On two gloo ranks (torch
-2.13), cached plans and framed tensors took 150 ms for 34 MB in 1,200 tensors, whereas torch's own writer with
-`enable_plan_caching=True` took 720 ms. The times were 150 ms and 270 ms for 153 MB in 384 tensors, and 290 ms and
-310 ms for 302 MB in 48 tensors (best of 5).
+For a thousand tensors, creating torch's plan takes every rank half a second of Python, as long as writing 100 MB: rank
+0 gathers and compares the parts of all ranks, and the ranks exchange the locations of their entries. On two gloo ranks
+(torch 2.13), cached plans and framed tensors took 150 ms for 34 MB in 1,200 tensors, whereas torch's own writer with
+`enable_plan_caching=True` took 720 ms. The times were 150 ms and 270 ms for 153 MB in 384 tensors, and 290 ms and 310
+ms for 302 MB in 48 tensors (best of 5).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from notebook_accelerate.torch_internals import Shard, ShardedTensor, group_of_s
 KeyPath = tuple[Any, ...]
 """The keys and indices that lead to a value in a nested state."""
 StateForm = list[Any]
-"""Everything that a plan depends on, as plain data: the key path, type and layout of each value."""
+"""Everything that a plan depends on: the key path, type and layout of each value, as plain data."""
 
 
 class ShardsError(RuntimeError):
@@ -67,18 +67,18 @@ class _Item:
 
 @dataclass
 class _Plan:
-    """How a rank writes each checkpoint of states that have the same form."""
+    """A cached plan, which a rank follows to write checkpoints of states that have the same form."""
 
     token: str
-    """The identifier of the plan, equal on all ranks."""
+    """The identifier of the plan, which is the same on all ranks."""
     form: StateForm
     name: str
     """The name of the rank's file."""
     items: list[_Item]
     locations: Locations
-    """The locations of the entries in the last file that was written."""
+    """The locations of the entries in the file that was written last."""
     metadata: Metadata | None
-    """The metadata of the files that all ranks wrote last, on the rank that writes it, or None on other ranks."""
+    """The metadata of the files that all ranks wrote last. None on all ranks but the one that writes the metadata."""
     pickled: bytes = b""
     """The content of the metadata file, or b"" if the metadata has changed."""
 
@@ -96,17 +96,17 @@ def write_planned(value: Any, form: StateForm | None, state: Any, folder: Path, 
 
     Args:
         value: The part without torch's wrappers.
-        form: The form of the part, or None to create a new plan each time.
+        form: The form of the part, or None to create a new plan in every call.
         state: A function that returns the part with torch's wrappers.
         folder: The folder, which is created if it does not exist.
         group: The group of processes that exchange plans. If a group is passed, training continues while files are
-            written. If None, ranks use torch's default group in the foreground.
+            written. If None, torch's default group is used, and training waits.
 
     Returns:
         The size and checksum of each file that this rank wrote, by name. The files are synced to the disk.
 
     Raises:
-        ShardsError: A rank could not write its part.
+        ShardsError: One or more ranks could not write their parts.
     """
     plan = _plans.get(folder.name) if form is not None else None
     if plan is not None and plan.form != form:
@@ -137,7 +137,7 @@ def _find_items(writer: ShardWriter, planner: DefaultSavePlanner, value: Any) ->
     for item in writer.items:
         try:
             found = _get(value, path := planner.mappings[item.index.fqn])
-        except (LookupError, TypeError):  # The path is wrong, because torch has converted a key to text.
+        except (LookupError, TypeError):  # The path is wrong because torch has converted a key to text.
             return None
         if not is_object(item) and not _is_same(found, planner.resolve_data(item)):
             return None
@@ -213,10 +213,10 @@ def exchange_or_raise(failure: BaseException | None, value: Any, group: Any) -> 
     Args:
         failure: This rank's failure, or None.
         value: This rank's value, which must be picklable.
-        group: The group of ranks. If None, torch's default group.
+        group: The group of ranks. If None, torch's default group is used.
 
     Raises:
-        ShardsError: A rank failed.
+        ShardsError: One or more ranks failed.
     """
     found = _exchange((_picklable(failure), value), group)
     if failures := {rank: error for rank, (error, _) in enumerate(found) if error is not None}:
@@ -240,7 +240,7 @@ def _exchange(value: Any, group: Any) -> list[Any]:
     return found
 
 
-# ---- a rank's part without torch's wrappers, as memory that a thread can copy and write
+# ---- a rank's part without torch's wrappers, so that a thread can copy and write its memory
 
 Wrapper = Callable[[Any], Any]
 """A function that wraps a rank's own memory in torch's sharded tensor again."""
@@ -252,8 +252,8 @@ class StatePart:
 
     Attributes:
         name: The name of the entry: a file that only this rank writes, or a folder that all ranks write to.
-        value: Nested dicts and lists of this rank's own tensors. For a folder, torch's wrappers are removed.
-        wrappers: The wrappers of the values of a folder, or None for a file.
+        value: Nested dicts and lists with this rank's own tensors. For a folder, torch's wrappers are removed.
+        wrappers: The wrapper of each wrapped value, by its path, or None if the entry is a file.
         optimizer: The torch optimizer if only its steps change the tensors, otherwise None.
     """
 
@@ -266,15 +266,15 @@ class StatePart:
         """Write a folder; every rank must call this.
 
         Args:
-            value: The value, or a copy of it.
+            value: The value of this part, or a copy of it.
             path: The folder to write.
-            group: The group of processes that exchange plans. If None, torch's default group.
+            group: The group of processes that exchange plans. If None, torch's default group is used.
 
         Returns:
             The size and checksum of each file that this rank wrote, by name. The files are synced to the disk.
 
         Raises:
-            ShardsError: A rank could not write its part.
+            ShardsError: One or more ranks could not write their parts.
         """
         assert self.wrappers is not None
         return write_shards(value, self.wrappers, path, group)
@@ -300,12 +300,12 @@ def make_part(name: str, state: dict[str, Any], optimizer: Any = None) -> StateP
         optimizer: See `StatePart`.
     """
     wrappers: dict[KeyPath, Wrapper] = {}
-    with torch.no_grad():  # With autograd, to_local takes twenty times as long.
+    with torch.no_grad():  # With autograd, to_local would take twenty times as long.
         return StatePart(name, _unwrapped(state, wrappers, ()), wrappers, optimizer)
 
 
 def _unwrapped(value: Any, wrappers: dict[KeyPath, Wrapper], path: KeyPath) -> Any:
-    """Return a nested state with this rank's own memory, and record the wrappers."""
+    """Return a nested state with this rank's own tensors in place of torch's wrappers, which are recorded."""
     if isinstance(value, DTensor):
         wrappers[path] = _DTensorWrapper(value.device_mesh, tuple(value.placements), value.shape, value.stride())
         return value.to_local().detach()
@@ -367,19 +367,19 @@ def write_shards(value: Any, wrappers: dict[KeyPath, Wrapper], folder: Path, gro
         value: The state without torch's wrappers.
         wrappers: The wrapper of each wrapped value, by its path in the state.
         folder: The folder, which is created if it does not exist.
-        group: The group of processes that exchange plans. If None, torch's default group.
+        group: The group of processes that exchange plans. If None, torch's default group is used.
 
     Returns:
         The size and checksum of each file that this rank wrote, by name.
 
     Raises:
-        ShardsError: A rank could not write its part.
+        ShardsError: One or more ranks could not write their parts.
     """
     return write_planned(value, _form_of(value, wrappers), lambda: _wrapped(value, wrappers, ()), folder, group)
 
 
 def _form_of(value: Any, wrappers: dict[KeyPath, Wrapper]) -> StateForm | None:
-    """Return everything that a plan depends on, or None if a rank can have several shards of a value (FSDP 1)."""
+    """Return the form of a part, or None if a rank can have several shards of one value (FSDP 1)."""
     dtensors = {path: wrapper for path, wrapper in wrappers.items() if isinstance(wrapper, _DTensorWrapper)}
     if len(dtensors) != len(wrappers):
         return None
