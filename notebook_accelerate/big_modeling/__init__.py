@@ -1,4 +1,4 @@
-"""Create, measure, load, dispatch, offload and quantize models that are larger than a device."""
+"""Create, measure, load, dispatch, offload and quantize models that do not fit on one device."""
 
 from __future__ import annotations
 

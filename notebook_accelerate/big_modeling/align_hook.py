@@ -1,4 +1,4 @@
-"""`AlignDevicesHook`, which moves inputs and weights to the device of a module, and the functions that attach it."""
+"""`AlignDevicesHook`, which moves inputs and weights to a module's device, and the functions that attach the hook."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _BLOCK = re.compile(r"^.*?\.?\d+(?=\.|$)")
 
 
 class AlignDevicesHook(ModelHook):
-    """Moves a module's inputs to the device where it computes, and its weights if they are offloaded.
+    """Moves a module's inputs, and its weights if they are offloaded, to the device that the module computes on.
 
     Args:
         execution_device: The device that the module computes on. If None, nothing is moved.
-        offload: Whether to offload the weights between forward passes. `Prefetcher` reads them ahead.
+        offload: Whether to offload the weights between forward passes. A `Prefetcher` reads them ahead.
         io_same_device: Whether to move the output to the device of the input.
-        weights_map: The offloaded weights by name. If None, a copy is kept on the CPU.
+        weights_map: The offloaded weights by name. If None, copies of the weights are kept on the CPU.
         offload_buffers: Whether to offload buffers, too.
         place_submodules: Whether to handle the tensors of all submodules, instead of only the module's own.
-        skip_keys: The keyword arguments that are not moved.
-        tied_params_map: The copies of tied parameters, by address and device. Several hooks share this map.
+        skip_keys: The names of the keyword arguments that are not moved.
+        tied_params_map: The copies of tied parameters, by address and device, which hooks share.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class AlignDevicesHook(ModelHook):
         self.input_device: Any = None
         self.original_devices: dict[str, torch.device] = {}
         self.block = ""
-        """The name of the module, which identifies its block, because weights are read ahead block by block."""
+        """The name of the module. It identifies the module's block, because weights are read ahead block by block."""
         self.gradients = GradientSink()
-        """Receives the gradients of weights that are released before the backward pass."""
+        """The object that collects the gradients of weights that are released before the backward pass."""
         self._device: torch.device | None = None
         self.pass_prefetchers: tuple[Prefetcher, ...] = ()
-        """The prefetchers for which each forward pass of the module starts a new pass."""
+        """The prefetchers that start a new pass with each forward pass of the module."""
         self._prefetcher: Prefetcher | None = None
         self._unit: Unit | None = None
         self._planned: tuple[Any, Any] = (None, None)  # The prefetcher's source and device.
@@ -110,8 +110,8 @@ class AlignDevicesHook(ModelHook):
         self._plan_ahead()
 
     def _plan_ahead(self) -> None:
-        """Register the weights for reading ahead, if they are in files or need to be copied to an accelerator."""
-        # Compare with None, because 0 is the first accelerator.
+        """Register the weights to be read ahead, if they are in files or need to be copied to an accelerator."""
+        # Compare with None, because 0 is a valid device, the first accelerator.
         device = torch.device("cpu" if self.execution_device is None else self.execution_device)
         loader, prefix = unprefixed(self.weights_map)
         if not isinstance(loader, OffloadedWeightsLoader) or not self._slots:
@@ -173,12 +173,15 @@ class AlignDevicesHook(ModelHook):
                 own[key] = self._load_weight(name, placeholder, value)
 
     def _is_planned(self) -> bool:
-        """Return whether the plan is still valid. It is not if, for example, peft has assigned to `weights_map`."""
+        """Return whether the plan is still valid. For example, peft invalidates it by assigning to `weights_map`."""
         weights, device = self._planned
         return weights is self.weights_map and device is self.execution_device
 
     def _load_weight(self, name: str, placeholder: Any, value: torch.Tensor) -> Any:
-        """Return a weight in the form that its module expects. It is kept for the next pass if it shares the memory."""
+        """Return a weight in the form that its module expects.
+
+        Keep it for the next pass if it shares the value's memory.
+        """
         device = self.execution_device if self.execution_device is not None else value.device
         moved = value.detach().to(device=device, dtype=placeholder.dtype if value.is_floating_point() else None)
         is_parameter = isinstance(placeholder, torch.nn.Parameter)
@@ -188,7 +191,7 @@ class AlignDevicesHook(ModelHook):
         return loaded
 
     def _is_in_memory(self, name: str) -> bool:
-        """Return whether a weight is in memory, instead of being mapped from its file again on each access."""
+        """Return whether a weight is in memory. Otherwise, it is mapped from its file again on each access."""
         weights, prefix = unprefixed(self.weights_map)
         if isinstance(weights, OffloadedWeightsLoader):
             return prefix + name in weights.state_dict
@@ -205,7 +208,7 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def _release_weights(self) -> None:
-        held = [own[key] for own, key, _, _ in self._slots if key in own]  # The forward pass may have deleted one.
+        held = [own[key] for own, key, _, _ in self._slots if key in own]  # The forward pass may have deleted some.
         for own, key, _, placeholder in self._slots:
             own[key] = placeholder
         if self._prefetcher is not None and self._unit is not None:
@@ -213,7 +216,7 @@ class AlignDevicesHook(ModelHook):
 
     @contextmanager
     def loading_for(self, device: torch.device | None) -> Iterator[None]:
-        """Load the weights for a purpose other than a forward pass, without disturbing the plan for reading ahead.
+        """Load the weights for something other than a forward pass, without disturbing the plan for reading ahead.
 
         Args:
             device: The device to load the weights to. If None, the device that the module computes on.
@@ -232,12 +235,12 @@ def _break_graph(function: Any, *arguments: Any) -> Any:
 
 
 def _untraced(function: Any, *arguments: Any) -> Any:
-    """Call a function that torch.compile must not trace, without importing torch._dynamo unless a model is compiled."""
+    """Call a function that torch.compile must not trace. torch._dynamo is only imported if a model is compiled."""
     return _break_graph(function, *arguments) if torch.compiler.is_compiling() else function(*arguments)
 
 
 def _all_on(values: Any, device: torch.device) -> bool:
-    """Return whether nothing needs to be moved, in which case the module receives the caller's own objects."""
+    """Return whether all tensors are on a device, in which case the module receives the caller's own objects."""
     for value in values:
         if value is None or type(value) in (int, float, bool, str):
             continue
@@ -270,12 +273,12 @@ def attach_execution_device_hook(
     preload_module_classes: Any = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Attach hooks to all modules inside a module, which move their inputs to one device.
+    """Attach hooks to all modules inside a module. The hooks move the modules' inputs to one device.
 
     Args:
         module: The module to attach hooks to.
         execution_device: The device that all of these modules compute on.
-        skip_keys: The keyword arguments that are not moved.
+        skip_keys: The names of the keyword arguments that are not moved.
         preload_module_classes: The classes whose submodules need no hook.
         tied_params_map: See `AlignDevicesHook`.
     """
@@ -300,16 +303,16 @@ def attach_align_device_hook(
     preload_module_classes: Any = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Attach an `AlignDevicesHook` to every module inside a module that has tensors of its own.
+    """Attach an `AlignDevicesHook` to each module with its own tensors, inside and including ``module``.
 
     Args:
         module: The module to attach hooks to.
         execution_device: The device that all of these modules compute on.
         offload: Whether to offload the modules' weights between forward passes.
-        weights_map: The weights by name.
+        weights_map: The offloaded weights by name.
         offload_buffers: Whether to offload buffers, too.
         module_name: The name of the module in `weights_map`.
-        skip_keys: The keyword arguments that are not moved.
+        skip_keys: The names of the keyword arguments that are not moved.
         preload_module_classes: The classes whose weights are loaded together with their submodules' weights.
         tied_params_map: See `AlignDevicesHook`.
     """
@@ -351,12 +354,12 @@ def attach_align_device_hook_on_blocks(
 
     Args:
         module: The model that contains the blocks.
-        execution_device: The device that each block computes on, by name, or one device for all of them.
-        offload: Whether each block's weights are offloaded, by name, or one value for all of them.
-        weights_map: The weights by name.
+        execution_device: The device that each block computes on, by the block's name, or one device for all blocks.
+        offload: Whether each block's weights are offloaded, by the block's name, or one value for all blocks.
+        weights_map: The offloaded weights by name.
         offload_buffers: Whether to offload buffers, too.
         module_name: The name of `module` in these mappings.
-        skip_keys: The keyword arguments that are not moved.
+        skip_keys: The names of the keyword arguments that are not moved.
         preload_module_classes: See `attach_align_device_hook`.
         tied_params_map: See `AlignDevicesHook`.
     """

@@ -15,17 +15,17 @@ _IS_WAITING, _IS_PLACED = 1, 2
 class Allocation:
     """Assigns the modules of a tree to devices in order. The last device is the disk, which has no limit.
 
-    An entry is a module or a single tensor, and has a number: a module has its index in the tree, and tensors are
-    numbered after the last module. The properties of entries are in lists, by number, so that a step takes about a
-    microsecond.
+    An entry is a module or a single tensor, and has a number. The number of a module is its index in the tree, and the
+    numbers of tensors follow after the last module. The properties of entries are in lists, indexed by number, so that
+    a step takes about a microsecond.
 
     Args:
         tree: The tree of the model's modules.
         totals: The size of each module in bytes, and the tied parameters.
-        limits: The limit of each device in bytes, in the order that devices are filled in.
-        no_split: The names of classes that are not split among devices.
+        limits: The limit of each device in bytes, in the order in which devices are filled.
+        no_split: The names of classes that are not split across devices.
         verbose: Whether to print every decision.
-        fallback: Whether to search for a module that fits if a device would stay empty.
+        fallback: Whether to search for a module that fits if a device would otherwise stay empty.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Allocation:
                 self._place(entry)
 
     def _place_run(self) -> None:
-        """Place entries on the current device while they fit, in a fast loop for this common case."""
+        """Place entries on the current device while they fit. This is a fast loop for the common case."""
         todo, sizes, state, placed = self._waiting, self._sizes, self._state, self._device_of
         device = self._device()
         if device == "disk":
@@ -143,7 +143,7 @@ class Allocation:
         self._assign(entry)
 
     def _split_ties(self, entry: int, room: Any) -> bool:
-        """Split the modules that share parameters with an entry, until the parts that share them fit with the entry."""
+        """Split the modules that share parameters with an entry, until the entry and the parts that share them fit."""
         divided: dict[int, list[int]] = {}
         while self._size_with_ties(entry, ties := self._tied_with(entry, divided)) > room:
             others = {other: parts for other in ties.values() if (parts := self._parts_of(other))}
@@ -153,7 +153,7 @@ class Allocation:
             }
             if not sizes:
                 return False
-            # Split the first module that makes enough room, or else the one that saves the most.
+            # Split the first module that makes enough room. If there is none, split the one that saves the most.
             enough = (other for other, size in sizes.items() if size <= room)
             chosen = next(enough, min(sizes, key=lambda other: sizes[other]))
             divided[chosen] = others[chosen]
@@ -165,7 +165,7 @@ class Allocation:
         return True
 
     def _size_with_ties(self, entry: int, ties: Mapping[str, int]) -> Any:
-        """Return the total size of an entry and the entries tied to it, counting shared parameters once."""
+        """Return the total size of an entry and the entries tied to it. Shared parameters are counted once."""
         return self._sizes[entry] + sum(self._sizes[other] for other in set(ties.values()))
 
     def _next_device(self, entry: int) -> None:
@@ -177,7 +177,7 @@ class Allocation:
         self._push([entry])
 
     def _fill_empty_device(self, entry: int) -> bool:
-        """Place the first module, in breadth-first order, that fits on the empty device."""
+        """Place the first module in breadth-first order that fits on the empty device."""
         limit = self.limits[self._device()]
         if self._device() in self._main:
             limit -= self._layers[0]
@@ -194,7 +194,7 @@ class Allocation:
         return False
 
     def _isolate(self, found: int) -> None:
-        """Split the modules around a module until it is a separate entry."""
+        """Split the modules that contain a module, until that module is a separate entry."""
         while self._state[found] != _IS_WAITING:
             outer = self.tree.parents[found]
             while self._state[outer] != _IS_WAITING:
@@ -223,7 +223,7 @@ class Allocation:
             self._state[part] = _IS_WAITING
 
     def _parts_of(self, entry: int) -> list[int]:
-        """Return the parts of an entry. Layers, tensors and modules of classes that are not split have no parts."""
+        """Return the parts of an entry. Layers, tensors and modules that must not be split have no parts."""
         if entry >= self._modules or self.tree.ends[entry] == entry + 1:
             return []
         return [] if type(self.tree.modules[entry]).__name__ in self._no_split else self._parts(entry)
@@ -239,7 +239,7 @@ class Allocation:
         return found + [self._tensor(node, key, end) for key, value in module._buffers.items() if value is not None]
 
     def _tensor(self, node: int, key: str, after: int) -> int:
-        """Return the number of a tensor, which is the same each time that its module is split."""
+        """Return the number of a tensor, which stays the same whenever its module is split."""
         name = full_name(self.tree.names[node], key)
         if (known := self._numbers.get(name)) is not None:
             return known
@@ -282,7 +282,10 @@ class Allocation:
         return room
 
     def _large_tensors(self, top: Sequence[int]) -> dict[int, Any]:
-        """Return the model's own tensors that exceed every layer. Memory is reserved for them until the first split."""
+        """Return the model's own tensors that are larger than any layer.
+
+        Memory is reserved for them until the first split.
+        """
         tensors = {entry: self._sizes[entry] for entry in top if entry >= self._modules}
         largest = max(tensors.values(), default=0)
         return {entry: size for entry, size in tensors.items() if size == largest and size > self._layers[0]}
@@ -291,14 +294,17 @@ class Allocation:
         """Return the bytes that a device reserves for the largest offloaded layer.
 
         Args:
-            device: The accelerator that would compute with offloaded layers.
+            device: The accelerator that may compute with offloaded layers.
         """
         if device not in self._main:
             return 0
         return max((max(self._own[node : self.tree.ends[node]]) for node in self.offloaded), default=0)
 
     def _largest_from(self) -> list[Any]:
-        """Return the size of the largest layer from each index on. Computing it once makes the placement linear."""
+        """Return, for each index, the size of the largest layer from there on.
+
+        Doing this once keeps placement linear.
+        """
         ends, modules, no_split, sizes = self.tree.ends, self.tree.modules, self._no_split, self._sizes
         own: list[Any] = [
             size if end == index + 1 else 0 for index, (size, end) in enumerate(zip(sizes, ends, strict=True))
@@ -307,7 +313,7 @@ class Allocation:
         own.append(0)
         index = 1
         while no_split and index < self._modules:
-            if type(modules[index]).__name__ in no_split:  # The modules inside it are not layers.
+            if type(modules[index]).__name__ in no_split:  # The modules inside are not layers.
                 own[index : ends[index]] = [sizes[index], *[0] * (ends[index] - index - 1)]
                 index = ends[index]
             else:
@@ -326,14 +332,14 @@ class Allocation:
             self._layers[index] = largest
 
     def _tied_with(self, entry: int, divided: Mapping[int, Sequence[int]] | None = None) -> dict[str, int]:
-        """Return the waiting entries that share parameters with an entry, directly or through others.
+        """Return the waiting entries that share parameters with an entry, directly or through other entries.
 
         Args:
             entry: The entry whose ties are searched.
-            divided: The waiting entries that count as replaced by their parts.
+            divided: Waiting entries that are treated as replaced by their parts.
 
         Returns:
-            The entries, by the parameter's name in each.
+            The entries, by the name that the shared parameter has in each.
         """
         apart = {part for parts in (divided or {}).values() for part in parts}
         found: dict[str, int] = {}
@@ -358,11 +364,11 @@ class Allocation:
     # ---- the result
 
     def device_map(self) -> dict[str, Any]:
-        """Return the device of each entry's name."""
+        """Return the device of each entry, by the entry's name."""
         return {name: device for name, device in zip(self._names, self._device_of, strict=True) if device is not None}
 
     def clean_device_map(self) -> dict[str, Any]:
-        """Return the device of each name. Entries that share a device are joined under their parent's name."""
+        """Return the device of each entry by name, joining entries that share a device under their parent's name."""
         devices, counts = self._devices_of_nodes()
         placed, ends, found = self._device_of, self.tree.ends, {}
         node = 0
@@ -381,7 +387,7 @@ class Allocation:
         return found
 
     def _devices_of_nodes(self) -> tuple[list[Any], list[int]]:
-        """Return the device of each module's entries (MIXED for several, None for no entries), and their number."""
+        """Return the device of each module's entries (MIXED if several, None without entries), and their number."""
         placed, parents = self._device_of, self.tree.parents
         devices = placed[: self._modules]
         counts = [0 if device is None else 1 for device in devices]
@@ -405,7 +411,7 @@ MIXED = object()
 
 
 def _groups_by_prefix(tied: Sequence[Sequence[str]]) -> dict[str, list[Sequence[str]]]:
-    """Return, for each module, the groups of tied names that have names both inside and outside of the module."""
+    """Return, for each module, the groups of tied names that are partly inside and partly outside of the module."""
     found: dict[str, list[Sequence[str]]] = defaultdict(list)
     for group in tied:
         members: dict[str, int] = defaultdict(int)

@@ -1,4 +1,4 @@
-"""Load checkpoints into models, one tensor at a time, and each tensor directly to its device."""
+"""Load checkpoints into models, one tensor at a time, directly to the device of each tensor."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ _LOG = logging.getLogger(__name__)
 def load_state_dict(
     checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Read a file of weights.
+    """Read the weights in a file.
 
     Args:
         checkpoint_file: The path or URL of a file in safetensors' or torch's format. The latter is read with
             `weights_only=True`.
-        device_map: The device of each module by name. Tensors on "disk", and all tensors without a map, are loaded to
-            the CPU.
+        device_map: The device of each module by name. Tensors on "disk" are loaded to the CPU. Without a map, all
+            tensors are.
 
     Returns:
         The tensors, by name.
 
     Raises:
-        CheckpointError: The file is broken, or contains more than plain data.
+        CheckpointError: The file is corrupt, or contains more than plain data.
     """
     sources = Shard(weights_on_disk(path_of(checkpoint_file))).sources()
 
@@ -75,7 +75,7 @@ def load_offloaded_weights(model: torch.nn.Module, index: Mapping[str, Any], off
 
     Args:
         model: The model to load the weights into.
-        index: The dtype and shape, or the file, of each weight by name.
+        index: The dtype and shape of each weight by name, or the file that contains the weight.
         offload_folder: The folder to read the weights from.
     """
     if not index:
@@ -99,25 +99,27 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Load a checkpoint into a model, one tensor at a time, and each tensor directly to its device.
+    """Load a checkpoint into a model, one tensor at a time, directly to the device of each tensor.
 
-    On the CPU, empty weights become mappings of a safetensors file, which must not change while the model is in use.
+    On the CPU, empty weights become memory mappings of a safetensors file, which must not change while the model is in
+    use.
 
     All names and shapes are checked before anything is loaded, except that the shapes in a pickled shard are checked
     just before that shard is loaded. Weights on "disk" stay in the checkpoint's safetensors files, and the offload
     folder's index refers to them. Tensors from other files are written to the offload folder.
 
     Args:
-        model: The model on any device, including the meta device.
+        model: The model to load, on any device, including the meta device.
         checkpoint: A file, an index, or a folder that contains one of them. URLs (s3://, gs://, ...) are downloaded
             first, once per machine, and kept in ``$HF_HOME/accelerate/remote``.
-        device_map: The device of each module by name. If None, the model's device, or the CPU for meta tensors.
-        offload_folder: The folder for modules on "disk".
-        dtype: The dtype that floating-point weights are converted to. If None, the model's dtype.
-        offload_state_dict: Accepted for compatibility. Weights for the CPU are never in memory twice.
+        device_map: The device of each module by name. If None, tensors stay on the model's device, and meta tensors are
+            loaded to the CPU.
+        offload_folder: The folder for the weights of modules on "disk".
+        dtype: The dtype that floating-point weights are converted to. If None, the model's dtype is used.
+        offload_state_dict: Accepted for compatibility, but not needed: weights for the CPU are never in memory twice.
         offload_buffers: Whether to offload the buffers of modules on disk, too.
-        keep_in_fp32_modules: Parts of the names of modules that stay in float32.
-        offload_8bit_bnb: Whether to quantize the offloaded weights of bitsandbytes' 8-bit layers, and keep them in 8
+        keep_in_fp32_modules: Parts of names. Modules whose names contain one of them stay in float32.
+        offload_8bit_bnb: Whether to quantize the offloaded weights of bitsandbytes' 8-bit layers, and to keep them in 8
             bits with their scales.
         strict: Whether to raise before anything is loaded if names are missing or unexpected, instead of warning.
         full_state_dict: Whether the checkpoint contains full tensors. If False, it contains distributed tensors, as
@@ -125,10 +127,10 @@ def load_checkpoint_in_model(
         broadcast_from_rank0: Whether only rank 0 reads the files; every rank must call this.
 
     Raises:
-        ValueError: The checkpoint contains no weights, the map lacks some weights or exceeds a device's free memory, or
-            `offload_folder` is missing.
-        CheckpointMismatchError: Shapes differ or, with `strict`, names differ.
-        CheckpointError: A file is broken, contains more than plain data, or is outside its folder.
+        ValueError: The checkpoint contains no weights, the map lacks some weights or needs more than a device's free
+            memory, or `offload_folder` is missing.
+        CheckpointMismatchError: The shapes of the checkpoint and the model differ or, with `strict`, the names do.
+        CheckpointError: A file is corrupt, contains more than plain data, or is outside its folder.
     """
     if device_map is not None:
         check_device_map(model, device_map)
@@ -184,7 +186,7 @@ class _Loading:
             )
 
     def _bytes_to_allocate(self, sources: dict[str, TensorSource]) -> dict[torch.device, int]:
-        """Return the bytes that loading allocates on each device, except mapped, overwritten and offloaded tensors."""
+        """Return the bytes that loading allocates per device, except for mapped, overwritten and offloaded tensors."""
         found: dict[torch.device, int] = {}
         for name, source in sources.items():
             target = device_of(name, self._map)
@@ -198,7 +200,7 @@ class _Loading:
         return found
 
     def load_all(self) -> None:
-        """Check the files, then load them in order. If one is broken, the error says how much was loaded before it."""
+        """Check the files, then load them in order. If loading one fails, the error says how much was loaded before."""
         shards = find_shards(self._checkpoint, self._state)
         known: dict[str, TensorSource] = {}
         for shard in shards:
@@ -265,7 +267,7 @@ class _Loading:
         if self._fits(old, source, torch.device(device), dtype):
             source.read_into(old.detach())
         else:
-            # On the CPU, map the file, so that values are read on first use, and the page cache provides the memory.
+            # On the CPU, map the file. Values are then read on first use, into the page cache.
             maps = isinstance(source, FileSource) and torch.device(device).type == "cpu"
             value = source.map(read_ahead=False) if maps else source.load(torch.device(device))
             set_module_tensor_to_device(self._model, name, device, value=value, dtype=dtype)
@@ -315,7 +317,7 @@ class _Loading:
             )
 
     def finish(self) -> None:
-        """Tie parameters again, write the index, and warn about names that did not match."""
+        """Tie the parameters again, write the index, and warn about names that did not match."""
         for group in self._tied:
             if self._loaded & set(group):
                 first = next(name for name in group if name in self._loaded)
@@ -346,17 +348,17 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> torch.nn.Module:
-    """Load a checkpoint into a model, and dispatch its modules to their devices.
+    """Load a checkpoint into a model, and dispatch the model's modules to their devices.
 
     Args:
         model: The model to load, usually created under `init_empty_weights`.
         checkpoint: A file, an index, or a folder that contains one of them.
         device_map: The device of each module by name, or a strategy for creating a map: "auto", "balanced",
             "balanced_low_0" or "sequential". If None, the model is only loaded.
-        max_memory: The limit of each device, in bytes or as a string such as "10GB". If a map is given, it is checked
-            against the limits.
-        no_split_module_classes: The names of classes that are not divided among devices.
-        offload_folder: The folder for modules on "disk".
+        max_memory: The limit of each device, in bytes or as a string such as "10GB". A given map is checked against the
+            limits.
+        no_split_module_classes: The names of classes that are not split across devices.
+        offload_folder: The folder for the weights of modules on "disk".
         offload_buffers: Whether to offload buffers, too.
         dtype: The dtype that floating-point weights are converted to.
         offload_state_dict: See `load_checkpoint_in_model`.
@@ -371,7 +373,7 @@ def load_checkpoint_and_dispatch(
         The loaded model.
 
     Raises:
-        ValueError: The map is not valid, or exceeds a device's free memory or `max_memory`.
+        ValueError: The map is not valid, or needs more than a device's free memory or limit.
         CheckpointError: See `load_checkpoint_in_model`.
     """
     if isinstance(device_map, str):
@@ -402,7 +404,7 @@ def _check_device_map_limits(
     check_limits(sizes, get_max_memory(max_memory))
 
 
-# ---- loading on several ranks: one rank reads and broadcasts, or each rank reads its shards
+# ---- loading on several ranks. One rank reads and broadcasts the tensors, or each rank reads its shards.
 
 
 def load_on_ranks(
@@ -413,11 +415,11 @@ def load_on_ranks(
     full_state_dict: bool,
     broadcast_from_rank0: bool,
 ) -> list[str]:
-    """Load a checkpoint, one file at a time; every rank must call this.
+    """Load a checkpoint, one file after another; every rank must call this.
 
     Args:
-        model: The model, replicated or with distributed tensors. It may be on the meta device.
-        checkpoint: A file, an index, or a folder. If rank 0 broadcasts, only rank 0 needs it.
+        model: The model to load, replicated or with distributed tensors. It may be on the meta device.
+        checkpoint: A file, an index, or a folder. Only the ranks that read it need to have it.
         check: A function that raises if the tensors of a file do not fit the model.
         check_names: A function that raises if the names in all files do not fit the model. It is called before the
             first file is loaded.
@@ -428,7 +430,7 @@ def load_on_ranks(
         The names of all tensors in the files.
 
     Raises:
-        CheckpointError: The files are broken, or belong to another model. Every rank raises this.
+        CheckpointError: The files are corrupt, or belong to another model. Every rank raises this.
         ValueError: The checkpoint contains no weights. Every rank raises this.
     """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -474,7 +476,7 @@ def _check_divided(model: torch.nn.Module, part: dict[str, Any]) -> None:
 
 
 def _on_all_ranks(action: Callable[[], Any], reads: bool, broadcasts: bool) -> Any:
-    """Return the result of the reading rank's action, or raise its exception, on every rank."""
+    """On every rank, return the result of the reading rank's action, or raise the exception of that action."""
     value, failure = None, None
     if reads:
         try:

@@ -28,9 +28,10 @@ class Shard:
     """A file of a checkpoint.
 
     Attributes:
-        path: The path of the file.
-        names: The names, in the file, of the tensors to load. If None, all tensors are loaded.
-        wanted: The names in the model. A tensor gets the model's name if only `torch.compile` makes the names differ.
+        path: The path to the file.
+        names: The names in the file of the tensors to load. If None, all tensors are loaded.
+        wanted: The names in the model. If only prefixes of `torch.compile` make a name differ, the tensor gets the
+            model's name.
     """
 
     path: Path
@@ -38,10 +39,10 @@ class Shard:
     wanted: frozenset[str] = frozenset()
 
     def sources(self) -> dict[str, TensorSource]:
-        """Return the source of each tensor. If the file has safetensors' format, only its header is read.
+        """Return the source of each tensor. Only the header is read if the file has safetensors' format.
 
         Raises:
-            CheckpointError: The file is broken, lacks tensors that the index lists, or contains more than plain data.
+            CheckpointError: The file is corrupt, lacks tensors that the index lists, or contains more than plain data.
         """
         found = self._all()
         if self.names is None:
@@ -53,7 +54,7 @@ class Shard:
         return {new: found[name] for name, new in self.renamed(name for name in found if name in self.names).items()}
 
     def renamed(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the name in the model of each name in the file."""
+        """Return the name in the model for each name in the file."""
         return fit_compiled_names(names, self.wanted)
 
     def _all(self) -> dict[str, TensorSource]:
@@ -132,21 +133,21 @@ def tensor_names(shards: Iterable[Shard]) -> set[str]:
     }
 
 
-# ---- downloads, once per machine for all of its ranks
+# ---- downloads, once per machine for all ranks
 
 
 def weights_on_disk(file: AnyPath) -> Path:
-    """Return the path on this machine's disk of a file of weights, or of an index whose files are next to it.
+    """Return the path on this machine's disk of a file of weights, or of an index and the files that it lists.
 
     Files from URLs are kept in ``$HF_HOME/accelerate/remote`` (or ``~/.cache/huggingface/accelerate/remote``), because
-    models in use map them and read from them. A file that has changed in its store is downloaded again.
+    models may map them and read from them while in use. A file that has changed in its store is downloaded again.
 
     Args:
         file: The file of weights, or an ``.index.json``. The files that it lists are in the same folder.
 
     Raises:
         CheckpointError: The store cannot be read, or the index lists files outside its folder.
-        BrokenCheckpointError: The index is broken.
+        BrokenCheckpointError: The index is corrupt.
     """
     if isinstance(file, Path):
         return file
@@ -183,7 +184,7 @@ def _digest(*texts: str) -> str:
 
 @contextmanager
 def _locked(lock: Path) -> Iterator[None]:
-    """Hold a lock while downloading. Other processes on the machine wait for it, and then find the downloaded files."""
+    """Hold a lock while downloading. Other processes on the machine wait for the lock, and then find the files."""
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

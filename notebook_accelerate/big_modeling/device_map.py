@@ -47,24 +47,25 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> DeviceMap:
-    """Assign a model's modules to devices in order: first accelerators, then the CPU, then the disk.
+    """Assign a model's modules to devices in order: accelerators first, then the CPU, then the disk.
 
-    Memory for the largest later layer is reserved on the first accelerator and on the CPU, where offloaded layers
-    compute. The time is linear in the number of modules. Modules that share parameters are placed on one device, and
-    shared parameters are counted once. Maps of models with shared parameters differ from Accelerate's where Accelerate
-    counts a shared parameter again, divides it among devices, or exceeds a limit.
+    On the first accelerator and on the CPU, where offloaded layers compute, memory for the largest later layer is
+    reserved. The time is linear in the number of modules. Modules that share parameters are placed on one device, and
+    shared parameters are counted once. The map differs from Accelerate's in cases where Accelerate would count a shared
+    parameter more than once, split it across devices, or exceed a limit.
 
     Args:
-        model: The model on any device. Its weights should be tied already.
-        max_memory: The limit of each device, in bytes or as a string such as "10GB". If None, the free memory.
-        no_split_module_classes: The names of classes that are not divided among devices, such as blocks with a residual
+        model: The model, which may be on any device. Its weights should already be tied.
+        max_memory: The limit of each device, in bytes or as a string such as "10GB". If None, the free memory is used.
+        no_split_module_classes: The names of classes that are not split across devices, such as blocks with a residual
             connection.
         dtype: The dtype that weights will be converted to when they are loaded.
-        special_dtypes: The dtypes of tensors by name, which have precedence over `dtype`.
+        special_dtypes: The dtypes of tensors by name, which take precedence over `dtype`.
         verbose: Whether to print every decision and a table of the devices.
         clean_result: Whether to join modules that share a device under their parent's name.
-        offload_buffers: Whether buffers are offloaded, too, so that accelerators need no memory for them.
-        fallback_allocation: Whether to search (breadth first) for a module that fits if a device would stay empty.
+        offload_buffers: Whether buffers will be offloaded, too, so that accelerators need no memory for them.
+        fallback_allocation: Whether to search (breadth first) for a module that fits if a device would otherwise stay
+            empty.
 
     Returns:
         The device of each module by name.
@@ -73,7 +74,7 @@ def infer_auto_device_map(
         ValueError: A device, a size or a dtype is not valid.
     """
     limits = get_max_memory(max_memory)
-    with gc_paused():  # Nothing here creates cycles, and a collection would take longer than the map for a large model.
+    with gc_paused():  # No cycles are created, and collecting garbage would take longer than the map.
         tree = build_tree(model)
         totals = totals_of(tree, dtype, special_dtypes)
         allocation = Allocation(tree, totals, limits, no_split_module_classes, verbose, fallback_allocation)
@@ -104,9 +105,9 @@ def make_device_map(
     Args:
         model: The model, which may be on any device.
         strategy: "auto" and "balanced" fill accelerators evenly, "balanced_low_0" puts as little as possible on the
-            first, and "sequential" fills one after the other.
-        max_memory: The limit of each device, in bytes or as a string such as "10GB". If None, the free memory.
-        offload_buffers: Whether buffers are offloaded, too.
+            first one, and "sequential" fills one after the other.
+        max_memory: The limit of each device, in bytes or as a string such as "10GB". If None, the free memory is used.
+        offload_buffers: Whether buffers will be offloaded, too.
         options: The arguments `no_split_module_classes`, `dtype` and `special_dtypes` of `infer_auto_device_map`.
 
     Raises:
@@ -131,7 +132,7 @@ def _table(used: Mapping[Any, Any], limits: Mapping[Any, int]) -> str:
 
 
 def _warn_of_buffers(allocation: Allocation, totals: Totals) -> None:
-    """Warn if the buffers of offloaded modules, which stay on an accelerator, do not fit on any accelerator."""
+    """Warn if no accelerator has room for the buffers of offloaded modules, which stay on an accelerator."""
     used, limits = allocation.used, allocation.limits
     free = [limits[device] - used.get(device, 0) - allocation.reserve(device) for device in allocation.accelerators]
     needed = sum(totals.buffers[node] for node in allocation.offloaded)
@@ -147,11 +148,11 @@ def clean_device_map(device_map: DeviceMap, module_name: str = "") -> DeviceMap:
     """Join the entries of a device map that share a device under their parent's name.
 
     Args:
-        device_map: The device of each module by name, changed in place.
-        module_name: The module whose entries are joined.
+        device_map: The device of each module by name. The map is changed in place.
+        module_name: The name of the module whose entries are joined.
 
     Returns:
-        `device_map`.
+        The same map, `device_map`.
     """
     counts: dict[str, int] = defaultdict(int)
     devices: dict[str, Any] = {}
@@ -169,17 +170,17 @@ def clean_device_map(device_map: DeviceMap, module_name: str = "") -> DeviceMap:
 
 
 def check_device_map(model: torch.nn.Module, device_map: Mapping[str, int | str | torch.device]) -> None:
-    """Check that a device map gives every tensor of a model a device.
+    """Check that a device map has a device for every tensor of a model.
 
     Args:
         model: The model that the map is for.
         device_map: The device of each module by name.
 
     Raises:
-        ValueError: The map does not give some tensors a device, or is empty.
+        ValueError: The map is empty, or has no device for some tensors.
     """
     modules = set(build_tree(model).names)
-    # Names of tensors are allowed, too, because `infer_auto_device_map` lists the tensors of split modules.
+    # Allow names of tensors, too, because `infer_auto_device_map` lists the tensors of split modules.
     unknown = [name for name in device_map if name not in modules and find_tensor(model, name) is None]
     if unknown:
         warnings.warn(
@@ -192,11 +193,11 @@ def check_device_map(model: torch.nn.Module, device_map: Mapping[str, int | str 
         )
 
 
-# ---- checking that devices have enough memory for a map before anything is moved
+# ---- checking that devices have enough memory for a map, before anything is moved
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes on a device that are free for tensors, including memory cached by torch's allocator.
+    """Return the number of bytes on a device that are free for tensors, including memory cached by torch's allocator.
 
     Args:
         device: The device to query.
@@ -214,7 +215,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def bytes_to_move(model: torch.nn.Module, device_map: Mapping[str, Any]) -> dict[torch.device, int]:
-    """Return the bytes that a device map moves to each device, except tensors that are already there or on meta.
+    """Return the bytes that a device map moves to each device, except for tensors already there or on the meta device.
 
     Args:
         model: The model before it is dispatched.
@@ -223,7 +224,7 @@ def bytes_to_move(model: torch.nn.Module, device_map: Mapping[str, Any]) -> dict
     found: dict[torch.device, int] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         target = device_of(name, device_map)
-        # Offloaded tensors are not moved now, because each forward pass loads them one module at a time.
+        # Offloaded tensors are not moved yet: each forward pass loads them, one module at a time.
         if target is None or str(target) in ("cpu", "disk") or tensor.device.type == "meta":
             continue
         device = torch.device(target)
@@ -277,11 +278,12 @@ _NAMED = ("mps", "cpu", "disk")
 
 
 def get_max_memory(max_memory: Mapping[Any, Any] | None = None) -> dict[Any, int]:
-    """Return the bytes that a model may use on each device, accelerators first, then the CPU, then the disk.
+    """Return the bytes that a model may use on each device: accelerators first, then the CPU, then the disk.
 
     Args:
         max_memory: The limit of each device (the number of an accelerator, "mps", "cpu" or "disk"), in bytes or as a
-            string such as "10GB". If None, the free memory. Strings in a dict are replaced with their numbers.
+            string such as "10GB". If None, the free memory is used. Strings in a dict are replaced in place with
+            numbers of bytes.
 
     Raises:
         ValueError: A device or a size is not valid.
@@ -289,7 +291,7 @@ def get_max_memory(max_memory: Mapping[Any, Any] | None = None) -> dict[Any, int
     if max_memory is None:
         return _free()
     sizes = {device: convert_file_size_to_int(size) for device, size in max_memory.items()}
-    if isinstance(max_memory, MutableMapping):  # transformers compares the values of its dict with the result.
+    if isinstance(max_memory, MutableMapping):  # transformers compares its dict with the result.
         max_memory.update({device: sizes[device] for device, size in max_memory.items() if isinstance(size, str)})
     for device in sizes:
         if not (isinstance(device, int) or device in _NAMED):
@@ -313,7 +315,7 @@ def _free() -> dict[Any, int]:
             found = {number: module.mem_get_info(number)[0] for number in range(module.device_count())}
             break
     if torch.backends.mps.is_available():
-        found["mps"] = system_memory()[1]  # The GPU and the CPU share their memory.
+        found["mps"] = system_memory()[1]  # The GPU and the CPU share memory.
     else:
         found["cpu"] = system_memory()[1]
     return found
@@ -327,15 +329,15 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, Any] | None = None,
     low_zero: bool = False,
 ) -> dict[Any, int]:
-    """Return limits with which `infer_auto_device_map` distributes a model evenly among accelerators.
+    """Return limits that make `infer_auto_device_map` distribute a model evenly across accelerators.
 
     Args:
         model: The model, which may be on any device.
         max_memory: See `get_max_memory`.
-        no_split_module_classes: The names of classes that are not divided among devices.
+        no_split_module_classes: The names of classes that are not split across devices.
         dtype: The dtype that weights will be converted to.
         special_dtypes: The dtypes of tensors by name.
-        low_zero: Whether to put as little as possible on accelerator 0, because generation needs its memory.
+        low_zero: Whether to put as little as possible on accelerator 0, which leaves memory for generation.
 
     Returns:
         The limit of each device in bytes. The last accelerator is not limited.
@@ -359,7 +361,7 @@ def get_balanced_memory(
 
 
 def _largest_unsplit(model: torch.nn.Module, sizes: Mapping[str, Any], classes: Any) -> Any:
-    """Return the size in bytes of the largest of some classes, each measured by its first module."""
+    """Return the size in bytes of the largest of some classes. Each class is measured by its first module."""
     names = as_names(classes)
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
@@ -376,15 +378,15 @@ def _mean_layer(sizes: Mapping[str, Any]) -> int:
     return int(sum(modules[name] for name in layers) / max(len(layers), 1))
 
 
-# ---- dividing a sequence into consecutive parts of about equal size
+# ---- dividing a sequence into consecutive parts of roughly equal size
 
 
 def balanced_cuts(sizes: Sequence[int], parts: int) -> list[int]:
-    """Return the starts of all parts except the first, chosen so that the largest part is as small as possible.
+    """Return where each part but the first starts, chosen so that the largest part is as small as possible.
 
     Args:
-        sizes: The sizes of the items. There are at least as many items as parts.
-        parts: The number of parts, none of which is empty.
+        sizes: The sizes of the items. There must be at least as many items as parts.
+        parts: The number of parts, none of which will be empty.
     """
     low, high = max(sizes), sum(sizes)
     while low < high:
@@ -397,7 +399,10 @@ def balanced_cuts(sizes: Sequence[int], parts: int) -> list[int]:
 
 
 def _fill_parts(sizes: Sequence[int], limit: int, parts: int) -> list[int]:
-    """Return the starts of parts that are filled up to a limit, leaving at least one item for each later part."""
+    """Return where each part but the first starts if parts are filled to a limit.
+
+    At least one item is left for each later part.
+    """
     cuts: list[int] = []
     held = 0
     for at, size in enumerate(sizes):

@@ -43,16 +43,16 @@ def cpu_offload(
     state_dict: dict[str, torch.Tensor] | None = None,
     preload_module_classes: Sequence[str] | None = None,
 ) -> torch.nn.Module:
-    """Keep a model's weights on the CPU, and move each module's weights to the device only while it computes.
+    """Keep a model's weights on the CPU, and move each module's weights to the device only while the module computes.
 
-    Weights are copied to an accelerator ahead of the computation (see `Prefetcher`), unless gradients are recorded,
-    because autograd then keeps the weights that each module computed with.
+    Weights are copied to an accelerator ahead of the computation (see `Prefetcher`), unless gradients are recorded. In
+    that case, autograd keeps the weights that each module has computed with.
 
     Args:
         model: The model to offload.
-        execution_device: The device that the model computes on. If None, the device of its first parameter.
+        execution_device: The device that the model computes on. If None, the device of its first parameter is used.
         offload_buffers: Whether to offload buffers, too.
-        state_dict: The weights on the CPU. If None, the model's own weights.
+        state_dict: The weights on the CPU. If None, the model's own weights are used.
         preload_module_classes: The classes whose weights are loaded together with their submodules' weights.
 
     Returns:
@@ -76,7 +76,7 @@ def disk_offload(
     Args:
         model: The model to offload.
         offload_dir: The folder for the weights. If it already contains an offloaded model, those weights are used.
-        execution_device: The device that the model computes on. If None, the device of its first parameter.
+        execution_device: The device that the model computes on. If None, the device of its first parameter is used.
         offload_buffers: Whether to offload buffers, too.
         preload_module_classes: The classes whose weights are loaded together with their submodules' weights.
 
@@ -84,7 +84,7 @@ def disk_offload(
         The model.
 
     Raises:
-        CheckpointError: The disk is full, or the folder's files are broken.
+        CheckpointError: The disk is full, or the folder's files are corrupt.
         ValueError: The folder contains the weights of another model.
     """
     _write_offloaded(model, [""], offload_dir)
@@ -133,7 +133,7 @@ def _check_weights(model: torch.nn.Module, names: list[str], weights: OffloadedW
 
 
 def _mark_passes(model: torch.nn.Module, weights: OffloadedWeightsLoader) -> None:
-    """Make the model's own hook mark the start of each pass."""
+    """Make the hook of the whole model mark the start of each pass."""
     for hook in align_hooks(model):
         if hook.io_same_device:
             hook.pass_prefetchers = tuple(weights.prefetchers.values())
@@ -151,29 +151,30 @@ def dispatch_model(
     preload_module_classes: Sequence[str] | None = None,
     force_hooks: bool = False,
 ) -> torch.nn.Module:
-    """Move a model's modules to the devices of a device map, with hooks that move inputs and load offloaded weights.
+    """Move modules to the devices of a device map, and attach hooks that move inputs and load offloaded weights.
 
     Args:
         model: The model to dispatch.
         device_map: The device of each module by name: a number, a name, "cpu" or "disk".
-        main_device: The device on which offloaded modules compute. If None, the first accelerator of the map, or the
-            CPU if there is none.
-        state_dict: The weights of the modules on the CPU. If None, the model's own weights.
+        main_device: The device that offloaded modules compute on. If None, the first accelerator in the map, or the CPU
+            if the map has no accelerator.
+        state_dict: The weights of the modules on the CPU. If None, the model's own weights are used.
         offload_dir: The folder for modules on disk. Weights are written to it unless it already contains an offloaded
             model.
-        offload_index: The dtype and shape, or the file, of each weight on disk. If None, the folder's index is used.
+        offload_index: For each weight on disk, its dtype and shape, or the file that contains it. If None, the folder's
+            index is used.
         offload_buffers: Whether to offload buffers, too.
         skip_keys: The keyword arguments that are not moved.
         preload_module_classes: The classes whose weights are loaded together with their submodules' weights.
         force_hooks: Whether to attach hooks even if the model is on one device.
 
     Returns:
-        The model, with `hf_device_map`.
+        The model, whose attribute `hf_device_map` is set.
 
     Raises:
-        ValueError: The map lacks weights, exceeds the free memory of an accelerator, or puts modules on disk without an
-            `offload_dir`.
-        CheckpointError: The disk is full, or the folder's files are broken.
+        ValueError: The map lacks weights, needs more than the free memory of an accelerator, or puts modules on disk
+            without an `offload_dir`.
+        CheckpointError: The disk is full, or the folder's files are corrupt.
     """
     check_device_map(model, device_map)
     check_free_memory(bytes_to_move(model, device_map))
@@ -189,7 +190,7 @@ def dispatch_model(
 
 
 class _Placement:
-    """The devices on which the modules of a model compute, and the location of the offloaded weights."""
+    """The devices that the modules of a model compute on, and the location of the offloaded weights."""
 
     def __init__(
         self,
@@ -222,7 +223,7 @@ class _Placement:
             self.weights = OffloadedWeightsLoader(state_dict, folder, offload_index)
 
     def attach(self, offload_buffers: bool, skip_keys: Any, preload: Any) -> None:
-        """Attach the hooks, and then tie the parameters again, because hooks untie them."""
+        """Attach the hooks, and then tie the parameters again, because the hooks untie them."""
         offloaded = set(self.offloaded)
         execution = {name: self.main if name in offloaded or str(device) == "cpu" else device
                      for name, device in self.device_map.items()}  # fmt: skip

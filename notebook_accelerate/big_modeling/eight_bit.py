@@ -38,7 +38,7 @@ class OffloadedLinear8bitLt(bitsandbytes.nn.Linear8bitLt):  # type: ignore[misc]
         self.train(layer.training)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute with the loaded weights without keeping state that refers to them.
+        """Compute with the loaded weights, without keeping state that refers to them.
 
         Args:
             x: The input, with `in_features` as its last dimension.
@@ -57,7 +57,9 @@ def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
 
 
 def make_offloadable(model: torch.nn.Module, name: str) -> None:
-    """Replace an 8-bit layer of bitsandbytes with a layer whose weights can be offloaded. Other layers are kept.
+    """Replace an 8-bit layer of bitsandbytes with a layer whose weights can be offloaded.
+
+    Other layers are not replaced.
 
     Args:
         model: The model, changed in place.
@@ -70,10 +72,10 @@ def make_offloadable(model: torch.nn.Module, name: str) -> None:
 
 
 def quantize_8bit(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize a weight, on the accelerator if there is one.
+    """Quantize a weight, on an accelerator if one is available.
 
     Args:
-        weight: The weight to quantize, a matrix.
+        weight: The matrix to quantize.
 
     Returns:
         The int8 matrix and the scale of each row, on the CPU.
@@ -84,10 +86,10 @@ def quantize_8bit(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def place_8bit(model: torch.nn.Module, name: str, weight: torch.Tensor) -> None:
-    """Quantize a weight, and keep it in CPU memory with its scales.
+    """Quantize a weight, and keep it and its scales in CPU memory.
 
     Args:
-        model: The model, whose layer is made offloadable.
+        model: The model that has the weight. The weight's layer is made offloadable.
         name: The dotted name of the weight.
         weight: The weight, in floating point.
     """
@@ -107,11 +109,12 @@ def offload_8bit(
     """Quantize a weight and write it, with its scales, to an offload folder.
 
     Args:
-        model: The model, whose layer is made offloadable and whose weight is moved to the meta device.
+        model: The model that has the weight. The weight's layer is made offloadable, and the weight is moved to the
+            meta device.
         name: The dotted name of the weight.
         weight: The weight, in floating point, or in int8 if `scales` are given.
-        folder: The offload folder.
-        index: The index of the folder, to which the dtype and shape are added.
+        folder: The offload folder to write to.
+        index: The index of the folder. The weight's dtype and shape are added to it.
         scales: The scales, if the weight is already quantized.
     """
     make_offloadable(model, name.rpartition(".")[0])

@@ -1,4 +1,4 @@
-"""Create models on the meta device without memory, or on any other device."""
+"""Create models on the meta device, where they take no memory, or on any other device."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from notebook_accelerate.config import environ
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Create the parameters of models on the meta device inside the block, so that they take no memory.
+    """Create models inside the block with their parameters on the meta device, where they take no memory.
 
     Args:
         include_buffers: Whether to include buffers and all other tensors. If None, the value of
-            ACCELERATE_INIT_INCLUDE_BUFFERS, or else False. If True, nothing is allocated. If False, each parameter is
-            allocated, but not written to, before it moves to the meta device, which matters if the system limits the
-            address space of a process.
+            ACCELERATE_INIT_INCLUDE_BUFFERS is used, or else False. If True, nothing is allocated. If False, each
+            parameter is allocated, but not written to, before it is moved to the meta device, which matters if the
+            system limits the address space of a process.
 
     Example:
         with init_empty_weights():
@@ -32,12 +32,12 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device, include_buffers: bool | None = None) -> Iterator[None]:
-    """Create the parameters of models on a device inside the block.
+    """Create models inside the block with their parameters on a device.
 
     Args:
         device: The device to create parameters on.
-        include_buffers: Whether to include buffers and all other tensors, as `torch.device` does as a context. If None,
-            the value of ACCELERATE_INIT_INCLUDE_BUFFERS, or else False.
+        include_buffers: Whether to include buffers and all other tensors, as `with torch.device(...)` does. If None,
+            the value of ACCELERATE_INIT_INCLUDE_BUFFERS is used, or else False.
     """
     if include_buffers is None:
         include_buffers = environ.flag("ACCELERATE_INIT_INCLUDE_BUFFERS", default=False)
@@ -53,8 +53,8 @@ def init_on_device(device: torch.device, include_buffers: bool | None = None) ->
 
 def _registering(register: Callable[..., None], device: torch.device) -> Callable[..., None]:
     """Return a `Module.register_parameter` that moves parameters to a device and keeps tied parameters tied."""
-    # The keys are IDs, because the original must be freed immediately. A new parameter may then get the same ID, so
-    # check it with the weak reference.
+    # The keys are IDs, because each original must be freed immediately. A new parameter may then get the same ID, so
+    # the weak reference is checked, too.
     moved: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
     def register_parameter(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
@@ -81,7 +81,7 @@ def moved_to(parameter: torch.nn.Parameter, device: Any) -> torch.nn.Parameter:
 
 
 def like(parameter: torch.Tensor, value: torch.Tensor) -> Any:
-    """Return a parameter with the class and attributes of another, and new data.
+    """Return a parameter that has the class and attributes of another one, and new data.
 
     Args:
         parameter: The parameter whose class and attributes are copied.

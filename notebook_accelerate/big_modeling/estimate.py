@@ -1,4 +1,4 @@
-"""Estimate the memory that training and inference need per rank, without allocating any."""
+"""Estimate the memory that training and inference need per rank, without allocating it."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ from notebook_accelerate.torch_internals import viewed_tensor
 OPTIMIZERS: dict[str, float] = {
     "adamw": 8, "adam": 8, "adamw_8bit": 2, "adagrad": 4, "lion": 4, "rmsprop": 4, "sgd_momentum": 4, "sgd": 0,
 }  # fmt: skip
-"""The bytes of state per trainable element. torch keeps states in the dtype of the weights, here float32."""
+"""The bytes of state per trainable element, by optimizer. They assume float32 weights, whose dtype states also have."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """An estimate of the bytes that each rank needs, by part.
+    """An estimate of the bytes that each rank needs for each part.
 
     Attributes:
-        training: The bytes on the device for weights, gradients, optimizer, activations, buffers and the strategy.
-        inference: The bytes on the device for weights, buffers, activations and the strategy in inference.
+        training: The bytes that training needs on the device: weights, gradients, optimizer, activations, buffers,
+            strategy.
+        inference: The bytes that inference needs on the device: weights, buffers, activations, strategy.
         assumptions: The assumptions behind the numbers, one sentence each.
-        main_memory: The bytes of offloaded parts in CPU memory.
+        main_memory: The bytes of each part that is offloaded to CPU memory.
     """
 
     training: dict[str, int]
@@ -88,7 +89,8 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the memory that training and inference need per rank, without allocating it.
 
-    Activations are counted by running the model on the meta device, and adding up the tensors that autograd saves.
+    The size of activations is measured by running the model on the meta device and adding up the tensors that autograd
+    saves.
 
     Args:
         model_or_config: A model on any device, a function that creates one, or a transformers configuration.
@@ -97,17 +99,17 @@ def estimate_memory(
         strategy: One of `STRATEGIES`.
         num_processes: The number of ranks.
         batch_size: The number of samples per rank and step.
-        sequence_length: The number of tokens per sample, for models that take token numbers.
-        inputs: The model's arguments instead of tokens: a tensor, a tuple, or a mapping of names. Only shapes and
+        sequence_length: The number of tokens per sample, for models that take token IDs.
+        inputs: The model's arguments if they are not tokens: a tensor, a tuple, or a mapping by name. Only shapes and
             dtypes matter.
-        degrees: The sizes of the parallel dimensions, by the names of `ParallelismConfig` without "_size": {"tp": 2}.
-            Replicas ("dp_replicate") keep full copies, and all other ranks shard what the strategy shards. If None,
-            the strategy's own dimension is used.
-        offload: The target ("cpu" or "disk") of each offloaded part (weights, gradients, optimizer): {"optimizer":
+        degrees: The sizes of the parallel dimensions, named as in `ParallelismConfig` but without "_size": {"tp": 2}.
+            Replicas ("dp_replicate") keep full copies, and along the other dimensions, ranks share the parts that the
+            strategy shards. If None, the strategy's own dimension is used.
+        offload: The target ("cpu" or "disk") for each offloaded part (weights, gradients, optimizer): {"optimizer":
             "cpu"}.
 
     Returns:
-        The bytes by part.
+        The estimate, in bytes for each part.
 
     Raises:
         ValueError: A name is unknown, a number is not positive, or the degrees do not match the number of ranks.
@@ -135,7 +137,7 @@ def estimate_memory(
 
 
 def _parts(model: torch.nn.Module, layout: RankLayout, optimizer: str) -> tuple[dict[str, int], int]:
-    """Return the bytes of a rank's weights, gradients and optimizer, and those of its gradients before sharding."""
+    """Return the bytes of a rank's weights, gradients and optimizer, and the bytes of its gradients before sharding."""
     own, sharding = layout.parts(model), layout.sharding
     weights = sum(each.nbytes * part for each, part in own)
     trained = sum(each.nbytes * part for each, part in own if each.requires_grad)
@@ -160,10 +162,10 @@ def _check(optimizer: str, strategy: str, num_processes: int, batch_size: int) -
 
 
 def _empty_model(source: Any) -> torch.nn.Module:
-    if isinstance(source, torch.nn.Module):  # Copy it without its weights.
+    if isinstance(source, torch.nn.Module):  # Copy the model without its weights.
         empty: dict[int, torch.Tensor] = {id(each): torch.empty_like(each, device="meta") for each in source.buffers()}
         for each in source.parameters():
-            # Don't use `moved_to`, because the constructors of some classes (DTensor, quantized tensors) take different
+            # Don't use `moved_to`, because the constructors of some classes (DTensor, quantized tensors) take other
             # arguments.
             empty[id(each)] = torch.nn.Parameter(torch.empty_like(each, device="meta"), each.requires_grad)
         return copy.deepcopy(source, empty)
@@ -181,7 +183,7 @@ def _empty_model(source: Any) -> torch.nn.Module:
 
 
 def _activations(model: torch.nn.Module, inputs: Any) -> tuple[int, int, str]:
-    """Return the bytes that autograd saves, those of the largest output, and the reason if they are unknown."""
+    """Return the bytes that autograd saves, the bytes of the largest output, and the reason if the two are unknown."""
     if inputs is None:
         return 0, 0, "Activations are left out: pass sequence_length= or inputs= to count them."
     args, kwargs = _meta_arguments(inputs)
@@ -254,8 +256,8 @@ class PlacedBlock:
 
     Attributes:
         name: The name of the module.
-        device: The device of its weights.
-        size: The size of its weights in bytes.
+        device: The device of the module's weights.
+        size: The size of the module's weights in bytes.
         moves: The bytes that are copied to the computing device in each forward pass.
     """
 
@@ -267,11 +269,11 @@ class PlacedBlock:
 
 @dataclass(frozen=True)
 class PlacedModel:
-    """A device map with sizes.
+    """A device map with the sizes of its entries.
 
     Attributes:
         blocks: The entries in the model's order.
-        limits: The limits of devices in bytes, if known.
+        limits: The limits of devices in bytes, as far as they are known.
     """
 
     blocks: tuple[PlacedBlock, ...]
@@ -283,7 +285,7 @@ class PlacedModel:
         return sum(block.moves for block in self.blocks)
 
     def overfull(self) -> list[str]:
-        """List the devices whose blocks exceed their limit."""
+        """List the devices whose blocks exceed the device's limit."""
         used: dict[str, int] = {}
         for block in self.blocks:
             used[block.device] = used.get(block.device, 0) + block.size
@@ -317,7 +319,7 @@ def measure_device_map(
     Args:
         model: The model, which may be on any device.
         device_map: The device of each module by name.
-        dtype: The dtype that floating-point weights are converted to.
+        dtype: The dtype that floating-point weights will be converted to.
         max_memory: The limit of each device in bytes.
     """
     sizes = compute_module_sizes(model, dtype)
@@ -332,15 +334,15 @@ def measure_device_map(
     return PlacedModel(tuple(blocks), {str(device): int(size) for device, size in (max_memory or {}).items()})
 
 
-# ---- the part of a model that a rank has, by strategy and parallel degrees
+# ---- the part of a model that each rank has, which depends on the strategy and the parallel degrees
 
 DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "ep", "pp")
 """The parallel dimensions, as in `ParallelismConfig`."""
 EXPERTS = "experts"
-"""The name of modules that expert parallelism splits. The first dimension of their parameters is that of experts."""
+"""The name of modules that expert parallelism splits. The first dimension of their parameters counts the experts."""
 OFFLOAD_TARGETS = ("cpu", "disk")
 PARTS = ("weights", "gradients", "optimizer")
-"""The parts of the memory for training that can be sharded and offloaded."""
+"""The parts of a training run's memory that can be sharded and offloaded."""
 
 
 @dataclass(frozen=True)
@@ -351,8 +353,9 @@ class Sharding:
         weights: Whether weights are sharded.
         gradients: Whether gradients are sharded.
         optimizer: Whether optimizer states are sharded.
-        buckets: Whether gradients are copied into buckets for their reduction.
-        dimension: The parallel dimension of all ranks if no degrees are given, or "" if there is none.
+        buckets: Whether gradients are copied into buckets before they are reduced.
+        dimension: The parallel dimension that all ranks are in if no degrees are given, or "" if there is no such
+            dimension.
     """
 
     weights: bool = False
@@ -380,15 +383,16 @@ STRATEGIES: dict[str, Sharding] = {
 
 
 class RankLayout:
-    """The parallel dimensions of the ranks.
+    """The layout of ranks along parallel dimensions.
 
     Args:
         strategy: One of `STRATEGIES`.
         ranks: The number of ranks.
-        degrees: The sizes of dimensions, by their names in `DEGREES`. If None, the strategy's own sizes are used.
+        degrees: The sizes of dimensions, by their names in `DEGREES`. If None, the strategy's own dimension is used.
 
     Raises:
-        ValueError: A degree is unknown or not positive, or the product of the degrees is not the number of ranks.
+        ValueError: A dimension is unknown, a size is not positive, or the product of the sizes is not the number of
+            ranks.
     """
 
     def __init__(self, strategy: str, ranks: int, degrees: Mapping[str, int] | None = None) -> None:
@@ -424,7 +428,7 @@ class RankLayout:
         return self.ranks > self.degree("tp") * self.degree("ep") * self.degree("pp")
 
     def parts(self, model: torch.nn.Module) -> list[tuple[torch.nn.Parameter, float]]:
-        """Return the parameters of the largest pipeline stage, and the fraction of each that a rank has.
+        """Return the parameters in the largest pipeline stage, and the fraction of each that a rank has.
 
         Args:
             model: The model.
@@ -455,7 +459,7 @@ def checked_offload(offload: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _tensor_parallel_names(model: torch.nn.Module) -> set[str]:
-    """Return the parameters that tensor parallelism divides: those in the model's plan, or all matrices without one."""
+    """Return the parameters that tensor parallelism splits: all that the model's plan names, or all matrices."""
     plans = (getattr(model, name, None) for name in ("tp_plan", "_tp_plan"))
     plan: Any = next((found for found in plans if isinstance(found, Mapping) and found), None)
     named = dict(model.named_parameters())
@@ -470,7 +474,7 @@ def _tensor_parallel_names(model: torch.nn.Module) -> set[str]:
 
 
 def _expert_names(model: torch.nn.Module) -> set[str]:
-    """Return the parameters that expert parallelism divides."""
+    """Return the parameters that expert parallelism splits."""
     return {name for name, _ in model.named_parameters() if EXPERTS in name.split(".")[:-1]}
 
 
@@ -486,7 +490,7 @@ def _blocks(model: torch.nn.Module) -> list[list[tuple[str, torch.nn.Parameter]]
 def _largest_stage(
     blocks: list[list[tuple[str, torch.nn.Parameter]]], stages: int
 ) -> list[tuple[str, torch.nn.Parameter]]:
-    """Split blocks into stages so that the largest stage is as small as possible, and return the largest stage."""
+    """Split blocks into stages, so that the largest stage is as small as possible, and return that stage."""
     sizes = [sum(parameter.nbytes for _, parameter in block) for block in blocks]
     if not blocks:
         return []

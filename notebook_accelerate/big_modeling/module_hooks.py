@@ -1,4 +1,4 @@
-"""Hooks around a module's forward method: how to attach them, layerwise casting, and models that wait on the CPU."""
+"""Hooks around modules' forward methods: attaching them, layerwise casting, and models that stay on the CPU."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _LOG = logging.getLogger(__name__)
 
 
 class ModelHook:
-    """The base class of hooks, which are called around a module's forward pass, and when they are attached or detached.
+    """The base class of hooks, which are called around a module's forward pass, and when attached or detached.
 
     A subclass overrides the methods that it needs. Attach a hook with `add_hook_to_module`.
 
     Attributes:
-        no_grad: Whether the module computes without gradients.
+        no_grad: Whether the module computes without recording gradients.
     """
 
     no_grad = False
@@ -45,8 +45,8 @@ class ModelHook:
 
         Args:
             module: The module.
-            args: The positional arguments of its forward method.
-            kwargs: The keyword arguments of its forward method.
+            args: The positional arguments of the forward method.
+            kwargs: The keyword arguments of the forward method.
 
         Returns:
             The arguments to pass to the forward method.
@@ -58,7 +58,7 @@ class ModelHook:
 
         Args:
             module: The module.
-            output: The result of its forward method.
+            output: The result of the forward method.
 
         Returns:
             The output to return instead.
@@ -81,7 +81,7 @@ class SequentialHook(ModelHook):
     """Calls several hooks in order.
 
     Args:
-        hooks: The hooks.
+        hooks: The hooks to call.
     """
 
     def __init__(self, *hooks: ModelHook) -> None:
@@ -138,7 +138,7 @@ def add_hook_to_module(module: Any, hook: ModelHook, append: bool = False) -> to
 
 
 def _hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-    # Read the hook from the module, not from a closure, so that a copy of the module calls the copy's hook.
+    # Read the hook from the module, not from a closure, so that a copy of the module calls its own hook.
     hook = module._hf_hook
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
     if hook.no_grad:
@@ -164,7 +164,8 @@ def remove_hook_from_module(module: Any, recurse: bool = False) -> torch.nn.Modu
         module._hf_hook.detach_hook(module)
         del module._hf_hook
     if "_old_forward" in state:
-        # If the forward method is the class's, delete the attribute. If it was set on the module, set it again.
+        # If the forward method is that of the class, delete the attribute. If it had been set on the module, set it
+        # again.
         bound = getattr(module._old_forward, "__func__", None) is getattr(type(module), "forward", None)
         if bound:
             state.pop("forward", None)
@@ -192,9 +193,9 @@ class LayerwiseCastingHook(ModelHook):
     """Keeps a module's weights in one dtype and computes in another.
 
     Args:
-        storage_dtype: The dtype between forward passes, for example float8_e4m3fn.
+        storage_dtype: The dtype between forward passes, such as float8_e4m3fn.
         compute_dtype: The dtype during the forward pass.
-        non_blocking: Whether to return without waiting for the conversions.
+        non_blocking: Whether to convert without waiting for the conversions to complete.
     """
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
@@ -217,11 +218,11 @@ class LayerwiseCastingHook(ModelHook):
         return output
 
 
-# ---- gradients of offloaded weights, which are released after their forward pass
+# ---- gradients of offloaded weights. These are released after their forward pass.
 
 
 class GradientSink:
-    """Receives the gradients of a module's offloaded weights as the backward pass computes them."""
+    """Collects the gradients of a module's offloaded weights as the backward pass computes them."""
 
     def __init__(self) -> None:
         self._prefix = ""
@@ -232,13 +233,13 @@ class GradientSink:
         """Start or stop collecting.
 
         Args:
-            store: The dict that receives the gradients, or None to drop them.
+            store: The dict to add the gradients to, or None to drop them.
             prefix: The name of the module in the model.
         """
         self._store, self._prefix = store, prefix
 
     def watch(self, name: str, parameter: Any) -> Any:
-        """Move a parameter's gradient out of it as soon as the gradient is complete.
+        """Take a parameter's gradient as soon as the gradient is complete.
 
         Args:
             name: The name of the parameter in the module.
@@ -292,13 +293,13 @@ def offloaded_gradients(model: torch.nn.Module) -> Iterator[dict[str, torch.Tens
 
     Offloaded weights are in their module only during its forward pass, so their gradients cannot be in
     ``parameter.grad``. The gradients of all other weights, such as adapters, are there, as usual. The collected
-    gradients take as much CPU memory as the weights.
+    gradients take up as much CPU memory as the weights.
 
     Args:
         model: A model from `cpu_offload`, `disk_offload`, `dispatch_model` or `load_checkpoint_and_dispatch`.
 
     Yields:
-        The gradients by parameter name. A tied parameter has a part of its gradient under each of its names.
+        The gradients by parameter name. Each name of a tied parameter has a part of its gradient.
 
     Example:
         with offloaded_gradients(model) as gradients:
@@ -316,14 +317,14 @@ def offloaded_gradients(model: torch.nn.Module) -> Iterator[dict[str, torch.Tens
             hook.gradients.collect(None)
 
 
-# ---- whole models that stay on the CPU until they compute
+# ---- whole models that stay on the CPU until their forward pass
 
 
 class CpuOffload(ModelHook):
     """Keeps a model on the CPU until it computes, and then on a device until `offload` is called.
 
     Args:
-        execution_device: The device that the model computes on. If None, the device of the process.
+        execution_device: The device that the model computes on. If None, the device of the process is used.
         prev_module_hook: The hook of the previous model in a pipeline, which is offloaded when this model computes.
     """
 
@@ -347,7 +348,7 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """The user's handle for a `CpuOffload`.
+    """The user's handle to a `CpuOffload`.
 
     Args:
         model: The model that has the hook.
@@ -363,7 +364,7 @@ class UserCpuOffloadHook:
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
-        """Detach the hook."""
+        """Detach the hook from the model."""
         remove_hook_from_module(self.model)
 
 
@@ -372,11 +373,11 @@ def cpu_offload_with_hook(
     execution_device: int | str | torch.device | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[torch.nn.Module, UserCpuOffloadHook]:
-    """Keep a model on the CPU until it computes, and then on the device. This is useful for loops and pipelines.
+    """Keep a model on the CPU until it computes, and then on the device, which is useful for loops and pipelines.
 
     Args:
         model: The model to offload.
-        execution_device: The device that the model computes on. If None, the device of the process.
+        execution_device: The device that the model computes on. If None, the device of the process is used.
         prev_module_hook: The handle of the previous model, which is offloaded when this model computes.
 
     Returns:
@@ -392,8 +393,10 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
     torch.nn.ConvTranspose1d, torch.nn.ConvTranspose2d, torch.nn.ConvTranspose3d,
     torch.nn.Linear,
 )  # fmt: skip
-"""The layers that `attach_layerwise_casting_hooks` casts. Normalizations are left out: they are small, and need their
-precision."""
+"""The layers that `attach_layerwise_casting_hooks` casts.
+
+Normalizations are left out, because they are small and need their precision.
+"""
 
 
 def attach_layerwise_casting_hooks(
@@ -408,11 +411,11 @@ def attach_layerwise_casting_hooks(
 
     Args:
         module: The model to attach hooks to.
-        storage_dtype: The dtype between forward passes, for example float8_e4m3fn.
+        storage_dtype: The dtype between forward passes, such as float8_e4m3fn.
         compute_dtype: The dtype during forward passes.
-        skip_modules_pattern: Regular expressions for the names of modules that are not cast.
+        skip_modules_pattern: Regular expressions that match the names of modules that are not cast.
         skip_modules_classes: Classes that are not cast, including all of their submodules.
-        non_blocking: Whether to return without waiting for the conversions.
+        non_blocking: Whether to convert without waiting for the conversions to complete.
     """
     _cast(module, "", as_names(skip_modules_pattern), skip_modules_classes or (),
           (storage_dtype, compute_dtype, non_blocking))  # fmt: skip

@@ -39,18 +39,18 @@ def set_module_tensor_to_device(
     """Move a tensor of a module to a device, or replace it with a new value there.
 
     Args:
-        module: The module that contains the tensor, itself or in a submodule.
+        module: The module that contains the tensor, directly or in a submodule.
         tensor_name: The dotted name of a parameter or buffer.
         device: The target device.
         value: New data of the same shape, which is required if the tensor is on the meta device.
-        dtype: The dtype of the new data. If None, the tensor's dtype. Integers keep their dtype.
-        fp16_statistics: The scales of an 8-bit weight (bitsandbytes).
+        dtype: The dtype to convert the data to. If None, the tensor's dtype. Integers keep their dtype.
+        fp16_statistics: The scales of an 8-bit weight of bitsandbytes.
         tied_params_map: Existing copies to share, by the address of the original and by device.
         non_blocking: Whether to return without waiting for the copy.
-        clear_cache: Accepted for compatibility. No caches need to be emptied.
+        clear_cache: Accepted for compatibility, but not used, because there are no caches to empty.
 
     Raises:
-        ValueError: The module does not have this tensor, a value is required, or `value` has another shape.
+        ValueError: The module does not have this tensor, a value is required, or `value` has a different shape.
     """
     module, name = submodule(module, tensor_name)
     owner: Any = module._parameters if name in module._parameters else module._buffers
@@ -106,7 +106,7 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
 
     Args:
         first_device: A device.
-        second_device: The device to compare it with.
+        second_device: The device to compare the first one with.
     """
     if first_device.type != second_device.type:
         return False
@@ -126,11 +126,11 @@ def has_offloaded_params(module: torch.nn.Module) -> bool:
 
 @contextlib.contextmanager
 def align_module_device(module: torch.nn.Module, execution_device: torch.device | None = None) -> Iterator[None]:
-    """Move a module's own parameters to a device inside the block, and load offloaded ones.
+    """Move a module's own parameters to a device inside the block, and load the offloaded ones.
 
     Args:
         module: The module. Its submodules are not moved.
-        execution_device: The device. If None, the hook's device, or the current device of the parameters.
+        execution_device: The device to move to. If None, the hook's device, or the current device of the parameters.
     """
     if has_offloaded_params(module):
         with _loaded(module, execution_device):
@@ -155,7 +155,7 @@ def _loaded(module: torch.nn.Module, device: torch.device | None) -> Iterator[No
             if hook.offload:
                 stack.enter_context(hook.loading_for(device))
                 stack.callback(hook.post_forward, module, None)
-                with torch.inference_mode(mode=False):  # The weights may outlive inference mode.
+                with torch.inference_mode(mode=False):  # The weights may still be used outside of inference mode.
                     hook.pre_forward(module)
         yield
 
@@ -171,11 +171,11 @@ def get_state_dict_from_offload(
     Args:
         module: The module.
         module_name: The dotted name of one of the module's tensors, which starts with the module's prefix.
-        state_dict: The state dict by dotted name, changed in place.
+        state_dict: The state dict by dotted name. It is changed in place.
         device_to_put_offload: The device to load the tensors to.
 
     Returns:
-        `state_dict`.
+        The same dict, `state_dict`.
     """
     root = module_name.rpartition(".")[0]
     with align_module_device(module, torch.device(device_to_put_offload)):
@@ -193,7 +193,7 @@ def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, torch.Te
         model: The model.
 
     Raises:
-        ValueError: Tensors are on the meta device, but no hook loads them.
+        ValueError: Some tensors are on the meta device, but no hook loads them.
     """
     found: dict[str, torch.Tensor] = {}
     on_meta: list[str] = []
@@ -216,7 +216,7 @@ def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, torch.Te
 
 
 def _loaded_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's own persistent tensors, and those of its submodules if its hook loads these, too."""
+    """Return a module's own persistent tensors, and its submodules' tensors if its hook loads them, too."""
     if any(hook.offload and hook.place_submodules for hook in align_hooks(module)):
         return {key: value for key, value in module.state_dict().items() if isinstance(value, torch.Tensor)}
     return dict(named_module_tensors(module, remove_non_persistent=True))
@@ -227,7 +227,7 @@ def name_of_scales(name: str) -> str:
     return f"{name.removesuffix('weight')}SCB" if name.endswith("weight") else name
 
 
-# ---- tied parameters, which are one parameter under several names
+# ---- tied parameters: one parameter that has several names
 
 
 def find_tied_parameters(model: torch.nn.Module, **kwargs: Any) -> list[list[str]]:  # noqa: ARG001
@@ -248,8 +248,8 @@ def retie_parameters(model: torch.nn.Module, tied_params: Iterable[Sequence[str]
 
     Args:
         model: The model whose parameters are tied.
-        tied_params: The result of an earlier `find_tied_parameters`. All names of a group get its first tensor that is
-            not on the meta device, or its first tensor if all of them are.
+        tied_params: The result of an earlier call of `find_tied_parameters`. All names in a group get the group's first
+            tensor that is not on the meta device, or its first tensor if all are on the meta device.
     """
     for group in tied_params:
         owners = [submodule(model, name) for name in group]
@@ -260,7 +260,7 @@ def retie_parameters(model: torch.nn.Module, tied_params: Iterable[Sequence[str]
 
 
 def check_tied_parameters_in_config(model: torch.nn.Module) -> bool:
-    """Return whether a model's configuration asks for tied weights (transformers' `tie_word_embeddings` and others).
+    """Return whether a model's configuration requests tied weights (transformers' `tie_word_embeddings` and others).
 
     Args:
         model: The model.
@@ -297,7 +297,7 @@ def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], d
 
 
 def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    """Return the device that a map gives to a name, or to the innermost listed module around it, or None."""
+    """Return the device of a name, or of the innermost module around it that the map lists, or None."""
     return next((device_map[outer] for outer in reversed(prefixes(name)) if outer in device_map), None)
 
 
@@ -307,7 +307,7 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, Any],
     modules_to_treat: Iterable[tuple[str, torch.nn.Module]],
 ) -> tuple[Any, list[str], list[torch.nn.Module]]:
-    """Add the modules that must be on the same device because they share parameters.
+    """Add up the sizes of modules that must be on the same device because they share parameters.
 
     Args:
         tied_params: The names of the shared parameters in other modules.

@@ -17,7 +17,7 @@ from notebook_accelerate.torch_internals import non_persistent_buffers, uncompil
 
 @dataclass
 class ModuleTree:
-    """A model's modules in depth-first order. A shared module is listed once for each name.
+    """A model's modules in depth-first order. A shared module is listed once for each of its names.
 
     Attributes:
         names: The dotted names. The name of the model itself is "".
@@ -40,11 +40,11 @@ def build_tree(model: torch.nn.Module) -> ModuleTree:
         model: The model, which may be on any device.
 
     Returns:
-        The modules. Listing them takes linear time, whereas `named_modules` takes a step for each module and level.
+        The modules. Listing them takes linear time, whereas `named_modules` takes one step per module and level.
     """
     tree = ModuleTree([""], [model], [-1], [1])
     names, modules, parents, ends = tree.names, tree.modules, tree.parents, tree.ends
-    # With one iterator per level, a module without children costs four appends and no call.
+    # With one iterator per level, a module without children only costs four appends, and no call.
     levels = [("", 0, iter(model._modules.items()))]
     while levels:
         prefix, parent, children = levels[-1]
@@ -66,28 +66,28 @@ def build_tree(model: torch.nn.Module) -> ModuleTree:
 
 
 def full_name(prefix: str, name: str) -> str:
-    """Join a module's dotted name and the name of a member."""
+    """Join a module's dotted name and the name of one of its members."""
     return f"{prefix}.{name}" if prefix else name
 
 
 def prefixes(name: str) -> list[str]:
-    """List the prefixes of a dotted name from the shortest to the name itself: "", "a", "a.b"."""
+    """List the prefixes of a dotted name, from the shortest to the name itself: "", "a", "a.b"."""
     parts = name.split(".") if name else []
     return [".".join(parts[:count]) for count in range(len(parts) + 1)]
 
 
 def submodule(module: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
-    """Resolve a tensor's dotted name.
+    """Return the module that contains a tensor, and the tensor's name in it.
 
     Args:
         module: The module that the name is relative to.
-        name: The name, for example ``layers.0.weight``.
+        name: The dotted name of the tensor, such as ``layers.0.weight``.
 
     Returns:
         The module that contains the tensor, and the last part of the name.
 
     Raises:
-        AttributeError: The module does not exist.
+        AttributeError: There is no module with this name.
     """
     path, _, last = name.rpartition(".")
     return module.get_submodule(path), last
@@ -97,11 +97,11 @@ def fit_compiled_names(names: Iterable[str], wanted: Iterable[str]) -> dict[str,
     """Rename tensors to a model's names if they differ only by the prefixes that `torch.compile` adds.
 
     Args:
-        names: The names in the file of a model that may have been compiled as a whole or in parts.
+        names: The names in a file whose model may have been compiled as a whole or in parts.
         wanted: The names in the model.
 
     Returns:
-        The new name of each tensor. Names that already match, or do not match any name, are unchanged.
+        The new name of each tensor. Names that already match, or that match no name of the model, are unchanged.
     """
     exact = set(wanted)
     by_plain = {uncompiled_name(name): name for name in exact}
@@ -136,13 +136,13 @@ Sizes = dict[str, Any]
 
 
 def dtype_byte_size(dtype: Any) -> int | float:
-    """Return the number of bytes that an element of a dtype takes.
+    """Return the number of bytes that an element of a dtype takes up.
 
     Args:
         dtype: A torch dtype, or one of `CustomDtype`.
 
     Returns:
-        The number of bytes, which is less than 1 for packed dtypes, and 1/8 for bool as in Accelerate.
+        The number of bytes. It is less than 1 for packed dtypes, and 1/8 for bool, as in Accelerate.
 
     Raises:
         ValueError: `dtype` is not a dtype.
@@ -154,7 +154,7 @@ def dtype_byte_size(dtype: Any) -> int | float:
 
 
 def dtype_of(dtype: Any) -> torch.dtype:
-    """Convert "float16", "torch.float16" or a dtype to a dtype.
+    """Return the dtype for a name such as "float16" or "torch.float16". A dtype is returned as it is.
 
     Raises:
         ValueError: torch does not have a dtype with this name.
@@ -196,7 +196,7 @@ def named_module_tensors(
         module: The module.
         include_buffers: Whether to include buffers.
         recurse: Whether to include submodules.
-        remove_non_persistent: Whether to omit buffers that are not in the state dict.
+        remove_non_persistent: Whether to leave out buffers that are not in the state dict.
     """
     yield from module.named_parameters(recurse=recurse)
     if include_buffers:
@@ -227,7 +227,7 @@ class Totals:
     Attributes:
         all: The size of each module in bytes.
         buffers: The size of each module's buffers in bytes.
-        tied: The names of tied parameters in the tree's order, group by group.
+        tied: The names of tied parameters, in groups, in the tree's order.
         measure: A function that returns the size of a named tensor in bytes.
     """
 
@@ -270,7 +270,7 @@ def totals_of(tree: ModuleTree, dtype: Any = None, special_dtypes: Mapping[str, 
 
 
 class _PerElement(dict[torch.dtype, Any]):
-    """The size of an element by dtype. Floating-point dtypes count with at most the size of the target dtype."""
+    """The size of an element, by dtype. Floating-point dtypes count with at most the size of the target dtype."""
 
     def __init__(self, dtype: Any) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ def _measure(dtype: Any, special: Mapping[str, Any] | None) -> Any:
 
 
 def tied_parameters(model: torch.nn.Module) -> list[list[str]]:
-    """Return the names of a model's tied parameters in the model's order, group by group."""
+    """Return the names of a model's tied parameters, in groups, in the model's order."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -311,8 +311,8 @@ def compute_module_sizes(
 
     Args:
         model: The model, which may be on any device.
-        dtype: The dtype that floating-point tensors will be converted to. Larger dtypes count with its size.
-        special_dtypes: The dtypes of tensors by name, which have precedence over `dtype`.
+        dtype: The dtype that floating-point tensors will be converted to. Tensors of larger dtypes count with its size.
+        special_dtypes: The dtypes of tensors by name, which take precedence over `dtype`.
         buffers_only: Whether to count only buffers.
 
     Returns:
@@ -349,7 +349,7 @@ def get_module_leaves(module_sizes: Mapping[str, Any]) -> list[str]:
 def get_max_layer_size(
     modules: Sequence[tuple[str, Any]], module_sizes: Mapping[str, Any], no_split_module_classes: Any
 ) -> tuple[Any, list[str]]:
-    """Find the largest layer, which is a module that has no children or whose class is not split.
+    """Find the largest layer. A layer is a module that has no children, or whose class is not split.
 
     Args:
         modules: The named modules and parameters to search.
@@ -357,7 +357,7 @@ def get_max_layer_size(
         no_split_module_classes: The names of classes that are not split.
 
     Returns:
-        The size of the layer in bytes, and the names of all layers that have this size.
+        The size of the largest layer in bytes, and the names of all layers of that size.
     """
     largest: Any = 0
     names: list[str] = []

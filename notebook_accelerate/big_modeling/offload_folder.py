@@ -1,4 +1,4 @@
-"""Read and write Accelerate's offload folders, which have one ``.dat`` file per tensor and an ``index.json``."""
+"""Read and write Accelerate's offload folders, which contain one ``.dat`` file per tensor and an ``index.json``."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def offload_weight(
 
     Args:
         weight: The tensor to write.
-        weight_name: The name of the tensor. The file is ``{weight_name}.dat``.
-        offload_folder: The offload folder.
-        index: The index to which the dtype and shape are added. If None, a new one is created.
+        weight_name: The name of the tensor, which is written to ``{weight_name}.dat``.
+        offload_folder: The folder to write to.
+        index: The index to add the dtype and shape to. If None, a new one is created.
 
     Returns:
         The index, which `save_offload_index` writes.
@@ -56,14 +56,16 @@ def offload_weight(
 
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> torch.Tensor:
-    """Map a tensor's file into memory. The file is read on first access, and writes do not reach it.
+    """Map a tensor's file into memory.
+
+    Values are read on first access, and writing to the tensor does not change the file.
 
     Args:
         weight_file: The ``.dat`` file.
         weight_info: The "dtype" and "shape" of the tensor.
 
     Raises:
-        BrokenCheckpointError: The file is missing, or has another size.
+        BrokenCheckpointError: The file is missing, or does not have the expected size.
     """
     return _dat_source(Path(weight_file), weight_info).map(read_ahead=False)
 
@@ -81,8 +83,8 @@ def save_offload_index(index: Mapping[str, Any], offload_folder: str | os.PathLi
     """Add tensors to the index of a folder.
 
     Args:
-        index: The dtype and shape of each tensor by name. If there are none, nothing is written.
-        offload_folder: The offload folder.
+        index: The dtype and shape of each tensor by name. If it is empty, nothing is written.
+        offload_folder: The folder that contains the tensors.
     """
     if not index:
         return
@@ -94,7 +96,7 @@ def save_offload_index(index: Mapping[str, Any], offload_folder: str | os.PathLi
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Write named tensors to a folder, each to its own file, and write the index.
+    """Write named tensors to a folder, each to a separate file, and write the index.
 
     Args:
         save_dir: The offload folder, which is created if it does not exist.
@@ -111,7 +113,7 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 
 
 class PrefixedDataset(Mapping[str, Any]):
-    """A view of a mapping for one module, in which names do not have the module's prefix.
+    """A view of a mapping for one module, without the module's prefix in the names.
 
     Args:
         dataset: The mapping of all names.
@@ -133,7 +135,7 @@ class PrefixedDataset(Mapping[str, Any]):
 
 
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
-    """One mapping of named tensors that are in memory, in an offload folder or in safetensors files.
+    """A mapping of named tensors that may be in memory, in an offload folder, or in safetensors files.
 
     Args:
         state_dict: The tensors that are in memory.
@@ -165,7 +167,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
         self.device = device
         self.prefetchers: dict[torch.device, Any] = {}
-        """The prefetcher of each device."""
+        """The prefetcher for each device."""
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self.state_dict:
@@ -178,14 +180,14 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return tensor.to(getattr(torch, info["dtype"])) if "dtype" in info else tensor
 
     def source(self, key: str) -> TensorSource:
-        """Return the source of a tensor, with the dtype that the tensor has in it.
+        """Return the source of a tensor. It has the tensor's dtype in the file.
 
         Args:
             key: The name of the tensor.
 
         Raises:
-            BrokenCheckpointError: The tensor's file is missing, or has another size.
-            CheckpointError: The name leads out of the folder.
+            BrokenCheckpointError: The tensor's file is missing, or does not have the expected size.
+            CheckpointError: The name refers to a file outside of the folder.
         """
         if key in self.state_dict:
             return MemorySource(self.state_dict[key], self.state_dict, key)
@@ -220,7 +222,7 @@ def unprefixed(weights: Mapping[str, Any] | None) -> tuple[Mapping[str, Any] | N
 def extract_submodules_state_dict(
     state_dict: Mapping[str, torch.Tensor], submodule_names: list[str]
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of some modules.
+    """Return the tensors that belong to some modules.
 
     Args:
         state_dict: Named tensors.

@@ -1,8 +1,8 @@
-"""Read offloaded weights ahead of the computation.
+"""Read offloaded weights before the computation needs them.
 
 The first pass through a model records the order of its modules. A thread then reads their weights ahead in this order,
-as long as all weights that have been read or are in use fit into a window. After two passes in another order, there is
-a new plan. Until then, modules read the weights that were not read ahead themselves.
+while all weights that have been read or are in use fit into a window. Two passes in another order make a new plan.
+Until then, modules themselves read the weights that were not read ahead.
 
 Users can keep a weight, or anything that shares its memory (a view, an array, a graph), for any length of time:
 
@@ -10,8 +10,8 @@ Users can keep a weight, or anything that shares its memory (a view, an array, a
 - `fetch` uses the tensors of a step once, and only for the unit that they were read for.
 - Afterwards, nothing in this package writes to them: `release` drops references, and memory is never filled twice.
 
-Therefore, only the holder of a weight changes its memory. Only torch's allocator reuses the memory, once the last
-reference to the storage is gone and, on an accelerator, the computations that were queued with it are done.
+Therefore, only the code that holds a weight can change its memory. Only torch's allocator reuses the memory, once the
+last reference to the storage is gone and, on an accelerator, the computations queued with it are complete.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from notebook_accelerate.hardware.detection import machine_memory
 _LOG = logging.getLogger(__name__)
 
 _WINDOW = 2
-"""How many blocks of the largest size fit into the window: one block computes while the next is read."""
+"""The number of blocks of the largest size that fit into the window. One block computes while the next one is read."""
 _IDLE = 0.25
-"""After how many seconds without anything to read the thread exits. The next forward pass starts a new one."""
+"""The thread exits after this many seconds without anything to read. The next forward pass starts a new thread."""
 _EXIT_SECONDS = 2.0
-"""How many seconds the interpreter waits for a read when it exits."""
+"""The number of seconds that the interpreter waits for a read to complete when it exits."""
 
 
 @dataclass
 class _Read:
-    """The tensors of a step, the event after their transfer, and the versions of their sources."""
+    """The tensors for a step, the event after their transfer, and the versions of their sources."""
 
     unit: Unit
     tensors: list[Any]
@@ -54,14 +54,14 @@ class _Read:
     versions: list[Any]
 
     def is_current(self) -> bool:
-        """Return whether the sources have not changed since they were read."""
+        """Return whether the sources are still the same as when they were read."""
         return self.versions == _versions(self.unit)
 
 
 class Prefetcher:
     """Reads the weights of units ahead, in the order of an earlier pass.
 
-    Steps count the uses of units over all passes: a step modulo the length of a pass is a position in its order.
+    Steps count the uses of units across passes. A step modulo the length of a pass is a position in the pass's order.
 
     Args:
         device: The device that computes with the weights.
@@ -72,7 +72,7 @@ class Prefetcher:
         self._begin()
 
     def __reduce__(self) -> tuple[type[Prefetcher], tuple[torch.device]]:
-        """Copy only the device, because the copy makes its own plan."""
+        """Only copy the device, because the copy makes its own plan."""
         return Prefetcher, (self.device,)
 
     def _begin(self) -> None:
@@ -101,14 +101,14 @@ class Prefetcher:
         self._check_process()
         self._passes_are_marked = True
         with self._changed:
-            self._held -= sum(unit.nbytes for unit in self._in_use)  # An error in the last pass has left these.
+            self._held -= sum(unit.nbytes for unit in self._in_use)  # An error in the last pass left these.
             self._in_use.clear()
             self._end_pass()
             if self._plan and (late := self._next_use % len(self._plan)):
                 self._seek(self._next_use + len(self._plan) - late)
 
     def fetch(self, unit: Unit) -> list[Any]:
-        """Return a unit's tensors on the device, ready for the computation, after waiting until they are read."""
+        """Wait until a unit's tensors have been read, and return them on the device, ready for the computation."""
         if torch.is_grad_enabled():
             return self._load(unit)  # Autograd keeps all weights, so a window could not limit the memory.
         self._check_process()
@@ -133,8 +133,8 @@ class Prefetcher:
         """Make room for other units.
 
         Args:
-            unit: The unit after its forward pass.
-            tensors: The tensors that the module had. The list is emptied.
+            unit: The unit whose forward pass is complete.
+            tensors: The tensors that `fetch` returned. The list is emptied.
         """
         self._check_process()
         with self._changed:
@@ -149,7 +149,10 @@ class Prefetcher:
         self._start_thread()
 
     def _load(self, unit: Unit) -> list[Any]:
-        """Read a unit's tensors now, and return them. On the CPU, files are read as the computation needs them."""
+        """Read a unit's tensors now, and return them.
+
+        On the CPU, the computation reads mapped files as it needs them.
+        """
         with torch.inference_mode(mode=False):
             return [slot.as_held(slot.source.load(self.device)) for slot in unit.slots]
 
@@ -163,7 +166,7 @@ class Prefetcher:
     def _record(self, unit: Unit) -> int | None:
         """Add a unit to the order of this pass, and return its step, or None if it is not in the plan."""
         if not self._passes_are_marked and len(self._order) > 1 and unit is self._order[0]:
-            self._end_pass()  # Without the model's own hook, a pass ends when its first unit is used again.
+            self._end_pass()  # Without a hook on the model, a pass ends when its first unit is used again.
         self._order.append(unit)
         order, begin = self._plan, self._next_use
         for step in range(begin, begin + len(order)):
@@ -174,7 +177,7 @@ class Prefetcher:
         return None
 
     def _end_pass(self) -> None:
-        """Make a plan for the first recorded order, and for any other order that was recorded twice in a row."""
+        """Make a plan for the first recorded order, and for another order once it has been recorded twice in a row."""
         order, self._order = self._order, []
         if order:
             if not self._plan or (order == self._last_order and order != self._plan):
@@ -183,13 +186,13 @@ class Prefetcher:
 
     def _make_plan(self, order: list[Unit]) -> None:
         self._transfer.prepare(order)
-        step = self._next_use + len(self._plan) + 1  # This step is after every step of the previous plan.
+        step = self._next_use + len(self._plan) + 1  # This step follows every step of the previous plan.
         self._seek(step + -step % len(order))
         self._plan, self._window = order, _window_bytes(order)
         self._start_thread()
 
     def _seek(self, step: int) -> None:
-        """Continue from a later step, and drop weights that were read ahead but are not needed."""
+        """Continue from a later step, and drop weights that were read ahead but are no longer needed."""
         for other in [other for other in self._ready if other < step]:
             self._held -= self._ready.pop(other).unit.nbytes
         self._next_use, self._next_read = step, max(step, self._next_read)
@@ -264,7 +267,7 @@ class Prefetcher:
         return _Read(unit, tensors, done, versions)
 
     def _finish_read(self, step: int, unit: Unit, read: _Read | None) -> None:
-        """Publish the weights that were read, unless reading failed or the computation no longer needs them."""
+        """Make the weights available to `fetch`, unless reading failed or the computation no longer needs them."""
         with self._changed:
             self._reading = None
             if read is None or step < self._next_use - 1:
@@ -280,7 +283,7 @@ def _versions(unit: Unit) -> list[Any]:
 
 
 def _window_bytes(order: Sequence[Unit]) -> int:
-    """Return the size of the window, which is `_WINDOW` times the largest block, but at least the largest unit."""
+    """Return the size of the window: `_WINDOW` times the largest block, but at least the largest unit."""
     sizes: dict[str, int] = {}
     for unit in {id(unit): unit for unit in order}.values():
         sizes[unit.block] = sizes.get(unit.block, 0) + unit.nbytes
@@ -292,12 +295,12 @@ _prefetchers: weakref.WeakSet[Prefetcher] = weakref.WeakSet()
 
 @atexit.register
 def _end_threads() -> None:
-    """Stop the reading threads, because the process crashes if one is inside torch when the interpreter exits."""
+    """Stop the reading threads. The process would crash if one were inside torch when the interpreter exits."""
     for prefetcher in list(_prefetchers):
         prefetcher.end_thread()
 
 
-# ---- transfers: weights are mapped or read on the CPU, or copied to an accelerator on a separate stream
+# ---- transfers. On the CPU, weights are mapped or read. For an accelerator, they are copied on a separate stream.
 
 
 @dataclass(eq=False)
@@ -305,7 +308,7 @@ class Slot:
     """An offloaded tensor of a module.
 
     Attributes:
-        placeholder: The tensor on the meta device that is in the module between forward passes.
+        placeholder: The tensor on the meta device that the module has between forward passes.
         source: The source of the weight.
     """
 
@@ -346,8 +349,8 @@ class CpuTransfer:
 
     def read(self, unit: Unit, after: Sequence[Any]) -> tuple[list[Any], Any]:
         """Map or read a unit's tensors. Return them, and None because there is no pending copy to wait for."""
-        # Drop these in the reading thread, because unmapping them takes about 20 ms per GB if nothing else refers to
-        # the mappings.
+        # Drop these in the reading thread: if nothing else refers to their mappings, unmapping takes about 20 ms per
+        # GB.
         self._leaving.clear()
         with torch.inference_mode(mode=False):  # Inference tensors cannot be assigned outside of inference mode.
             tensors = [slot.source.map() if slot.source.mappable else slot.source.read() for slot in unit.slots]
@@ -357,19 +360,19 @@ class CpuTransfer:
         """Do nothing, because `read` returns complete tensors."""
 
     def after_use(self, tensors: list[torch.Tensor]) -> None:
-        """Drop a unit's tensors. Mapped ones are dropped at the next `read`."""
+        """Drop a unit's tensors. The next `read` drops mapped ones."""
         self._leaving.extend(tensors)
 
 
 class StreamTransfer:
-    """Copies from pinned memory on a separate stream. Weights on disk are first read into pinned memory.
+    """Copies weights from pinned memory on a separate stream. Weights on disk are first read into pinned memory.
 
     The tensors are allocated on that stream, and recorded on the stream that computes with them. The allocator
-    therefore reuses their memory only after the last reference is gone, and after the computations that were queued
-    until then. This class itself reuses only the staging memory, which it never hands out.
+    therefore reuses their memory only after the last reference is gone and the computations queued until then are
+    complete. The class itself only reuses the staging memory, which it never hands out.
 
     Args:
-        device: The accelerator.
+        device: The accelerator to copy to.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -399,7 +402,7 @@ class StreamTransfer:
 
         Args:
             unit: The unit whose tensors are read.
-            after: The events of the computations to wait for, whose weights make room for these tensors.
+            after: The events of the computations to wait for. The weights that they use make room for these tensors.
         """
         for event in after:
             event.synchronize()
@@ -428,7 +431,7 @@ class StreamTransfer:
         return tensor
 
     def before_use(self, tensors: Sequence[torch.Tensor], done: Any) -> None:
-        """Make the computation wait for the copies."""
+        """Make the computation wait until the copies are complete."""
         stream = self._backend.current_stream(self._device)
         stream.wait_event(done)
         for tensor in tensors:
@@ -445,7 +448,7 @@ class StreamTransfer:
 def _check_room(sources: Sequence[TensorSource]) -> None:
     """Check that CPU memory has room for pinned tensors, whose sizes torch rounds up to a power of two.
 
-    Pinning a tensor that is mapped from a file frees no memory, because its pages belong to the system's page cache.
+    Pinning a tensor that is mapped from a file frees no memory, because the file's pages belong to the page cache.
 
     Raises:
         RuntimeError: Too little memory is free. Without this check, the system would kill the process instead of
@@ -474,6 +477,6 @@ def transfer_to(device: torch.device) -> CpuTransfer | StreamTransfer:
     """Return a new transfer for a device.
 
     Args:
-        device: The device that weights are transferred to.
+        device: The device to transfer weights to.
     """
     return CpuTransfer() if device.type == "cpu" else StreamTransfer(device)

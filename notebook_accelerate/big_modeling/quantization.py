@@ -41,20 +41,20 @@ def load_and_quantize_model(
     offload_folder: str | os.PathLike[str] | None = None,
     offload_state_dict: bool = False,  # noqa: ARG001
 ) -> torch.nn.Module:
-    """Quantize a model's linear layers, with its own weights or while loading other weights.
+    """Quantize a model's linear layers, either with the model's own weights, or while loading weights.
 
     Args:
         model: The model, on the meta device if weights are to be loaded.
-        bnb_quantization_config: Which layers to quantize, and how.
+        bnb_quantization_config: The settings that say which layers to quantize, and how.
         weights_location: A file, an index, or a folder that contains one of them. It is required if the model is on the
             meta device.
-        device_map: The device of each module by name, or a strategy ("auto", ...). If None, the accelerator if there is
-            one, otherwise the CPU.
-        no_split_module_classes: The names of classes that are not divided among devices.
+        device_map: The device of each module by name, or a strategy ("auto", ...). If None, the accelerator is used if
+            there is one, otherwise the CPU.
+        no_split_module_classes: The names of classes that are not split across devices.
         max_memory: The limit of each device for a strategy, in bytes or as a string such as "10GB".
         offload_folder: The folder for modules on "disk". Offloaded modules are kept in 8 bits, with their scales. With
             4 bits, they are not quantized, because bitsandbytes cannot load them for a forward pass.
-        offload_state_dict: Accepted for compatibility. Only one tensor is in memory at a time.
+        offload_state_dict: Accepted for compatibility, but not needed: only one tensor is in memory at a time.
 
     Returns:
         The model, quantized in place, on its devices.
@@ -110,7 +110,7 @@ def offloaded_modules(device_map: Mapping[str, Any]) -> list[str]:
     """List the modules whose weights are loaded for each forward pass.
 
     Args:
-        device_map: The device of each module by name. If it has an accelerator, modules on the CPU are offloaded.
+        device_map: The device of each module by name. If the map has an accelerator, modules on the CPU are offloaded.
     """
     has_accelerator = bool({str(device) for device in device_map.values()} - {"cpu", "disk"})
     return [
@@ -123,7 +123,7 @@ def offloaded_modules(device_map: Mapping[str, Any]) -> list[str]:
 def _load_weights(
     model: torch.nn.Module, config: Any, own: Any, location: Any, device_map: Mapping[str, Any], folder: Any
 ) -> None:
-    """Move each weight to its device in the right dtype. The move quantizes the weights of quantized layers."""
+    """Move each weight to its device, in the right dtype. Moving the weight of a quantized layer quantizes it."""
     parts = [own.items()] if own is not None else (
         ((name, source.load(torch.device("cpu"))) for name, source in shard.sources().items())
         for shard in find_shards(location)
@@ -140,7 +140,7 @@ def _load_weights(
             elif str(device) == "disk":
                 cast = _cast(name, value, config)
                 index = offload_weight(cast, name, folder, index=index)
-                # Each forward pass loads the weight in the dtype of this tensor.
+                # In each forward pass, the weight is loaded in the dtype of this tensor.
                 _place(model, name, torch.empty_like(cast, device="meta"), "meta")
             else:
                 _place(model, name, _cast(name, value, config), "cpu" if device is None else device)
@@ -159,11 +159,11 @@ def keep_8bit(model: torch.nn.Module, name: str, value: torch.Tensor, folder: An
     """Quantize an offloaded weight, and keep it in 8 bits.
 
     Args:
-        model: The model.
+        model: The model that has the weight.
         name: The dotted name of the weight.
         value: The weight, in floating point.
         folder: The offload folder, or None to keep the weight in CPU memory.
-        index: The index of the folder, to which the dtype and shape are added.
+        index: The index of the folder. The weight's dtype and shape are added to it.
     """
     from notebook_accelerate.big_modeling import eight_bit  # Import it only here, because it needs bitsandbytes.
 
@@ -174,7 +174,7 @@ def keep_8bit(model: torch.nn.Module, name: str, value: torch.Tensor, folder: An
 
 
 def make_offloadable_below(model: torch.nn.Module, names: list[str]) -> None:
-    """Replace bitsandbytes' 8-bit layers inside some modules with layers whose weights can be offloaded.
+    """Replace bitsandbytes' 8-bit layers in some modules with layers whose weights can be offloaded.
 
     Args:
         model: The model, changed in place.
@@ -218,7 +218,7 @@ def _place(model: torch.nn.Module, name: str, value: torch.Tensor, device: Any) 
     if type(old).__name__ in ("Int8Params", "Params4bit") and isinstance(old, torch.nn.Parameter):
         kind: Any = type(old)
         parameter = kind(value, requires_grad=False, **old.__dict__)
-        owner._parameters[key] = parameter.to(device)  # This move quantizes the weight.
+        owner._parameters[key] = parameter.to(device)  # Moving the weight quantizes it.
     elif key in owner._parameters or key in owner._buffers:
         set_module_tensor_to_device(owner, key, device, value=value, dtype=value.dtype)
 
@@ -230,14 +230,14 @@ def get_quantized_model_device_map(
     max_memory: Mapping[Any, Any] | None = None,
     no_split_module_classes: Any = None,
 ) -> dict[str, Any]:
-    """Create a device map for a model that will be quantized, based on its sizes after quantization.
+    """Create a device map for a model that will be quantized, based on the sizes after quantization.
 
     Args:
-        model: The model.
-        bnb_quantization_config: Which layers are quantized.
+        model: The model before it is quantized.
+        bnb_quantization_config: The settings that say which layers are quantized.
         device_map: "auto", "balanced", "balanced_low_0", "sequential", a map, or None for a single device.
         max_memory: The limit of each device, in bytes or as a string such as "10GB".
-        no_split_module_classes: The names of classes that are not divided among devices.
+        no_split_module_classes: The names of classes that are not split across devices.
 
     Raises:
         ValueError: The strategy is unknown.
@@ -288,7 +288,7 @@ def replace_with_bnb_layers(
     Args:
         model: The model, changed in place.
         bnb_quantization_config: The number of bits (8 or 4) and the options.
-        modules_to_not_convert: The names of modules, or parts of names, that are not replaced.
+        modules_to_not_convert: The names, or parts of names, of modules that are not replaced.
         current_key_name: The name of the model inside a larger model.
 
     Returns:
@@ -351,12 +351,12 @@ def quantize_and_offload_8bit(
     """Quantize a weight to 8 bits and write it, with its scales, to an offload folder.
 
     Args:
-        model: The model, whose layer is replaced with a layer whose weights can be offloaded.
+        model: The model that has the weight. The weight's layer is replaced with one whose weights can be offloaded.
         param: The weight, in floating point, or in int8 if `fp16_statistics` is given.
         param_name: The dotted name of the weight.
         new_dtype: The dtype that the weight is converted to before it is quantized.
-        offload_folder: The offload folder.
-        offload_index: The index of the folder, to which the dtype and shape are added.
+        offload_folder: The offload folder to write to.
+        offload_index: The index of the folder. The weight's dtype and shape are added to it.
         fp16_statistics: The scales, if `param` is already quantized.
     """
     from notebook_accelerate.big_modeling.eight_bit import offload_8bit
