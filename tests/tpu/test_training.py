@@ -1,4 +1,4 @@
-"""Training on a TPU with torch_tpu. These tests have not run yet, because no machine of this project has a TPU."""
+"""Training on a TPU with torch_tpu. These tests have never run, because no machine of this project has a TPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fixtures shared by all folders: the server of interpreters, and the snapshots of rendered HTML."""
+"""Fixtures shared by all folders: the server of interpreters, and snapshots of rendered HTML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports and other work without Python's automatic garbage collection."""
+"""Imports and other work during which Python's automatic garbage collection is off."""
 
 from __future__ import annotations
 

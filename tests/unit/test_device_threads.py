@@ -1,4 +1,4 @@
-"""Streams, events and threads name their device. `torch.cuda` is a stub with a current device for each thread."""
+"""Streams, events and threads must name their device. `torch.cuda` is a stub with a current device for each thread."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _in_thread(call: Any) -> Any:
 
 
 class _Job:
-    """A copy of a storage on a device, which records the current device of the copying thread."""
+    """A copy of a storage on a device. It records the current device of the thread that copies."""
 
     version = 0
 
@@ -48,7 +48,7 @@ class _Job:
 
 
 def test_deferred_copies_run_on_a_stream_of_each_source_device_and_are_awaited(cuda: ThreadedCuda) -> None:
-    cuda.set_device(1)  # This is the rank's own thread.
+    cuda.set_device(1)  # This thread is the rank's own, and finish runs on another one.
     shot = snapshot.Snapshot([], _deferred=[_Job(cuda, 1), _Job(cuda, 0), _Job(cuda, 1)])  # type: ignore[list-item]
     _in_thread(shot.finish)
     assert cuda.log == [
@@ -91,7 +91,7 @@ def test_the_ranks_own_device_continues_its_random_numbers_on_other_devices(
 def test_a_state_of_accelerate_without_the_ranks_device_is_reported_and_the_rest_restored(
     cuda: ThreadedCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file from two devices lacks the generator of a rank that resumes on a third device."""
+    """A state file from two devices lacks the generator for a rank that resumes on a third one."""
     state = state_files.rng_state("cuda")
     del state["torch_cuda_device"]
     expected = random.random()
@@ -175,7 +175,7 @@ def test_mapped_weights_free_no_memory_when_they_are_pinned(monkeypatch: pytest.
 
 
 class _OnCpu(prefetch.StreamTransfer):
-    """Transfers to a device whose memory is CPU memory."""
+    """Transfers to a device whose memory is the CPU's."""
 
     def __init__(self, _device: torch.device) -> None:
         super().__init__(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""The division of a model into the parts of a pipeline."""
+"""How a model is divided into the parts of a pipeline."""
 
 from __future__ import annotations
 

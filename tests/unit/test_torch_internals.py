@@ -1,4 +1,4 @@
-"""The private names of torch that this package uses work as expected with the installed torch."""
+"""The private names of torch that this package uses behave as expected in the installed torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A launch on an XLA device: the runtime starts in the rank, never in the test's process."""
+"""A launch on an XLA device starts the runtime in the rank, never in the test's process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training on an XLA device: the numbers of plain torch, and files that load everywhere."""
+"""Training on an XLA device gives the same numbers as plain torch, and files that load everywhere."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_checkpoints_and_saved_models_restore_the_weights(tmp_path: Path) -> Non
 
 def test_reductions_of_one_replica_are_its_values() -> None:
     accelerator = Accelerator()
-    ours = COMMUNICATORS["xla"]  # A single process does not need the communicator.
+    ours = COMMUNICATORS["xla"]  # A single process does not need its communicator.
     values = torch.tensor([3.0, -2.0], device=accelerator.device)
     assert ours.all_reduce(values.clone(), maximum=True).tolist() == [3.0, -2.0]
     assert ours.all_reduce(values.clone()).tolist() == [3.0, -2.0]
@@ -177,7 +177,7 @@ except RuntimeError as error:
 
 
 def test_processes_that_the_runtime_does_not_connect_raise() -> None:
-    """On the CPU, each process's runtime knows only its own process, so its collectives would do nothing."""
+    """On the CPU, a process's runtime knows only that process, so collectives would do nothing."""
     root = str(Path(__file__).resolve().parents[2])
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     done = subprocess.run(

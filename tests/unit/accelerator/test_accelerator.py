@@ -44,7 +44,7 @@ def parts(**kwargs: Any) -> tuple[Any, ...]:
 
 
 def dtypes_of(accelerator: Accelerator) -> list[torch.dtype]:
-    """Return the dtypes in which a layer computes, in a prepared model and under `autocast`."""
+    """Return the dtypes in which a layer computes: in a prepared model, and under `autocast`."""
     found: list[torch.dtype] = []
     layer = nn.Linear(2, 2)
     layer.register_forward_hook(lambda _layer, _inputs, output: found.append(output.dtype))
@@ -55,7 +55,7 @@ def dtypes_of(accelerator: Accelerator) -> list[torch.dtype]:
 
 
 class TestWrappers:
-    """Prepared optimizers and schedulers expose the attributes of the wrapped ones."""
+    """Prepared optimizers and schedulers expose the attributes of the objects that they wrap."""
 
     def test_hooks_of_an_optimizer_run_in_real_steps(self) -> None:
         accelerator, model, optimizer, batches, _ = parts(gradient_accumulation_steps=2)
@@ -255,7 +255,7 @@ class TestSettings:
         assert "forward" not in model.__dict__
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert Accelerator(cpu=True).mixed_precision == "bf16"  # Other settings stay.
+            assert Accelerator(cpu=True).mixed_precision == "bf16"  # The other settings stay as they are.
         assert AcceleratorState().mixed_precision == "bf16"
 
     def test_parallel_ranks_need_a_layout(self) -> None:
@@ -467,7 +467,7 @@ class TestAccumulation:
         assert all(rates[4 * window : 4 * window + 4] == [expected[window]] * 4 for window in range(12))
 
     def test_adjust_scheduler_counts_every_batch(self) -> None:
-        """A library may set it directly. The count then changes with each batch, and the rate with each window."""
+        """A library may set this flag itself. The count then changes after each batch, the rate after each window."""
         accelerator, model, optimizer, _, scheduler = parts(gradient_accumulation_steps=3)
         GradientState().plugin_kwargs["adjust_scheduler"] = True
         counts, rates = [scheduler.scheduler._step_count], [scheduler.get_last_lr()[0]]
@@ -594,7 +594,8 @@ class TestModels:
         assert b"notebook_accelerate" not in text
         plain = nn.Linear(2, 2)
         plain.load_state_dict(model.state_dict())
-        assert torch.equal(pickle.loads(text)(inputs), plain(inputs))  # This is in full precision, as with Accelerate.
+        # The unpickled model computes in full precision, as with Accelerate.
+        assert torch.equal(pickle.loads(text)(inputs), plain(inputs))
 
     def test_compiled_models_can_be_unwrapped(self) -> None:
         accelerator = Accelerator(cpu=True, dynamo_backend="eager")

@@ -9,7 +9,7 @@ from torch import nn
 
 
 class ThreeLayers(nn.Module):
-    """Three layers of 64, 72 and 100 bytes, the sizes that the expected device maps assume."""
+    """Three layers of 64, 72 and 100 bytes. Device maps in the tests depend on these sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class ThreeLayers(nn.Module):
 
 
 class Block(nn.Module):
-    """Two layers of 440 bytes for a width of 10."""
+    """Two layers, of 440 bytes each if the width is 10."""
 
     def __init__(self, width: int = 10) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Deep(nn.Module):
-    """A model with an embedding, blocks, a norm, a head, and optionally a parameter on the model itself."""
+    """A model with an embedding, blocks, a norm and a head. With `own`, the model itself also has a parameter."""
 
     def __init__(self, blocks: int = 4, width: int = 10, tied: bool = False, own: bool = False) -> None:
         super().__init__()
@@ -56,5 +56,5 @@ class Deep(nn.Module):
 
 
 def devices(model: nn.Module) -> dict[str, str]:
-    """Return the device of each tensor."""
+    """Return the device of each parameter and buffer, by name."""
     return {name: str(tensor.device) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}

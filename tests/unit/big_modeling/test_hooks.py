@@ -1,4 +1,4 @@
-"""Hooks and single tensors. Expected values were observed with Accelerate 1.15."""
+"""Hooks, and functions for single tensors. The expected values were observed with Accelerate 1.15."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 class PlusOne(hooks.ModelHook):
-    """Adds one before and after the forward pass."""
+    """Adds one to the input before the forward pass, and to the output after it."""
 
     def pre_forward(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         return (args[0] + 1,), kwargs
@@ -120,7 +120,7 @@ def test_layerwise_casting_changes_storage_and_computes_in_another_dtype() -> No
 
 
 class Masked(nn.Module):
-    """Returns the devices of its arguments."""
+    """Records the devices of its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_skipped_keys_stay_on_their_device(skipped: Any, how: str) -> None:
 
 
 class Told(nn.Linear):
-    """Records the devices that it is moved to."""
+    """Records the devices that it is moved to, and when it computes."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         super().__init__(2, 2)

@@ -1,4 +1,4 @@
-"""Kept references to weights of offloaded models stay valid, however the weights were reached."""
+"""References that are kept to the weights of offloaded models stay valid, however they were obtained."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from notebook_accelerate.utils.modeling import get_state_dict_offloaded_model, n
 from tests.support.waiting import until
 
 WIDTHS = {"copied": 16, "mapped": 1024}
-"""Small weights are copied from their file; large ones (2 MB) are mapped."""
+"""Small weights are copied from their file, and large ones (from 2 MB on) are mapped."""
 GRADIENT_MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
 
 
 class Part(nn.Module):
-    """A layer that can append its weight to `keep` in the forward pass."""
+    """A layer that can pass itself to `keep` in the forward pass, which may then keep its weight."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Part(nn.Module):
 
 
 class Parts(nn.Module):
-    """Layers in a row, with a parameter and a buffer on the model itself."""
+    """Several layers in a row, with a parameter and a buffer on the model itself."""
 
     def __init__(self, width: int = 16, count: int = 8, tied: bool = False) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ KEEP: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 def _values(kept: Any) -> torch.Tensor:
-    """Return a copy of the kept numbers."""
+    """Return a copy of the numbers in a kept object."""
     if isinstance(kept, types.SimpleNamespace):
         kept = kept.inner[0]["weight"]
     elif isinstance(kept, types.FunctionType):
@@ -128,7 +128,8 @@ def test_weights_kept_by_a_forward_stay_unchanged(tmp_path: Path, how: str, mode
     model, x = Parts(width).eval(), torch.randn(2, width)
     plain, weights = model(x).detach(), [part.weight.detach().clone() for part in model.parts]
     _offloaded(model, how, tmp_path)
-    names = [name for name in KEEP if width < 100 or name != "its storage"]  # Comparing the storage is slow.
+    # It would take long to compare large storages.
+    names = [name for name in KEEP if width < 100 or name != "its storage"]
     kept: list[tuple[str, int, Any]] = []
     for number, part in enumerate(model.parts):
         part.keep = lambda own, number=number: kept.extend((name, number, KEEP[name](own.weight)) for name in names)
@@ -190,7 +191,7 @@ def test_a_graph_around_prefetched_weights_has_correct_gradients(tmp_path: Path,
 
     def product(number: int) -> Callable[[Any], None]:
         def build(part: Any) -> None:
-            with torch.enable_grad():  # autograd keeps the weight, even if the pass needs no gradients.
+            with torch.enable_grad():  # Even in a pass without gradients, autograd keeps the weight here.
                 built.append(inputs[number] @ part.weight.detach())
 
         return build
@@ -373,7 +374,7 @@ def test_a_weight_on_the_model_itself_is_offloaded_whatever_hooks_it_has(tmp_pat
     model, x = Parts().eval(), torch.randn(2, 16)
     plain, state = model(x).detach(), {name: each.clone() for name, each in model.state_dict().items()}
     _offloaded(model, "disk", tmp_path)
-    for _ in range(2):  # Nest the hooks.
+    for _ in range(2):  # Add more hooks around the existing ones.
         add_hook_to_module(model, ModelHook(), append=True)
         assert has_offloaded_params(model)
         assert torch.equal(model(x), plain)
@@ -403,7 +404,7 @@ def test_replaced_weights_are_used(tmp_path: Path) -> None:
         for _ in range(3):
             before = model(x)
         hook = part._hf_hook
-        hook.pre_forward(part)  # peft does this when it merges an adapter into an offloaded layer.
+        hook.pre_forward(part)  # peft makes this call when it merges an adapter into an offloaded layer.
         part.weight.data += 1
         hook.weights_map = {name: each.to("cpu") for name, each in named_module_tensors(part)}
         hook.post_forward(part, torch.tensor([]))
@@ -478,7 +479,7 @@ def test_random_uses_in_random_orders_are_correct(tmp_path: Path) -> None:
 
 
 class _Device:
-    """A transfer to a device that lags behind its host: events complete only when they are waited for."""
+    """A transfer to a device that lags behind its host: events complete only when something waits for them."""
 
     def __init__(self) -> None:
         self.bytes = self.most = 0
@@ -487,7 +488,7 @@ class _Device:
         """Do nothing."""
 
     def read(self, unit: Any, after: Any) -> tuple[list[Any], None]:
-        """Wait until there is room, and allocate memory."""
+        """Wait for the given events, and allocate memory."""
         for event in after:
             event.synchronize()
         self.bytes += unit.nbytes
@@ -498,7 +499,7 @@ class _Device:
         """Do nothing."""
 
     def after_use(self, tensors: list[Any]) -> Any:
-        """Return an event that frees the memory when it is waited for."""
+        """Return an event that frees the memory when something waits for it."""
         nbytes = sum(each.nbytes for each in tensors)
 
         class Event:

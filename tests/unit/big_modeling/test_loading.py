@@ -186,7 +186,7 @@ def test_the_peak_of_memory_is_bounded(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", _MEASURED, str(tmp_path)],
         capture_output=True, text=True, timeout=300, check=False,
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"},  # Return freed memory to the system.
+        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"},  # This makes malloc return freed memory to the system.
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     largest = 3 * 2048 * 2048 * 4
@@ -291,7 +291,7 @@ def test_a_single_file_loads(tmp_path: Path) -> None:
 
 
 def _sparse(path: Path, size: int) -> None:
-    """Write a file with one square float32 tensor. The file is sparse, so it needs no disk space."""
+    """Write a file with one square float32 tensor. The file is sparse, so it takes no disk space."""
     header = json.dumps({"weight": {"dtype": "F32", "shape": [size, size], "data_offsets": [0, 4 * size * size]}})
     path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
     os.truncate(path, 8 + len(header) + 4 * size * size)
@@ -300,7 +300,8 @@ def _sparse(path: Path, size: int) -> None:
 def test_a_map_that_overflows_the_memory_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     size = 2**20
     _sparse(tmp_path / "model.safetensors", size)
-    with init_empty_weights(include_buffers=True):  # Otherwise, buffers would be created and dropped.
+    # With include_buffers=False, each parameter would be allocated before it is dropped.
+    with init_empty_weights(include_buffers=True):
         model = torch.nn.Linear(size, size, bias=False)
     with pytest.raises(ValueError, match=r"puts 2.2 TB on device cpu, which has .* free. Nothing was moved or loaded"):
         load_checkpoint_in_model(model, tmp_path, {"": "cpu"}, dtype="bfloat16")

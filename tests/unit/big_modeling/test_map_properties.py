@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Current model requires")
 
 
 def _grow(random_: random.Random, depth: int = 0) -> nn.Module:
-    """Create a tree of small layers with parameters and buffers at every level."""
+    """Create a tree of small layers that may have parameters and buffers at every level."""
     node = nn.Module()
     for index in range(random_.randint(1, 4)):
         kinds: list[Any] = [
@@ -40,7 +40,7 @@ def _grow(random_: random.Random, depth: int = 0) -> nn.Module:
 
 
 def _tie(random_: random.Random, model: nn.Module) -> None:
-    """Give some parameters several names, in one module or several, some of them in chains."""
+    """Give some parameters two or three names each, in one module or in several."""
     places = [
         (owner, key) for owner in model.modules() for key in owner._parameters if owner._parameters[key] is not None
     ]

@@ -1,4 +1,4 @@
-"""Models offloaded to disk and CPU: bitwise equal results, with prefetching within a small window."""
+"""Models that are offloaded to disk and to the CPU: results are bitwise equal, and a small window is prefetched."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_another_unit_does_not_wait_for_a_slow_read(tmp_path: Path) -> None:
     with torch.no_grad():
         _run(model, 2)
         prefetcher = _prefetcher(model)
-        until(lambda: prefetcher._thread is None)  # Wait until it has prefetched for the next pass.
+        until(lambda: prefetcher._thread is None)  # Wait until the next pass has been prefetched.
         first, other = (cast("Any", module)._hf_hook._unit for module in (model.h[0].a, model.h[4].a))
         read, begun, go = prefetcher._transfer.read, threading.Event(), threading.Event()
 
@@ -189,7 +189,7 @@ def test_copies_of_offloaded_models_compute_independently(tmp_path: Path, where:
 
 
 def _mapped_bytes(folder: Path) -> int:
-    """Return how many bytes of the folder's files this process has mapped into resident memory."""
+    """Return how many bytes of the folder's files are mapped by this process and resident in memory."""
     found, ours = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if not line.split()[0].endswith(":"):
@@ -209,7 +209,7 @@ def test_large_weights_are_mapped_and_the_window_holds(tmp_path: Path) -> None:
     mapped: list[int] = []
 
     class Sampling(TorchFunctionMode):
-        """Records memory after a large layer has computed, while its weights are still in use."""
+        """Records the mapped memory after each large layer, while the layer's weights are still in use."""
 
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             result = func(*args, **(kwargs or {}))
@@ -345,7 +345,7 @@ def test_a_model_can_be_dispatched_and_restored(tmp_path: Path, caplog: pytest.L
 
 
 class Shifted(nn.Module):
-    """A model that itself has a parameter, a buffer and a tied weight."""
+    """A model that has a parameter, a buffer and a tied weight of its own."""
 
     def __init__(self) -> None:
         super().__init__()

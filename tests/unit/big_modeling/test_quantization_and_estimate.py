@@ -86,7 +86,7 @@ AWAY = {"0": "cpu", "1": "cpu", "2": "cpu", "3": "disk", "4": "cpu"}
 
 
 def _saved(folder: Path) -> tuple[torch.Tensor, torch.Tensor, nn.Module]:
-    """Save a model's weights in the folder. Return an input, the output, and the model without weights."""
+    """Save a model's weights in a folder. Return an input, the model's output, and the model without weights."""
     model, x = _network().eval(), torch.randn(8, 256, generator=torch.Generator().manual_seed(1))
     save_file(model.state_dict(), folder / "model.safetensors")
     with init_empty_weights():
@@ -174,7 +174,7 @@ def test_layers_of_8_bits_are_loaded_from_main_memory(tmp_path: Path) -> None:
 @needs_bitsandbytes
 def test_a_checkpoint_in_8_bits_is_loaded_into_offloaded_layers(tmp_path: Path) -> None:
     x, plain, empty = _saved(tmp_path)
-    from notebook_accelerate.big_modeling.eight_bit import quantize_8bit  # This import needs bitsandbytes.
+    from notebook_accelerate.big_modeling.eight_bit import quantize_8bit  # This module needs bitsandbytes.
 
     state = load_file(tmp_path / "model.safetensors")
     state["3.weight"], state["3.SCB"] = quantize_8bit(state["3.weight"])
@@ -203,7 +203,7 @@ def test_weights_in_8_bits_are_written_with_their_scales(tmp_path: Path) -> None
 
 
 def test_without_bitsandbytes_the_error_names_the_command_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # Python's way to mark a module as missing.
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)  # Python treats a module as missing if its entry is None.
     with pytest.raises(ImportError, match="pip install bitsandbytes"):
         load_and_quantize_model(_network(), BnbQuantizationConfig(load_in_8bit=True))
 
@@ -224,7 +224,7 @@ def test_the_parts_of_training_are_estimated() -> None:
 
 
 class Scaled(nn.Parameter):
-    """A parameter whose constructor takes a further argument, as those of DTensor and quantized tensors do."""
+    """A parameter whose constructor takes another argument, like those of DTensor and of quantized tensors."""
 
     def __new__(cls, data: torch.Tensor, scale: float) -> Scaled:
         made: Scaled = super().__new__(cls, data)  # type: ignore[assignment]

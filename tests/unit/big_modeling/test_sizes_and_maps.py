@@ -1,4 +1,4 @@
-"""Sizes and device maps. Expected values were observed with Accelerate 1.15 unless a comment says otherwise."""
+"""Sizes and device maps. The expected values were observed with Accelerate 1.15, unless a comment says otherwise."""
 
 from __future__ import annotations
 
@@ -270,7 +270,7 @@ def test_buffers_that_fit_no_accelerator_cause_a_warning() -> None:
 
 
 def test_buffers_of_a_split_module_have_a_place() -> None:
-    """Accelerate leaves these buffers out, and its own check then refuses the map."""
+    """Accelerate leaves these buffers out of the map, which its own check then refuses."""
     model = nn.Module()
     inner = nn.Module()
     inner.a, inner.b = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -305,7 +305,7 @@ def test_incomplete_device_maps_are_refused() -> None:
 def test_device_maps_are_simplified() -> None:
     assert clean_device_map({"a.0": 0, "a.1": 0, "b": 1}) == {"a": 0, "b": 1}
     assert clean_device_map({"a.0": 0, "a.1": 0, "b": 0}) == {"": 0}
-    assert clean_device_map({"a.0": 0, "a.1": 1, "a.1.x": 1}) == {"a.0": 0, "a.1": 1}  # Accelerate keeps a.1.x.
+    assert clean_device_map({"a.0": 0, "a.1": 1, "a.1.x": 1}) == {"a.0": 0, "a.1": 1}  # Accelerate would keep a.1.x.
 
 
 def test_parameters_are_tied_again() -> None:
@@ -329,11 +329,11 @@ def test_time_is_linear_in_the_number_of_modules() -> None:
         return min(times)
 
     seconds(1000)
-    assert seconds(16000) < 10 * seconds(4000)  # A quadratic walk would take 16 times as long.
+    assert seconds(16000) < 10 * seconds(4000)  # The quadratic algorithm would take 16 times as long.
 
 
 def test_dispatching_calls_a_replaced_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    # transformers does this while loading models whose maps omit parameters on purpose.
+    # transformers replaces the check while it loads models whose maps omit parameters on purpose.
     monkeypatch.setattr(big_modeling, "check_device_map", lambda *_: None)
     dispatch_model(ThreeLayers(), {"linear1": "cpu"})
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""With `save_state(blocking=False)`, later training does not change the checkpoint, and errors are raised."""
+"""With `save_state(blocking=False)`, training that follows does not change the checkpoint, and errors are raised."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.trainings import Training, same
 
 
 def held_writing(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    """Return a gate that holds the writing thread until it is opened."""
+    """Return a gate that holds up the writing thread until the gate is opened."""
     gate = Gate(write_file)
     monkeypatch.setattr(checkpoint_writer, "write_file", gate)
     return gate
@@ -211,7 +211,8 @@ def test_an_interrupted_wait_keeps_the_save_pending(tmp_path: Path, monkeypatch:
     gate = held_writing(monkeypatch)
     training = Training()
     training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # The test runner may ignore it.
+    # SIGINT may be ignored in the process that runs the tests.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             end_interrupted(training)
@@ -255,7 +256,7 @@ def test_a_failed_copy_leaves_no_checkpoint(tmp_path: Path, monkeypatch: pytest.
         with pytest.raises(MemoryError, match="no memory for the copy"):
             training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
     assert list(tmp_path.iterdir()) == []
-    training.epoch()  # Check that no optimizer waits for the failed copy.
+    training.epoch()  # The next epoch shows that no optimizer still waits for the copy that failed.
     training.accelerator.save_state(str(tmp_path / "out"), blocking=False)
     training.accelerator.end_training()
     assert (tmp_path / "out" / "checkpoint_manifest.json").exists()
@@ -275,7 +276,8 @@ def test_an_exited_process_is_detected() -> None:
         assert not peer.has_ended()
         process.kill()
         deadline = time.monotonic() + 60
-        while not peer.has_ended() and time.monotonic() < deadline:  # Nothing has read its exit status.
+        # The process stays a zombie, because nothing has read its exit status yet.
+        while not peer.has_ended() and time.monotonic() < deadline:
             time.sleep(0.01)
         assert peer.has_ended()
     assert peer.has_ended()

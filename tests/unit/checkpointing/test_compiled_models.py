@@ -1,4 +1,4 @@
-"""The states of models that are completely or partly compiled when they are saved or loaded."""
+"""The states of models that are compiled, completely or in parts, when they are saved or loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOW = ["plain", "whole", "in parts", "in place"]
 
 
 class Net(nn.Module):
-    """An encoder and a head with tied weights."""
+    """A model of an encoder and a head with tied weights."""
 
     def __init__(self) -> None:
         super().__init__()

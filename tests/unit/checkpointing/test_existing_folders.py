@@ -1,4 +1,4 @@
-"""`save_state` into an existing folder fills it in place, as Accelerate does."""
+"""Like Accelerate, `save_state` fills an existing folder in place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MANIFEST = "checkpoint_manifest.json"
 
 
 def save(folder: Path | str, value: float = 1.0) -> None:
-    """Save a model whose weights all have the same value."""
+    """Save a model, all of whose weights have the same value."""
     reset_shared_state()
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(4, 4)
@@ -106,7 +106,7 @@ assert value_in("out") == 2.0
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
 def test_a_writable_folder_in_a_read_only_parent_is_filled(tmp_path: Path) -> None:
-    with tempfile.TemporaryDirectory() as name:  # Other users cannot enter pytest's own folders.
+    with tempfile.TemporaryDirectory() as name:  # pytest's own folders are closed to other users.
         parent = Path(name)
         parent.chmod(0o755)
         (parent / "out").mkdir()

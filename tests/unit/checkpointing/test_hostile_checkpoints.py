@@ -1,4 +1,4 @@
-"""Damaged and hostile files raise a single class of error that names the file, and use little memory."""
+"""Damaged and malicious files raise a single class of error that names the file, without using much memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def training() -> Training:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a checkpoint of `Training`."""
+    """Return the folder of a checkpoint of `Training`."""
     trained = training()
     trained.epoch()
     trained.accelerator.save_state(str(tmp_path / "out"))
@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def torch_file(pickled: bytes, compression: int = zipfile.ZIP_STORED, **more: bytes) -> bytes:
-    """Return a file in torch's format whose pickle is replaced, and which has additional entries."""
+    """Return a file in torch's format with another pickle and with additional entries."""
     plain, changed = io.BytesIO(), io.BytesIO()
     torch.save({"a": 1}, plain)
     with zipfile.ZipFile(plain) as archive, zipfile.ZipFile(changed, "w", compression) as out:
@@ -61,7 +61,7 @@ def safetensors_file(header: Any, content: bytes = b"") -> bytes:
 
 
 def damaged(content: bytes, generator: random.Random) -> bytes:
-    """Return a file with bytes changed, cut off or added."""
+    """Return the content of a file with bytes that were changed, cut off or added."""
     changed = bytearray(content)
     how = generator.random()
     if how < 0.2:
@@ -113,13 +113,13 @@ def test_damaged_files_without_a_manifest_raise_a_single_class_that_names_them(f
 
 
 def assert_named(load: Callable[[], object], name: str) -> None:
-    """Load, and check that any error is the package's and names the file, except torch's for mismatched parameters."""
+    """Load, and check that any error is a CheckpointError that names the file, or torch's for mismatched parameters."""
     error: Exception | None = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             load()
-        except (RuntimeError, ValueError) as raised:  # A CheckpointError is a RuntimeError.
+        except (RuntimeError, ValueError) as raised:  # CheckpointError is a subclass of RuntimeError.
             error = raised
     if isinstance(error, CheckpointError):
         assert name in str(error)
@@ -214,7 +214,7 @@ def test_pipes_and_devices_are_not_read(folder: Path, name: str) -> None:
 
 
 def overlapping() -> bytes:
-    """Return a zip file of 2 MB whose 2,000 entries share one megabyte."""
+    """Return a zip file of 2 MB, in which 2,000 entries share one megabyte."""
     plain = io.BytesIO(torch_file(pickle.dumps({}, 2), big=bytes(1 << 20)))
     with zipfile.ZipFile(plain, "a") as archive:
         shared = archive.getinfo("archive/data/big")

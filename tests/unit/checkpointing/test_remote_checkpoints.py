@@ -1,4 +1,4 @@
-"""Checkpoints behind URLs, in one process: fsspec's memory, the disk as a store, and errors of unreachable URLs."""
+"""Checkpoints at URLs, in one process: fsspec's memory, the disk as a store, and errors for unreachable URLs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ assert stores.Shelf.protocol == ("shelf",)
 
 @pytest.fixture
 def url() -> str:
-    """Return a URL in fsspec's memory that only this test uses."""
+    """Return a URL in fsspec's memory that no other test uses."""
     return f"memory://{uuid.uuid4().hex}"
 
 
@@ -84,7 +84,8 @@ def test_a_remote_folder_without_a_manifest_loads_only_by_name(url: str) -> None
     assert training.accelerator.project_configuration.iteration == 1
     with pytest.raises(ValueError, match=r"checkpoint_1 exists already.*iteration=2"):
         training.accelerator.save_state()
-    training.accelerator.load_state(f"{url}/checkpoints/checkpoint_1")  # It looks like a folder of Accelerate.
+    # Without a manifest, the folder looks like one written by Accelerate.
+    training.accelerator.load_state(f"{url}/checkpoints/checkpoint_1")
     assert training.counter.count == 24
 
 
@@ -169,7 +170,7 @@ def test_a_failed_download_leaves_nothing_of_a_merge(url: str, tmp_path: Path, m
         raise CheckpointError("the store is gone")
 
     monkeypatch.setattr(RemotePath, "download", fail)
-    # Keep the exception, as a notebook keeps the last one.
+    # Keep the exception alive, as a notebook does with the last one.
     with pytest.raises(CheckpointError, match="the store is gone") as caught:
         merge_fsdp_weights(url, tmp_path / "merged")
     assert list((tmp_path / "merged").iterdir()) == []

@@ -51,7 +51,7 @@ def test_the_files_match_accelerate(tmp_path: Path) -> None:
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert set(file.keys()) >= {"first.weight", "norm.running_mean"}
-        assert "last.weight" not in set(file.keys())  # It is the same tensor as first.weight.
+        assert "last.weight" not in set(file.keys())  # last.weight is the same tensor as first.weight.
     assert torch.load(tmp_path / "out" / "custom_checkpoint_0.pkl") == {"count": 12}
     assert set(torch.load(tmp_path / "out" / "optimizer.bin")) == {"state", "param_groups"}
 
@@ -77,11 +77,11 @@ def test_resuming_equals_an_uninterrupted_run(tmp_path: Path, safe: bool, blocki
     first = Training()
     first.epoch()
     first.accelerator.save_state(str(tmp_path / "out"), safe_serialization=safe, blocking=blocking)
-    first.epoch()  # The training continues while a thread writes.
+    first.epoch()  # Training continues while a thread writes.
     first.accelerator.end_training()
     resumed = Training(seed=99)
     resumed.raw.train()
-    # The data is the same in a resumed script; only the objects that load_state restores may differ.
+    # A resumed script has the same data. Only the objects that load_state restores may differ.
     resumed.loader.dataset.tensors = first.loader.dataset.tensors
     resumed.accelerator.load_state(str(tmp_path / "out"))
     resumed.epoch()
@@ -198,7 +198,7 @@ def test_hooks_get_a_folder_with_the_name_of_the_checkpoint(tmp_path: Path, monk
         accelerator.register_save_state_pre_hook(lambda *arguments: got.append(Path(arguments[-1])))
         accelerator.register_load_state_pre_hook(lambda *arguments: got.append(Path(arguments[-1])))
     (tmp_path / "inner").mkdir()
-    for folder in ("new", "new", "inner/..", "."):  # The last two are the working directory.
+    for folder in ("new", "new", "inner/..", "."):  # The last two folders are the working directory itself.
         named.save_state(folder)
     named.load_state("new")
     numbered.save_state()
@@ -301,7 +301,7 @@ def test_a_folder_without_a_manifest_loads(tmp_path: Path) -> None:
 
 
 class Evil:
-    """Runs code when it is unpickled."""
+    """An object whose pickle runs code when it is loaded."""
 
     def __reduce__(self) -> Any:
         return os.mkdir, ("evil",)
@@ -374,7 +374,7 @@ def test_a_checkpoint_that_cannot_be_removed_does_not_undo_the_new_one(
     with monkeypatch.context() as patch:
         patch.setattr(
             state_saving, "checkpoints_above_limit", lambda *_: [gone]
-        )  # As if another process had removed it after it was listed.
+        )  # This looks as if another process had removed the folder after it was listed.
         with pytest.warns(UserWarning, match=r"checkpoint_1 is written, but .* could not be removed: .*checkpoint_7"):
             accelerator.save_state()
     assert names_in(tmp_path / "checkpoints") == ["checkpoint_0", "checkpoint_1"]
@@ -421,7 +421,7 @@ def test_a_sampler_that_would_be_pickled_is_dropped_with_a_warning(tmp_path: Pat
 
 
 class Odd:
-    """An object whose state is the assigned value."""
+    """An object whose state is whatever value it was given."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -438,7 +438,7 @@ class Phase(enum.Enum):
 
 
 class Tagging(torch.optim.SGD):
-    """An optimizer whose state has enum members."""
+    """An optimizer whose state contains members of an enum."""
 
     def step(self, closure: Any = None) -> Any:
         result = super().step(closure)
@@ -477,7 +477,7 @@ def test_a_state_that_cannot_be_loaded_is_reported_when_it_is_saved(tmp_path: Pa
 
 
 def test_an_error_of_an_object_is_not_reported_as_damage(tmp_path: Path) -> None:
-    """torch's optimizers cannot load NumPy arrays, but the file is complete."""
+    """torch's optimizers cannot load NumPy arrays, even though the file is complete."""
     accelerator, raw = Accelerator(cpu=True), nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
     model(torch.ones(1, 2)).sum().backward()

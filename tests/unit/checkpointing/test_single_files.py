@@ -1,4 +1,4 @@
-"""Single files: shared tensors, shards and their index, loading with weights_only, and refused files."""
+"""Single files: shared tensors, shards with their index, loading with weights_only, and files that are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_shared_tensors_are_written_once_and_views_are_copied() -> None:
 
 
 class Language(nn.Module):
-    """An embedding whose weight is shared by two heads, registered before them, and overlapping buffers."""
+    """An embedding that is registered before the two heads that share its weight, and overlapping buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def test_safetensors_takes_dtypes_and_views_that_need_another_form(tmp_path: Pat
 
 
 class Interrupting:
-    """An object during whose pickling the user presses the stop button."""
+    """An object whose pickling is interrupted by the user."""
 
     def __reduce__(self) -> Any:
         raise KeyboardInterrupt

@@ -30,7 +30,7 @@ class Frozen:
 
 
 class Output(OrderedDict):
-    """A mapping with attributes and its own constructor, like transformers' outputs."""
+    """A mapping with attributes and its own constructor, like the outputs of transformers' models."""
 
     def __init__(self, items: Any = (), **kwargs: Any) -> None:
         super().__init__(items, **kwargs)

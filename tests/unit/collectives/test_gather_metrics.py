@@ -1,4 +1,4 @@
-"""Results of the last batch in a world of one rank."""
+"""The results of the last batch in a world of one rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from notebook_accelerate import Accelerator
 
 
 def test_padding_samples_are_cut_in_a_world_of_one() -> None:
-    # transformers repeats the loss of a batch to the full batch size and lets gather_for_metrics cut it.
+    # transformers repeats a batch's loss to the full batch size, and lets gather_for_metrics cut the result.
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(list(range(10)), batch_size=8))  # type: ignore[arg-type]
     lengths = [
@@ -23,7 +23,7 @@ def test_padding_samples_are_cut_in_a_world_of_one() -> None:
 
 
 class Unsliceable:
-    """Raises an unusual error when sliced."""
+    """An object that raises an unusual error when it is sliced."""
 
     def __getitem__(self, key: Any) -> Any:
         raise RuntimeError(f"no {key}")
@@ -43,7 +43,7 @@ def test_values_without_rows_are_returned_unchanged(value: Any, as_objects: bool
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(list(range(5)), batch_size=2))  # type: ignore[arg-type]
     found = [accelerator.gather_for_metrics(value, use_gather_object=as_objects) for _ in loader]
-    expected = value[:1] if isinstance(value, (list, tuple)) and as_objects else value  # A list of objects is cut.
+    expected = value[:1] if isinstance(value, (list, tuple)) and as_objects else value  # Only a list of objects is cut.
     assert repr(found) == repr([value, value, expected])
 
 

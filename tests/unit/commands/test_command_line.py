@@ -35,7 +35,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 class Command(Protocol):
-    """Runs the program in a folder."""
+    """A function that runs the program in a folder."""
 
     def __call__(self, folder: Path, *arguments: str, answers: str = "") -> subprocess.CompletedProcess[str]: ...
 
@@ -181,7 +181,7 @@ def test_modules_and_programs_are_launched(command: Command, tmp_path: Path) -> 
 
 
 def _own_lines(output: str) -> list[str]:
-    """Return the lines of an output without torch 2.9's message that gloo has connected the ranks."""
+    """Return the lines of an output, except for torch 2.9's message that gloo has connected the ranks."""
     return [line for line in output.splitlines() if "[Gloo] Rank" not in line]
 
 
@@ -226,7 +226,8 @@ def test_workers_started_by_spawn_import_the_script(command: Command, tmp_path: 
 def test_an_interrupt_ends_all_processes(tmp_path: Path) -> None:
     name = script(tmp_path, "import os, time\nprint('pid', os.getpid(), flush=True)\ntime.sleep(600)\n")
     program = [sys.executable, "-m", "notebook_accelerate", "launch", "--cpu", "--num_processes", "2", name]
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell ignores SIGINT in background jobs.
+    # A shell ignores SIGINT in background jobs, and child processes inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         program, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -313,7 +314,7 @@ def test_options_become_settings_of_a_launch() -> None:
     }  # fmt: skip
 
 
-# The environment that Accelerate's command gives to the processes, observed with version 1.15.
+# The environment that Accelerate's command gives its processes, observed with version 1.15.
 OBSERVED: dict[str, dict[str, str]] = {
     "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"
     " --fsdp_transformer_layer_cls_to_wrap A,B": {
@@ -389,7 +390,7 @@ def test_options_override_the_file(no_default_file: Path) -> None:
     assert (found.env["FSDP_VERSION"], found.env["FSDP_OFFLOAD_PARAMS"]) == ("2", "false")
     other = settings("--use_deepspeed", "--zero_stage", "2")
     assert not [name for name in other.env or {} if name.startswith("FSDP")]
-    # As in Accelerate: with --cpu, the default file is not read.
+    # As in Accelerate, the default file is not read with --cpu.
     assert (settings("--cpu").num_processes, settings("--cpu").mixed_precision) == (None, "no")
 
 
@@ -571,7 +572,7 @@ def test_a_short_training_tests_a_configuration(command: Command, tmp_path: Path
 
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return the values that the command would join with: address, secret, number of processes and timeout."""
+    """Return a list that receives what the command would join with: address, secret, processes and timeout."""
     found: list[Any] = []
 
     def join(

@@ -1,4 +1,4 @@
-"""The commands into which the options of `accelerate launch` are translated."""
+"""The commands that the options of `accelerate launch` are translated into."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_module_runs_on_the_cpu() -> None:
 
 
 def test_a_sagemaker_job_gets_its_arguments_and_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in Accelerate, the arguments of the estimator are returned first, then the inputs of ``fit``."""
+    """As in Accelerate, the first result is the estimator's arguments, and the second one is the inputs of ``fit``."""
     monkeypatch.setattr(os, "environ", dict(os.environ))
     inputs, metrics = tmp_path / "inputs.tsv", tmp_path / "metrics.tsv"
     inputs.write_text("channel_name\tdata_location\ntrain\ts3://bucket/train\n")

@@ -1,4 +1,4 @@
-"""The configuration file: round trips, older files, variables, and the basic file for this machine."""
+"""The configuration file: round trips, older files, variables, and the default file for this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from notebook_accelerate.config import config_file
 from notebook_accelerate.config.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
 from notebook_accelerate.hardware import detect
 
-# `accelerate config` of version 1.15 writes this.
+# This file was written by `accelerate config` of version 1.15.
 FROM_ACCELERATE = """
 compute_environment: LOCAL_MACHINE
 debug: true

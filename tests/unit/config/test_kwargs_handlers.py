@@ -94,7 +94,7 @@ def test_compilation_settings_are_read_from_the_environment(monkeypatch: pytest.
     plugin = TorchDynamoPlugin(mode="max-autotune", use_regional_compilation=True)
     assert plugin.backend is DynamoBackend.INDUCTOR
     assert plugin.to_dict()["use_regional_compilation"] is True
-    # The environment's values must reach torch, too, even though they are the defaults on this machine.
+    # Values from the environment must reach torch even if they are the defaults on this machine.
     assert plugin.to_kwargs() == {"backend": "inductor", "mode": "max-autotune", "dynamic": True}
     assert dict(os.environ) == before
 

@@ -1,4 +1,4 @@
-"""Arguments that a launch passes to every Accelerator of its ranks."""
+"""Arguments that a launch passes to every Accelerator in its ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_argument_of_the_accelerator_is_known() -> None:
 
 
 class Example:
-    """Records its arguments."""
+    """A class that records its arguments."""
 
     @takes_launch_arguments
     def __init__(

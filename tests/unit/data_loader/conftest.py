@@ -1,4 +1,4 @@
-"""The state that torch's loaders keep in a process once workers have been started."""
+"""What torch's loaders leave in a process once workers have been started."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Several(Dataset[int]):
 
 
 class Stream(IterableDataset[int]):
-    """An iterable dataset that yields the epoch, and the values that the worker received at its start."""
+    """An iterable dataset that yields the epoch, and what the worker was told when it started."""
 
     told = -1
 

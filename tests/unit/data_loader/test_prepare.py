@@ -84,7 +84,7 @@ def test_ranks_share_an_epoch(shuffle: bool, seedable: bool) -> None:
 
 def test_the_order_for_a_seed_and_an_epoch_equals_accelerate() -> None:
     made = prepared(DataLoader(range(6), batch_size=6, shuffle=True), use_seedable_sampler=True, data_seed=5)
-    # Observed with Accelerate 1.15.
+    # These orders were observed with Accelerate 1.15.
     assert [read(made)[0] for _ in range(4)] == [
         [5, 0, 1, 3, 4, 2],
         [2, 0, 5, 1, 4, 3],
@@ -103,7 +103,7 @@ def test_the_shuffled_shares_for_a_seed_equal_accelerate() -> None:
         torch.manual_seed(0)
         made = prepared(DataLoader(range(8), batch_size=2, shuffle=True), 2, rank)
         shares.append([read(made), read(made)])
-    # Observed with Accelerate 1.15.
+    # These shares were observed with Accelerate 1.15.
     assert shares == [[[[2, 5], [1, 7]], [[4, 2], [0, 5]]], [[[4, 6], [0, 3]], [[1, 6], [7, 3]]]]
 
 
@@ -117,7 +117,7 @@ def test_samplers_that_draw_get_a_generator_that_ranks_can_share(sampler: Any) -
         torch.manual_seed(4)
         made = prepared(plain, 2, rank, rng_types=["generator"])
         assert made.synchronized_generator is get_sampler(made).generator is not None
-        torch.manual_seed(100 + rank)  # Each rank draws other numbers between epochs.
+        torch.manual_seed(100 + rank)  # Each rank has drawn other numbers by now.
         shares.append([i for batch in read(made) for i in batch])
     assert len(set(shares[0] + shares[1])) == 8
     assert sampler.generator is None
@@ -217,7 +217,7 @@ def test_loaders_without_batches_are_divided_item_by_item() -> None:
 
 
 class Slices(Dataset[torch.Tensor]):
-    """A dataset that returns whole batches, as those of `datasets` can."""
+    """A dataset that returns whole batches, like those of `datasets`."""
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         return torch.tensor(index)
@@ -284,7 +284,7 @@ def test_random_numbers_are_synchronised_only_if_there_is_a_generator() -> None:
 
 def test_ranks_of_one_model_read_the_same() -> None:
     class Mesh:
-        """Two groups of two ranks that share a model. This is rank 2 of 4."""
+        """A mesh of two groups, each with two ranks that share a model. This is rank 2 of 4."""
 
         mesh_dim_names = ("dp_shard", "tp")
         mesh = torch.arange(4).view(2, 2)
@@ -380,7 +380,7 @@ def test_the_remainder_counts_samples_without_padding(plain: DataLoader[Any], re
 
 
 class Announced(Stream):
-    """A dataset that reports a wrong length."""
+    """A dataset that reports the wrong length."""
 
     def __init__(self, length: int, announced: int) -> None:
         super().__init__(length)
@@ -398,14 +398,14 @@ class Batches(Stream):
 
 
 class Uncounted(Sampler[int]):
-    """A dataset without a length."""
+    """A sampler without a length."""
 
     def __iter__(self) -> Any:
         return iter(range(10))
 
 
 class OwnBatches:
-    """A user-defined batch sampler with batches of several sizes."""
+    """A user-defined batch sampler whose batches have several sizes."""
 
     batch_size = 4
 
@@ -435,7 +435,7 @@ ENDS_THAT_NOTHING_ANNOUNCES: dict[str, Any] = {
 def test_one_process_cuts_results_at_the_end_of_data_of_unknown_length(
     kind: str, stateful: bool, dispatch: bool
 ) -> None:
-    """transformers' Trainer repeats the loss of a short batch to the full batch size, and relies on the cut."""
+    """transformers' Trainer repeats a short batch's loss to the full batch size, and relies on this cut."""
     made = prepared(
         ENDS_THAT_NOTHING_ANNOUNCES[kind](),
         device=CPU, put_on_device=True, dispatch_batches=dispatch, use_stateful_dataloader=stateful,
@@ -454,7 +454,7 @@ def test_one_process_cuts_results_at_the_end_of_data_of_unknown_length(
 def test_the_rest_of_a_stream_is_cut_too(dispatch: bool) -> None:
     made = prepared(DataLoader(Stream(10), batch_size=4), device=CPU, put_on_device=True, dispatch_batches=dispatch)
     assert ends(skip_first_batches(made, 1))[-1] == (True, 2)
-    for _ in made:  # Leave a pass unfinished.
+    for _ in made:  # Leave this pass unfinished.
         break
     assert ends(made)[-1] == (True, 2)
 
@@ -489,7 +489,7 @@ def test_an_evaluation_in_between_changes_nothing() -> None:
             if step == 1:
                 break
         single = iter(prepared(DataLoader(range(1))))
-        next(single)  # Its last batch reports the end, and the pass stays open.
+        next(single)  # The last batch reports the end, but the pass stays open.
         held.append(single)
         if step < 2:
             continue

@@ -1,4 +1,4 @@
-"""After a resume, samples, their order and random numbers equal those of an uninterrupted run."""
+"""After resuming, samples, their order and random numbers equal those of an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from notebook_accelerate.state.warn_once import reset_warnings
 from tests.support.nightly import rest_nightly
 from tests.support.trainings import seed_everything
 
-LENGTH, SIZE, EPOCHS = 16, 2, 4  # With these, two workers read as many batches as one.
+LENGTH, SIZE, EPOCHS = 16, 2, 4  # With these numbers, two workers read as many batches as one.
 Log = list[list[tuple[list[int], float]]]
 
 
@@ -51,7 +51,7 @@ class Epochs(Dataset[int]):
 
 
 class Stream(IterableDataset[int]):
-    """An iterable dataset that is shuffled by epoch, and divided among workers."""
+    """An iterable dataset that is shuffled by epoch and divided among workers."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -66,7 +66,7 @@ class Stream(IterableDataset[int]):
 
 
 class Shuffled(Sampler[int]):
-    """A sampler without an attribute `generator`, which draws from torch's random numbers."""
+    """A sampler without an attribute `generator`, which draws from torch's global generator."""
 
     def __len__(self) -> int:
         return LENGTH
@@ -76,7 +76,7 @@ class Shuffled(Sampler[int]):
 
 
 class ShuffledBatches(Sampler[list[int]]):
-    """A batch sampler that shuffles samples, and then batches, with the random numbers of Python and NumPy."""
+    """A batch sampler that shuffles samples, and then batches, with NumPy's and Python's random numbers."""
 
     def __len__(self) -> int:
         return LENGTH // SIZE
@@ -101,7 +101,7 @@ SOURCES: dict[str, Any] = {
 
 
 class Run:
-    """A process that trains, and logs its samples and everything random."""
+    """A process that trains, and logs samples and random numbers."""
 
     def __init__(self, seed: int, source: str, workers: int, persistent: bool, **configuration: Any) -> None:
         self.accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**configuration))
@@ -112,7 +112,7 @@ class Run:
         self.loader = self.accelerator.prepare(plain)
 
     def epoch(self, skipped: int | None = None, save: tuple[int, str] | None = None) -> list[tuple[list[int], float]]:
-        """Read an epoch, or the rest of one. Save a checkpoint after a number of batches."""
+        """Read an epoch, or the rest of one, and save a checkpoint after a number of batches. Return the log."""
         loader = self.loader
         if skipped is not None:
             loader = self.accelerator.skip_first_batches(loader, skipped)
@@ -126,7 +126,7 @@ class Run:
 
 
 def uninterrupted(folder: Path, *options: Any, **configuration: Any) -> Log:
-    """Train without interruption, and save checkpoints within an epoch, at its last batch, and between epochs."""
+    """Train without interruption. Save a checkpoint within an epoch, at an epoch's last batch, and between epochs."""
     run = Run(1, *options, **configuration)
     batches = LENGTH // SIZE
     log = [run.epoch()]
@@ -138,14 +138,14 @@ def uninterrupted(folder: Path, *options: Any, **configuration: Any) -> Log:
 
 
 def resumed(folder: Path, when: str, *options: Any, **configuration: Any) -> Log:
-    """Resume from a checkpoint as another process would, and return the remaining log."""
+    """Resume from a checkpoint as another process would. Return the log from there on."""
     run = Run(2, *options, **configuration)
     run.accelerator.load_state(str(folder / when.partition(",")[0]))
     if when == "within":
         return [run.epoch(skipped=3), run.epoch(), run.epoch()]
     if when == "between":
         return [run.epoch(), run.epoch()]
-    if when == "last, as the start of the next":  # Scripts skip `steps % len(loader)` batches, which is 0.
+    if when == "last, as the start of the next":  # Scripts skip `steps % len(loader)` batches, which is 0 in this case.
         return [run.epoch(skipped=0)]
     if when == "last, nothing skipped":
         return [run.epoch()]
@@ -172,7 +172,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
     configuration = {"use_seedable_sampler": seedable, "use_stateful_dataloader": stateful}
     log = uninterrupted(tmp_path, source, workers, persistent, **configuration)
     expected = {"within": [log[1][3:], *log[2:]], "between": log[2:], "last": log[3:]}[when.partition(",")[0]]
-    if source == "by epoch":  # Persistent workers receive the epoch.
+    if source == "by epoch":  # Even persistent workers must receive the epoch.
         assert [{item // 100 for batch, _ in batches for item in batch} for batches in log] == [{0}, {1}, {2}, {3}]
     elif source != "in order":
         assert len({str([batch for batch, _ in batches]) for batches in log}) == EPOCHS
@@ -180,7 +180,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(
 
 
 class ShuffledWhenCreated(ShuffledBatches):
-    """A sampler that draws when the iterator is created, not when the first batch is read."""
+    """A batch sampler that draws when the iterator is created, and not when the first batch is read."""
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter([[index] for index in torch.randperm(LENGTH).tolist()])
@@ -199,7 +199,7 @@ def test_a_custom_batch_sampler_draws_the_same_numbers_as_without_preparing(batc
 
 
 class Private(Shuffled):
-    """A sampler that draws from a generator that no checkpoint contains."""
+    """A sampler that draws from a generator that checkpoints do not contain."""
 
     def __init__(self) -> None:
         self.numbers = random.Random(0)

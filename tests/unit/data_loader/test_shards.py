@@ -29,7 +29,7 @@ class Numbers(IterableDataset[int]):
 
 
 class Batches:
-    """A batch sampler that yields a fixed list, as a user might write one."""
+    """A user-defined batch sampler that yields a fixed list of batches."""
 
     def __init__(self, batches: list[list[int]], **attributes: Any) -> None:
         self.batches = batches
@@ -78,7 +78,7 @@ def test_no_sample_is_lost_and_only_padding_is_repeated(
     size = size * ranks if split else size
     shares = shards(length, ranks, size, drop_last, split, even)
     got = [list(share) for share in shares]
-    # A round is one batch of every rank, in order of rank. When gathered, the samples are in their original order.
+    # A round is one batch from every rank, in the order of ranks. Gathered samples are in their original order.
     samples = [i for round_ in itertools.zip_longest(*got, fillvalue=[]) for batch in round_ for i in batch]
     whole = size if split else size * ranks
 
@@ -112,7 +112,7 @@ def test_a_shard_reports_its_length_and_its_last_round(
 
 @pytest.mark.parametrize("read", [1, 2])
 def test_an_interrupted_pass_does_not_read_the_sampler_to_its_end(read: int) -> None:
-    """At its end, torch's RandomSampler draws another permutation, which changes the order of the next pass."""
+    """At its end, torch's RandomSampler draws another permutation, which would change the order of the next pass."""
     taken = []
 
     def sampler() -> Any:

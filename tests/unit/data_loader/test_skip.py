@@ -41,7 +41,7 @@ class Stream(IterableDataset[int]):
 
 
 class Numbers(Dataset[int]):
-    """A dataset that records which samples were requested."""
+    """A dataset that records which samples are requested."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -131,7 +131,7 @@ def test_the_rest_of_a_prepared_loader_is_read(ranks: int, options: dict[str, An
         dataset.asked.clear()
         rest = skip_first_batches(made, skipped)
         assert read(rest) == expected
-        assert len(dataset.asked) == sum(map(len, expected))  # Skipped samples are not loaded.
+        assert len(dataset.asked) == sum(map(len, expected))  # Skipped samples must not be loaded.
         assert len(rest) == len(expected)
 
 
@@ -191,7 +191,7 @@ def test_items_without_batches_are_skipped_too() -> None:
 
 
 def test_resuming_continues_with_the_right_epoch() -> None:
-    """See https://github.com/huggingface/accelerate/issues/2016."""
+    """This fixes https://github.com/huggingface/accelerate/issues/2016."""
 
     def make() -> Any:
         plain = DataLoader(range(10), batch_size=2, shuffle=True)
@@ -208,7 +208,7 @@ def test_resuming_continues_with_the_right_epoch() -> None:
     again = make()
     sampler = SeedableRandomSampler(range(10), data_seed=1)
     sampler.set_epoch(2)
-    again.set_sampler(sampler)  # Loading a checkpoint does this.
+    again.set_sampler(sampler)  # Loading a checkpoint makes this call.
     assert again.get_sampler() is sampler
     assert read(again) == epochs[2]
 

@@ -1,4 +1,4 @@
-"""Saving and restoring the position within an epoch with torchdata's StatefulDataLoader."""
+"""Saving and restoring the position within an epoch, with torchdata's StatefulDataLoader."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_resuming_gives_exactly_the_remaining_samples(workers: int, ranks: int, 
     for rank in range(ranks):
         torch.manual_seed(5)
         original = loader(ranks, rank, workers, **options)
-        read(original)  # Read the first epoch, so that resuming must find the second one.
+        read(original)  # Read the first epoch, so that resuming must find its way to the second one.
         states, second = [], []
         for batch in original:
             second.append(batch.tolist())
@@ -66,7 +66,7 @@ def test_resuming_gives_exactly_the_remaining_samples(workers: int, ranks: int, 
         third = read(original)
 
         for consumed in (1, 3):
-            torch.manual_seed(99)  # Nothing may depend on the numbers of the new process.
+            torch.manual_seed(99)  # Nothing may depend on the new process's random numbers.
             resumed = loader(ranks, rank, workers, **options)
             state, numbers = pickle.loads(states[consumed - 1])
             resumed.load_state_dict(state)
@@ -93,7 +93,7 @@ def test_a_state_after_an_interrupted_loop_counts_yielded_batches(workers: int) 
 def test_after_a_state_at_the_last_batch_the_next_epoch_is_complete(
     workers: int, leaves: bool, options: dict[str, Any]
 ) -> None:
-    """Accelerate's example of checkpoints starts the next epoch with the loader itself."""
+    """Accelerate's example of checkpoints then starts the next epoch with the loader itself."""
     original = loader(workers=workers, **options)
     for number, _ in enumerate(original, 1):
         state, numbers = pickle.loads(pickle.dumps((original.state_dict(), torch.get_rng_state())))
@@ -180,7 +180,8 @@ def test_iterable_datasets_resume_too(kind: Any, consumed: int) -> None:
     resumed = loader(dataset=kind())
     resumed.load_state_dict(state)
     whole = [list(range(i, min(i + SIZE, LENGTH))) for i in range(0, LENGTH, SIZE)]
-    assert read(resumed) == (whole[consumed:] or whole)  # After the last batch, the next pass is complete.
+    # If the state was saved after the last batch, the next pass is complete.
+    assert read(resumed) == (whole[consumed:] or whole)
     assert got == whole[:consumed]
 
 
@@ -188,7 +189,7 @@ def test_iterable_datasets_resume_too(kind: Any, consumed: int) -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("before_pass", [False, True])
 def test_a_stream_resumes_any_number_of_times(kind: Any, workers: int, before_pass: bool) -> None:
-    """To resume, torchdata reads batches from the start of a stream and counts them twice."""
+    """To resume, torchdata reads a stream's batches from the start, and counts them twice."""
     read_so_far: list[list[int]] = []
     state = None
     for consumed in (2, 1, 2, None):
@@ -203,12 +204,12 @@ def test_a_stream_resumes_any_number_of_times(kind: Any, workers: int, before_pa
     assert read_so_far == whole
     after = loader(dataset=kind(), workers=workers)
     after.load_state_dict(state)
-    assert read(after) == whole  # A state after the pass is the start of the next one.
+    assert read(after) == whole  # A state from the end of a pass leads to the start of the next one.
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_state_without_a_sampler_position_resumes(ranks: int) -> None:
-    """For a loader without worker processes, Accelerate 1.15 writes torchdata's own state."""
+    """Accelerate 1.15 writes torchdata's own state if the loader has no worker processes."""
     state = {
         "_index_sampler_state": None,
         "_sampler_iter_state": None,
@@ -250,7 +251,7 @@ def test_batches_of_a_loaded_state_count_as_skipped(workers: int, skipped: int) 
     torch.set_rng_state(numbers)
     resumed.load_state_dict(state)
     assert read(skip_first_batches(resumed, skipped)) == rest
-    assert len(read(resumed)) == len(rest) + 3  # The next epoch is complete.
+    assert len(read(resumed)) == len(rest) + 3  # The next epoch must be complete.
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -288,13 +289,13 @@ def test_a_loaded_state_that_is_saved_again_still_resumes(workers: int) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_creating_a_loader_draws_the_numbers_of_its_first_pass(workers: int) -> None:
-    """Accelerate starts the first pass when it prepares a stateful loader, and workers' orders depend on that."""
+    """When Accelerate prepares a stateful loader, it starts the first pass, which determines the order of workers."""
 
     def drawn() -> int:
         return int(torch.empty((), dtype=torch.int64).random_())
 
     torch.manual_seed(5)
-    drawn()  # Draw the seed of the workers.
+    drawn()  # This is the seed of the workers.
     early = drawn() if workers else None
     numbers = torch.get_rng_state()
     torch.manual_seed(5)

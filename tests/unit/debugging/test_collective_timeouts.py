@@ -1,4 +1,4 @@
-"""The kernel's time limits, which replace torch's."""
+"""Time limits that the kernel enforces instead of torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_new_group_in_place_of_another_has_its_own_limit() -> None:
     assert timeouts.poll() is None
     assert own_limit() > timedelta(days=1)
     dist.destroy_process_group()
-    begin(9)  # It begins before anything has checked.
+    begin(9)  # The new group begins before anything has polled.
     assert timeouts.poll() == 9
     assert timeouts.poll() is None
     assert own_limit() > timedelta(days=1)

@@ -1,4 +1,4 @@
-"""The debugging part of a rank's agent, with messages that arrive at the worst moment."""
+"""The debugging part of a rank's agent, with messages that arrive at the worst moments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from notebook_accelerate.worker import debug_agent as debugging
 
 
 class Host:
-    """A rank's agent and sink in one. The kernel gets messages immediately, and may answer before the agent returns."""
+    """A rank's agent and its sink. The kernel gets messages at once, and may answer before the agent returns."""
 
     def __init__(self) -> None:
         self.sink: Any = self
@@ -28,18 +28,18 @@ class Host:
         self.handlers[kind] = handler
 
     def every_tick(self, callback: Callable[[], None]) -> None:
-        """Register a periodic function, which is never called."""
+        """Ignore a function that would be called periodically."""
 
     def ask(self, prompt: str, *, password: bool = False, shown: str = "", kind: str = "input") -> str:
-        """Return None, as if there were no answer."""
+        """Raise EOFError, because there is no answer."""
         raise EOFError
 
     def hear(self, event: Event) -> None:
-        """Deliver a message of the kernel."""
+        """Deliver a message from the kernel."""
         self.handlers[type(event)](event)
 
     def emit(self, event: Event) -> None:
-        """Deliver a message to the kernel, and answer it."""
+        """Send a message to the kernel, and deliver the kernel's answers."""
         if isinstance(event, PausedEvent):
             return
         assert isinstance(event, DoneReply)
@@ -52,14 +52,14 @@ class Host:
 
 @pytest.fixture
 def host() -> Host:
-    """Return the host of a rank's agent."""
+    """Return the stub of a rank's agent, with the debugging part attached."""
     host = Host()
     debugging.DebugAgent(host)
     return host
 
 
 def reach_a_boundary(host: Host) -> None:
-    """Reach a step boundary, as training does, on a thread that is left behind if it is held forever."""
+    """Reach a step boundary, as training does, on a thread. Fail if it is held forever."""
     assert host.on_step is not None
     training = threading.Thread(target=host.on_step, daemon=True)
     training.start()

@@ -1,4 +1,4 @@
-"""The verdicts of diagnoses, from hand-made facts."""
+"""The verdicts of diagnoses, computed from facts that are written by hand."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_without_waiting_ranks_the_verdict_says_so() -> None:
 
 
 def test_a_healthy_run_is_not_reported_as_waiting() -> None:
-    """Ranks are in a collective most of the time, but each wait is short."""
+    """Ranks spend most of their time in collectives, but each wait is short."""
     short = [
         RankPosition(rank, "running", _at(13), NOW - 0.1, (call,), {"0": call.number})
         for rank, call in enumerate([_call(4, waited=0.1), _call(5, waited=0.0)])
@@ -153,7 +153,7 @@ def test_a_run_without_running_ranks_is_reported() -> None:
 
 
 def test_several_groups_are_distinguished() -> None:
-    """Number 1 of one group is unrelated to number 1 of another. The earliest number is the origin."""
+    """Number 1 of one group has nothing to do with number 1 of another. The earliest number is the origin."""
     verdict = _verdict(
         _waiting(0, _call(7)),
         RankPosition(1, "running", _at(30), NOW - 9, (_call(2, group="pair"),), {"0": 6, "pair": 2}),

@@ -1,4 +1,4 @@
-"""Parsing a rank's state as seen from outside: faulthandler's dumps, torch's flight recorder, and py-spy."""
+"""Parsing what shows a rank's state from outside: faulthandler's dumps, torch's flight recorder, and py-spy."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_missing_or_forbidden_py_spy_gives_nothing(monkeypatch: pytest.MonkeyP
     assert process_stacks.native_stack(os.getpid()) == ()
     monkeypatch.setattr(
         process_stacks, "py_spy_path", lambda: sys.executable
-    )  # This program refuses the arguments, as py-spy does without permission.
+    )  # Python refuses these arguments, as py-spy does without permission.
     assert process_stacks.native_stack(os.getpid()) == ()
 
 
@@ -177,7 +177,7 @@ def test_py_spy_sees_native_code_that_holds_the_interpreter(monkeypatch: pytest.
 
 
 def _seen(pid: int) -> tuple[str, ...]:
-    """Return the stack once the process has announced that it enters the native call."""
+    """Return a process's stack once it contains the native call."""
     frames: tuple[str, ...] = ()
     for _ in range(100):
         frames = process_stacks.native_stack(pid)

@@ -1,4 +1,4 @@
-"""The kernel's side of a conversation: requests and replies, questions and answers, and the pausable clock."""
+"""The kernel's side of a conversation: requests and replies, prompts and answers, and the pausable clock."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.waiting import until
 
 @pytest.fixture
 def ends() -> Iterator[tuple[Channel, Channel]]:
-    """Return a connected pair of channels."""
+    """Yield a connected pair of channels."""
     kernel, other = Channel.pair()
     rank = Channel(other)
     yield kernel, rank
@@ -64,7 +64,7 @@ def test_a_restarted_rank_is_not_waited_for(ends: tuple[Channel, Channel]) -> No
     ends[1].receive(60.0)
     kernel, other = Channel.pair()
     try:
-        with requests._changed:  # Let both happen before the thread checks again.
+        with requests._changed:  # Both calls happen before the thread checks again.
             requests.close(3)
             requests.open(3, kernel, ProcessStacks)
         asking.join(30.0)
@@ -141,7 +141,7 @@ def test_a_suspended_process_gets_no_signal_and_is_named(tmp_path: Path) -> None
 
 
 def test_a_process_in_uninterruptible_sleep_is_named_as_such(tmp_path: Path) -> None:
-    """The parent of a vfork sleeps in this way until its child exits. Usually, a process does so in a driver."""
+    """The parent of a vfork sleeps in this way until its child exits. Other processes usually do so in a driver."""
     compiler = shutil.which("cc")
     if compiler is None or not sys.platform.startswith("linux"):
         pytest.skip("needs a C compiler and Linux")
@@ -265,7 +265,7 @@ def test_a_waiting_reader_is_notified_of_the_end(ends: tuple[Channel, Channel]) 
 
 
 class _Clock:
-    """Replaces the module `time`. Tests advance it."""
+    """Replaces the module `time`, and is advanced by tests."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -276,7 +276,7 @@ class _Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
-    """Return the clock that pausable clocks use."""
+    """Return the clock that pausable clocks read."""
     made = _Clock()
     monkeypatch.setattr(command_queue, "time", made)
     return made
@@ -321,7 +321,7 @@ def test_excluded_seconds_do_not_count(clock: _Clock) -> None:
     assert watch.now() == 1006
     watch.pause(0)
     clock.now += 10
-    watch.exclude(9.0)  # Time during a pause is not counted in any case.
+    watch.exclude(9.0)  # Time during a pause is not counted anyway.
     watch.resume(0)
     assert watch.now() == 1006
 

@@ -1,4 +1,4 @@
-"""Facts that ranks send, and the warnings that the kernel derives from them."""
+"""The facts that ranks send, and the warnings that the kernel derives from them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_rank_may_prepare_several_models_before_another_prepares_one() -> None
 
 
 def test_a_rank_may_train_several_models_before_another_trains_one() -> None:
-    """With one Accelerator per fold, rank 0 is in the second fold when rank 1 finishes a first step in the first."""
+    """With one Accelerator per fold, rank 0 may be in the second fold while rank 1 takes its first step."""
     found = SanityChecks(2)
     for fold in (1.0, 2.0, 3.0):
         assert found.note(0, CheckEvent("parameters", 1, [4.0, fold])) == []
@@ -142,14 +142,14 @@ def test_a_rank_that_stays_far_behind_is_reported(clock: Clock) -> None:
     assert found.check_progress({0: 100, 1: 85}) == []
     assert found.check_progress({0: 130, 1: 90}) == []
     clock.time = 2.0
-    assert found.check_progress({0: 130, 1: 129}) == []  # Rank 1 has caught up.
+    assert found.check_progress({0: 130, 1: 129}) == []  # By now, rank 1 has caught up.
     assert found.check_progress({0: 160, 1: 120}) == []
     clock.time = 2.0 + sanity_checks.BEHIND_SECONDS
     assert found.check_progress({0: 170, 1: 130}) == [
         "rank 1 is 40 steps behind (at 130 of 170); run.stacks(ranks=[1]) shows what it does"
     ]
     assert found.check_progress({0: 300, 1: 130}) == []
-    assert SanityChecks(2, clock).check_progress({0: 500}) == []  # Rank 1 has not reported a step.
+    assert SanityChecks(2, clock).check_progress({0: 500}) == []  # Rank 1 has not reported any step.
 
 
 def test_a_mistake_found_by_a_rank_is_reported_once() -> None:
@@ -174,15 +174,15 @@ class RecordingSink:
         self.events.append(event)
 
     def facts(self, check: str) -> list[tuple[int, list[float]]]:
-        """Return the facts of one kind."""
+        """Return the key and the values of all facts of one kind."""
         return [(event.key, event.values) for event in self.events if event.check == check]
 
 
 @pytest.fixture
 def sink() -> Iterator[RecordingSink]:
-    """Return a sink that records this process's facts."""
+    """Yield a sink that records the facts that this process sends."""
     listener = RecordingSink()
-    # An earlier run in this process may have left hooks that count the steps of later runs.
+    # An earlier run in this process may have left hooks that count later runs' steps.
     hooks = dict(_global_optimizer_post_hooks)
     _global_optimizer_post_hooks.clear()
     telemetry.install_sink(listener)  # type: ignore[arg-type]
@@ -225,7 +225,7 @@ def test_nothing_is_installed_without_a_kernel_or_for_a_single_rank(sink: Record
 def test_parameters_are_sent_at_prepare_and_at_powers_of_ten(sink: RecordingSink) -> None:
     model, optimizer = _training()
     checks = SanityFacts(several=True)
-    for _ in range(2):  # The second call of prepare already knows the objects.
+    for _ in range(2):  # In the second call, all objects are already known.
         checks.prepared([model], [_Prepared(optimizer)], [model])
     for _ in range(20):
         _step(model, optimizer)
@@ -257,13 +257,13 @@ def test_the_first_two_training_batches_are_sent_and_the_hook_is_removed(sink: R
 
 
 class Reading:
-    """Stands in for the state of an Accelerator whose prepared loader is being read."""
+    """The state of an Accelerator whose prepared loader is being read."""
 
     in_dataloader = True
 
 
 def test_batches_from_elsewhere_are_not_compared(sink: RecordingSink) -> None:
-    """The generator of a GAN receives noise, which is equal on ranks with the same seed."""
+    """A GAN's generator receives noise, which is equal on ranks with the same seed."""
     model = torch.nn.Linear(2, 1)
     SanityFacts(several=True, gradient_state=Reading()).prepared([model], [], [])
     for _ in range(3):
@@ -304,7 +304,7 @@ def test_the_first_number_that_is_not_finite_is_sent_once(sink: RecordingSink) -
     assert sink.facts("loss") == [(2, [math.inf])]
     assert checks.norm(torch.tensor(math.nan)).isnan()
     assert [key for key, _ in sink.facts("gradients")] == [1]
-    checks.loss(torch.ones(3))  # The loss is not a single number.
+    checks.loss(torch.ones(3))  # This loss is not a single number.
     checks.loss("not a tensor")
 
 

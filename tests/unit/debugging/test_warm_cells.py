@@ -1,4 +1,4 @@
-"""An interrupt of a cell on warm ranks reaches the cell, and its reply is never lost."""
+"""An interrupt of a cell on warm ranks reaches the cell, and the cell's reply is never lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ INTERRUPT = "import signal\nsignal.raise_signal(signal.SIGINT)\n"
 
 @pytest.fixture
 def gate() -> Iterator[warm_cells.InterruptGate]:
-    """Return a gate that accepts interrupts as a warm rank does."""
+    """Yield a gate that accepts interrupts as a warm rank does."""
     before = signal.getsignal(signal.SIGINT)
     yield warm_cells.InterruptGate()
     signal.signal(signal.SIGINT, before)
@@ -45,5 +45,5 @@ def test_an_interrupt_after_the_cell_does_not_lose_the_reply(
     for source, kind in (("1 / 0", "ZeroDivisionError"), (INTERRUPT, "KeyboardInterrupt")):
         assert run(source, gate).chain[-1].type == kind
     reply = run("6 * 7", gate)
-    signal.raise_signal(signal.SIGINT)  # It arrives while the reply is sent.
+    signal.raise_signal(signal.SIGINT)  # This interrupt arrives while the reply is being sent.
     assert reply.shown == "42"

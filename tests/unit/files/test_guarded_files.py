@@ -1,4 +1,4 @@
-"""Files and folders that other users may have created, and JSON that takes far more memory than disk space."""
+"""Files and folders that other users may have created, and JSON that takes far more memory than it takes on disk."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_folders_are_created_for_the_user_only(tmp_path: Path) -> None:
 
 
 def test_in_a_container_without_root_its_folders_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There, they belong to the overflow user, like the folders of other users, who can create them only in /tmp."""
+    """There, the overflow user owns these folders and those of other users, who can create folders only in /tmp."""
     monkeypatch.setattr(guarded_files, "_overflow_user", lambda: NOBODY)
     assert guarded_files._is_trusted(NOBODY, shared=False)
     assert not guarded_files._is_trusted(NOBODY, shared=True)
@@ -58,7 +58,8 @@ _USERS = {0: "root", 1000: "ada", 1001: "grace", 5000: None}
 _GROUPS: dict[int, tuple[str, list[str]]] = {
     0: ("root", []),
     50: ("staff", ["grace"]),
-    100: ("users", []),  # All users of a directory may have this primary group, and neither grp nor pwd lists them.
+    # All users of a directory service may have this primary group, and neither grp nor pwd lists them.
+    100: ("users", []),
     1000: ("students", []),
     2000: ("ada", []),
     2001: ("ada", ["ada", "root"]),
@@ -74,7 +75,7 @@ _GROUPS: dict[int, tuple[str, list[str]]] = {
 def test_only_the_group_with_the_users_name_is_private(
     monkeypatch: pytest.MonkeyPatch, user: int, private: set[int]
 ) -> None:
-    """Members of other groups cannot be listed, because any group may be the primary group of an LDAP user."""
+    """The members of other groups cannot be listed, because any group may be the primary group of a user in LDAP."""
 
     def user_of(key: int | str) -> pwd.struct_passwd:
         numbers = [number for number, name in _USERS.items() if name is not None and key in (number, name)]

@@ -1,4 +1,4 @@
-"""Files of plain data are read, whichever Python and torch wrote them. Files that would run code are refused."""
+"""Files of plain data can be read, whichever Python and torch wrote them. Files that would run code are refused."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_pickles_of_each_protocol_are_read(protocol: int) -> None:
 
 
 def test_enum_members_pickled_by_name_are_read() -> None:
-    """Python 3.11.0 pickles members this way, as `enum.pickle_by_enum_name` has done since."""
+    """Python 3.11.0 pickles members this way, and later versions do so with `enum.pickle_by_enum_name`."""
     member = _reduced(getattr, (Kind, "LARGE"))
     assert untrusted_files.load_plain(io.BytesIO(pickle.dumps(member, 2)), {}) is Kind.LARGE
 
@@ -99,7 +99,7 @@ class _Reduced:
         return self.reduced
 
     def __call__(self) -> None:
-        """Do nothing; picklers require that the objects that a file calls are callable."""
+        """Do nothing. Picklers require that the objects that a file calls are callable."""
 
 
 def _reduced(*reduced: Any) -> Any:
@@ -132,7 +132,7 @@ class MarkingPair(NamedTuple):
 
 
 def _call_of_attribute(path: str) -> Any:
-    """Return `Path(path).touch()`, reached by getattr from a class of plain data."""
+    """Return a pickle that calls `Path(path).touch()`, which getattr reaches from an instance of an allowed class."""
     return _reduced(_reduced(getattr, (Path(path), "touch")), ())
 
 

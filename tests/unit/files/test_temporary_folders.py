@@ -1,4 +1,4 @@
-"""Private temporary folders, and which process removes them when."""
+"""Private temporary folders, and when they are removed by which process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Owner:
-    """Owns a folder."""
+    """An object that owns a folder."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def _own_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_folders_of_exited_processes_are_removed(tmp_path: Path) -> None:
     left, kept = make_private_folder(), make_private_folder()
-    _locks.pop(left)  # This is as if its process had exited: only this descriptor holds the lock.
+    _locks.pop(left)  # This makes it look as if the folder's process had exited: only this descriptor held the lock.
     descriptors = [path for path in Path("/proc/self/fd").iterdir() if str(left) in str(path.resolve())]
     for path in descriptors:
         os.close(int(path.name))

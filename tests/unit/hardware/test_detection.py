@@ -1,4 +1,4 @@
-"""Detection without torch and without a device context, for each setting of the variables."""
+"""Detection of devices without torch and without a device context, for each setting of the variables."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_memory_of_this_machine_is_plausible() -> None:
 
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The control groups of a machine. This process is in a service of a slice, and in a job of version 1."""
+    """Return the control groups of a machine. This process is in a service of a slice, and in a job of version 1."""
     (tmp_path / "own").write_text("4:cpu,memory:/jobs/one\n0::/slice/service\n")
     monkeypatch.setattr(detection, "_OWN_GROUPS", tmp_path / "own")
     monkeypatch.setattr(detection, "_GROUPS", tmp_path / "groups")
@@ -157,7 +157,7 @@ def test_the_build_of_torch_is_read_from_its_file() -> None:
         ("0,2", 4, 2),
         ("3,9,1", 4, 1),  # The list ends at the first invalid entry.
         ("1,-1,2", 4, 1),
-        ("0,0", 4, 0),  # The driver refuses a list that contains a device twice.
+        ("0,0", 4, 0),  # The driver refuses a list that names a device twice.
         ("abc", 4, 0),
         ("MIG-1234", 1, 1),
     ],
@@ -194,7 +194,7 @@ def test_xla_on_the_cpu_counts_its_virtual_devices(monkeypatch: pytest.MonkeyPat
     device_counts._cached_count.cache_clear()
     assert device_counts.count("xla") == 4
     monkeypatch.setenv("CPU_NUM_DEVICES", "2")
-    assert device_counts.count("xla") == 2  # The count is made again after a variable has changed.
+    assert device_counts.count("xla") == 2  # After a variable has changed, devices are counted again.
     device_counts._cached_count.cache_clear()
 
 

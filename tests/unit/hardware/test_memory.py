@@ -1,4 +1,4 @@
-"""Batch sizes that fit in memory, and releasing memory."""
+"""The search for batch sizes that fit in memory, and the release of memory."""
 
 from __future__ import annotations
 

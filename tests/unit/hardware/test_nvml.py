@@ -1,4 +1,4 @@
-"""GPUs that pynvml reads from a stub library, which has NVML's interface and two GPUs."""
+"""GPUs that pynvml finds in a stub library, which has NVML's interface and two GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ports, the operating system's kernel, and ranks on CPUs."""
+"""Free ports, the operating system's kernel, and ranks on CPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from notebook_accelerate.utils import environment, other
 def test_a_port_with_a_listener_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < addresses.get_free_port() < 1 << 16
     with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))  # From now on, nothing else can listen there.
+        server.bind(("127.0.0.1", 0))  # This reserves the port, so that nothing else can listen on it.
         port = server.getsockname()[1]
         assert not other.is_port_in_use(port)
         server.listen()

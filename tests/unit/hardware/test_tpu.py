@@ -1,4 +1,4 @@
-"""TPUs with torch_tpu, counted without its runtime: on emulated buses, and with the variables of Colab and Kaggle."""
+"""TPUs for torch_tpu, counted without its runtime: on emulated buses, and with Colab's and Kaggle's variables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KAGGLE = {"PJRT_DEVICE": "TPU", "TPU_ACCELERATOR_TYPE": "v5e-8", "KAGGLE_KERNEL_
 
 @pytest.fixture
 def bus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty PCI bus of a machine on which torch_tpu is installed."""
+    """Return the empty PCI bus of a machine on which torch_tpu is installed."""
     for name in ("PJRT_DEVICE", "TPU_ACCELERATOR_TYPE", "TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(device_counts, "_installed", lambda name: name == "torch_tpu")

@@ -1,4 +1,4 @@
-"""This package under the name `accelerate`: modules, metadata, child interpreters, and its removal."""
+"""This package under the name `accelerate`: modules, metadata, child interpreters, and how the name is removed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ START = "import sys, notebook_accelerate\nnotebook_accelerate.as_accelerate()\n"
 
 
 def python(code: str, *flags: str, path: Path | None = None, interpreters: InterpreterServer | None = None) -> str:
-    """Run code in a new interpreter, or in one that has imported torch. Return its output."""
+    """Run code in a new interpreter, or in a forked one that has imported torch. Return its output."""
     folders = [str(path)] if path else []
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*folders, str(ROOT)])}
     arguments = [*flags, "-c", textwrap.dedent(code)]
@@ -33,7 +33,7 @@ def python(code: str, *flags: str, path: Path | None = None, interpreters: Inter
 
 
 def stand_in(folder: Path) -> Path:
-    """Write another package named `accelerate`."""
+    """Write a package named `accelerate` that is not this one."""
     (folder / "accelerate").mkdir()
     (folder / "accelerate" / "__init__.py").write_text("__version__ = '0.0.1'\n")
     return folder

@@ -15,7 +15,7 @@ from notebook_accelerate.launch.processes.zygote import ensure_zygote
 
 @pytest.fixture(scope="module")
 def zygote() -> Iterator[int]:
-    """Return the process id of the zygote, which has imported its modules and forked once."""
+    """Yield the process id of the zygote, which has imported its modules and forked once."""
     notebook_accelerate.notebook_launcher(print, num_processes=1, start_method="zygote")
     yield ensure_zygote().pid
     notebook_accelerate.shutdown()
@@ -23,7 +23,7 @@ def zygote() -> Iterator[int]:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Make SIGINT raise KeyboardInterrupt. A shell makes background jobs, such as a test run, ignore it."""
+    """Make SIGINT raise KeyboardInterrupt, because a shell makes background jobs, such as a test run, ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -31,7 +31,7 @@ def interruptible() -> Iterator[None]:
 
 @pytest.fixture
 def press(interruptible: None) -> Iterator[Callable[..., None]]:
-    """Return a function that delivers SIGINT when the given code is called or returns."""
+    """Yield a function that arranges for a SIGINT when the given code is called or returns."""
 
     def when(code: CodeType, calls: int = 1, event: str = "call") -> None:
         left = [calls]

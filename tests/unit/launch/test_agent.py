@@ -16,7 +16,7 @@ Ends = tuple[Channel, Agent]
 
 @pytest.fixture
 def ends() -> Iterator[Ends]:
-    """Return the kernel's end of a channel, with a rank's agent at the other end."""
+    """Yield the kernel's end of a channel, and the agent of a rank at the other end."""
     kernel, theirs = Channel.pair()
     agent = Agent(Sink(Channel(theirs)))
     yield kernel, agent

@@ -56,7 +56,7 @@ def test_a_kernel_with_the_real_package_serves_the_alias_to_ranks_of_a_zygote(
     monkeypatch.syspath_prepend(str(stand_in(tmp_path)))
     module = __import__("accelerate")
     del sys.modules["accelerate"]
-    monkeypatch.setitem(sys.modules, "accelerate", module)  # This is removed after the test.
+    monkeypatch.setitem(sys.modules, "accelerate", module)  # After the test, this entry is removed.
     run = notebook_launcher(_served, (), 2, config=LaunchConfig(as_accelerate=True, use_port=0))
     assert run.plan is not None
     assert (run.plan.start_method, run.plan.reason) == ("zygote", "the kernel has imported the real accelerate")

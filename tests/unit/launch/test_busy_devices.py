@@ -20,7 +20,7 @@ from tests.support.counted_cuda import CountedCuda
 from tests.support.waiting import until
 
 SECONDS = 60.0
-"""How long a rank waits if nothing stops it, which is longer than any test."""
+"""The seconds that a rank waits if nothing stops it, which are more than any test takes."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _wait_in_collective(library: Path) -> None:
-    """Rank 0 waits in its third all_reduce; rank 1 waits for its device before reaching it."""
+    """Let rank 0 wait in its third all_reduce. Rank 1 waits for its device before it would reach it."""
     from notebook_accelerate import PartialState
 
     wait, rank = spin.load(library), PartialState(cpu=True).process_index
@@ -79,7 +79,7 @@ def test_a_rank_with_a_device_is_computing_while_its_device_is_idle(library: Pat
 
 
 def _compute_with_device(locked: bool, library: Path) -> bool:
-    """Compute for longer than hang_timeout if other threads can run, and otherwise for less."""
+    """Compute for longer than hang_timeout if the lock is released, and otherwise for less."""
     CountedCuda().install()
     spin.load(library, locked=locked)(2.5 if locked else 9.0)
     return not locked
@@ -140,7 +140,7 @@ def test_a_value_on_a_busy_device_is_refused_and_the_agent_keeps_running(library
 
 
 def _wait_with_another_thread(library: Path) -> tuple[float, float]:
-    """Return the switch interval after the main thread has waited in C, and the initial one."""
+    """Return the switch interval after the main thread has waited in C, and the interval before."""
     wait, before = spin.load(library), sys.getswitchinterval()
     wait(10.0)
     return sys.getswitchinterval(), before

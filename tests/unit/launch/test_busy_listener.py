@@ -21,7 +21,7 @@ __all__ = ["kernel"]
 def test_a_host_that_joins_among_many_connections_is_not_counted_as_unauthenticated(
     monkeypatch: pytest.MonkeyPatch, kernel: _Kernel
 ) -> None:
-    """If it were counted, it would be closed as the oldest of too many unauthenticated connections."""
+    """Otherwise, it would be closed as the oldest of too many unauthenticated connections."""
     blocked, go = threading.Event(), threading.Event()
 
     def block(text: str) -> None:
@@ -54,7 +54,7 @@ def test_a_host_that_joins_among_many_connections_is_not_counted_as_unauthentica
 
 
 def test_sending_waits_for_no_lock(kernel: _Kernel) -> None:
-    """Cells send, too, and an interrupt in the Python code of a lock would leave the lock held forever."""
+    """Cells also send, and an interrupt in a lock's Python code would leave the lock held forever."""
     host, ours = kernel.connect_host()
     taken, done = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""The arguments of a launched function, recorded as plain values."""
+"""The arguments of a launched function, which are recorded as plain values."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_run_knows_its_arguments_and_the_list_of_runs_shows_them() -> None:
 
 
 class _Elsewhere(NoCommands):
-    """The commands of a run that belongs to another process."""
+    """The commands for a run that belongs to another process."""
 
     refusal = "run 77 is read from a file: stop it where it was launched"
 

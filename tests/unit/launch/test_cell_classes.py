@@ -1,4 +1,4 @@
-"""When two classes defined in cells count as the same class."""
+"""Which classes from cells count as the same class."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SOURCES = {
 
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the names of a ``__main__`` module that runs cells."""
+    """Return the names in a ``__main__`` module that runs cells."""
     module = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", module)
     names = vars(module)
@@ -65,7 +65,7 @@ def _run(source: str, names: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 def test_a_cell_that_runs_again_has_the_same_definition(main: dict[str, Any], source: str) -> None:
     first = _run(source, main)
-    dump_bytes(first, "the class")  # Pickling leaves caches in the class.
+    dump_bytes(first, "the class")  # Pickling leaves caches in the class, which must not count.
     assert cells.definition_digest(first) == cells.definition_digest(_run("\n\n" + source, main))
 
 
@@ -97,7 +97,7 @@ def test_a_cell_that_runs_again_has_the_same_definition(main: dict[str, Any], so
         ("class Kind:\n    x: int", ("x: int", "x: str")),
         ("@dataclasses.dataclass\nclass Kind:\n    x: int = 1", ("= 1", "= 2")),
         ("class Kind(metaclass=abc.ABCMeta): pass", ("(metaclass=abc.ABCMeta)", "")),
-        ("class Kind:\n    lock = threading.Lock()", ("", "")),  # A lock can only be compared by identity.
+        ("class Kind:\n    lock = threading.Lock()", ("", "")),  # Locks can only be compared by identity.
     ],
 )
 def test_an_edited_cell_has_another_definition(main: dict[str, Any], source: str, change: tuple[str, str]) -> None:
@@ -126,7 +126,7 @@ def test_classes_are_found_by_name_in_another_process(main: dict[str, Any], tmp_
 
 @pytest.fixture
 def forget(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Return a function that makes all classes lose their tokens, as in another process."""
+    """Return a function that makes all classes lose their tokens, as happens in another process."""
 
     def clear() -> None:
         monkeypatch.setattr(cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", weakref.WeakValueDictionary())
@@ -137,7 +137,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 @pytest.fixture
 def send(forget: Callable[[], None]) -> Callable[..., Any]:
-    """Return a function that sends a function with its arguments to a rank, and returns what the rank receives."""
+    """Return a function that sends a call to a rank, and returns the function and arguments that the rank receives."""
 
     def through_file(function: Any, *arguments: Any) -> Any:
         descriptor = dump((function, arguments), "the function").to_file()
@@ -321,7 +321,7 @@ class Kind(Exception):
 
 
 class _Equal(type):
-    """A metaclass that defines equality but no hash, as some libraries do."""
+    """A metaclass that defines equality but no hash, like those of some libraries."""
 
     def __eq__(cls, other: object) -> bool:
         return cls is other

@@ -1,4 +1,4 @@
-"""LaunchConfig: the checks of its fields, and the texts of their messages."""
+"""LaunchConfig: the checks of its fields, and the texts of the error messages."""
 
 from __future__ import annotations
 

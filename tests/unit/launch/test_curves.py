@@ -1,4 +1,4 @@
-"""Curves drawn as images in reports."""
+"""Curves that are drawn as images in reports."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The memory and utilization of each rank's devices, from real ranks, even in a container's pid namespace.
+"""The memory and utilization of devices by rank, from real ranks, even in a container with its own process ids.
 
-A stub library with the interface of NVML is loaded; `torch.cuda` in the ranks is a stub on machines without a GPU.
+The ranks load a stub library with NVML's interface and, on machines without a GPU, a stub of `torch.cuda`.
 """
 
 from __future__ import annotations

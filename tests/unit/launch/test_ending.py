@@ -1,4 +1,4 @@
-"""What the exit of a rank means if it arrives while the ranks are being stopped."""
+"""How ranks that exit while they are being stopped are judged."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_ranks_that_are_stopped_because_of_a_late_host_lose_each_other(attempt: 
 
 
 def begun(stops: StopSequence) -> None:
-    """Let the other ranks' grace period pass, during which they may fail by themselves."""
+    """Let the other ranks' grace period pass. During it, they may still fail by themselves."""
     while (due := stops.next_due()) is not None and due > time.monotonic():
         time.sleep(due - time.monotonic())
     stops.signal_when_due([])

@@ -1,4 +1,4 @@
-"""Whether a kernel is safe to fork. Each hazard is a real one, created in a separate process."""
+"""Whether a kernel is safe to fork. Each hazard is real, and is created in a separate process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux kern
 
 
 def _told(script: str, **environment: str) -> Any:
-    """Run a script in a new interpreter. Return the JSON of its last line of output."""
+    """Run a script in a new interpreter. Return the JSON on its last line of output."""
     done = subprocess.run(
         [sys.executable, "-c", "import json, os, threading, time\n" + textwrap.dedent(script)],
         env={**os.environ, **environment},
@@ -48,7 +48,7 @@ def test_a_plain_kernel_is_safe() -> None:
 
 
 def test_a_warm_openmp_team_of_the_main_thread_is_no_hazard() -> None:
-    """The run's thread forks the ranks, so the probe is also forked from another thread than the calling one."""
+    """The run's thread forks the ranks, so the probe is not forked from the calling thread either."""
     script = """
     import torch
     torch.set_num_threads(2)
@@ -59,7 +59,7 @@ def test_a_warm_openmp_team_of_the_main_thread_is_no_hazard() -> None:
 
 @pytest.mark.parametrize("name", ["jemalloc", "tcmalloc"])
 def test_another_allocator_is_recognized_by_its_library(tmp_path: Path, name: str) -> None:
-    """The test can use any library, because the memory map shows the libraries that LD_PRELOAD has named."""
+    """Any library will do, because only the name in the memory map matters, which LD_PRELOAD determines."""
     found = re.search(r"/\S+/libm[.-]\S+", Path("/proc/self/maps").read_text())
     if found is None:
         pytest.skip("this interpreter has its libraries built in")
@@ -92,7 +92,7 @@ def test_a_computing_thread_is_a_hazard() -> None:
 
 @pytest.mark.parametrize("broken", ["time.sleep(600)", "os._exit(3)", "os.kill(os.getpid(), 11)"])
 def test_a_probe_that_fails_is_a_hazard(broken: str) -> None:
-    """Library code may hang or kill a forked child. The probe is killed and leaves nothing behind."""
+    """Library code may hang in a forked child or kill it. The probe is killed then, and leaves nothing behind."""
     script = f"""
     import psutil
     from notebook_accelerate.launch.processes import fork_probe
@@ -107,7 +107,7 @@ def test_a_probe_that_fails_is_a_hazard(broken: str) -> None:
     print(json.dumps([hazards, took, len(psutil.Process().children()), left]))
     """
     hazards, took, children, descriptors = _told(script)
-    assert hazards == ["a probe forked from the kernel did not finish"] * 4  # A failure is not cached.
+    assert hazards == ["a probe forked from the kernel did not finish"] * 4  # Failures are not cached.
     assert (children, descriptors) == (0, 0)
     assert took < 60, "the child sleeps for ten minutes, so its time limit ended it"
 
@@ -126,7 +126,7 @@ def test_a_launch_from_an_unsafe_kernel_forks_from_the_zygote() -> None:
 
 
 def test_a_probe_is_not_repeated_while_the_kernel_is_unchanged(tmp_path: Path) -> None:
-    """Newly loaded libraries or new threads may make forking unsafe, so the probe is repeated after them."""
+    """Libraries that are loaded later and new threads may make forking unsafe, so the probe is repeated after them."""
     script = f"""
     import ctypes, re, shutil
     from notebook_accelerate.launch.processes import fork_probe
@@ -180,7 +180,7 @@ def test_an_interrupt_while_waiting_for_the_probe_leaves_no_child() -> None:
 
 @pytest.fixture
 def running() -> Iterator[Run]:
-    """Return a run that lasts until it is stopped."""
+    """Yield a run that lasts until it is stopped."""
 
     def wait() -> None:
         import time
@@ -193,16 +193,16 @@ def running() -> Iterator[Run]:
 
 
 def test_accelerators_belong_to_one_run_at_a_time(running: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan is replaced with one for a machine with accelerators; the run is real."""
+    """The run is real, but its plan is replaced with one for a machine with accelerators."""
     assert running.plan is not None
     on_cpu, on_cuda = running.plan, replace(running.plan, accelerator="cuda")
     other = notebook_launcher(int, num_processes=1, panel=False)
-    run_registry.check_devices(other, on_cpu)  # CPUs are shared.
+    run_registry.check_devices(other, on_cpu)  # Runs may share CPUs.
     run_registry.check_devices(other, on_cuda)
     monkeypatch.setattr(Run, "plan", property(lambda run: on_cuda if run is running else on_cpu))
     run_registry.check_devices(other, on_cpu)
     run_registry.check_devices(other, replace(on_cuda, accelerator="xpu"))
-    run_registry.check_devices(running, on_cuda)  # A restarting run may use its own devices.
+    run_registry.check_devices(running, on_cuda)  # A run that restarts may use its own devices.
     with pytest.raises(DeviceBusyError) as caught:
         run_registry.check_devices(other, on_cuda)
     apart = (
@@ -211,7 +211,7 @@ def test_accelerators_belong_to_one_run_at_a_time(running: Run, monkeypatch: pyt
     )
     with monkeypatch.context() as patch:
         patch.setattr(Run, "config", property(lambda run: apart[run is not running]), raising=False)
-        run_registry.check_devices(other, on_cuda)  # The runs use different devices.
+        run_registry.check_devices(other, on_cuda)  # These runs use different devices.
     place = run_registry.runs().index(running)
     assert str(caught.value) == (
         f"run {running.id} (wait) holds the cuda devices; wait for it, or end it with "

@@ -1,4 +1,4 @@
-"""What finished runs keep in memory: no arguments, and only the results of recent runs and of those in variables."""
+"""Finished runs keep no arguments in memory, and results only if they are recent or variables refer to them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Argument:
 
 @pytest.fixture(autouse=True)
 def without_collector() -> Iterator[None]:
-    """Disable the cyclic garbage collector, so that only reference counts free objects."""
+    """Disable the cyclic garbage collector, so that objects are freed only when their reference counts drop to zero."""
     gc.collect()
     gc.disable()
     yield
@@ -114,7 +114,7 @@ def test_arguments_of_a_launch_that_fails_are_dropped() -> None:
     with pytest.raises(notebook_accelerate.SerializationError):
         launch(int, argument, start_method="zygote")
     del argument
-    gc.collect()  # The error's traceback and its frames refer to each other, so only the collector frees them.
+    gc.collect()  # The error's traceback and its frames refer to each other, so only the garbage collector frees them.
     assert reference() is None
 
 
@@ -192,7 +192,7 @@ def test_the_error_of_an_old_run_has_its_text_and_no_frames() -> None:
     del caught
     number = notebook_accelerate.runs()[-1].id
     _launch_several()
-    gc.collect()  # Free tracebacks.
+    gc.collect()  # This frees tracebacks.
     assert reference() is None
     old = next(run for run in notebook_accelerate.runs() if run.id == number)
     assert "ValueError" in str(old.error)

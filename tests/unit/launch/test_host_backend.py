@@ -1,4 +1,4 @@
-"""The messages that a host without a notebook receives: the function, and the orders for its ranks."""
+"""Messages to a host without a notebook: the function, and the orders for its ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def double(values: bytes) -> bytes:
 
 @pytest.fixture
 def ends() -> Iterator[tuple[HostConnection, Stream]]:
-    """Return both ends of the connection to a host."""
+    """Yield both ends of the connection to a host."""
     secret = new_secret()
     with closing(HostListener("127.0.0.1", secret)) as listener:
         host = connect_to_kernel("127.0.0.1", listener.port, secret, HelloEvent(1, "c3-n07"))
@@ -46,11 +46,11 @@ def ends() -> Iterator[tuple[HostConnection, Stream]]:
 
 def test_a_function_is_read_while_it_is_sent(ends: tuple[HostConnection, Stream]) -> None:
     connection, host = ends
-    values = os.urandom(8 * PART_BYTES)  # This is more than the reader has consumed.
+    values = os.urandom(8 * PART_BYTES)  # These are more bytes than the reader has consumed.
     backend = FunctionBackend(double, (values,))
     orders = [WorkerOrder(rank, {"RANK": str(rank)}, 1, capture_inherited_state()) for rank in (4, 5)]
     backend.send(connection, orders)
-    backend.close()  # This happens when the ranks of all other hosts have started.
+    backend.close()  # This is called when the ranks of all other hosts have started.
 
     received: list[Event] = []
     while not received or not isinstance(received[-1], StartOrder):

@@ -1,4 +1,4 @@
-"""The events of all protocols, which share one registry by class name."""
+"""The events of all protocols share one registry by class name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Malicious run files: opening each one succeeds, or raises a single error that names the file, at little cost."""
+"""Malicious run files. Opening one succeeds or raises a single error that names the file, and costs little."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from tests.support.runs import START, make_run
 
 
 def rows_of_a_run() -> list[list[Any]]:
-    """Return rows with events of every kind, from a run that failed."""
+    """Return the rows of a failed run, with events of every kind."""
     frame = FrameInfo("/tmp/ipykernel_1/2.py", 3, "train", "raise ValueError")
     failure = RankFailure(1, "exception", START + 2, "ValueError: x", (ExceptionInfo("ValueError", "x", (frame,), ""),))
     sizes = {kind: ShardSizes(100, 50, ("dp",)) for kind in ("parameters", "gradients")}
@@ -96,7 +96,7 @@ def write(folder: Path, rows: list[Any], head: dict[str, Any], *frames: bytes) -
 
 
 def mutated(rng: random.Random, rows: list[Any], head: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Return a copy with some values replaced and some rows moved."""
+    """Return a copy in which some values are replaced and a row may be moved or repeated."""
     rows, head = with_odd_values(rng, [rows, head], 2)
     if rng.random() < 0.3:
         index = rng.randrange(len(rows))
@@ -105,7 +105,7 @@ def mutated(rng: random.Random, rows: list[Any], head: dict[str, Any]) -> tuple[
 
 
 def use(run: Run) -> None:
-    """Use a run as users and views do."""
+    """Use a run as users and views would."""
     report = run.report()
     for text in (report.text, report.html, repr(run), str(run.logs()), str(run.ranks), str(run.plan), str(run.error)):
         text.encode()
@@ -173,7 +173,7 @@ def _restarts(count: int, restarts: int) -> list[Any]:
 
 
 def _frames(text: bytes, count: int) -> list[bytes]:
-    """Return frames that share the same JSON."""
+    """Return this many frames, all of which contain the same JSON."""
     lengths = struct.pack("<II", len(text), 0)
     return [lengths + struct.pack("<I", zlib.crc32(text, zlib.crc32(lengths))) + text] * count
 
@@ -235,7 +235,7 @@ for name in sys.argv[1:]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc, to measure memory")
 def test_small_files_cost_little(tmp_path: Path) -> None:
-    """Opening and reporting take seconds and a few hundred MB; without bounds, they would take hours and gigabytes."""
+    """With bounds, this takes seconds and a few hundred MB. Without them, it would take hours and gigabytes."""
     for name, make in COSTLY.items():
         (tmp_path / name).mkdir()
         rows, head, frames = make()

@@ -1,4 +1,4 @@
-"""Memory of a process that forks ranks is moved into huge pages, and no other memory is."""
+"""The memory of a process that forks ranks is moved into huge pages, and no other memory is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZE = 8 * fork_costs.HUGE_PAGE
 
 
 def in_huge_pages(memory: mmap.mmap) -> int:
-    """Return the number of bytes of a mapping that are in huge pages."""
+    """Return the number of bytes of a mapping that are in huge pages, in the area of its middle."""
     address = _address(memory)
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -36,7 +36,7 @@ def _address(memory: mmap.mmap) -> int:
 @pytest.fixture
 def memory() -> mmap.mmap:
     found = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    found.madvise(mmap.MADV_NOHUGEPAGE)  # The pages are small at first, on every system.
+    found.madvise(mmap.MADV_NOHUGEPAGE)  # On every system, the pages must be small at first.
     found.write(b"x" * SIZE)
     found.madvise(mmap.MADV_HUGEPAGE)
     if not _can_collapse():
@@ -51,7 +51,7 @@ def _can_collapse() -> bool:
 
 def test_resident_memory_is_moved(memory: mmap.mmap) -> None:
     assert in_huge_pages(memory) == 0
-    for _ in range(10):  # A busy system moves nothing while it has no free huge page.
+    for _ in range(10):  # While a busy system has no free huge page, it moves nothing.
         fork_costs.collapse_memory(30)
         if in_huge_pages(memory) >= SIZE - 2 * fork_costs.HUGE_PAGE:
             break

@@ -1,4 +1,4 @@
-"""Ranks inherit the settings of the thread that launches them, with every start method."""
+"""With every start method, ranks inherit the settings of the thread that launches them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_settings_of_the_process_reach_every_rank(method: str) -> None:
 
 
 def _queued_seed() -> tuple[int, bool]:
-    # CUDA's generators use this seed once the device is initialized.
+    # CUDA's generators use the queued seed once the device is initialized.
     return torch.initial_seed(), bool(torch.cuda._lazy_seed_tracker.call_order)  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""Launches of one process: the kernel itself is the rank, and its state is restored afterwards."""
+"""Launches of a single process: the kernel itself is the rank, and its state is restored afterwards."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_an_interrupt_raises_keyboard_interrupt_and_ends_the_run() -> None:
 
 
 def test_virtual_xla_devices_use_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan counts devices from the kernel's environment."""
+    """The plan counts the devices that the kernel's environment describes."""
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     monkeypatch.setenv("CPU_NUM_DEVICES", "4")
     machine = replace(hardware.detect(), accelerator="xla", count=4)
@@ -178,7 +178,7 @@ print(*notebook_launcher(train).automatic_metrics)
 
 
 def test_an_interrupt_while_patching_libraries_skips_none(interpreters: InterpreterServer) -> None:
-    """A process patches each library only once, and this process has already patched torch."""
+    """Use a new process, because each process patches a library only once, and this one has already patched torch."""
     done = interpreters.run("-c", _INTERRUPTED_AS_TORCH_IS_CONNECTED, env=os.environ)
     assert done.stdout == "interrupted\nauto/lr\n", done.stderr
 
@@ -262,7 +262,7 @@ def test_shared_state_of_the_kernel_is_set_aside_and_restored() -> None:
     ],
 )
 def test_memory_of_a_failed_run_is_free_for_the_next_launch(prepared: bool, grouped: bool) -> None:
-    """For example, after an out-of-memory error on the only GPU, the error's frames refer to all of its tensors."""
+    """After an out-of-memory error on the only GPU, for example, the error's frames still refer to its tensors."""
     held: list[weakref.ref[Any]] = []
 
     def fail() -> None:
@@ -285,7 +285,7 @@ def test_memory_of_a_failed_run_is_free_for_the_next_launch(prepared: bool, grou
 
     with pytest.raises(WorkerError):
         notebook_launcher(fail_in_group if grouped else fail)
-    saved = sys.stdout  # A library that is imported during a run may keep it.
+    saved = sys.stdout  # A library that is imported during a run may keep sys.stdout.
     run = notebook_launcher(lambda: [reference() is not None for reference in held])
     assert run.results == ([False, False],)
     assert runs()[-2].failures[0].exception.__traceback__ is not None, "the traceback keeps its lines"

@@ -22,7 +22,7 @@ def loaded(gate: str) -> str:
 
 
 class Late:
-    """An object that takes time to unpickle, like one whose module imports torch."""
+    """An object that takes time to unpickle, like one whose module has to import torch."""
 
     def __init__(self, gate: Path) -> None:
         self._gate = str(gate)
@@ -49,17 +49,17 @@ def stopped() -> None:
 
 @pytest.mark.parametrize("method", ["fork", "zygote"])
 def test_a_stop_quits_debuggers(method: str) -> None:
-    """Debuggers consume the interrupt and prompt again."""
+    """A debugger consumes the interrupt and prompts again."""
     options: dict[str, Any] = {"num_processes": 2, "use_port": 0, "start_method": method, "block": False}
     run = notebook_launcher(stopped, **options)
     until(lambda: run._internals.commands.prompts.debugged() == [0, 1])
-    run.stop(grace=100.0)  # SIGTERM would follow more than a minute later.
+    run.stop(grace=100.0)  # The run must end before SIGTERM, which would follow more than a minute later.
     assert [info.exit for info in run.ranks] == ["exit 1", "exit 1"]
     assert run.status == "stopped"
 
 
 class Stopping(Dataset[int]):
-    """An iterable that stops at a breakpoint for every item."""
+    """A dataset that stops at a breakpoint for every item."""
 
     def __len__(self) -> int:
         return 2

@@ -1,4 +1,4 @@
-"""The plans of install_xla and install_tpu on this and other Python versions. Nothing is installed."""
+"""What install_xla and install_tpu would install on this and on other Python versions. Nothing is installed."""
 
 from __future__ import annotations
 

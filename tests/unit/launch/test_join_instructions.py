@@ -1,4 +1,4 @@
-"""The instructions that the first notebook prints for the others: the source of the secret, and the line to type."""
+"""The instructions that the first notebook prints for other machines: where the secret comes from, and what to type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Journals under load: long lines, a lot of output, a full disk at the end, a day of metrics, and thinned files."""
+"""Journals under load: long lines, a lot of output, a disk that becomes full, a day of metrics, and thinned files."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from tests.support.waiting import until
 
 
 def _written(folder: Path, **options: Any) -> tuple[Journal, RunWriter]:
-    """Return the journal of a run that has just started, and its writer."""
+    """Return the journal of a run that has just started, and the writer of its file."""
     journal = Journal()
     writer = RunWriter(folder, run_folder.new_header("made", 1, int, (), LaunchConfig(), START), journal, **options)
     journal.replay(make_run()._internals.journal.records)
@@ -150,7 +150,7 @@ def test_a_follower_of_a_thinned_journal_misses_nothing(tmp_path: Path, monkeypa
     journal.add([Record(0, START + 20, DroppedEvent(3)), Record(0, START + 20, CheckpointEvent("/a", START + 20))])
     writer._write(last=False)
     reader = _reader(tmp_path / JOURNAL_NAME)
-    reader.journal.append(WarningAdded("found from here"))  # A diagnosis adds this.
+    reader.journal.append(WarningAdded("found from here"))  # A diagnosis adds such a warning.
     journal.append(WarningAdded("found there"))
     journal.add([_log("late", 15.0, rank=1), _log("second", 21.0), Record(0, START + 16, DroppedEvent(2))])
     journal.add([Record(1, START + 19, CheckpointEvent("/b", START + 19))])
@@ -272,7 +272,7 @@ def test_a_follower_waits_for_a_disk_that_does_not_respond(tmp_path: Path) -> No
 
 
 def test_a_follower_continues_from_the_position_of_an_undone_append(tmp_path: Path) -> None:
-    """After a disk error, the same events are written again at the same position."""
+    """After a disk error, the same events are written again to the same position."""
     journal, writer = _written(tmp_path)
     writer._write(last=False)
     file = tmp_path / JOURNAL_NAME
@@ -292,7 +292,7 @@ def test_a_follower_continues_from_the_position_of_an_undone_append(tmp_path: Pa
 
 
 def test_held_ranks_are_released_if_their_journal_is_deleted(tmp_path: Path) -> None:
-    """Their process exits some time after the run, and attached kernels must not wait forever."""
+    """Such a process exits some time after the run, but kernels that are attached must not wait forever."""
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
         journal = Journal()
         identity = asdict(replace(this_process(), pid=process.pid, started=0))
@@ -319,7 +319,7 @@ def test_held_ranks_are_released_if_their_journal_is_deleted(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("thinned", [False, True])
 def test_the_progress_through_an_epoch_matches_the_live_run(tmp_path: Path, *, thinned: bool) -> None:
-    """The journal keeps only the last step event of each period."""
+    """The journal contains only the last step event of each period."""
     journal, writer = _written(tmp_path)
     for epoch in range(3):
         journal.add([Record(0, START + epoch, EpochEvent(epoch, 40))])
@@ -339,7 +339,7 @@ _METRICS = 24 * 3600 * 10
 
 
 def test_a_day_of_metrics_stays_within_the_documented_bound() -> None:
-    """The bound is computed from the data written between two thinnings, and the data that remains after each."""
+    """The bound follows from the data that is written between two thinnings, and the data that remains after each."""
     records = [
         Record(0, START + step / 10 + 0.123456, MetricEvent({"train/loss": 1 / (step + 3)}, step))
         for step in range(_METRICS - 1_000, _METRICS)

@@ -1,4 +1,4 @@
-"""Kept runs: reopened, damaged, malicious and thinned journals on disk, and their tables and exports."""
+"""Kept runs on disk: reopened, damaged, malicious and thinned journals, and their tables and exports."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def train(rate: float, api_key: str, fails: bool) -> dict[str, Any]:
 
 
 def keep(folder: Path, **options: Any) -> Path:
-    """Launch a run that is kept. Return its folder."""
+    """Launch a run that is kept, and return its folder."""
     kept = launch(int, save=folder / "runs", **options).folder
     assert kept is not None
     return kept
 
 
 def write_journal(folder: Path, records: list[Record], name: str = "made") -> Path:
-    """Write a kept run with the given rank records, as one whose processes are running."""
+    """Write a kept run with these records of ranks. It looks as if its processes were still running."""
     folder.mkdir(parents=True, exist_ok=True)
     made = make_run()
     header = run_folder.new_header(name, 1, train, (), LaunchConfig(), START)
@@ -75,7 +75,7 @@ def write_journal(folder: Path, records: list[Record], name: str = "made") -> Pa
 
 
 def change_process(file: Path, **changes: Any) -> None:
-    """Make it look as if another process had written the journal."""
+    """Change the process that has written a journal, according to the journal."""
     content = file.read_bytes()
     frame, end = next(iter(journal_format.read_frames(content[8:])))
     frame.content["process"] |= changes
@@ -87,7 +87,7 @@ def metric(step: int, rank: int = 0, name: str = "loss") -> Record:
 
 
 def problem_of(path: Path) -> str:
-    """Open a kept run and write its report. Return the text of the error, or "" if it opens."""
+    """Open a kept run and write its report. Return the text of the error, or "" if there is none."""
     try:
         str(open_run(path).report())
     except BrokenRunError as error:
@@ -204,7 +204,7 @@ def test_a_run_whose_writer_exited_is_lost(tmp_path: Path) -> None:
     table.close()
     close_all(table.widget)
     del table, alive
-    gc.collect()  # The table and its widgets refer to each other, and to the run.
+    gc.collect()  # Only the garbage collector frees these: the table, its widgets and the run refer to each other.
     assert runs(tmp_path / "runs")[0].status == "running"
     change_process(folder / JOURNAL_NAME, pid=int(done.stdout))
     lost = open_run(folder)
@@ -340,7 +340,7 @@ def test_sizes_are_bounded(tmp_path: Path) -> None:
 
 
 class Harm:
-    """Creates a file when unpickled."""
+    """An object whose pickle creates a folder when it is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -382,7 +382,7 @@ def test_one_odd_file_does_not_spoil_the_table(tmp_path: Path) -> None:
             "config": {}, "arguments": {}, "commit": "", "dirty": None, "metrics": {}, "message": "", "continues": [],
         }  # fmt: skip
         (folder / run_folder.SUMMARY_NAME).write_text(json.dumps(summary))
-    os.mkfifo(write_journal(tmp_path / "pipe", [], "pipe") / run_folder.SUMMARY_NAME)  # Reading a pipe would block.
+    os.mkfifo(write_journal(tmp_path / "pipe", [], "pipe") / run_folder.SUMMARY_NAME)  # Reading the pipe would block.
     table = runs(tmp_path)
     assert {row.name: row.status for row in table} == {
         "ages": "succeeded", "nan": "succeeded", "good": "succeeded", "pipe": "running",
@@ -429,7 +429,7 @@ def test_the_report_shows_the_machine_of_the_run(tmp_path: Path) -> None:
 
 
 def test_every_event_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    """The cause of a stall is a string. The end of a run has an error, which is not written."""
+    """A stall's cause is a string. The end of a run contains an error, which is not written."""
     records = [Record(-1, START, RunStalled(START, "rank 1 waits")), Record(-1, START, NoteAdded("a note"))]
     (run,) = [open_run(write_journal(tmp_path / "made", records))]
     assert run.stall == Stall(START, "rank 1 waits")
@@ -443,9 +443,9 @@ def test_deleting_a_run_deletes_only_its_own_files(tmp_path: Path) -> None:
     run = launch(int, save=tmp_path / "runs")
     assert run.folder is not None
     (run.folder / "model.pt").touch()
-    (run.folder / "result-9.pickle").touch()  # The run has two ranks.
+    (run.folder / "result-9.pickle").touch()  # The run has only two ranks.
     (run.folder / "plots").mkdir()
-    (run.folder / f"{JOURNAL_NAME}.new").touch()  # An interrupted write leaves such a file.
+    (run.folder / f"{JOURNAL_NAME}.new").touch()  # An interrupted write leaves such a file behind.
     run.delete()
     assert {path.name for path in run.folder.iterdir()} == {"model.pt", "result-9.pickle", "plots"}
     with pytest.raises(FileNotFoundError):
@@ -458,7 +458,7 @@ def test_deleting_a_run_deletes_only_its_own_files(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [JOURNAL_NAME, "copy.nbac"])
 def test_a_journal_elsewhere_is_deleted_alone(tmp_path: Path, name: str) -> None:
-    """A downloaded journal may be in a folder whose other files happen to have the names that runs use."""
+    """A downloaded journal may be in a folder where other files happen to have names that runs use."""
     folder = keep(tmp_path)
     downloads = tmp_path / "downloads"
     downloads.mkdir()
@@ -480,7 +480,8 @@ def test_a_folder_that_was_not_created_for_the_run_is_kept(tmp_path: Path) -> No
         shutil.copy(first / JOURNAL_NAME, mine / JOURNAL_NAME)
         open_run(mine).delete()
         assert list(mine.iterdir()) == []
-    numbered = again.rename(tmp_path / f"20260101-000000{first.name[15:]}-2")  # The name comes from another time zone.
+    # In another time zone, the name would have been different.
+    numbered = again.rename(tmp_path / f"20260101-000000{first.name[15:]}-2")
     for each in (first, numbered):
         open_run(each).delete()
         assert not each.exists()
@@ -646,7 +647,7 @@ def test_a_disk_error_is_reported_once_and_retried(tmp_path: Path, monkeypatch: 
 
 
 def test_an_opened_run_supports_views(tmp_path: Path) -> None:
-    """A view can follow an opened run that is still running, just like any other run."""
+    """A view can follow an opened run that is still running, like any other run."""
     opened = open_run(write_journal(tmp_path / "made", [metric(0)]))
     seen: list[Any] = []
     opened._internals.journal.subscribe(seen.extend)

@@ -1,4 +1,4 @@
-"""``notebook_launcher``: the arguments that override ``config=``, and an import without side effects."""
+"""``notebook_launcher``: arguments override ``config=``, and importing it has no side effects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _train() -> None: ...
 
 
 def _started(monkeypatch: pytest.MonkeyPatch, *args: Any, **kwargs: Any) -> LaunchConfig:
-    """Return the configuration with which a call would launch."""
+    """Return the configuration that a call would launch with."""
     configs: list[LaunchConfig] = []
     monkeypatch.setattr(launch, "start", lambda config, *_: configs.append(config))
     notebook_launcher(_train, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""The listener of a run and its connections to hosts, with misbehaving peers, networks and processes."""
+"""The listener of a run and its connections to hosts, with peers, networks and processes that misbehave."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ THREADS = ("notebook-accelerate-listener", "notebook-accelerate-connection")
 
 
 class _Kernel:
-    """A listener and the hosts that are connected to it."""
+    """A kernel's listener, with the hosts that are connected to it."""
 
     def __init__(self, keep_alive: tuple[float, float] = stream.KEEP_ALIVE) -> None:
         self.reports: list[str] = []
@@ -96,7 +96,7 @@ def _output(text: bytes = b"x") -> FramesEvent:
 
 
 def _exchange(host: Stream, kernel: Stream) -> None:
-    """Check that a connection carries data in both directions."""
+    """Check that a connection carries data both ways."""
     for sender, receiver in ((host, kernel), (kernel, host)):
         sender.send(_output(b"are you there"))
         assert [event for _, event in receiver.receive(SECONDS)] == [_output(b"are you there")]
@@ -182,7 +182,7 @@ def test_connecting_to_a_peer_that_accepts_and_sends_nothing_times_out(monkeypat
 
 
 def test_a_first_notebook_that_is_killed_before_it_answers_is_not_reported_as_having_another_secret() -> None:
-    """Its machine resets the connection, as a notebook that rejects the secret does, but only once."""
+    """The machine of a killed kernel resets the connection, like a notebook that rejects the secret, but only once."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address, port = silent.getsockname()
         closing = threading.Timer(joining.SURE_SECONDS + 1.0, silent.close)
@@ -229,14 +229,15 @@ def test_thousands_of_connections_leave_the_hosts_connected(kernel: _Kernel) -> 
         with socket.create_connection(("127.0.0.1", kernel.port), timeout=SECONDS) as peer:
             peer.send(os.urandom(number % 200))
             if number % 3:
-                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # Closing resets it.
+                # Closing the socket then resets the connection.
+                peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     _exchange(host, ours)
     kernel.connect_host(2)
     until(lambda: not kernel.listener._waiting)
 
 
 def _dealer(kernel: _Kernel) -> tuple[Any, Any]:
-    """Return a context and a socket of a peer that knows the secret but follows no other rule."""
+    """Return the context and the socket of a peer that knows the secret but follows no other rule."""
     keys = stream.derive_keys(SECRET)
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
@@ -255,7 +256,7 @@ def _frames(event: Event) -> bytes:
 
 
 def _await_last(dealer: Any) -> None:
-    """Wait until the kernel ends the stream. Pings may arrive first."""
+    """Wait until the kernel ends the stream, which pings may precede."""
     dealer.rcvtimeo = int(1000 * SECONDS)
     while not stream.HEADER.unpack_from(dealer.recv())[2]:
         pass
@@ -278,7 +279,7 @@ def test_a_host_that_sends_invalid_data_is_refused_and_others_are_served(kernel:
     context, dealer = _dealer(kernel)
     for _ in range(3):
         dealer.send_multipart(STRANGE[name])
-    if name != "a message above the maximum":  # libzmq closes that connection.
+    if name != "a message above the maximum":  # libzmq itself closes the connection in this case.
         _await_last(dealer)
     _exchange(host, ours)
     assert kernel.listener.next_host(0) is None
@@ -324,7 +325,7 @@ def test_a_peer_that_does_not_read_has_bounded_memory_and_delays_no_other(kernel
     assert len(sent) < 3 * stream.WINDOW >> 20
     _exchange(*kernel.connect_host(2))
     received, wanted = 0, len(sent) + 20
-    while received < wanted:  # The peer reads again: everything arrives, including new messages.
+    while received < wanted:  # Once the peer reads again, everything arrives, including new messages.
         received += sum(len(event.payload) >> 20 for _, event in silent.receive(SECONDS))  # type: ignore[attr-defined]
     silent.close()
     thread.join(SECONDS)
@@ -389,7 +390,7 @@ def _read_slowly(end: Stream, number: int, called: list[int]) -> None:
 def test_data_sent_before_an_end_closed_arrives(kernel: _Kernel) -> None:
     for count in (1, 3, 20):
         host, ours = kernel.connect_host()
-        # The host will never read these messages: its socket closes with unread data.
+        # The host never reads these messages, so its socket is closed while it has unread data.
         ours.send(*[_output(bytes(1000))] * 50)
         host.send(*[_output(bytes(1 << 17))] * count)
         host.close()
@@ -401,7 +402,7 @@ def test_data_sent_before_an_end_closed_arrives(kernel: _Kernel) -> None:
 
 @contextmanager
 def _host_process(kernel: _Kernel, then: str, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a host in a separate process, which is killed at the end."""
+    """Run a host in a separate process, which is killed at the end of the block."""
     code = f"""
 import sys, time
 from notebook_accelerate.launch.hosts.remote.host_protocol import FramesEvent, HelloEvent
@@ -429,7 +430,7 @@ def test_a_killed_host_is_noticed(kernel: _Kernel, then: str) -> None:
 
 
 def test_messages_that_a_host_sent_before_it_was_killed_reach_a_busy_kernel(kernel: _Kernel) -> None:
-    """A message that cannot be sent announces the loss, but messages that libzmq has received are read first."""
+    """The loss is noticed when a message cannot be sent, but messages that libzmq has received are read before."""
     then = 'while sys.stdin.readline(): stream.send(FramesEvent(0, b"x")); time.sleep(0.005)'
     with _host_process(kernel, then, stdin=subprocess.PIPE) as process:
         ours = kernel.next_end()
@@ -437,7 +438,7 @@ def test_messages_that_a_host_sent_before_it_was_killed_reach_a_busy_kernel(kern
         killing = subprocess.Popen(["sh", "-c", f"sleep 7; kill -9 {process.pid}"])
         process.stdin.write(b"\n" * 500)
         process.stdin.flush()
-        ctypes.PyDLL(None).sleep(9)  # The GIL is held.
+        ctypes.PyDLL(None).sleep(9)  # The call holds the GIL, so that the kernel is busy.
         killing.wait()
     assert len(_until_end(ours)) == 500
 
@@ -451,9 +452,11 @@ def test_a_suspended_host_is_lost_after_the_time_of_the_heartbeats() -> None:
 
 def test_a_host_whose_python_code_hangs_stays_connected() -> None:
     hold_the_gil = "import ctypes; ctypes.PyDLL(None).sleep(8)"
-    # The host joins before: otherwise, its first message would leave after those seconds, together with the second.
+    # Let the host join first. Otherwise, its hello would be sent only after the sleep, together with the second
+    # message.
     then = f"stream.receive(); {hold_the_gil}; stream.send(FramesEvent(0, b'back')); time.sleep(600)"
-    keep_alive = (1, 4)  # This is less than the time without Python code, and more than a busy machine needs.
+    # The time to live is less than the time without Python code, but more than a busy machine needs.
+    keep_alive = (1, 4)
     with closing(_Kernel(keep_alive)) as kernel, _host_process(kernel, then):
         ours = kernel.next_end()
         ours.send(_output())
@@ -525,7 +528,7 @@ def test_a_connected_host_takes_no_other_descriptor(kernel: _Kernel) -> None:
     context, dealer = _dealer(kernel)
     until(lambda: kernel.listener._waiting)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (8, hard))  # poll(2) accepts no more descriptors in one call.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (8, hard))  # This makes poll(2) accept no more descriptors in one call.
     try:
         dealer.send(_message(0, _frames(HelloEvent(2, "machine-2"))))
         kernel.next_end(2)
@@ -551,7 +554,7 @@ def test_a_failing_report_does_not_end_the_listener() -> None:
 
 
 def _touch_zmq() -> tuple[list[str], int, int]:
-    """In a forked rank, collect the inherited objects and use ZeroMQ."""
+    """In a forked rank, collect inherited objects and use ZeroMQ."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         gc.unfreeze()
@@ -617,7 +620,7 @@ if __name__ == "__main__":
 
 
 class _Network(LoopbackProxy):
-    """Carries a connection on loopback. The host's bytes can be changed, and the connection can be reset."""
+    """Carries connections on loopback. Tests can change the host's bytes, stall the data, and reset the connections."""
 
     def __init__(self, port: int) -> None:
         super().__init__(port)
@@ -656,7 +659,7 @@ def test_data_sent_before_an_end_closed_arrives_over_a_network_that_stalls(kerne
         host.send(*[_output(bytes(1 << 17))] * 28)
         closing = threading.Thread(target=host.close)
         closing.start()
-        time.sleep(1.0)  # The buffers of the connection fill up.
+        time.sleep(1.0)  # By now, the buffers of the connection are full.
         network.flows.set()
         assert len(_until_end(ours)) == 28
         closing.join()
@@ -673,6 +676,6 @@ def test_a_forged_message_and_a_reset_do_not_abort_the_process() -> None:
         time.sleep(0.3)
         network.reset()
         assert _until_end(ours) == []
-        time.sleep(2.5)  # libzmq 4.3.5 would fail an assertion at the next heartbeat.
+        time.sleep(2.5)  # At the next heartbeat, an assertion in libzmq 4.3.5 would fail.
         host.close()
         kernel.connect_host(2)

@@ -21,7 +21,7 @@ plt = pytest.importorskip("matplotlib.pyplot")
 @pytest.fixture(autouse=True)
 def drawing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     plt.switch_backend("agg")
-    plot_with(svg_curves.plot)  # `Run.metrics` does this.
+    plot_with(svg_curves.plot)  # `Run.metrics` makes this call.
     yield
     plt.close("all")
 

@@ -1,4 +1,4 @@
-"""Launches from processes in an unusual state. Each is a new interpreter that uses the default start method (fork)."""
+"""Launches from processes in unusual states. Each is a new interpreter that uses the default start method (fork)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def evaluate(interpreters: InterpreterServer, script: str, **environment: str) -
 
 
 def run_interpreter(script: str, *, prefix: Sequence[str] = (), cwd: Path = ROOT, **environment: str) -> Any:
-    """Run the script in a new interpreter, started behind a command."""
+    """Run a script in a new interpreter, started by a command. Return the value that the script reports."""
     command = [*prefix, sys.executable, "-c", PRELUDE + textwrap.dedent(script)]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     done = subprocess.run(command, env=variables, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
@@ -104,7 +104,7 @@ def test_ranks_that_other_code_reaps_are_judged_by_their_messages(
     found = evaluate(interpreters, f"method = {method!r}\n" + reaping + ENDS)
     assert found["return"] == [True, True]
     assert "ValueError: wrong" in found["raise"]
-    for kind in ("exit", "kill"):  # The thread may reap it later than the supervisor.
+    for kind in ("exit", "kill"):  # The thread may reap the rank later than the supervisor does.
         known = {"exit": "exit status 3", "kill": "SIGKILL"}[kind]
         unknown = "before the function returned; its exit status is unknown, because the kernel ignores SIGCHLD"
         assert unknown in found[kind] or (reaping == REAPER and known in found[kind]), found[kind]
@@ -246,7 +246,7 @@ def _need_privileges(namespace: str) -> None:
 
 
 def test_a_system_without_proc_can_launch() -> None:
-    """Some containers have no /proc. Then only the zygote is forked, never the kernel itself."""
+    """Some containers have no /proc. There, only the zygote is forked, and never the kernel itself."""
     _need_privileges("-m")
     hidden = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh"]
     script = "methods = ['auto', 'zygote', 'spawn', 'fork']" + COLLECTIVE
@@ -263,7 +263,7 @@ def test_a_system_without_proc_can_launch() -> None:
 
 @pytest.mark.parametrize("method", ["zygote", "spawn"])
 def test_a_relative_pythonpath_does_not_follow_the_kernel_to_another_folder(tmp_path: Path, method: str) -> None:
-    """If a .pth file or a flag makes it do so, an interpreter imports `types` from there before its first line."""
+    """If PYTHONPATH named that folder, a .pth file or a flag could make interpreters import its `types` at once."""
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir(), there.mkdir()
     (there / "types.py").write_text("raise RuntimeError('this is the types.py of the user')\n")
@@ -350,7 +350,8 @@ def test_a_kernel_out_of_descriptors_gets_a_clear_error_and_can_launch_later(
     report([sorted(found - {"['started', 'started']", "('started', 'started')"}), last, opened() - before])
     """
     refused, found, left = evaluate(interpreters, script)
-    refused = [text for text in refused if "its process ended with exit status 1" not in text]  # The rank's own limit.
+    # Leave out failures that the limit causes in the rank itself.
+    refused = [text for text in refused if "its process ended with exit status 1" not in text]
     assert refused
     assert all(text.startswith("LaunchError: ") and "Too many open files" in text for text in refused), refused
     assert found == [1, 1]
@@ -389,7 +390,7 @@ def test_an_exception_of_a_signal_handler_ends_the_cell_and_its_run(
 
 @pytest.mark.parametrize("method", ["zygote", "spawn"])
 def test_interpreters_start_in_a_folder_that_was_deleted(tmp_path: Path, method: str) -> None:
-    """torch's libraries cannot be loaded in such a folder, with or without this package."""
+    """Even without this package, torch's libraries cannot be loaded in such a folder."""
     script = f"""
     os.mkdir("gone"), os.chdir("gone"), os.rmdir("../gone")
     def train():

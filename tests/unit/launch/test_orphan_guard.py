@@ -1,4 +1,4 @@
-"""The shell that kills the processes that ranks have started, when the shell itself is stopped or killed."""
+"""The shell that kills the processes that ranks have started, in cases where the shell itself is stopped or killed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOON = 60.0
 
 @pytest.fixture
 def shell() -> Iterator[subprocess.Popen[bytes]]:
-    """Return the process of the shell that ``GUARD`` uses."""
+    """Yield the process of the shell that ``GUARD`` uses."""
     GUARD.add_rank()
     GUARD.ensure()
     process = GUARD._process

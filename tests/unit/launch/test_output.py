@@ -1,4 +1,4 @@
-"""Turning raw bytes into complete, labelled lines."""
+"""How raw bytes become complete lines with labels."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_line_that_is_not_redrawn_is_not_a_progress_bar() -> None:
 
 
 class _Writes(list[bytes]):
-    """A file that records each write."""
+    """A file that records each write separately."""
 
     def write(self, text: str) -> None:
         self.append(text.encode())
@@ -111,7 +111,7 @@ class _Writes(list[bytes]):
 
 def _bars_of_tqdm(*, leave: bool) -> _Writes:
     class tqdm(pytest.importorskip("tqdm").tqdm):  # type: ignore[misc]  # noqa: N801 - as its users write it
-        monitor_interval = 0  # No monitor thread.
+        monitor_interval = 0  # This prevents tqdm's monitor thread.
 
     writes = _Writes()
     for epoch in tqdm(range(2), "epochs", file=writes, ascii=True, mininterval=0):
@@ -125,7 +125,7 @@ def _bars_of_tqdm(*, leave: bool) -> _Writes:
 @pytest.mark.parametrize("leave", [False, True])
 @pytest.mark.parametrize("size", [0, 1, 7, 50, 1000])
 def test_nested_bars_are_redrawn_in_place(leave: bool, size: int) -> None:
-    """The bars arrive as tqdm writes them, in pieces of ``size`` bytes, or if that is 0, in one piece per write."""
+    """The bars arrive as tqdm writes them, cut into pieces of ``size`` bytes or, if that is 0, one piece per write."""
     writes = _bars_of_tqdm(leave=leave)
     raw = b"".join(writes)
     chunks = [raw[i : i + size] for i in range(0, len(raw), size)] if size else list(writes)
@@ -240,7 +240,7 @@ def _display(number: int) -> DisplayEvent:
 
 @given(st.data())
 def test_lines_and_displays_keep_their_order(data: st.DataObject) -> None:
-    """It does not matter where the pipes are cut, and in which order pieces and displays arrive."""
+    """Pipes may be cut anywhere, and pieces and displays may arrive in any order."""
     marks = [display_mark(number) for number in (1, 2, 3)]
     raw = {
         "stdout": b"".join(b"line %d\n%s" % pair for pair in enumerate(marks)) + b"\x1b[1mlast\x1b[0m\n",
@@ -259,7 +259,7 @@ def test_lines_and_displays_keep_their_order(data: st.DataObject) -> None:
             output.display(displays.pop(0))
         else:
             output.feed(name, pieces[name].pop(0))
-    publisher.flush(force=True)  # Before the end, nothing is held back.
+    publisher.flush(force=True)  # Nothing may be held back until the end.
     shown = [text for _, text in publisher.sent if text != "error\n"]
     assert shown == ["line 0\n", "display 1", "line 1\n", "display 2", "line 2\n", "display 3", "\x1b[1mlast\x1b[0m\n"]
     everything = [text for _, text in publisher.sent]
@@ -275,15 +275,15 @@ def test_a_lost_display_or_mark_does_not_hold_up_output_forever() -> None:
         output.feed("stderr", display_mark(number))
 
     feed(b"a\n", 1)
-    output.display(DisplayEvent({}, mark=1))  # The display could not be sent in full.
-    output.display(_display(2))  # An interrupt arrived before its marks.
+    output.display(DisplayEvent({}, mark=1))  # This display could not be sent in full.
+    output.display(_display(2))  # An interrupt arrived before the marks of this display.
     feed(b"b\n", 3)
     output.display(_display(3))
-    output.feed("stdout", b"c\n" + display_mark(4) + b"d\n")  # An interrupt arrived between its marks.
+    output.feed("stdout", b"c\n" + display_mark(4) + b"d\n")  # An interrupt arrived between the marks of this display.
     output.display(_display(4))
     feed(b"e\n", 5)
     output.display(_display(5))
-    feed(b"f\n", 6)  # Its display does not arrive.
+    feed(b"f\n", 6)  # The display for this mark does not arrive.
     output.feed("stdout", b"g\n")
     output.expect_no_displays()
     feed(b"h\n", 7)

@@ -1,4 +1,4 @@
-"""The part of a run's text that a notebook file keeps: the first and last lines, and the number of omitted lines."""
+"""The part of a run's text that a notebook file keeps: the first and last lines, and how many were left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How functions, arguments and values travel between processes."""
+"""How functions, arguments and values are passed between processes."""
 
 from __future__ import annotations
 

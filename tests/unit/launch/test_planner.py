@@ -1,4 +1,4 @@
-"""Planning: pure functions from facts to the decisions of a launch."""
+"""Planning: pure functions that turn facts into the decisions of a launch."""
 
 from __future__ import annotations
 

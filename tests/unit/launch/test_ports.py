@@ -1,4 +1,4 @@
-"""Finding a port for the process group."""
+"""The search for a port for the process group."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def let_go() -> Iterator[None]:
 
 
 def _free() -> int:
-    """Return a free port below the range that systems use for ephemeral ports."""
+    """Return a free port below the range of the system's ephemeral ports."""
     for port in range(20_000 + os.getpid() % 5_000, 29_000):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("", port))

@@ -1,4 +1,4 @@
-"""The store of the process groups of several machines, served by rank 0."""
+"""The store that rank 0 serves for process groups across several machines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_store_listens_on_the_address_of_the_master_only() -> None:
         store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         store.set("key", "value")
         assert store.get("key") == b"value"
-        with socket.socket() as other:  # This uses another address of this machine.
+        with socket.socket() as other:  # The store must not listen on this machine's other addresses.
             assert other.connect_ex(("127.0.0.2", port)) != 0
         del store
         rank.communicate("\n", timeout=60)

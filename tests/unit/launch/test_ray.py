@@ -1,4 +1,4 @@
-"""Launching on Ray, as far as it can be tested without Ray. `make test-ray` tests the rest."""
+"""Launches on Ray, as far as they can be tested without Ray. `make test-ray` tests the rest."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_an_order_is_adapted_to_its_machine(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def _tunnel() -> tuple[NodeHost, socket.socket]:
-    """Return the host of a node with a tunnel, and the rank's end of the tunnel."""
+    """Return a node's host with a tunnel, and the rank's end of that tunnel."""
     node = NodeHost()
     node.open_tunnel()
     assert node._tunnel is not None
@@ -179,10 +179,10 @@ def test_a_blocked_push_is_not_truncated_by_a_concurrent_pull(monkeypatch: pytes
     monkeypatch.setattr(ray_actor, "TUNNEL_SECONDS", 0.1)
     node, rank_end = _tunnel()
     assert node.pull() is None
-    sent = os.urandom(32 << 20)  # The buffers of a loopback connection hold less.
+    sent = os.urandom(32 << 20)  # This is more than the buffers of a loopback connection hold.
     pushing = threading.Thread(target=node.push, args=(sent,))
     pushing.start()
-    for _ in range(5):  # While the rank does not read.
+    for _ in range(5):  # The rank is not reading yet.
         assert node.pull() is None
     assert pushing.is_alive()
     received = bytearray()
@@ -194,7 +194,7 @@ def test_a_blocked_push_is_not_truncated_by_a_concurrent_pull(monkeypatch: pytes
 
 
 class _CalledHere:
-    """An actor whose methods are called without Ray."""
+    """An actor whose methods are called directly, without Ray."""
 
     def __init__(self, node: NodeHost) -> None:
         self._node = node
@@ -243,7 +243,7 @@ def test_a_host_connects_to_the_kernel_through_a_tunnel(monkeypatch: pytest.Monk
 
 
 class _Actor:
-    """An actor whose tunnel is served until it dies."""
+    """An actor that serves its tunnel until it dies."""
 
     def __init__(self) -> None:
         self.dies = threading.Event()
@@ -274,7 +274,7 @@ def test_the_kernel_sees_that_an_actor_behind_a_tunnel_has_died(monkeypatch: pyt
 
 
 class _Driver:
-    """The part of the driver process that a connection uses."""
+    """The part of the driver's process that a connection uses."""
 
     def __init__(self) -> None:
         self.connected: set[int] = set()

@@ -1,4 +1,4 @@
-"""Streaming a run's records to an attached kernel, from any position, and each record once."""
+"""Streaming a run's records to an attached kernel, from any position. Each record is sent once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _step(number: int) -> list[Record]:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """A run that is kept in a folder."""
+    """Return a run that is kept in a folder."""
     made = make_run()
     writer = RunWriter(tmp_path, run_folder.new_header("made", 1, int, (), LaunchConfig(), START), Journal())
     made.folder, made._internals.journal_file = tmp_path, writer.file
@@ -42,7 +42,7 @@ def _reader(run: Run) -> JournalReader:
 
 
 def _receive(stream: RecordStream, reader: JournalReader) -> None:
-    """Bring a reader up to date, as the service does for a kernel."""
+    """Bring a reader up to date, as the service does for an attached kernel."""
     stream.advance(hold=True)
     if not stream.holds(reader.restart()):
         found = stream.history()

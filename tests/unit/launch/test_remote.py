@@ -1,4 +1,4 @@
-"""Ranks that a host starts and relays. The host is on the same machine, but uses a real connection."""
+"""Ranks that a host starts and relays. The host runs on the same machine, but its connection is real."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SECONDS = 120.0
 
 
 class HostedBackend(PickledBackend):
-    """Starts two hosts on this machine, which share the ranks."""
+    """A backend that starts two hosts on this machine, which share the ranks."""
 
     hosts: list[subprocess.Popen[bytes]] = []  # noqa: RUF012 - seen by the tests
 
@@ -90,7 +90,7 @@ class HostedBackend(PickledBackend):
 
 
 def be_a_host() -> None:
-    """Run as one of the hosts."""
+    """Run as one of the two hosts."""
     from notebook_accelerate.launch.processes.spawn import SpawnBackend
 
     port, secret, node, orders, payload = pickle.loads(sys.stdin.buffer.read())
@@ -173,7 +173,7 @@ def test_ranks_can_be_asked_inspected_sampled_and_stopped() -> None:
     answers = run.ask("answer", timeout=SECONDS)
     assert not any(isinstance(answer, AskError) for answer in answers.values()), answers
     assert answers == {0: 42, 1: 42}
-    # On a busy machine a rank may show nothing within the second that a diagnosis takes.
+    # A diagnosis takes a second, in which a rank on a busy machine may show nothing.
     until(lambda: [_function(place) for place in run.diagnose().places] == [(0, "_sleep"), (1, "_sleep")])
     until(lambda: "_sleep" in run._internals.commands.requests.capture_stacks(1).dump)
     until(lambda: set(run._internals.store.resources) >= {0, 1})
@@ -203,7 +203,7 @@ def test_a_host_restarts_its_orphan_guard() -> None:
     def shells() -> list[int]:
         found = []
         for child in host.children():
-            with suppress(psutil.NoSuchProcess):  # The process may have just exited.
+            with suppress(psutil.NoSuchProcess):  # The process may just have exited.
                 found += [child.pid] if child.name() == "sh" else []
         return found
 
@@ -276,7 +276,7 @@ def test_messages_relayed_before_all_ranks_are_connected_arrive_in_order() -> No
 
 def test_an_accepted_host_stays_connected_if_the_listener_closes_immediately() -> None:
     class Slow(SimpleQueue[IncomingHost]):
-        """Delays the thread of the handshake, as a busy machine may do."""
+        """A queue that delays the thread of the handshake, as a busy machine may do."""
 
         def put(self, item: IncomingHost, block: bool = True, timeout: float | None = None) -> None:
             super().put(item)

@@ -1,4 +1,4 @@
-"""The report: the text and the HTML that remain in the saved notebook."""
+"""Reports: the text and the HTML that remain in a saved notebook."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_traces_of_profilers_are_listed(tmp_path: Path) -> None:
         with accelerator.profile(settings):
             accelerator.wait_for_everyone()
         accelerator.wait_for_everyone()
-        with accelerator.profile(settings):  # This replaces the first profile.
+        with accelerator.profile(settings):  # The second profile replaces the first one.
             raise ValueError(f"rank {accelerator.process_index} ends early")
 
     with pytest.raises(WorkerError) as caught:

@@ -1,4 +1,4 @@
-"""The parts of a report that remain in front ends that do not trust the notebook and sanitize its HTML."""
+"""What remains of a report in front ends that do not trust the notebook and sanitize its HTML."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from notebook_accelerate.launch.report.document import table_of
 from notebook_accelerate.telemetry import LogEvent, MetricEvent, RankFailure
 from tests.support.runs import START, end, feed, make_run
 
-# The HTML that the sanitizer of github.com keeps (jch/html-pipeline, SanitizationFilter), and the fallbacks of
-# nbviewer:
-# no style, no script, no class, images only from the web.
+# The HTML that github.com's sanitizer keeps (jch/html-pipeline, SanitizationFilter), and nbviewer's fallbacks: no
+# styles, scripts or classes, and only images from the web.
 _TAGS = set(
     "h1 h2 h3 h4 h5 h6 br b i strong em a pre code img tt div ins del sup sub p picture ol ul table thead tbody tfoot "  # noqa: SIM905
     "blockquote dl dt dd kbd q samp var hr ruby rt rp li tr td th s strike summary details caption figure figcaption "
@@ -40,7 +39,7 @@ WORDS = (
 
 @pytest.fixture
 def run() -> Run:
-    """Return a run with curves, output and a failure."""
+    """Return a run that has curves, output and a failure."""
     run = make_run(2)
     for rank in (0, 1):
         feed(run, *(MetricEvent({"loss": 1 / (step + 1)}, step) for step in range(50)), rank=rank)
@@ -50,7 +49,7 @@ def run() -> Run:
 
 
 def _read(html: str) -> str:
-    """Return the text of sanitized HTML and of its images."""
+    """Return the text in sanitized HTML and in its images."""
     soup = BeautifulSoup(html, "html.parser")
     for image in soup.find_all("img"):
         image.replace_with(str(image.get("alt", "")))
@@ -76,7 +75,7 @@ def test_a_report_sanitized_like_on_github_is_complete(run: Run) -> None:
 
 
 def test_the_strictest_sanitizer_keeps_tables_and_text(run: Run) -> None:
-    """The sanitizer of nbconvert (--sanitize-html) shows most tags as text, and keeps the plain form."""
+    """nbconvert's sanitizer (--sanitize-html) shows most tags as text, and keeps the plain form."""
     report = run.report()
     shown: dict[str, Any] = {"text/html": report.html, "text/plain": report.text}
     output = nbformat.v4.new_output("execute_result", data=shown, execution_count=1)
@@ -106,7 +105,7 @@ def test_the_cells_of_a_large_table_stay_in_their_rows_and_columns_without_its_s
 
 
 def test_the_plain_form_is_complete(run: Run) -> None:
-    """Front ends that do not show HTML show the plain form."""
+    """Front ends that show no HTML show the plain form."""
     text = run.report().text
     for words in ("failed", "train", "KeyError: 'lost <b>'", "num_processes", "loss", "█", "last step"):
         assert words in text

@@ -1,4 +1,4 @@
-"""Return values: large ones travel in files, and each one is unpickled when it is read."""
+"""Return values: large ones are passed in files, and each one is unpickled when it is read."""
 
 from __future__ import annotations
 
@@ -131,14 +131,14 @@ def test_large_values_leave_no_file_open(read: bool) -> None:
 
 
 def _threads_of_runs() -> list[str]:
-    """Return the threads of finished runs that are moving memory into huge pages."""
+    """Return the names of threads in which finished runs move memory into huge pages."""
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("notebook-accelerate-run")]
 
 
 def _payload_files(pid: int) -> list[str]:
     found = []
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # This may be the descriptor of the folder itself.
+        with contextlib.suppress(FileNotFoundError):  # The listing includes its own descriptor, which is closed by now.
             found.append(str(link.readlink()))
     return [target for target in found if "notebook-accelerate-payload" in target]
 
@@ -155,7 +155,7 @@ def test_a_rank_that_is_killed_while_sending_leaves_no_file(tmp_path: Path) -> N
     assert _payload_files(run.ranks[0].pid or 0)
     run.stop(grace=0.0)
     assert run.status == "stopped"
-    assert len(_payload_files(os.getpid())) <= len(before)  # Threads of an earlier run may have been closed.
+    assert len(_payload_files(os.getpid())) <= len(before)  # An earlier run may have closed files in the meantime.
 
 
 # ---- values that cannot be transferred
@@ -181,7 +181,7 @@ def test_a_value_that_cannot_be_pickled_fails_only_its_own_reading(
 
 
 def _check_unreadable(run: Run, reason: str) -> None:
-    """Check that a run succeeded, and that reading its results fails for the given reason."""
+    """Check that a run succeeded, but that its results cannot be read for the given reason."""
     assert run.status == "succeeded", run.error
     with pytest.raises(SerializationError, match=reason):
         run.results  # noqa: B018
@@ -198,7 +198,7 @@ def test_the_error_for_a_prepared_model_names_unwrap_model() -> None:
 
 
 class _Raises:
-    """An object that raises the named error when it is unpickled."""
+    """An object that raises an error when it is unpickled."""
 
     def __init__(self, error: str) -> None:
         self.error = error
@@ -430,7 +430,7 @@ def test_a_kernel_out_of_descriptors_loses_the_value_and_nothing_else(tmp_path: 
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         (tmp_path / "go").touch()
-        # The numbers of descriptors have gaps: the next descriptor gets the lowest free number.
+        # The next descriptor gets the lowest free number, and descriptors may have gaps.
         lowest_free = os.dup(0)
         os.close(lowest_free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
@@ -472,7 +472,7 @@ def test_the_results_of_an_error_are_read_one_by_one() -> None:
 
 
 class _HostileError(Exception):
-    """Runs code when it is unpickled."""
+    """An exception that runs code when it is unpickled."""
 
     def __init__(self, code: str) -> None:
         super().__init__("hostile")

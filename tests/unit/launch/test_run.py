@@ -1,4 +1,4 @@
-"""The `Run` object of a launch: status, ranks, results, waiting, awaiting, stopping and logs."""
+"""The `Run` that a launch returns: status, ranks, results, waiting, awaiting, stopping and logs."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ NUMBERS = {
     "cpus": lambda _, value: RayCluster(cpus=value),
     "start_timeout": lambda _, value: RayCluster(start_timeout=value),
 }
-"""Calls that take a number from the user."""
+"""Calls that pass on a number from the user."""
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_a_question_whose_prompt_was_interrupted_is_asked_again(monkeypatch: pyt
     def answer(prompt: str) -> str:
         asked.append(prompt)
         if len(asked) == 1:
-            raise KeyboardInterrupt  # ipykernel does this when the stop button is pressed at a prompt.
+            raise KeyboardInterrupt  # ipykernel raises this when the stop button is pressed at a prompt.
         return "blue"
 
     monkeypatch.setattr("builtins.input", answer)
@@ -257,7 +257,7 @@ def test_run_may_be_awaited() -> None:
         done = await run
         ticker.cancel()
         assert done is run
-        return await run  # Await it a second time, after the end.
+        return await run  # A run may be awaited again after its end.
 
     assert asyncio.run(body()).results == (1, 2)
 
@@ -390,7 +390,7 @@ def test_hang_timeout_counts_from_the_last_sign_of_life() -> None:
     assert run is not None
     assert run.ended is not None
     assert run.ended - run.started < 60, "the ranks sleep for ten minutes"
-    # On a busy machine the ranks may be silent for that long before they have printed everything.
+    # On a busy machine, the limit may expire before the ranks have printed everything.
     heard = sorted(line.time for rank in (0, 1) for line in run._internals.store.log_lines(rank))
     times = [run.started, *heard, run.ended]
     assert max(later - earlier for earlier, later in itertools.pairwise(times)) > 0.45
@@ -442,7 +442,7 @@ def test_a_failed_run_keeps_the_results_of_the_other_ranks(tmp_path: Path) -> No
             told.with_suffix(".new").rename(told)
             return 7
         until(told.exists)
-        # The kernel notices the end of the rank only after it has read all of the rank's output.
+        # The kernel notices a rank's end only after it has read all of the rank's output.
         until(lambda: not psutil.pid_exists(int(told.read_text())))
         raise KeyError("one")
 

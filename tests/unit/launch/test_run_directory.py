@@ -1,4 +1,4 @@
-"""The records of detached runs: other users, other machines, many runs, and users without a home."""
+"""The records of detached runs, with other users, other machines, many runs, and users without a home directory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from tests.support.waiting import until
 
 @pytest.fixture(autouse=True)
 def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A user's folder of detached runs."""
+    """Use an empty folder for the user's detached runs."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     yield tmp_path / "state" / "notebook-accelerate"
@@ -57,7 +57,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def _recorded(
     folder: Path, name: str, created: float, devices: tuple[str, str] = ("cpu", ""), **process: object
 ) -> DetachedEntry:
-    """Write a kept run and record it as a detached run of this process, or of a process with the given attributes."""
+    """Write a kept run and record it as a detached run of this process, or of a process that differs in some fields."""
     folder.mkdir(parents=True)
     identity = replace(this_process(), **process)  # type: ignore[arg-type]
     header = run_folder.new_header(name, 1, int, (), LaunchConfig(detach=True), START) | {"process": asdict(identity)}
@@ -97,7 +97,7 @@ def test_an_unreadable_journal_delays_nothing(tmp_path: Path) -> None:
 
 
 def test_the_sockets_of_other_containers_are_kept(tmp_path: Path) -> None:
-    """Other containers may share the user's home."""
+    """Containers may share the user's home directory."""
     entries = [
         _recorded(tmp_path / "theirs", "theirs", time.time(), machine="another"),
         _recorded(tmp_path / "gone", "gone", time.time(), pid=2**22 - 1),
@@ -110,7 +110,7 @@ def test_the_sockets_of_other_containers_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_file_in_place_of_a_socket_is_kept(tmp_path: Path) -> None:
-    """The record of a run may name any path."""
+    """A run's record may name any path as its socket."""
     file = tmp_path / "thesis.txt"
     file.touch()
     run_directory.add_entry(replace(_recorded(tmp_path / "odd", "odd", time.time(), pid=2**22 - 1), socket=str(file)))
@@ -125,13 +125,13 @@ def test_without_a_home_the_error_says_which_variable_to_set(monkeypatch: pytest
         assert run_directory.entries() == []
         with pytest.raises(LaunchError, match="set XDG_STATE_HOME"):
             run_directory.runs_folder()
-    monkeypatch.delenv("HOME")  # The user database still names a home.
+    monkeypatch.delenv("HOME")  # The user database still names a home directory.
     assert run_directory.state_folder().is_absolute()
 
 
 @pytest.fixture
 def unmasked() -> Iterator[None]:
-    """Let others access the files of this process unless it sets permissions itself."""
+    """Let other users access this process's new files, unless the code restricts their permissions."""
     before = os.umask(0)
     yield
     os.umask(before)
@@ -151,7 +151,7 @@ as_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become ano
 
 @pytest.fixture
 def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home that all users share, like HOME=/tmp in a container."""
+    """Return a home directory that all users share, like HOME=/tmp in a container."""
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(0o1777)
@@ -166,7 +166,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_folder_that_another_user_made_is_not_used(shared: Path, tmp_path: Path, theirs: str, linked: bool) -> None:
     made = shared / theirs
     made.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if linked:  # The link belongs to another user, but its target belongs to this one.
+    if linked:  # The link belongs to another user, but its target belongs to this user.
         (tmp_path / "mine").mkdir(mode=0o700)
         made.symlink_to(tmp_path / "mine")
     else:
@@ -210,9 +210,9 @@ def test_others_may_not_replace_a_folder_on_the_path(tmp_path: Path, shared: Pat
 
 
 def test_a_group_that_contains_only_the_user_may_write(shared: Path) -> None:
-    """Some systems give each user a group."""
+    """On some systems, each user has a separate group."""
     shared.chmod(0o770)
-    os.chown(shared, -1, 54_321)  # No group has this number.
+    os.chown(shared, -1, 54_321)  # There is no group with this number.
     with pytest.raises(LaunchError, match=rf"chmod g-w {shared}\. Fix its permissions, or set XDG_STATE_HOME"):
         run_directory.runs_folder()
     if os.getuid() == 0:
@@ -224,7 +224,7 @@ def test_a_path_that_is_not_a_file_of_the_user_is_not_a_record(tmp_path: Path, s
     entry = _recorded(tmp_path / "good", "good", time.time())
     (path,) = (state / "detached").glob("*.json")
     folder = state / "detached"
-    os.mkfifo(folder / "pipe.json")  # Reading it would block.
+    os.mkfifo(folder / "pipe.json")  # Reading the pipe would block.
     (folder / "device.json").symlink_to("/dev/zero")
     (folder / "link.json").symlink_to(path)
     (folder / "folder.json").mkdir()
@@ -242,7 +242,7 @@ def test_a_path_that_is_not_a_file_of_the_user_is_not_a_record(tmp_path: Path, s
 
 
 def test_without_an_identifier_of_the_machine_the_lock_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on macOS, which has no /proc: the name of a killed run is free again."""
+    """Without an identifier, as on macOS, which has no /proc, the name of a killed run must become free again."""
     monkeypatch.setattr(process_liveness, "_machine_identity", lambda: "")
     claimed = run_directory.claim_name("one")
     assert claimed is not None
@@ -251,7 +251,7 @@ def test_without_an_identifier_of_the_machine_the_lock_decides(tmp_path: Path, m
     monkeypatch.setattr(detached_launch, "CLAIM_SECONDS", 0.1)
     with pytest.raises(ValueError, match="has not ended"):
         detached_launch._claim("one")
-    os.close(claimed)  # The exit of its process does this.
+    os.close(claimed)  # The exit of the run's process closes this descriptor.
     assert [entry.lives for entry in run_directory.entries()] == [False]
     again = detached_launch._claim("one")
     run_directory.release_name("one", again)
@@ -274,7 +274,7 @@ except PermissionError:
 
 @as_root
 def test_another_user_cannot_attach(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Don't use pytest's folder, because addresses of sockets must be short.
+    # pytest's folder has a long path, and the addresses of sockets must be short.
     with tempfile.TemporaryDirectory() as runtime:
         monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
         path = run_directory.new_socket()
@@ -329,7 +329,7 @@ sys.stdin.read()
 
 
 def test_a_kernel_whose_connection_was_closed_connects_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a suspended kernel reads nothing for seconds, its connection is closed, but its run continues."""
+    """If a kernel is suspended and reads nothing for seconds, its connection is closed, but the run continues."""
     run = make_run()
     service = ControlService(run, tmp_path / "s")
     client = ControlClient(tmp_path / "s")
@@ -347,7 +347,7 @@ def test_a_kernel_whose_connection_was_closed_connects_again(tmp_path: Path, mon
         service.close()
     until(lambda: client._over, seconds=20)
     monkeypatch.setattr(control_client, "SEND_SECONDS", 1e6)
-    client.stop(1.0)  # A command to a finished run does not block.
+    client.stop(1.0)  # A command to a run that has finished must not block.
 
 
 def _connect(path: Path) -> Channel:
@@ -357,7 +357,7 @@ def _connect(path: Path) -> Channel:
 
 
 def _followed(path: Path) -> tuple[ControlService, Channel]:
-    """Serve a run whose ranks wrote 8000 long lines. Return the service, and a channel that does not read."""
+    """Serve a run whose ranks have written 8000 long lines. Return the service, and a channel that nothing reads."""
     run = make_run()
     run._internals.journal.add(
         [Record(0, START + number, LogEvent("stdout", f"{number:1000}")) for number in range(8000)]
@@ -392,7 +392,7 @@ def test_a_kernel_that_does_not_read_delays_the_end_a_little(tmp_path: Path, mon
 
 
 def test_captures_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A capture takes seconds if its rank is suspended, and any number of kernels may request one."""
+    """Each capture takes seconds if its rank is suspended, and any number of kernels may ask for one."""
     run, resumed, limit = make_run(), threading.Event(), control_service.MAX_CAPTURES
     monkeypatch.setattr(
         run._internals.commands.requests, "capture_stacks", lambda _: resumed.wait() and ProcessStacks("seen")
@@ -490,7 +490,7 @@ def test_only_finished_runs_are_forgotten_with_their_folders(tmp_path: Path) -> 
     assert [entry.name for entry in run_directory.entries()] == ["lives"]
     with pytest.raises(FileNotFoundError):
         attach("lives")
-    # A disk that does not respond raises an error, as a name that is too long does.
+    # This name is too long, which raises an error like that of a disk that does not respond.
     run_directory.add_entry(replace(entry, name="away", folder=f"/{'x' * 300}"))
     assert [entry.name for entry in run_directory.entries()] == ["lives", "away"]
     assert [run.name for run in runs() if run.config.detach] == []
@@ -517,7 +517,7 @@ def test_a_runtime_folder_of_another_user_is_not_used(
     assert run_directory.new_socket().parent == state / "sockets"
     (tmp_path / "shared").chmod(0o700)
     assert run_directory.new_socket().parent == tmp_path / "shared" / "notebook-accelerate"
-    if os.getuid() == 0:  # This happens with sudo, which keeps the variable.
+    if os.getuid() == 0:  # With sudo, which keeps the variable, the folder may belong to another user.
         os.chown(tmp_path / "shared", 65534, 65534)
         assert run_directory.new_socket().parent == state / "sockets"
 
@@ -556,7 +556,7 @@ def test_one_process_at_a_time_holds_a_name(state: Path) -> None:
         process.kill()
     claimed = run_directory.claim_name("one")
     assert claimed is not None, "the name belonged to a killed process"
-    copy = os.dup(claimed)  # A process that was forked during the run has such a copy.
+    copy = os.dup(claimed)  # A process that was forked during the run may have such a copy.
     run_directory.release_name("one", claimed)
     again = run_directory.claim_name("one")
     assert again is not None
@@ -569,7 +569,7 @@ def test_one_process_at_a_time_holds_a_name(state: Path) -> None:
 
 
 def test_the_first_answer_of_a_process_counts() -> None:
-    """A run that has its folder may fail a moment later, before the kernel has read the first answer."""
+    """After a run has got its folder, it may fail before the kernel has read the first answer."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(b'{"folder": "/runs/1"}\n{"error": "LaunchError", "message": "later"}\n')

@@ -1,4 +1,4 @@
-"""The journal and the fold over it: every order of events respects the tables, and reaches an end."""
+"""The journal and its fold: every order of events respects the tables of transitions, and reaches an end."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ SETTINGS = settings(max_examples=150, deadline=None, suppress_health_check=[Heal
 
 
 def statuses(state: RunState) -> dict[tuple[str, int], str]:
-    """Return the current state of everything that has a table."""
+    """Return the current state of everything that has a table of transitions."""
     found = {("run", 0): state.status, ("attempt", 0): state.attempt_status, ("stop", 0): state.stop_phase}
     found |= {("rank", info.rank): info.state for info in state.ranks}
     return found | {("prompt", info.rank): "open" if info.rank in state.prompts else "none" for info in state.ranks}
 
 
 def check_step(before: RunState, after: RunState, event: RunEvent) -> None:
-    """Check that every change is a transition in its table. A new attempt starts from the beginning."""
+    """Check that every change is a transition in its table. A new attempt may start from the beginning."""
     if isinstance(event, (events.RunPlanned, events.AttemptStarted)):
         assert {info.state for info in after.ranks} == {"starting"}
         return
@@ -87,7 +87,7 @@ def check_step(before: RunState, after: RunState, event: RunEvent) -> None:
 
 
 def folded(found: list[RunEvent], state: RunState) -> tuple[RunState, list[RunEvent]]:
-    """Apply the valid events. Return the state and the applied events."""
+    """Apply the events that are valid. Return the state and the applied events."""
     applied: list[RunEvent] = []
     for number, event in enumerate(found):
         before = state
@@ -119,7 +119,7 @@ def test_the_same_journal_gives_the_same_state(found: list[RunEvent]) -> None:
 
 
 def closing(state: RunState) -> list[RunEvent]:
-    """Return the events with which a supervisor ends a run in any state, reaping every rank first."""
+    """Return the events with which a supervisor ends a run from any state. All ranks are reaped first."""
     found: list[RunEvent] = []
     if state.attempt_status == "running" or state.held:
         found += [events.PromptClosed(rank, answered=False) for rank in state.prompts]
@@ -141,7 +141,7 @@ def test_a_run_reaches_its_end_from_every_state(found: list[RunEvent]) -> None:
     state, _ = folded(found, plan_run(RANKS)._internals.journal.state)
     for event in closing(state):
         state = state.apply(event, START)
-    if state.held:  # It was about to hold its ranks when it ended.
+    if state.held:  # The run was about to hold its ranks when it ended.
         for event in closing(state):
             state = state.apply(event, START)
     assert state.status in ENDED
@@ -166,7 +166,7 @@ def test_an_invalid_event_does_not_change_the_journal() -> None:
 
 
 def recorded(function: Any, **options: Any) -> tuple[Run, list[Record]]:
-    """Launch, and return the run with every event that the listeners of its journal received."""
+    """Launch. Return the run, and every event that the listeners of its journal received."""
     records: list[Record] = []
     subscribe = Journal.__init__
 

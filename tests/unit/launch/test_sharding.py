@@ -1,4 +1,4 @@
-"""The shard reports of all ranks as a table, as text and as a drawing."""
+"""The shard reports of all ranks as a table, in text, and as a drawing."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_stages_of_zero_are_named(stage: int, shares: list[float]) -> None:
 
 
 def _uneven(count: int) -> dict[int, ShardReport]:
-    """Return reports in which each rank holds a little more than the previous one."""
+    """Return reports in which each rank holds slightly more than the one before."""
     ranks = mesh_reports({"dp_shard": count}, (1, ("dp_shard",)), (1, ("dp_shard",)), (2, ("dp_shard",)))
     return {
         rank: replace(one, held={kind: replace(held, here=MIB + rank) for kind, held in one.held.items()})

@@ -1,4 +1,4 @@
-"""Interrupts before anything runs, and ends of runs that cannot be displayed."""
+"""Interrupts before anything runs, and what happens when the end of a run cannot be displayed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_an_interrupt_during_planning_leaves_no_run(press: Press) -> None:
 
 
 def test_an_interrupt_before_the_runs_thread_starts_ends_the_run(press: Press) -> None:
-    press(threading.Thread.start.__code__, 2)  # The first thread plans.
+    press(threading.Thread.start.__code__, 2)  # The first thread makes the plan.
     with pytest.raises(RunInterrupted) as caught:
         launch(time.sleep, 600)
     assert caught.value.run.status == "stopped"
@@ -52,7 +52,7 @@ def test_an_interrupt_before_an_inline_run_starts_ends_it(press: Press) -> None:
 
 
 class _Gone:
-    """A stream whose reader disappears."""
+    """A stream whose reader goes away."""
 
     closed = gone = False
 
@@ -79,7 +79,7 @@ def test_a_run_ends_even_if_its_end_cannot_be_shown(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_ranks_that_cannot_be_held_are_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The failure is displayed while the ranks are held and the output has no reader."""
+    """The failure is displayed while ranks are held, but nothing reads the output."""
 
     def body() -> None:
         if os.environ["RANK"] == "1":
@@ -130,7 +130,7 @@ def test_the_end_of_one_run_can_wait_for_the_end_of_another() -> None:
 
 
 def test_an_interrupt_while_an_inline_run_ends_leaves_it_finished(press: Press) -> None:
-    press(Journal.append.__code__, 7)  # RunCreated, RunPlanned, four events of the attempt, RankExited.
+    press(Journal.append.__code__, 7)  # These are RunCreated, RunPlanned, four events of the attempt, and RankExited.
     with pytest.raises(KeyboardInterrupt):
         notebook_launcher(int)
     run = notebook_accelerate.runs()[-1]

@@ -1,4 +1,4 @@
-"""The same function with every start method: the same environment, random numbers, results and errors."""
+"""With every start method, a function gets the same environment, random numbers, results and errors."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ print(run.status, run.error)
 
 
 def test_an_interrupt_of_the_kernel_does_not_interrupt_starting_interpreters() -> None:
-    """The front end interrupts the kernel's process group, which includes starting interpreters."""
+    """The front end interrupts the kernel's process group, to which interpreters that are starting belong."""
     command = [sys.executable, "-c", INTERRUPTED]
     done = subprocess.run(command, capture_output=True, text=True, start_new_session=True, timeout=300, check=False)
     assert done.stdout.split() == ["succeeded", "None"], done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""How the run's thread reads the messages of its ranks."""
+"""How a run's thread reads its ranks' messages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_callbacks_closed_earlier_in_a_batch_are_not_called() -> None:
 
 
 class _Slow(Received):
-    """Reads the messages of a rank more slowly than the rank writes them."""
+    """A rank's messages, which are read more slowly than the rank writes them."""
 
     heard = 0
 
@@ -73,13 +73,13 @@ def test_processes_that_a_rank_leaves_running_may_write_without_end() -> None:
             process.drain(hearing, channel=False)
         finally:
             ends.close_rank_side()
-            process.close()  # End the processes that the rank left running.
+            process.close()  # End the processes that the rank has left running.
     assert hearing.heard
     assert not hearing.calls
 
 
 class _Backend(ProcessBackend):
-    """Starts ranks without processes; the test writes to their channels."""
+    """A backend that starts ranks without processes. Tests write to the ranks' channels."""
 
     def __init__(self) -> None:
         super().__init__(print, ())
@@ -103,7 +103,7 @@ class _Backend(ProcessBackend):
 
 @pytest.fixture
 def started() -> Iterator[tuple[Run, RankGroup, _Backend]]:
-    """Return a run of two ranks, its group, and the ranks' ends of the channels."""
+    """Yield a run of two ranks, its group, and the ranks' ends of their channels."""
     run, backend = plan_run(2, method="spawn"), _Backend()
     supervisor = supervisor_of(run)
     assert run.plan is not None
@@ -130,7 +130,7 @@ def test_messages_of_ranks_in_one_turn_are_appended_together(started: tuple[Run,
 def test_a_rank_that_survives_sigkill_is_given_up(
     started: tuple[Run, RankGroup, _Backend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a rank may be in a driver's system call that does not return. Its process remains, and the run ends."""
+    """A rank may be in a system call of a driver that never returns. Its process then remains, but the run ends."""
     run, group, _ = started
     monkeypatch.setattr(rank_group, "UNKILLABLE_SECONDS", 0.3)
     group.stop(0.1, StopReason(RunStoppedError, "stopped by the test"))

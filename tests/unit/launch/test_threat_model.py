@@ -1,4 +1,4 @@
-"""SECURITY.md, line by line: who may connect to a run, and what unauthenticated peers receive."""
+"""SECURITY.md line by line: who may connect to a run, and what peers receive before they are authenticated."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ HELLO = HelloEvent(1, "worker-1", {})
 
 
 class _Listening:
-    """A listener, the secret of its run, and its reports of refused connections."""
+    """A listener with the secret of its run, and its reports of refused connections."""
 
     def __init__(self) -> None:
         self.secret = stream.new_secret()
@@ -66,7 +66,7 @@ class _Listening:
         until(lambda: len(self.reports) >= count)
 
     def connect_host(self) -> tuple[Stream, Stream]:
-        """Connect an expected host, and check that it is accepted. Return the streams of the host and of the kernel."""
+        """Connect a host that is expected, and check that it is accepted. Return its stream and the kernel's."""
         stream = connect_to_kernel("127.0.0.1", self.host_listener.port, self.secret, HELLO)
         incoming = self.host_listener.next_host(SECONDS)
         assert incoming is not None, self.reports
@@ -75,7 +75,7 @@ class _Listening:
         return stream, incoming.stream
 
     def answers(self) -> bool:
-        """Return whether something listens at the port."""
+        """Return whether something accepts connections on a port."""
         with suppress(OSError), self.connect():
             return True
         return False
@@ -123,7 +123,7 @@ def test_a_run_on_one_machine_listens_on_loopback_only(method: str, monkeypatch:
         assert {address.removeprefix("::ffff:") for address in addresses} == {"127.0.0.1"}
         assert secret not in inside, "processes that a rank starts do not inherit the secret"
         assert not has_secret
-    # The kernel may hold the process group's port until rank 0 takes it over. No peer ever connects to the kernel.
+    # Until rank 0 takes the process group's port over, the kernel may hold it. No peer ever connects to the kernel.
     assert {c.laddr.ip for c in seen} <= {"127.0.0.1"}
     assert not [c for c in seen if c.raddr]
     assert {c.laddr.port for c in seen} <= {run.plan.port}
@@ -131,7 +131,7 @@ def test_a_run_on_one_machine_listens_on_loopback_only(method: str, monkeypatch:
 
 
 def _inspect_store() -> dict[str, Any]:
-    """Use three groups one after the other, and check how the ranks find each other."""
+    """Use three process groups one after the other, and check how the ranks find each other."""
     import torch
     import torch.distributed as dist
 
@@ -181,7 +181,7 @@ def test_no_other_user_can_attach_to_a_detached_run(monkeypatch: pytest.MonkeyPa
     with listen(path) as listener:
         assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-        if os.getuid() == 0:  # Only root can become another user.
+        if os.getuid() == 0:  # Only root can switch to another user.
             done = subprocess.run(
                 [sys.executable, "-c", _CONNECT, str(path)], capture_output=True, text=True, check=True
             )
@@ -207,8 +207,8 @@ os.makedirs(sys.argv[1])
 def test_no_other_user_can_prepare_the_folders_of_a_detached_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tmp_path.chmod(0o1777)  # Like HOME=/tmp in a container.
-    for folder in (tmp_path.parent, tmp_path.parent.parent):  # The folder of pytest, which no other user can enter.
+    tmp_path.chmod(0o1777)  # This is like HOME=/tmp in a container.
+    for folder in (tmp_path.parent, tmp_path.parent.parent):  # Other users cannot enter pytest's folder otherwise.
         folder.chmod(0o755)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)
@@ -292,7 +292,7 @@ def test_an_unauthenticated_peer_receives_no_data_that_helps_to_guess_the_secret
 
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"CURVE".ljust(20, b"\0") + bytes(32)
-"""The first bytes of a client (ZeroMQ RFC 23)."""
+"""The first bytes that a client sends (ZeroMQ RFC 23)."""
 
 
 def _frame(body: bytes) -> bytes:
@@ -309,7 +309,7 @@ def _read_to_end(connection: socket.socket) -> bytes:
 
 
 class _Wire(LoopbackProxy):
-    """Carries a host's connection. A test decides the fate of the frames that the host sends after its hello.
+    """Carries a host's connection. A test can change the frames that the host sends after its hello.
 
     Args:
         port: The port of the listener.
@@ -330,7 +330,7 @@ class _Wire(LoopbackProxy):
             while data := host.recv(1 << 16):
                 self.sent += data
                 buffer += data
-                if place < len(GREETING):  # The greeting may arrive in several parts.
+                if place < len(GREETING):  # The greeting may arrive in parts.
                     greeting = bytes(buffer[place : len(GREETING)])
                     kernel.sendall(greeting)
                     place += len(greeting)
@@ -361,7 +361,7 @@ class _Wire(LoopbackProxy):
 
 
 HANDSHAKE_FRAMES = 3
-"""The number of frames before the first that a test changes: HELLO, INITIATE, and the one with the `HelloEvent`."""
+"""The number of frames before the first one that a test changes: HELLO, INITIATE, and the one with the `HelloEvent`."""
 
 
 def _frame_end(data: bytes | bytearray, start: int) -> int | None:
@@ -375,7 +375,7 @@ def _frame_end(data: bytes | bytearray, start: int) -> int | None:
 
 @contextmanager
 def _connected(step: _Listening, change: Callable[[list[bytes]], bytes] = b"".join) -> Iterator[tuple[Any, ...]]:
-    """Connect a host over a `_Wire`. Yield the wire, and the streams of the host and of the kernel."""
+    """Connect a host through a `_Wire`. Yield the wire, and the streams of the host and of the kernel."""
     wire = _Wire(step.host_listener.port, change)
     host = connect_to_kernel("127.0.0.1", wire.port, step.secret, HELLO)
     incoming = step.host_listener.next_host(SECONDS)
@@ -392,7 +392,7 @@ def test_the_network_cannot_read_the_messages(step: _Listening) -> None:
     with _connected(step) as (wire, host, kernel):
         for number in range(3):
             host.send(MetricEvent({"confidential": 1.0}, number))
-            time.sleep(0.05)  # One message each.
+            time.sleep(0.05)  # The pause makes each message a frame of its own.
         kernel.send(MetricEvent({"confidential": 1.0}, 0))
         assert len(_steps(kernel, 3)) == 3
         assert _steps(host, 1) == [0]
@@ -403,7 +403,7 @@ def test_the_network_cannot_read_the_messages(step: _Listening) -> None:
 
 
 def _steps(stream: Stream, count: int) -> list[int]:
-    """Return the steps of the next metrics."""
+    """Return the steps of the metrics that arrive next."""
     found: list[Any] = []
     while len(found) < count:
         found += [event.step for _, event in stream.receive(SECONDS)]  # type: ignore[attr-defined]
@@ -422,7 +422,7 @@ def test_a_recorded_connection_cannot_be_replayed(step: _Listening) -> None:
 def test_messages_of_the_kernel_that_are_sent_back_do_not_authenticate(step: _Listening) -> None:
     with step.connect() as peer:
         peer.settimeout(SECONDS)
-        peer.sendall(peer.recv(64))  # This is its own greeting.
+        peer.sendall(peer.recv(64))  # The peer gets its own greeting back.
         peer.shutdown(socket.SHUT_WR)
         _read_to_end(peer)
     assert step.host_listener.next_host(0.2) is None
@@ -475,7 +475,7 @@ def test_a_tampered_message_ends_the_connection_and_is_not_read(step: _Listening
     with _connected(step, TAMPERINGS[tampering]) as (_, host, kernel):
         for number in range(3):
             host.send(MetricEvent({"loss": 1.0}, number))
-            time.sleep(0.05)  # One message each.
+            time.sleep(0.05)  # The pause makes each message a frame of its own.
         assert _steps_until_end(kernel) == [0]
 
 

@@ -1,4 +1,4 @@
-"""Time limits count only while the kernel runs, on a clock that does not change when the system clock is set."""
+"""Time limits count only while the kernel runs, on a clock that ignores changes of the system's clock."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def group(supervisor: RankSupervisor) -> Iterator[RankGroup]:
 
 
 class _Asleep:
-    """A selector that wakes up much later than requested, as on a machine that was asleep."""
+    """A selector that wakes up much later than requested, as on a machine that has slept."""
 
     removals = 0
 
@@ -86,7 +86,7 @@ def test_a_step_of_the_wall_clock_ends_no_run(
 def test_two_hours_of_sleep_end_no_run(
     supervisor: RankSupervisor, group: RankGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The clock of the limits stops while a Linux machine sleeps; the clock of the run's times does not."""
+    """While a Linux machine sleeps, the clock of the limits stops, but the clock of the run's times does not."""
     limits = TimeLimits(supervisor, group.events, group.stops)
     before, uptime = steady_time.now(), steady_time._uptime
     monkeypatch.setattr(steady_time, "_uptime", lambda: uptime() + 7200.0)
@@ -118,7 +118,7 @@ def test_limits_are_measured_by_the_runs_clock(
 
 
 def test_a_rank_whose_clock_differs_is_not_reported_as_stalled() -> None:
-    """Heartbeats contain the time of the rank's own clock, and only its changes count."""
+    """Heartbeats contain the time on the rank's own clock, of which only changes count."""
     supervisor = supervisor_of(make_run(1))
     try:
         stall = StallDetector(supervisor)

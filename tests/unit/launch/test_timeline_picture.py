@@ -1,4 +1,4 @@
-"""The picture of a timeline in saved notebooks."""
+"""The picture of a timeline that saved notebooks contain."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _words(timeline: Timeline) -> list[str]:
 
 
 def _path(timeline: Timeline, category: str, index: int) -> str:
-    """Return the path of a category in the index-th lane that has it."""
+    """Return the path that draws a category in the index-th lane that has it."""
     nodes = [node for node in _svg(timeline_svg(timeline)).iter() if node.tag.endswith("path")]
     return [node.attrib["d"] for node in nodes if node.attrib["fill"] == LOOKS[category].picture][index]
 

@@ -1,4 +1,4 @@
-"""Ranks on TPUs that torch_tpu registers: real processes with a stub of it and the variables of a TPU machine."""
+"""Ranks on TPUs that torch_tpu registers: real processes with a stub of torch_tpu and a TPU machine's variables."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ OURS = ("TORCH_TPU_SLICEBUILDER_ADDRESSES", "TORCH_TPU_TOPOLOGY", "TORCH_TPU_XPR
 
 @pytest.fixture
 def tpus(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A machine with four chips of a TPU v5p, and torch_tpu."""
+    """Emulate a machine with four chips of a TPU v5p, and with torch_tpu."""
     for name in ("TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES", "PJRT_DEVICE", *OURS):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5p-8")
     monkeypatch.syspath_prepend(str(STAND_IN))
     monkeypatch.setenv("PYTHONPATH", str(STAND_IN))
-    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")  # The entry point of the real package, if it is installed.
+    # If the real package is installed, this disables its entry point.
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     device_counts._cached_count.cache_clear()
     yield
     device_counts._cached_count.cache_clear()
@@ -77,7 +78,8 @@ def test_two_ranks_form_a_group_of_tpus_with_one_address_each(tpus: None) -> Non
 def _fails() -> None:
     import sys
 
-    sys.modules["torch_tpu"] = type(sys)("torch_tpu")  # If no TPU is found, it registers nothing.
+    # This imitates a torch_tpu that finds no TPU and registers nothing.
+    sys.modules["torch_tpu"] = type(sys)("torch_tpu")
     from notebook_accelerate import Accelerator
 
     Accelerator()

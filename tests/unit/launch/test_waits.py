@@ -1,4 +1,4 @@
-"""Interrupts end the waits of the main thread, even if none of its system calls notices them."""
+"""Interrupts end what the main thread waits for, even if none of its system calls is interrupted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("interruptible")]
 
 @contextmanager
 def unnoticed_interrupt(handler: Callable[[], None]) -> Iterator[None]:
-    """Call ``handler`` for a SIGINT whose delivery interrupts another thread's system call."""
+    """Return a function that calls ``handler`` for a SIGINT that interrupts only another thread's system call."""
 
     def interrupt() -> None:
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Warm ranks, without a notebook."""
+"""Warm ranks without a notebook."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_cell_waits_for_a_rank_that_is_not_listening_yet(monkeypatch: pytest.M
     run_cells = warm_ranks.warm_rank
 
     def late() -> None:
-        time.sleep(0.5)  # On a busy machine, it may wait for a CPU after reporting that it runs.
+        time.sleep(0.5)  # On a busy machine, a rank may wait for a CPU after it has reported that it is running.
         run_cells()
 
     monkeypatch.setattr(warm_ranks, "warm_rank", late)
@@ -48,7 +48,8 @@ def test_a_cell_for_a_rank_that_exited_since_the_last_one_reports_its_end() -> N
 def test_an_interrupt_while_sending_variables_leaves_ranks_ready_for_the_next_cell(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(warm_ranks, "DEFAULT_GRACE", 600.0)  # On a busy machine the rank may need those seconds.
+    # On a busy machine, the rank may need more than the usual grace period.
+    monkeypatch.setattr(warm_ranks, "DEFAULT_GRACE", 600.0)
     group = WarmRanks(LaunchConfig(num_processes=1, use_port=0, start_method="fork"))
     rank = group.run.ranks[0].pid
     assert rank is not None
@@ -57,7 +58,7 @@ def test_an_interrupt_while_sending_variables_leaves_ranks_ready_for_the_next_ce
         threading.Timer(1.0, os.kill, (rank, signal.SIGCONT)),
     ]
     try:
-        os.kill(rank, signal.SIGSTOP)  # This makes the rank slow.
+        os.kill(rank, signal.SIGSTOP)  # This makes the rank respond late.
         for timer in timers:
             timer.start()
         with pytest.raises(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""The zygote between two requests, and with messages that arrive in pieces or not at all."""
+"""The zygote between requests, and with messages that arrive in pieces or not at all."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ ORDER = pickle.dumps(WorkerOrder(0, {}, None, capture_inherited_state()))
 
 
 def print_pid() -> None:
-    """Print the process id of a rank."""
+    """Print this rank's process id."""
     print(os.getpid(), flush=True)
 
 
 def print_imported() -> None:
-    """Print whether a rank has imported torch and its compiler."""
+    """Print whether this rank has imported torch and its compiler."""
     print("torch" in sys.modules, "torch._dynamo" in sys.modules, flush=True)
 
 
 @pytest.fixture
 def server() -> Iterator[Zygote]:
-    """Return a zygote that has imported its modules."""
+    """Yield a zygote that has imported its modules."""
     made = Zygote()
     with _Wires() as wires:
         made.fork(ORDER, wires.theirs)
@@ -49,7 +49,7 @@ def server() -> Iterator[Zygote]:
 
 
 class _Wires:
-    """The descriptors of one request for a rank that runs a function."""
+    """The descriptors of a request for a rank that runs one function."""
 
     def __init__(self, function: Callable[[], None] = print_pid) -> None:
         self._function = function
@@ -67,7 +67,7 @@ class _Wires:
             os.close(descriptor)
 
     def printed(self) -> bytes:
-        """Return the line that the process printed."""
+        """Return the line that the rank has printed."""
         line = b""
         while not line.endswith(b"\n"):
             part = os.read(self.ours[1], 1000)
@@ -77,7 +77,7 @@ class _Wires:
 
 
 def _wait_until_asleep(server: Zygote) -> None:
-    """Wait until the zygote has read all that was sent to it and waits for more."""
+    """Wait until the zygote has read everything that was sent to it, and waits for more."""
     process, looks = psutil.Process(server.pid), [0]
     deadline = time.monotonic() + SOON
     while process.status() != psutil.STATUS_SLEEPING or looks[-3:] != [process.num_ctx_switches().voluntary] * 3:
@@ -87,7 +87,7 @@ def _wait_until_asleep(server: Zygote) -> None:
 
 
 def test_the_exit_of_a_rank_does_not_cut_an_incoming_request(server: Zygote) -> None:
-    """A long request with the cells of a notebook arrives in pieces, and SIGCHLD may arrive between two of them."""
+    """A long request arrives in pieces, and SIGCHLD may arrive between two of them."""
     with _Wires() as wires:
         server._control.settimeout(SOON)
         socket.send_fds(server._control, [LENGTH.pack(len(ORDER))], wires.theirs)
@@ -115,9 +115,9 @@ def test_a_kernel_that_dies_before_reading_an_answer_ends_the_zygote(server: Zyg
 
 
 def test_a_zygote_that_did_not_reply_in_time_gets_no_further_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its answer to the first request would be taken for the answer to the second, and name the wrong process."""
+    """The late answer to the first request would be taken for the answer to the second, and name the wrong process."""
     monkeypatch.setattr(zygote, "START_SECONDS", 0.05)
-    server = Zygote()  # The server first imports torch.
+    server = Zygote()  # The zygote imports torch first.
     try:
         with _Wires() as wires, pytest.raises(LaunchError, match="did not reply"):
             server.fork(ORDER, wires.theirs)
@@ -128,7 +128,7 @@ def test_a_zygote_that_did_not_reply_in_time_gets_no_further_request(monkeypatch
 
 def test_a_stop_between_two_replies_does_not_lose_the_first(server: Zygote) -> None:
     with _Wires() as first, _Wires() as second, _Wires() as third:
-        for wires in (first, second):  # The second stop arrives after the first reply was read.
+        for wires in (first, second):  # The second stop comes after the first reply has been read.
             os.kill(server.pid, signal.SIGSTOP)
             with pytest.raises(RunStoppedError):
                 server.fork(ORDER, wires.theirs, stopping=lambda: True)
@@ -154,7 +154,7 @@ def test_requests_are_served_before_deferred_imports() -> None:
         deadline = time.monotonic() + SOON
         while imported() != b"True True\n":
             assert time.monotonic() < deadline, "the zygote did not use its idle time"
-            time.sleep(3)  # Wait for the import and a second of idle time.
+            time.sleep(3)  # Wait for the imports, and for a second of idle time.
     finally:
         made.close()
 
@@ -162,7 +162,7 @@ def test_requests_are_served_before_deferred_imports() -> None:
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_during_the_exit_of_the_zygote_does_not_affect_the_next_launch() -> None:
     zygote.close_zygote()
-    ending = zygote.ensure_zygote()  # It notices only after importing torch that it must exit.
+    ending = zygote.ensure_zygote()  # The zygote notices that it must exit only after it has imported torch.
     press = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
     press.start()
     try:
@@ -177,7 +177,7 @@ def test_an_interrupt_during_the_exit_of_the_zygote_does_not_affect_the_next_lau
 
 
 def test_forks_of_an_oversubscribed_launch_find_a_thread_team_that_ends_when_the_zygote_is_idle(server: Zygote) -> None:
-    """libgomp lets threads spin only briefly if there are more threads than CPUs."""
+    """If there are more threads than CPUs, libgomp lets them spin only briefly."""
     threads = psutil.Process(server.pid).num_threads
     before = threads()
     with _Wires() as wires:

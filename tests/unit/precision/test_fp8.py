@@ -1,4 +1,4 @@
-"""fp8 with torchao, emulated on the CPU, and the errors of the libraries that need a GPU."""
+"""fp8 with torchao, which is emulated on the CPU, and errors for the libraries that need a GPU."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_training_follows_full_precision() -> None:
         expected.backward()
         plain.step()
         plain.zero_grad()
-        # e4m3 has a mantissa of three bits, and one of four layers computes in it.
+        # In e4m3, the mantissa has three bits. One of the four layers computes in it.
         assert loss.item() == pytest.approx(expected.item(), rel=0.01)
         losses.append(loss.item())
     assert losses[-1] < losses[0]

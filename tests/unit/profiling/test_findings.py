@@ -1,4 +1,4 @@
-"""The rules of profiles: each reports its own facts, and none reports a healthy training run."""
+"""The rules of profiles: each rule reports its own facts, and none reports anything about a healthy training run."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_waiting_ranks_are_reported_if_nothing_else_explains_the_wait() -> None:
             "loss.item()"
         )
     ]
-    assert len(sentences({"loader": 0.02}, {}, {}, waits=(wait,))) == 1  # The loader is the cause.
+    assert len(sentences({"loader": 0.02}, {}, {}, waits=(wait,))) == 1  # The loader causes the wait.
     for unsure in (
         replace(wait, steady=0.5),
         replace(wait, seconds={1: 0.001}),
@@ -187,9 +187,9 @@ def test_waiting_ranks_are_reported_if_nothing_else_explains_the_wait() -> None:
         replace(wait, culprit=9),
     ):
         assert sentences({}, {}, {}, waits=(unsure,)) == []
-    assert sentences({"delay": 0.9}, {}, {}, waits=(wait,)) == []  # It did not get a CPU.
+    assert sentences({"delay": 0.9}, {}, {}, waits=(wait,)) == []  # Rank 1 did not get a CPU.
     part = ProfileFacts([replace(HEALTHY, rank=rank) for rank in range(3)], [wait], world=8)
-    assert apply_rules(part)[0].sentence.startswith("ranks 1, 2 wait 18 ms")  # Nothing is known about the others.
+    assert apply_rules(part)[0].sentence.startswith("ranks 1, 2 wait 18 ms")  # Nothing is known about the other ranks.
 
 
 def test_a_barrier_costs_what_the_last_rank_spends_in_it_and_does_not_explain_a_wait() -> None:

@@ -1,4 +1,4 @@
-"""The findings for ranks on GPUs, from hand-written traces, because no machine of this project has a GPU."""
+"""Findings about ranks on GPUs, from traces written by hand, because no machine of this project has a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _train(
     Args:
         kernel: The duration of the matrix product's kernel in microseconds, by rank.
         rows: The number of rows in the batch, by rank.
-        kind: The type of the matrix product's elements.
+        kind: The type of the elements in the matrix product.
         scaler: Whether a GradScaler checks for overflowed gradients.
         reads: Whether the function reads its loss in each step.
         barrier: Whether there is a barrier in each step.
@@ -58,7 +58,7 @@ def _train(
             each.op("aten::_fused_adamw_", 200.0)
             if reads:
                 each.read()
-        for each in ranks:  # The queue is short: the host is at most one step ahead.
+        for each in ranks:  # The queue is short, so the host is at most one step ahead.
             each.now = max(each.now, each._free[7] - 1_000.0)
             each.end_step()
     return Analysis(traces(ranks), {0: 0.0, 1: 0.0}, _where)

@@ -1,4 +1,4 @@
-"""Profiles of training runs that were not used to develop the rules name each planted fault, and nothing else."""
+"""Profiles name each planted fault, and nothing else, in training runs that were not used to develop the rules."""
 
 from __future__ import annotations
 

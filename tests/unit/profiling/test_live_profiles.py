@@ -1,4 +1,4 @@
-"""Profiles and memory of live ranks: refusals with their messages, other ranks, bounds, and failures."""
+"""Profiles and memory of live ranks: requests that are refused, other ranks, bounds, and failures."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def running(run: Run) -> bool:
 
 
 def called_at_steps(run: Run, rank: int) -> bool:
-    """Return whether a profile is still called at the end of a rank's steps."""
+    """Return whether a profile is still called at the end of each of a rank's steps."""
     callbacks = "__import__('notebook_accelerate.telemetry.step_time', fromlist='x').at_end"
     return bool(run.ask(f"any('StepProfiler' in repr(each) for each in {callbacks})")[rank])
 
@@ -93,7 +93,7 @@ def test_selected_ranks_are_profiled_and_a_paused_one_reports_it() -> None:
 
 
 def sampled(profile: Profile) -> tuple[int, int, float]:
-    """Return the numbers of recorded and sampled steps, and for how many seconds samples were taken."""
+    """Return the numbers of recorded and of sampled steps, and the seconds for which samples were taken."""
     (trace,) = profile._analysis.traces
     return len(trace.steps()), len(trace.sampled_steps()), trace.facts["samples"]["seconds"]
 
@@ -114,7 +114,7 @@ def test_short_steps_are_sampled_for_longer_than_they_are_recorded() -> None:
     assert sampled(three)[:2] == (3, 3)
     tracks = {track.name: track for track in by_default.timeline.tracks}
     main = tracks["rank 0 · main thread"]
-    if (lines := tracks.get("rank 0 · lines")) is not None:  # Three short steps may be over before their first sample.
+    if (lines := tracks.get("rank 0 · lines")) is not None:  # Three short steps may end before the first sample.
         assert lines.start[-1] + lines.duration[-1] <= main.start[-1] + 1e6
     assert by_default.lines()[0].share <= 1.0
     assert by_default.lines()[0].line.function == "train"
@@ -178,7 +178,7 @@ def test_an_out_of_memory_failure_lists_the_contents_of_memory() -> None:
 
 
 def test_nothing_is_imported_or_hooked_until_a_profile_is_requested() -> None:
-    run = launched(train, method="spawn")  # Such a rank does not share this process's modules.
+    run = launched(train, method="spawn")  # A spawned rank does not share this process's modules.
     try:
         until(lambda: run.ended is not None or run._internals.store.last_step.get(0, 0) > 3)
         names = "[n for n in __import__('sys').modules if n.startswith('notebook_accelerate.worker.')]"

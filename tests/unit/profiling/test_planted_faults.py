@@ -1,4 +1,4 @@
-"""Profiles of live training runs: a sentence names each planted fault, and a healthy run has no sentence."""
+"""Profiles of live training runs: a sentence names each planted fault, and healthy runs get no sentence."""
 
 from __future__ import annotations
 

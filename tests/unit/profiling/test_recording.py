@@ -1,4 +1,4 @@
-"""The recordings of live ranks contain whole optimizer steps, whatever else the function does, and they end."""
+"""The recordings of live ranks contain whole optimizer steps, whatever else the function does, and always end."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def trained(run: Run, steps: int = 3) -> None:
 
 
 def optimizer_steps(profile: Profile) -> list[int]:
-    """Return how many steps of the optimizer start in each recorded step."""
+    """Return how many optimizer steps start in each recorded step."""
     (trace,) = profile._analysis.traces
     begins = [trace.start[i] for i in range(len(trace)) if trace.text(i).startswith("Optimizer.step#")]
     return [sum(start <= begin < end for begin in begins) for start, end in trace.steps()]
 
 
 class Training:
-    """A small model that is trained by an Accelerator."""
+    """A small model that an Accelerator trains."""
 
     def __init__(self) -> None:
         self.accelerator = Accelerator(cpu=True)
@@ -297,7 +297,7 @@ def test_recordings_of_the_function_are_in_profiles(tmp_path: Path) -> None:
 
 
 class Large:
-    """A value that a variable holds."""
+    """A large value that a variable refers to."""
 
 
 def test_reading_variables_keeps_none_of_them_alive() -> None:
@@ -453,7 +453,7 @@ def test_an_exiting_rank_waits_until_its_trace_is_written(tmp_path: Path) -> Non
 
 
 class Holder:
-    """An object of the function, with an attribute and nested containers."""
+    """An object that the function uses, with an attribute and nested containers."""
 
     def __init__(self) -> None:
         self.mean: Any = 0.0
@@ -462,7 +462,7 @@ class Holder:
 
 
 def looked(steps: int) -> list[dict[str, Any]]:
-    """Return the findings before and after the given number of steps of a training function that keeps references."""
+    """Return the findings before and after this many steps of a training function that keeps references."""
     watch, found = held_tensors.GraphWatch(), []
     weight = torch.ones(600, 600, requires_grad=True)
     holder, losses, hooked, total = Holder(), [], {}, torch.zeros(())
@@ -510,7 +510,7 @@ def test_memory_is_compared_with_the_size_of_parameters_and_optimizer() -> None:
     with launched(attends) as run:
         trained(run)
         memory = run.memory(seconds=0)
-    size = 4 * (192 * 64 + 192 + 64 * 64 + 64)  # This module has parameters and another module.
+    size = 4 * (192 * 64 + 192 + 64 * 64 + 64)  # A parent module includes its own parameters and another module.
     parts = memory.bytes(0)
     assert (parts["parameters"], parts["gradients"]) == (size, size)
     assert 2 * size <= parts["optimizer state"] <= 2 * size + 64
@@ -537,7 +537,7 @@ def test_a_training_survives_many_memory_reports() -> None:
         for _ in range(100):
             memory = run.memory(seconds=0)
             assert memory.missing == {}
-            assert memory.bytes(0)["gradients"] == 100 * 4 * (16 * 16 + 16)  # They are read when a step ends.
+            assert memory.bytes(0)["gradients"] == 100 * 4 * (16 * 16 + 16)  # Gradients are read when a step ends.
         assert run.status == "running"
 
 

@@ -1,4 +1,4 @@
-"""Traces that are read into columns, merged on one clock, and joined across ranks; and the files of a profile."""
+"""Traces that are read into columns, merged on one clock and joined across ranks, and the files of a profile."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def event(name: str, start: float, duration: float, thread: int = MAIN, **argume
 
 
 def rank_events(late: float) -> list[dict[str, Any]]:
-    """Return one rank's events: two steps of 10 ms, each with a matrix product and an all_reduce of 4 MB."""
+    """Return a rank's events: two steps of 10 ms, each with a matrix product and an all_reduce of 4 MB."""
     sums = {"Input Dims": [[1_000_000]], "Input type": ["float"]}
     found = []
     for begin in (0.0, 10_000.0):
@@ -80,7 +80,7 @@ def test_a_step_that_the_recording_entered_in_the_middle_is_dropped() -> None:
 
 
 def printing(times: list[float], which: list[int], **more: Any) -> RankFacts:
-    """Return the facts of two steps of 10 ms, with samples at times in ms that are in ``print`` if ``which`` is 1."""
+    """Return the facts of two steps of 10 ms. The samples at these times in ms are in ``print`` if ``which`` is 1."""
     found = facts(0, 0.0)
     frames = [["train.py", 5, "train", "x = model(x)"], ["train.py", 9, "train", "print(x)"]]
     found["samples"] |= {"frames": frames, "times": [int(at * 1e6) for at in times], "which": which}
@@ -98,7 +98,7 @@ def test_reads_with_other_operations_in_between_are_not_a_loop_over_values() -> 
 
 
 def waiting_for_batches(seconds: float, processes: str = "MultiProcessing", delay: float = 0.0) -> RankFacts:
-    """Return the facts of two steps of 10 ms without a wait, and two more with the given wait for a DataLoader."""
+    """Return the facts of two steps of 10 ms without a wait for a DataLoader, and of two more with this wait."""
     found = facts(0, 0.0)
     loader = "lib/torch/utils/data/dataloader.py"
     frames = [["train.py", 5, "train", "x = next(batches)"], [loader, 1278, "Iter._try_get_data", ""]]
@@ -113,13 +113,14 @@ def waiting_for_batches(seconds: float, processes: str = "MultiProcessing", dela
 
 def test_steps_that_were_only_sampled_give_the_wait_for_worker_processes() -> None:
     assert waiting_for_batches(0.012).loader == pytest.approx(12 / 20 * 0.01, rel=0.01)
-    assert waiting_for_batches(0.012, "SingleProcess").loader == pytest.approx(1e-5)  # They do not wait.
+    # Loaders without worker processes do not wait.
+    assert waiting_for_batches(0.012, "SingleProcess").loader == pytest.approx(1e-5)
     assert waiting_for_batches(0.0).loader == pytest.approx(1e-5)
     (finding,) = slow_loader([waiting_for_batches(0.012)])
     assert "60 % of each step" in finding.sentence
     assert "worker processes do not keep up" in finding.sentence
     assert slow_loader([waiting_for_batches(0.012, delay=0.5)]) == [finding]
-    assert slow_loader([waiting_for_batches(0.012, delay=0.8)]) == []  # They may wait for a CPU.
+    assert slow_loader([waiting_for_batches(0.012, delay=0.8)]) == []  # These ranks may have waited for a CPU.
 
 
 def test_steps_that_were_only_sampled_give_the_duration_of_printing() -> None:
@@ -181,14 +182,14 @@ def test_collectives_of_different_ranks_are_not_joined() -> None:
     other = parse({TRACE_KEY: facts(1, 0.0)}, [row for row in rank_events(0.0) if "gloo" not in row["name"]])
     assert Analysis([trace(0), other], {}, str).joined == []
     several = parse({"distributedInfo": {"rank": 1, "pg_count": 2}}, rank_events(0.0))
-    assert Analysis([trace(0), several], {}, str).joined == []  # The group of the collective is unknown.
+    assert Analysis([trace(0), several], {}, str).joined == []  # It is unknown which group the collective belongs to.
 
 
 def test_collectives_of_groups_are_joined_by_when_each_rank_entered_them() -> None:
-    """Ranks 0 and 1, and ranks 2 and 3, are two groups with the same name. All four ranks form another group."""
+    """Ranks 0 and 1, and ranks 2 and 3, are in two groups with the same name. All four ranks are in another group."""
     every = {"pg_name": "0", "ranks": [0, 1, 2, 3]}
     entered = {rank: [["1", 8, "all_reduce", 10**6, 0.003], ["0", 5, "all_reduce", 10**6, 0.013]] for rank in range(4)}
-    entered[3] = entered[3][1:]  # The first one was entered before the recording.
+    entered[3] = entered[3][1:]  # Rank 3 entered its first collective before the recording.
     read = []
     for rank in range(4):
         own = {"pg_name": "1", "ranks": [0, 1] if rank < 2 else [2, 3]}
@@ -247,7 +248,7 @@ def test_files_are_read_and_written(tmp_path: Path) -> None:
     assert "svg" in html
     assert "aten::addmm" in repr(profile)
     for name in ("a", "b", "c"):
-        (tmp_path / f"{name}.json").write_text(json.dumps(rank_events(0.0)))  # It has no ranks.
+        (tmp_path / f"{name}.json").write_text(json.dumps(rank_events(0.0)))  # These events do not name any rank.
     assert Profile.load(*(tmp_path / f"{name}.json" for name in "abc")).ranks == [0, 1, 2]
     (tmp_path / "text.json").write_text("[]x")
     with pytest.raises(ValueError, match="is not a trace of torch's profiler"):
@@ -318,7 +319,7 @@ def test_overlapping_events_get_separate_threads_unless_their_ends_are_inexact()
     timeline = Timeline(names=["a"])
     for name, spans in {
         "two at a time": [(0.0, 9.0), (1.0, 3.0), (2.0, 3.0), (6.0, 2.0), (6.0, 5.0)],
-        # In single precision the first one is 7 ns longer.
+        # In single precision, the first span would be 7 ns longer.
         "one after the other": [(0.0, 1234567.818), (1234567.818, 5.0), (1234570.0, 2.8180001)],
     }.items():
         track = Track(0, f"rank 0 · {name}")
@@ -340,7 +341,7 @@ def test_overlapping_events_get_separate_threads_unless_their_ends_are_inexact()
 
 
 def test_a_merged_trace_starts_at_0_even_if_a_step_started_before_its_first_event() -> None:
-    """Perfetto drops events with negative times. This happened to the first step, by 37 ns between two clocks."""
+    """Perfetto drops events with negative times. The first step was dropped because of 37 ns between two clocks."""
     timeline = Timeline(names=["a"], steps=[Step(0, -0.037, 10.0, 1)])
     track = Track(0, "rank 0 · main thread")
     for values, value in ((track.start, 0.0), (track.duration, 2.0), (track.names, 0), (track.category, 0)):

@@ -1,4 +1,4 @@
-"""The backend of the process group, which is chosen without a CUDA device."""
+"""The backend of the process group, which is chosen without creating a CUDA context."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_each_device_has_a_back_end(device: str, requested: str | None, with_cpu
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Return a list of the backends of the process groups that two ranks on CUDA devices would start."""
+    """Return the list that receives the backends of the groups that two ranks on CUDA devices would start."""
     backends: list[str] = []
     for name in ("ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP", "FSDP_OFFLOAD_PARAMS", "FSDP_VERSION"):
         monkeypatch.delenv(name, raising=False)
@@ -59,7 +59,7 @@ def _fsdp(**settings: Any) -> FullyShardedDataParallelPlugin:
         (None, "nccl"),
         (_fsdp(fsdp_version=2), "nccl"),
         (_fsdp(fsdp_version=2, cpu_offload=True), BOTH),
-        (_fsdp(fsdp_version=1, cpu_offload=True), "nccl"),  # It clips on the device.
+        (_fsdp(fsdp_version=1, cpu_offload=True), "nccl"),  # FSDP 1 clips gradients on the device.
     ],
     ids=["no plugin", "on the device", "offloaded", "FSDP 1"],
 )

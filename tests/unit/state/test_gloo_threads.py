@@ -19,7 +19,7 @@ _PR_SET_NAME = 15
 
 
 class _GlooLike:
-    """A thread named like gloo's that computes without the interpreter lock, for some rounds or until it is ended."""
+    """A thread named like gloo's. It computes without the interpreter lock, for some rounds or until it is ended."""
 
     def __init__(self, rounds: int | None) -> None:
         self._named, self._end, self.done = threading.Event(), threading.Event(), threading.Event()
@@ -46,7 +46,7 @@ def test_busy_threads_are_waited_for() -> None:
     process_group.wait_for_idle(limit=120.0)
     assert thread.done.is_set()
     begin = time.monotonic()
-    process_group.wait_for_idle(limit=120.0)  # It is idle now.
+    process_group.wait_for_idle(limit=120.0)  # The thread has become idle.
     assert time.monotonic() - begin < 60.0
     thread.end()
 
@@ -66,7 +66,7 @@ def test_gloos_threads_are_found_by_name(interpreters: InterpreterServer) -> Non
         "dist.init_process_group('gloo', rank=0, world_size=1, store=dist.HashStore())\n"
         "PartialState(cpu=True)\n"
         "end = time.monotonic() + 60.0\n"
-        "while not process_group._threads() and time.monotonic() < end:\n"  # A thread has its name once it runs.
+        "while not process_group._threads() and time.monotonic() < end:\n"  # A thread gets its name only once it runs.
         "    time.sleep(0.01)\n"
         "print(len(process_group._threads()))"
     )

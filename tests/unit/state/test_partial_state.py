@@ -84,7 +84,7 @@ def test_decorators_run_on_their_ranks() -> None:
     local()
     state.on_last_process(lambda: calls.append("last"))()
     state.on_local_main_process()(lambda: calls.append("local main"))()
-    assert calls == ["main", "second", "local", "last", "local main"]  # A single rank is all of them.
+    assert calls == ["main", "second", "local", "last", "local main"]  # A single rank has all of these roles.
 
 
 def test_the_old_parameter_of_on_local_process_still_works() -> None:
@@ -138,7 +138,7 @@ def test_reset_clears_all_three_states() -> None:
     assert not is_initialized()
     assert AcceleratorState().mixed_precision == "no"
     assert GradientState().sync_gradients is True
-    assert kept.sync_gradients is False  # Objects prepared earlier keep their own state.
+    assert kept.sync_gradients is False  # Objects that were prepared earlier keep their own state.
 
 
 class TestAcceleratorState:

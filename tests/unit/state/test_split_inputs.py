@@ -72,7 +72,7 @@ def test_a_value_that_is_not_a_sequence_is_returned_whole(inputs: Any) -> None:
 
 def test_datasets_are_split_by_select() -> None:
     class Dataset:
-        """The part of datasets.Dataset that the package uses."""
+        """The part of datasets.Dataset that this package uses."""
 
         column_names = ("x",)
 

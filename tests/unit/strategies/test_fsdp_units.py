@@ -42,7 +42,7 @@ def test_units_by_size_are_never_lists() -> None:
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=20)
     assert find_units(built, policy) == [built[0], built[1][0].inner, built[1][1].inner]
     policy = functools.partial(size_based_auto_wrap_policy, min_num_params=30)
-    assert find_units(built, policy) == []  # Only the list is large enough, and a list is never a unit.
+    assert find_units(built, policy) == []  # Only the list is large enough, but a list is never a unit.
 
 
 def test_a_parameter_shared_by_two_units_stays_outside_of_them() -> None:
@@ -121,7 +121,8 @@ class TestPlugin:
         assert plugin.mixed_precision_policy.param_dtype == torch.bfloat16
         plugin.set_mixed_precision("fp16", override=True)
         assert plugin.mixed_precision_policy.param_dtype == torch.float16
-        assert plugin.mixed_precision_policy.reduce_dtype in {torch.float16, None}  # Older torch: None if equal.
+        # Older versions of torch have None if the types are equal.
+        assert plugin.mixed_precision_policy.reduce_dtype in {torch.float16, None}
         with pytest.raises(ValueError, match=r"pass a torch\.distributed\.fsdp\.MixedPrecision,"):
             FullyShardedDataParallelPlugin(mixed_precision_policy=plugin.mixed_precision_policy)
 

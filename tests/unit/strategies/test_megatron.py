@@ -1,4 +1,4 @@
-"""Megatron-LM's settings, train steps and loaders, as far as they work without megatron-core."""
+"""Megatron-LM's settings, training steps and loaders, as far as they work without megatron-core."""
 
 from __future__ import annotations
 

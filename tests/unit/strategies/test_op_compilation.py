@@ -1,4 +1,4 @@
-"""Compilation of DeepSpeed's operators after a compiling process was killed."""
+"""The locks of processes that were killed while they compiled DeepSpeed's operators are removed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder whose file system counts as not shared."""
+    """Return a folder on a file system that counts as not shared."""
     monkeypatch.setattr(
         deepspeed_engine, "_CONTAINER_FILE_SYSTEMS", frozenset({deepspeed_engine._file_system_type(tmp_path)})
     )
@@ -74,7 +74,7 @@ def test_a_zombie_counts_as_dead() -> None:
     assert process.stdout is not None
     try:
         assert not deepspeed_engine._has_ended(Path("/proc/self"))
-        assert process.stdout.read() == b""  # It has closed its files, and is about to exit.
+        assert process.stdout.read() == b""  # The process has closed its files and is about to exit.
         deadline = time.monotonic() + 60
         while not deepspeed_engine._has_ended(Path(f"/proc/{process.pid}")):
             assert time.monotonic() < deadline

@@ -1,4 +1,4 @@
-"""A rank's file of a sharded state contains the bytes that torch.save would write."""
+"""The file that a rank writes for a sharded state has the bytes that torch.save would write."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SHAPES = [(), (1,), (3,), (16,), (17, 5), (300, 100), (2, 3, 4, 5)]
 
 
 class Kept(io.BytesIO):
-    """A stream in memory."""
+    """A stream that keeps the bytes in memory."""
 
     def keep(self, content: Any) -> int:
-        """Write bytes."""
+        """Keep these bytes."""
         return self.write(content)
 
 

@@ -1,4 +1,4 @@
-"""Distributed checkpoints are read as torch reads them, but without calling torch for each tensor."""
+"""Distributed checkpoints are read as torch reads them, without a call of torch for each tensor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from notebook_accelerate.strategies.sharding.write_plans import ShardsError, mak
 
 
 def state(fill: bool) -> dict[str, Any]:
-    """Return tensors of many kinds, filled with numbers or with zeros."""
+    """Return tensors of many kinds, filled with random numbers or with zeros."""
     torch.manual_seed(0)
     tensors = {
         f"{dtype} {shape}": (100 * torch.rand(shape)).to(dtype)
@@ -33,7 +33,7 @@ def state(fill: bool) -> dict[str, Any]:
 
 @pytest.fixture
 def read_by_torch(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Return the tensors that torch.load returned."""
+    """Return the list of the tensors that torch.load has returned."""
     found: list[torch.Tensor] = []
     torch_load = torch.load
 
@@ -62,7 +62,8 @@ def test_what_is_framed_is_read_without_torch(tmp_path: Path, read_by_torch: lis
 
 
 def test_what_torch_wrote_is_read(tmp_path: Path, read_by_torch: list[torch.Tensor]) -> None:
-    save(state(fill=True), storage_writer=FileSystemWriter(tmp_path / "part"))  # No group: without communication.
+    # Without a group, nothing is communicated.
+    save(state(fill=True), storage_writer=FileSystemWriter(tmp_path / "part"))
     assert_read(tmp_path / "part")
 
 
@@ -78,7 +79,7 @@ def test_what_other_versions_of_torch_wrote_is_read(
 
     monkeypatch.setattr("notebook_accelerate.strategies.sharding.sharded_checkpoint.bytes_around_values", other_frame)
     assert_read(tmp_path / "part")
-    assert len(read_by_torch) == len(state(fill=True)["model"]) - 1  # Empty entries are not read.
+    assert len(read_by_torch) == len(state(fill=True)["model"]) - 1  # Empty entries need not be read.
 
 
 def test_a_missing_or_truncated_file_is_an_error(tmp_path: Path) -> None:

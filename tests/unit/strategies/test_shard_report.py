@@ -1,4 +1,4 @@
-"""The shard report of one rank equals the bytes that the rank holds."""
+"""A rank's shard report equals the bytes that the rank holds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def test_optimizer_state_is_counted_before_the_first_step(name: str) -> None:
     report = accelerator.strategy.sharding()
     model(torch.ones(2, 16)).sum().backward()
     optimizer.step()
-    states = [state for p, state in optimizer.optimizer.state.items() if p.requires_grad]  # Adagrad has some for all.
+    # Adagrad has a state for all parameters.
+    states = [state for p, state in optimizer.optimizer.state.items() if p.requires_grad]
     real = sum(item.nbytes for state in states for item in state.values() if torch.is_tensor(item) and item.dim())
     assert report.held["optimizer state"].here == real
     assert report.held["optimizer state"].whole == real

@@ -1,4 +1,4 @@
-"""The runner of the GPU day: limits, the files written after each item, and the selection of items."""
+"""The runner of the GPU day: time limits, the files that are written after each item, and the choice of items."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel harness itself."""
+"""The kernel harness."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_cell_collects_output_after_its_end(kernel: Kernel, tmp_path: Path) ->
 
 
 def test_interrupt_works_like_the_stop_button(kernel: Kernel) -> None:
-    # One long sleep would miss an interrupt that arrives between Python's last check for signals and the system call.
+    # A single long sleep would miss an interrupt that arrives after Python's last check for signals.
     cell = kernel.submit("import time\nprint('in', flush=True)\nwhile True: time.sleep(0.05)")
     kernel.wait_for(lambda: "in" in cell.stdout, timeout=60)
     kernel.interrupt()

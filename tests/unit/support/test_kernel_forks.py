@@ -1,4 +1,4 @@
-"""A forked kernel behaves like one in a new interpreter, except for its imports."""
+"""A forked kernel behaves like a kernel in a new interpreter, except for its imports."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_forked_kernel_behaves_like_any_other() -> None:
 
 def test_a_forked_kernel_can_be_interrupted_and_killed() -> None:
     with Kernel() as kernel:
-        # Sleep several times for a short time, because a signal just before a single long sleep would not end it.
+        # A single long sleep would miss a signal that arrives just before it starts.
         cell = kernel.submit("import time\nprint('begun', flush=True)\nwhile True:\n    time.sleep(0.05)")
         kernel.wait_for(lambda: "begun" in cell.stdout)
         kernel.interrupt()

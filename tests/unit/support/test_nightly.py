@@ -1,4 +1,4 @@
-"""Tests marked nightly run only on request."""
+"""Tests that are marked nightly run only on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rank harness itself: its results, failures, deaths, timeouts and cost."""
+"""The rank harness: results, failures, deaths, timeouts and cost."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _sleep() -> None:
 
 
 def _still_needs_rank_0() -> bytes:
-    """Use the store that rank 0 serves, long after rank 0 has returned."""
+    """Use the store that rank 0 serves long after rank 0 has returned."""
     import torch.distributed as dist
 
     store = dist.distributed_c10d._get_default_store()
@@ -60,7 +60,7 @@ def _still_needs_rank_0() -> bytes:
 
 
 def _server_and_cost() -> tuple[int, float]:
-    """Return the parent process, and the seconds of CPU time that it has used."""
+    """Return the process id of the server, and the seconds of CPU time that it has used."""
     import torch.distributed as dist
 
     dist.barrier()
@@ -102,7 +102,7 @@ def test_a_stuck_rank_ends_at_the_timeout() -> None:
     begin = time.monotonic()
     with pytest.raises(RankError):
         run_ranks(_sleep, timeout=2.0)
-    assert time.monotonic() - begin < 300  # It sleeps for twice that long.
+    assert time.monotonic() - begin < 300  # The rank sleeps for twice as long.
 
 
 def test_a_rank_that_has_returned_waits_for_the_others() -> None:
@@ -113,7 +113,7 @@ def test_a_call_is_cheap_once_the_server_runs() -> None:
     calls = [run_ranks(_server_and_cost, process_group=True) for _ in range(2)]
     assert len({server for ranks in calls for server, _ in ranks}) == 1
     for _, seconds in calls[1]:
-        assert seconds < 1.0  # Importing torch takes longer, and is not repeated.
+        assert seconds < 1.0  # Importing torch would take longer, so it is not repeated.
 
 
 def test_the_leak_check_finds_leaked_objects(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""A channel to the kernel with a sink on it."""
+"""A channel to the kernel, with a sink at the rank's end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from notebook_accelerate.telemetry import Channel, Sink, install_sink
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Channel, Sink]]:
-    """Return the kernel's end, and a sink that sends to it."""
+    """Yield the kernel's end of a channel, and a sink that sends to it."""
     kernel, theirs = Channel.pair()
     sink = Sink(Channel(theirs))
     yield kernel, sink

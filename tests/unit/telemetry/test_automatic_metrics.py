@@ -1,4 +1,4 @@
-"""Automatic metrics: sampled without waiting for a device, and at most a few times a second."""
+"""Automatic metrics are sampled without waiting for a device, and at most a few times a second."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_run_has_curves_of_values_that_it_does_not_log() -> None:
 
 
 class _Watched(torch.Tensor):
-    """A loss on a device that counts how often it is read."""
+    """A loss on a device, which counts how often it is read."""
 
     reads = 0
 
@@ -118,7 +118,7 @@ def test_ranks_with_different_speeds_sample_the_same_steps(monkeypatch: pytest.M
     assert len(one & other) >= 0.9 * len(one)
     apart = max(2 * automatic_metrics.PERIOD, seconds)
     assert len(one) >= 30 / apart - 2
-    for later in (1, 2):  # Training has become slower.
+    for later in (1, 2):  # The training has become slower.
         clock[0] += 2.0
         sampler.end_step(step + later, optimizer)
     assert sent[-1].step == step + 2

@@ -1,4 +1,4 @@
-"""M4: the points that a thinned curve keeps."""
+"""The points that M4 keeps when it thins a curve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The envelope of all ranks: its contents, the updates that it returns, and its size limit."""
+"""The envelope of all ranks' values: its contents, the updates that it returns, and its maximum size."""
 
 from __future__ import annotations
 

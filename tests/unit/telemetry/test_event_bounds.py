@@ -1,4 +1,4 @@
-"""The bounds on one event: longer texts are shortened, displays are replaced with their size, and a note says so."""
+"""The bounds on events: long texts are shortened, displays are replaced with their size, and a note says so."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from notebook_accelerate.telemetry.event_bounds import (
 
 
 def _sent(pair: tuple[Channel, Sink], *events: Event) -> tuple[list[Event], str]:
-    """Return the received events, and the notes in the rank's stderr."""
+    """Return the events that are received, and the notes in the rank's stderr."""
     kernel, sink = pair
     with tempfile.TemporaryFile() as notes:
         stderr = os.dup(2)

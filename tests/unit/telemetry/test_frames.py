@@ -1,4 +1,4 @@
-"""The frames of running threads. Their callers' frames may be gone by the next bytecode."""
+"""The frames of running threads, whose callers' frames may be gone by the next bytecode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEEP = 30
 
 
 class Deep(threading.Thread):
-    """Waits in ``DEEP`` nested calls, returns from all of them, and then calls functions of other sizes."""
+    """A thread that waits in ``DEEP`` nested calls, returns from all, and then calls functions of other sizes."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -44,7 +44,7 @@ class Deep(threading.Thread):
 
 
 class Cycle:
-    """Garbage whose finalizer lets a thread continue."""
+    """An object whose finalizer lets a thread continue when it is collected."""
 
     def __init__(self, thread: Deep) -> None:
         self.cycle, self.thread = self, thread
@@ -64,7 +64,8 @@ def test_a_collection_does_not_let_a_thread_return_from_frames_that_are_being_re
     try:
         garbage = Cycle(thread)
         del garbage
-        gc.set_threshold(gc.get_count()[0] + DEEP // 2)  # It is reached while the frames are read.
+        # The collector reaches this threshold while the frames are read.
+        gc.set_threshold(gc.get_count()[0] + DEEP // 2)
         names = [frame.f_code.co_name for frame in islice(callers(innermost), 2 * DEEP)]
     finally:
         gc.set_threshold(*thresholds)

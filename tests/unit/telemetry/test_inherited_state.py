@@ -1,4 +1,4 @@
-"""State that ranks inherit from the thread that launches them: captured on one thread, applied on another."""
+"""State that ranks inherit from the thread that launches them is captured on one thread and applied on another."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _settings() -> dict[str, Any]:
 
 
 def _inherited() -> dict[str, Any]:
-    """Return the settings of a thread after it has applied this thread's pickled state."""
+    """Return the settings of a thread after this thread's pickled state has been applied there."""
     state = pickle.dumps(capture_inherited_state())
 
     def rank() -> dict[str, Any]:
@@ -53,7 +53,7 @@ def _inherited() -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _process_settings() -> Iterator[None]:
-    """Restore the settings that a thread shares with the others."""
+    """Restore the settings that all threads of a process share."""
     dtype, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     yield
     torch.set_default_dtype(dtype)
@@ -129,7 +129,7 @@ else:
 
 
 def _in_processes(interpreters: InterpreterServer, setup: str, expression: str) -> Any:
-    """Set something in one interpreter, apply its state in another, and return the value of an expression there."""
+    """Set something in one interpreter and apply its state in another. Return the value of an expression there."""
     kernel = interpreters.run("-c", _RANK, "kernel", setup, env=os.environ)
     assert kernel.returncode == 0, kernel.stderr
     rank = interpreters.run("-c", _RANK, "rank", expression, env=os.environ, answers=kernel.stdout)
@@ -164,14 +164,14 @@ torch.set_float32_matmul_precision("medium")
 
 
 def test_precisions_set_with_the_newer_settings_are_inherited(interpreters: InterpreterServer) -> None:
-    """torch then raises a RuntimeError if the older function is called to read them."""
+    """If they are, torch raises a RuntimeError when the older function is called to read the precision."""
     setup = "torch.backends.cuda.matmul.fp32_precision = 'tf32'; torch.backends.mkldnn.matmul.fp32_precision = 'bf16'"
     expression = "[torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision]"
     assert _in_processes(interpreters, setup, expression) == ["tf32", "bf16"]
 
 
 def test_capture_omits_the_index() -> None:
-    """With an index, all ranks would share one device."""
+    """With an index, all ranks would use the same device."""
 
     def kernel() -> dict[str, Any]:
         torch.set_default_device("cuda:1")
@@ -181,7 +181,7 @@ def test_capture_omits_the_index() -> None:
 
 
 def test_capture_starts_no_accelerator() -> None:
-    """``torch.get_default_device`` creates a tensor, which fails here, and creates a CUDA context in a kernel."""
+    """``torch.get_default_device`` would create a tensor, which fails here, and in a kernel creates a CUDA context."""
 
     def kernel() -> dict[str, Any]:
         torch.set_default_device("cuda")

@@ -1,4 +1,4 @@
-"""The notebook's logging setup and warning filters, applied to another process."""
+"""A notebook's logging setup and warning filters, which are applied in another process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from notebook_accelerate.telemetry.notebook_settings import apply_notebook_setti
 
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
-    """Restore the root logger and the warning filters."""
+    """Restore the root logger and the warning filters after each test."""
     handlers, level, disabled = list(logging.root.handlers), logging.root.level, logging.root.manager.disable
     with warnings.catch_warnings():
         yield
@@ -30,7 +30,7 @@ def _restored() -> Iterator[None]:
 
 
 def _elsewhere(code: str, setup: str = "") -> str:
-    """Apply this process's settings in another one and run ``code`` there. Return its output."""
+    """Apply this process's settings in another process and run ``code`` there. Return its output."""
     script = "from notebook_accelerate.telemetry.notebook_settings import apply_notebook_settings\n"
     script += f"import logging, sys, warnings\n{setup}\n"
     script += f"data = bytes.fromhex({capture_notebook_settings().hex()!r})\n"
@@ -206,7 +206,7 @@ class _Seen(logging.Filter):
 
 
 class _Locked(logging.Filter):
-    """An object that cannot be pickled, and raises unusual errors for attributes."""
+    """An object that cannot be pickled, and whose attributes raise unusual errors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The devices of ranks: the ranks' counters are joined with the driver's measurements, and nonsense is dropped."""
+"""The devices of ranks: the ranks' own counters are joined with the driver's measurements. Nonsense is dropped."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_ranks_on_a_device_follow_its_identity() -> None:
     for rank in (0, 1):
         found.add_memory(rank, _memory())
     found.add_memory(0, _memory("cuda:1"))
-    found.add_memory(0, _memory(uuid="b"))  # After a restart, the rank is on another machine.
+    found.add_memory(0, _memory(uuid="b"))  # After a restart, the rank may be on another machine.
     assert (found.ranks_on("a"), found.ranks_on("b"), found.ranks_on("c")) == ([0, 1], [0], [])
     found.add_memory(0, _memory("cuda:1", uuid="c"))
     assert (found.ranks_on("a"), found.ranks_on("b"), found.ranks_on("c")) == ([1], [0], [0])

@@ -1,4 +1,4 @@
-"""The sampler reads real processes, including this one."""
+"""The sampler measures real processes, including this one."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_without_nvidia_the_gpu_reader_is_quiet() -> None:
 
 @pytest.mark.parametrize("period", [0.01])
 def test_a_failing_sink_is_reported(period: float) -> None:
-    """The store handles failing subscribers, so a sink that raises is a bug, and the thread must end, not spin."""
+    """The store handles failing subscribers, so a sink that raises is a bug. The thread must then end, not spin."""
     calls = []
 
     def sink(_: list[Record]) -> None:

@@ -1,4 +1,4 @@
-"""The shares that ranks report are sent and stored, and nonsense is dropped."""
+"""Ranks' shard reports are sent and stored, and nonsense is dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's queue of events: cheap, ordered, and bounded only for events that may be dropped."""
+"""A worker's queue of events, which is cheap and ordered, and bounded only for events that may be dropped."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_full_queue_drops_droppable_events_and_reports_how_many(pair: tuple[Ch
     assert len(older) > 1000
     assert abs(sum(step % 2 for step in older) - len(older) / 2) < len(older) / 10, "both metrics are thinned equally"
     sink.flush()
-    assert kernel.receive(0.02) == []  # It is reported once.
+    assert kernel.receive(0.02) == []  # The loss of events is reported only once.
 
 
 def test_ten_thousand_events_are_queued_quickly(pair: tuple[Channel, Sink]) -> None:
@@ -90,7 +90,7 @@ def test_ten_thousand_events_are_queued_quickly(pair: tuple[Channel, Sink]) -> N
     for step in range(10_000):
         telemetry.emit(MetricEvent({"loss": 0.5}, step))
     assert len(sink._queue) == 10_000
-    assert time.thread_time() - begin < 5.0  # `make bench ROWS=launch` measures it.
+    assert time.thread_time() - begin < 5.0  # `make bench ROWS=launch` measures the time.
 
 
 def test_numbers_of_steps_are_not_urgent_and_lines_are(pair: tuple[Channel, Sink]) -> None:

@@ -1,4 +1,4 @@
-"""The clock of a step's parts, and the values that the store keeps."""
+"""The clock that measures the parts of a step, and the values that the store keeps."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_run_shorter_than_a_second_is_reported_at_its_end(sink: _Kept) -> None
         step_time.end_step()
     assert _step_events(sink) == []
     step_time.switch(step_time.DATA)
-    time.sleep(0.2)  # This may be an evaluation after the last step.
+    time.sleep(0.2)  # This time may belong to an evaluation after the last step.
     step_time.switch(step_time.OTHER)
     for _ in range(2):
         step_time.end_run()
@@ -121,7 +121,7 @@ def test_a_step_costs_microseconds(sink: _Kept) -> None:
         step_time.end_step()
     seconds = (time.thread_time() - begin) / 20_000
     print(f"\nstep clock: {1e6 * seconds:.2f} microseconds per step (goal: 0.5)")
-    assert seconds < 500e-6  # `make bench` measures it.
+    assert seconds < 500e-6  # `make bench` measures the time.
 
 
 def test_the_store_keeps_recent_step_times() -> None:

@@ -1,4 +1,4 @@
-"""The bounded store: its contents, thinning, and notifications."""
+"""The bounded store: its contents, thinning and notifications."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_series_without_finite_values_stays_within_its_bound(value: float) -> 
 def test_all_series_together_stay_within_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "MAX_TOTAL_POINTS", 10_000)
     store = Store()
-    for name in range(100):  # Each curve is longer when it arrives than it may be in the end.
+    for name in range(100):  # When it arrives, each curve is longer than the final limit allows.
         for step in range(2_000):
             _feed(store, MetricEvent({f"m{name}": math.nan if step % 3 else float(step)}, step))
         kept = [len(store.series(each).values) for each in store.metric_names()]
@@ -113,7 +113,7 @@ def test_a_missing_step_continues_the_last_one() -> None:
 
 
 def test_values_that_are_not_numbers_do_not_break_the_store() -> None:
-    """Messages of a rank must never end the run's supervision."""
+    """Messages from a rank must never end the supervision of the run."""
     store = Store()
     _feed(store, MetricEvent({"text": "hello", "none": None, "good": 1.0}, 0))  # type: ignore[dict-item]
     assert store.series("good").values.tolist() == [1.0]

@@ -1,4 +1,4 @@
-"""Exceptions as plain data, even from classes whose attributes, texts and names raise errors themselves."""
+"""Exceptions as plain data, even if their class's attributes, texts and names raise errors."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def test_a_block_that_ends_early_leaves_a_complete_trace(tmp_path: Path, end: Ba
     assert caught.value is end
     assert "aten::dot" in _operations(tmp_path / "traces" / "profile_3.json")
     assert [file.name for file in (tmp_path / "traces").iterdir()] == ["profile_3.json"]
-    assert waited == []  # The other ranks may never arrive.
+    assert waited == []  # The rank must not wait for others, which may never arrive.
 
 
 def test_ranks_wait_for_each_other_once_their_traces_are_written(tmp_path: Path) -> None:

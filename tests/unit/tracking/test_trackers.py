@@ -1,4 +1,4 @@
-"""The required attributes of trackers, their selection, and their failures."""
+"""Trackers: required attributes, selection, and failures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from notebook_accelerate.tracking import GeneralTracker, on_main_process, tracke
 
 
 class Memory(GeneralTracker):
-    """A tracker that records everything."""
+    """A tracker that records all calls."""
 
     name = "memory"
     requires_logging_directory = False
@@ -55,7 +55,7 @@ class Memory(GeneralTracker):
 
 @pytest.fixture(autouse=True)
 def builtin_trackers() -> Iterator[None]:
-    """Restore the table after the test."""
+    """Restore the table of trackers after the test."""
     before = dict(tracker_table.TRACKERS)
     yield
     tracker_table.TRACKERS.clear()
@@ -63,7 +63,7 @@ def builtin_trackers() -> Iterator[None]:
 
 
 class Channel:
-    """Replaces a worker's sink."""
+    """Stands in for a worker's sink."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -74,7 +74,7 @@ class Channel:
 
 @pytest.fixture
 def channel() -> Iterator[Channel]:
-    """Make this process look like a launched rank."""
+    """Make this process look like a rank of a launch."""
     sink = Channel()
     telemetry.install_sink(sink)  # type: ignore[arg-type]
     yield sink
@@ -297,7 +297,8 @@ def test_tensorboard_skips_unsupported_values(tmp_path: Path) -> None:
 
 
 def test_the_tracker_of_ranks_without_one_does_nothing() -> None:
-    accelerator = Accelerator(cpu=True, log_with=Memory())  # It is not started, as on ranks other than 0.
+    # As on ranks other than 0, the tracker has not been started.
+    accelerator = Accelerator(cpu=True, log_with=Memory())
     tracker = accelerator.get_tracker("memory")
     assert isinstance(tracker, GeneralTracker)
     assert tracker.name == "memory"

@@ -1,4 +1,4 @@
-"""Each vendor's real package, offline. Logged values are read back from the package's files."""
+"""The real package of each vendor, offline. Logged values are read back from its files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import pytest
 
 from notebook_accelerate.tracking import tracker_table
 
-# Vendors' packages start threads and services that remain until the process exits, so each runs in its own process.
+# Vendors' packages start threads and services that remain until the process exits, so each of them runs in its own
+# process.
 _SCRIPT = """
 import json, sys
 import numpy as np, torch
@@ -36,7 +37,7 @@ _END = "\naccelerator.end_training()\nprint('ended')\n"
 
 
 def track(name: str, folder: Path, options: dict[str, Any], more: str = "", **env: str) -> str:
-    """Log two steps with one vendor in a separate process. Return its output."""
+    """Log two steps with one vendor's tracker in a separate process. Return the output."""
     if not tracker_table.TRACKERS[name].is_available():
         pytest.skip(f"{name} is not installed: pip install {tracker_table.TRACKERS[name].package}")
     script = _SCRIPT + textwrap.dedent(more) + _END

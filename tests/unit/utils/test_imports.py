@@ -1,4 +1,4 @@
-"""Checks of packages, versions and devices that do not import any large package."""
+"""Checks of packages, versions and devices, which import no large package."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_every_check_returns_a_bool(name: str) -> None:
 
 
 def test_checks_import_no_large_package() -> None:
-    # These two ask torch and bitsandbytes themselves.
+    # These two checks must ask torch and bitsandbytes themselves.
     asking = {"is_torch_distributed_available", "is_bitsandbytes_multi_backend_available"}
     names = [name for name in CHECKS if name not in asking]
     code = (

@@ -1,4 +1,4 @@
-"""Accelerate's import paths, loaded on first use."""
+"""Accelerate's import paths, whose modules are loaded on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rank-aware loggers and the progress bar, in one process."""
+"""Loggers that know their rank, and the progress bar, in a single process."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_main_process_shows_a_bar() -> None:
 @pytest.mark.usefixtures("state")
 def test_a_bar_in_a_launched_run_emits_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("tqdm")
-    reporting.connect_libraries(["tqdm"])  # Every rank does this.
+    reporting.connect_libraries(["tqdm"])  # Every rank makes this call.
     events: list[Event] = []
     monkeypatch.setattr(telemetry, "current_sink", object)
     monkeypatch.setattr(telemetry, "emit", events.append)

@@ -1,4 +1,4 @@
-"""Helpers that inspect a model's modules."""
+"""Helper functions that inspect a model's modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seeding the random number generators."""
+"""Seeding of random number generators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The config panel without a browser: entries and clicks are simulated."""
+"""The config panel without a browser. Entries and clicks are simulated."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _call(panel: ConfigPanel, function: str, arguments: str) -> None:
 
 
 NUMBERS = object()
-"""A value that cannot be written as code, so a variable names it."""
+"""A value that cannot be written as code, so that a variable must name it."""
 
 
 def double(number: int) -> int:
@@ -293,7 +293,7 @@ def test_a_configuration_file_is_saved_and_loaded(tmp_path: Path) -> None:
 def test_a_saved_configuration_is_unchanged_when_it_is_loaded(
     machine: HardwareInfo, entered: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Values that were not entered are not written, such as ``use_cpu`` on a machine without a GPU, or one process."""
+    """Values that were not entered are not written, for example ``use_cpu`` on a machine without a GPU."""
     panel = _set(_panel(machine), **entered)
     file = panel.save(tmp_path / "config.yaml")
     other = _panel(machine)
@@ -528,7 +528,7 @@ def test_configure_is_a_public_name() -> None:
 def test_every_field_has_its_place_in_the_panel() -> None:
     for cls in (LaunchConfig, TrainingOptions):
         placed = [name for _, names in groups_of(cls) for name in names]
-        # The arguments of an Accelerator are in the other form.
+        # The arguments of an Accelerator are entered in the other form.
         assert sorted(placed) == sorted(set(cls.__dataclass_fields__) - {"accelerator"})
 
 

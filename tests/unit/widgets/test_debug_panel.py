@@ -1,4 +1,4 @@
-"""The debug panel without a browser: with recorded events and a fake clock, and with a real run."""
+"""The debug panel without a browser, with recorded events and a fake clock, and with a real run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SECONDS = 60.0
 
 @pytest.fixture
 def made() -> Iterator[list[DebugPanel]]:
-    """Return a list whose panels are closed at the end."""
+    """Yield a list for panels, which are closed at the end."""
     panels: list[DebugPanel] = []
     yield panels
     for panel in panels:
@@ -165,7 +165,7 @@ def _loop() -> None:
 
 
 def _patient(run: Run) -> Run:
-    """Give all requests to a run a longer timeout, for busy machines."""
+    """Give a run's requests a longer timeout, for busy machines."""
 
     def with_time(method: Any) -> Any:
         return lambda *arguments, **named: method(*arguments, **{**named, "timeout": SECONDS})
@@ -188,7 +188,7 @@ def test_the_panel_works_with_a_real_run(made: list[DebugPanel]) -> None:
             frames = [place.user_frame for place in panel.found.places]
             return [frame.function for frame in frames if frame is not None] == ["_loop", "_loop"]
 
-        until(sees_both)  # On a busy machine, a rank may not reply within a second.
+        until(sees_both)  # On a busy machine, a rank may take more than a second to reply.
         assert re.search(r"test_debug_panel\.py, line \d+, in _loop", panel.text)
         panel.target.value = "rank 1"
         panel.line.value = "numb"
@@ -220,7 +220,7 @@ def _stops() -> int:
 
 
 def test_a_line_is_sent_to_the_debuggers_of_stopped_ranks(made: list[DebugPanel]) -> None:
-    """If no rank is stopped, the line is evaluated as an expression. The placeholder says which of the two applies."""
+    """If no rank is stopped, the line is an expression to evaluate. The placeholder says which of the two it is."""
     run = _patient(notebook_launcher(_stops, num_processes=2, use_port=0, start_method="fork", block=False))
     try:
         until(lambda: sorted(run._internals.commands.prompts.debugged()) == [0, 1])
@@ -230,7 +230,7 @@ def test_a_line_is_sent_to_the_debuggers_of_stopped_ranks(made: list[DebugPanel]
         assert panel.line.placeholder == "a command for the debugger of ranks 0, 1, e.g. p loss"
         for target, line, answers in ((ALL, "p loss", {0: "41", 1: "42"}), ("rank 1", "p loss * 2", {1: "84"})):
             panel.target.value, panel.line.value = target, line
-            panel.wait(SECONDS)  # Wait for the completion.
+            panel.wait(SECONDS)  # Wait for the completion of the request.
             panel._send()
             panel.wait(SECONDS)
             entry = panel.history[-1]

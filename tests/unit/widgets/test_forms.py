@@ -1,4 +1,4 @@
-"""Forms over dataclasses: their entries, errors and values."""
+"""Forms for dataclasses: their entries, errors and values."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_help_texts_are_literals_after_fields_and_docstrings() -> None:
 
 def test_types_that_only_type_checkers_import_are_ignored() -> None:
     kinds = {field.name: field.kind for field in fields_of(FullyShardedDataParallelPlugin)}
-    assert kinds["ignored_modules"] == "text"  # Iterable[torch.nn.Module] | str | None.
+    assert kinds["ignored_modules"] == "text"  # The field's type is Iterable[torch.nn.Module] | str | None.
     assert kinds["cpu_offload"] == "flag"
     assert kinds["auto_wrap_policy"] == "choice"
     assert kinds["param_init_fn"] == "code"
@@ -283,7 +283,7 @@ def _receive(view: FormView, **content: Any) -> None:
 
 
 def _sent(view: FormView) -> list[dict[str, Any]]:
-    """Return the list that receives the states sent by the view from now on."""
+    """Return a list that receives the states that the view sends from now on."""
     states: list[dict[str, Any]] = []
     view.comm.send = lambda data, **_: states.append(data["state"])
     return states

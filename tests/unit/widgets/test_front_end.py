@@ -1,4 +1,4 @@
-"""What the kernel knows about its front end, and the panel that needs no widgets."""
+"""How the kernel learns what its front end supports, and the panel that needs no widgets."""
 
 from __future__ import annotations
 

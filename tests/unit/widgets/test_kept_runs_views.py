@@ -1,4 +1,4 @@
-"""Views of kept runs: ten runs in one plot, and a finished run's panel that offers to continue the run."""
+"""Views of kept runs: ten runs in one plot, and the panel of a finished run, which offers to continue the run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def _keep(folder: Path, name: str, rate: float, begin: float = 0.0) -> None:
-    """Write a kept run that has finished, and that started the given number of seconds after START."""
+    """Write a kept run that started this many seconds after START and has finished."""
     folder.mkdir(parents=True)
     run = make_run(started=START + begin)
     metrics = [Record(0, START + begin + step, MetricEvent({"loss": rate / (step + 1)}, step)) for step in range(30)]
@@ -61,7 +61,7 @@ def test_ten_kept_runs_are_overlaid(tmp_path: Path) -> None:
 
 
 class _Output:
-    """An output of a cell that shows live widgets."""
+    """An output of a cell that can show live widgets."""
 
     cell = notebook_cell = ""
     interactive = True

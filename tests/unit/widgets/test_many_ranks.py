@@ -1,4 +1,4 @@
-"""Hundreds of ranks in a panel and a report: few rows, the worst first, and small messages."""
+"""Hundreds of ranks in a panel and in a report: few rows, the worst ranks first, and small messages."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Panel:
     def turn(
         self, seconds: float = 1.0, steps: int = 10, late: tuple[int, ...] = (), slow: tuple[int, ...] = ()
     ) -> None:
-        """Let all ranks advance some steps, and render."""
+        """Let all ranks take some steps, and render."""
         self.step += steps
         self.clock.turn(seconds)
         for info in self.run.ranks:
@@ -65,7 +65,7 @@ class _Panel:
         assert self.panel.schedule.tick()
 
     def groups(self) -> dict[str, list[Any]]:
-        """Return the rows of each group of the table, as a new view receives them."""
+        """Return the rows of each group of the table, as a view that was just opened receives them."""
         self.panel.rank_table._full_requested = True
         self.clock.turn(1.0)
         self.render()
@@ -119,7 +119,7 @@ def _bytes(message: Any) -> int:
 
 def test_an_update_for_a_few_changed_ranks_is_small() -> None:
     one = _Panel()
-    for _ in range(12):  # The last one comes long after every view was opened.
+    for _ in range(12):  # The last update comes long after every view was opened.
         one.turn(FOLDED_SECONDS, steps=0)
     table = one.panel.rank_table
     whole, seq = _bytes(table.full), table._seq
@@ -158,7 +158,7 @@ def test_a_table_that_applies_the_deltas_is_complete() -> None:
 
 
 def _applied(rows: list[Any], change: dict[str, Any]) -> list[Any]:
-    """Return the rows of a group after a change."""
+    """Return a group's rows after a change has been applied."""
     known = {key: (list(cells), dict(*more)) for key, cells, *more in (*rows, *change.get("rows", ()))}
     for key, *pairs in change.get("changes", ()):
         cells, more = known[key]

@@ -1,4 +1,4 @@
-"""The config panel warns before a launch whose training run does not fit in memory."""
+"""Before a launch, the config panel warns if the training run does not fit in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from notebook_accelerate.widgets.memory_panel import MemoryCheck, distribution_o
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
 WEIGHTS = 4 * 1000 * 1000
-"""The size of the model in bytes. Training takes four times as much, and DDP's buckets take as much again."""
+"""The size of the model in bytes. Training needs four times as much, and DDP's buckets need as much again."""
 
 
 def model() -> nn.Module:
@@ -124,7 +124,7 @@ FSDP1: dict[str, Any] = {"fsdp_version": 1}
 def test_the_distribution_of_the_model_follows_the_options(options: Any, ranks: int, expected: Any) -> None:
     sharing = distribution_of(TrainingOptions(**options), ranks, local=2)
     assert sharing == expected
-    estimate_memory(model, num_processes=ranks, **sharing)  # It accepts all of these names.
+    estimate_memory(model, num_processes=ranks, **sharing)  # estimate_memory must accept all of these names.
 
 
 def test_offloaded_tensors_use_main_memory_that_ranks_share() -> None:
@@ -143,7 +143,7 @@ def test_on_gpus_offloaded_tensors_are_compared_with_main_memory(monkeypatch: py
     gpu = SimpleNamespace(memory_bytes=WEIGHTS)
     monkeypatch.setattr(
         "notebook_accelerate.widgets.memory_panel.nvml.visible_gpu", lambda _rank, _variables: gpu
-    )  # This machine has no GPUs.
+    )  # This replaces NVML, because this machine has no GPUs.
     plan: Any = SimpleNamespace(accelerator="cuda", world_size=2, num_processes=2)
     machine: Any = SimpleNamespace(memory_bytes=4 * WEIGHTS)
     options = TrainingOptions(fsdp_plugin=Fsdp(fsdp_version=2, cpu_offload=True))

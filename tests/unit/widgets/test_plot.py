@@ -1,4 +1,4 @@
-"""The messages of the plot: everything first, then new points, downsampled by M4."""
+"""The messages of a plot: first all points, and then new points, downsampled by M4."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def test_the_first_message_has_everything_and_the_next_the_new_points() -> None:
 
 
 def test_late_curves_start_with_a_full_message() -> None:
-    """A view could not ask a busy kernel for the message that a delta continues."""
+    """While the kernel is busy, a view could not request the message that a delta continues."""
     store = Store()
     plot = _plot(store)
     plot.update(0.0)
-    plot.update(20.0)  # By now, the plot is past the ages at which everything is sent again.
+    plot.update(20.0)  # By now, the plot is older than all ages at which everything is sent again.
     _log(store, range(3))
     plot.update(20.2)
     assert _points(plot.full) == {("loss", "rank 0"): [[0, 1, 2], [0, 1, 2], [0, 1, 2]]}
@@ -87,7 +87,8 @@ def test_a_view_that_missed_a_message_gets_a_full_one() -> None:
     plot.update(0.2)
     assert len(_points(plot.full)["loss", "rank 0"][0]) == 6
     _log(store, range(6, 7))
-    plot.update(0.5)  # No request, but at a refresh age: the kernel may have been too busy to receive one.
+    # At a refresh age, everything is sent without a request, because the kernel may have been too busy to receive one.
+    plot.update(0.5)
     assert len(_points(plot.full)["loss", "rank 0"][0]) == 7
 
 

@@ -1,4 +1,4 @@
-"""The Profile button of a run's panel, with a run that records nothing itself."""
+"""The Profile button in a run's panel. The run records nothing itself."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.support.waiting import until
 
 
 class _Profile(DocumentView):
-    """The part of a profile that the panel uses."""
+    """The parts of a profile that the panel uses."""
 
     def __init__(self, *, missing: bool = False) -> None:
         self.paths = {} if missing else {0: "rank0.json"}
         self.missing = {0: "it is paused"} if missing else {}
         self.timeline = training(ranks=2, steps=1)
-        self.steps = 2  # The rank ended before the third one.
+        self.steps = 2  # The rank ended before the third step.
 
     def summary(self) -> Section:
         return Section(key="summary", nodes=(Text(lines=("rank 1's data loading takes 41 % of each step",)),))
@@ -60,14 +60,14 @@ def test_a_click_shows_the_recording_and_then_the_steps(monkeypatch: Any) -> Non
 
     panel = _panel(monkeypatch, profile)
     assert _button(panel)["enabled"]
-    panel.buttons.click("profile")  # This returns while steps are recorded.
+    panel.buttons.click("profile")  # The click returns while steps are still being recorded.
     assert _status(panel) == "profiling 3 steps ..."
     panel.schedule.tick(due=True)
     assert not _button(panel)["enabled"]
     panel.buttons.click("profile")
     recorded.set()
     until(lambda: not panel.profile_section.recording)
-    assert asked == [None]  # It samples for half a second.
+    assert asked == [None]  # Without a number of steps, samples are taken for half a second.
     assert any(isinstance(each, TimelineView) for each in panel.profile_section.widget.children)
     assert _status(panel) == "Profile of 2 steps [Close]"
     assert "static &lt;form&gt;" in panel.html

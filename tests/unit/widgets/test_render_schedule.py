@@ -1,4 +1,4 @@
-"""Renders are rate-limited, and a view that fails is closed."""
+"""The rate of renders is limited, and a view that fails is closed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _change(store: Store) -> None:
 def test_there_are_at_most_five_renders_per_second() -> None:
     store, clock, renders = Store(), Clock(), []
     schedule = RenderSchedule([store], renders.append, lambda _: None, clock)
-    for _ in range(1000):  # This takes one second.
+    for _ in range(1000):  # The loop takes one second of the clock.
         clock.turn(0.001)
         _change(store)
         schedule.tick()
@@ -31,7 +31,7 @@ def test_there_are_at_most_five_renders_per_second() -> None:
 def test_without_changes_one_render_a_second_updates_the_clock() -> None:
     store, clock, renders = Store(), Clock(), []
     schedule = RenderSchedule([store], renders.append, lambda _: None, clock)
-    for _ in range(100):  # This takes ten seconds.
+    for _ in range(100):  # The loop takes ten seconds of the clock.
         schedule.tick()
         clock.turn(PERIOD / 2)
     assert 9 <= len(renders) <= 11

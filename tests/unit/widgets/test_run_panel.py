@@ -1,4 +1,4 @@
-"""The panel of a run without a browser, with recorded events and a fake clock."""
+"""The run panel without a browser, with recorded events and a fake clock."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ EVIL = "<script>alert('&')</script>"
 
 
 class _Panel:
-    """A panel with its run and its clock."""
+    """A run panel with its run and its clock."""
 
     def __init__(self, ranks: int = 2, **settings: Any) -> None:
         self.run, self.clock = make_run(ranks, **settings), Clock()
         self.panel = RunPanel(self.run, self.clock)
 
     def look(self, seconds: float = 1.0) -> str:
-        """Advance the clock, render, and return all HTML of the panel."""
+        """Advance the clock and render. Return all HTML of the panel."""
         self.clock.turn(seconds)
         self.panel.schedule.touch()
         assert self.panel.schedule.tick()
@@ -79,14 +79,14 @@ class _Panel:
         return "\n".join([self.panel._problem.value, self.parts(parts), *map(html.escape, rows)])
 
     def parts(self, names: str) -> str:
-        """Return the HTML of parts of the panel, as last rendered."""
+        """Return the HTML of these parts of the panel, as last rendered."""
         values = {name: self.panel.sections.widgets[name].value for name in names.split()}
         if "verdict" in values:
             values["verdict"] += self.ranks()
         return "\n".join(values.values())
 
     def ranks(self) -> str:
-        """Return the table of ranks as last sent, as HTML."""
+        """Return the table of ranks as HTML, as last sent."""
         table = self.panel.rank_table.table
         assert table is not None
         return rendering.html(table, inline=False)
@@ -324,9 +324,9 @@ def test_texts_from_ranks_are_escaped() -> None:
 
 
 def test_late_lines_start_with_a_full_message() -> None:
-    """A view could not ask a busy kernel for the message that a delta continues."""
+    """While the kernel is busy, a view could not request the message that a delta continues."""
     one = _Panel()
-    for _ in range(20):  # Go past the ages at which everything is sent again.
+    for _ in range(20):  # Advance past all ages at which everything is sent again.
         one.look()
     feed(one.run, LogEvent("stdout", "first"))
     one.look()
@@ -435,7 +435,7 @@ def test_a_panel_on_two_hundred_thousand_points_opens_within_a_second() -> None:
 
 
 def test_a_day_of_metrics_is_bounded() -> None:
-    """For 24 hours of a fake clock, 2 ranks log 10 metrics each per second, within the bounds that the store states."""
+    """On a fake clock, two ranks log 10 metrics each per second for 24 hours. The store's stated bounds must hold."""
     run, clock = make_run(ranks=2), Clock()
     panel = RunPanel(run, clock)
     text = "a line of a rank " + "x" * 80
@@ -489,7 +489,7 @@ def _past(value: float, **settings: Any) -> Run:
 def test_the_table_of_runs_shows_differences_and_final_metrics(snapshot: Snapshot) -> None:
     runs = [_past(1.0, mixed_precision="bf16"), _past(3.0)]
     table = RunsTable(runs, Clock())
-    numbers = re.compile(r'(?<=[>"])\d+(?=[<"])')  # The numbers of the runs.
+    numbers = re.compile(r'(?<=[>"])\d+(?=[<"])')  # These are the numbers of the runs.
     snapshot("runs_table", numbers.sub("N", table.html))
     assert {label for _, label, _ in table.plot.full["series"]} == {f"run {run.id}" for run in runs}
     assert table.text.split()[:2] == ["run", "function"]
@@ -502,7 +502,7 @@ def _states(table: Table) -> list[str]:
 
 
 class _Place:
-    """An output of a cell. A callback may run while a view is shown."""
+    """An output of a cell. A callback may run while it shows a view."""
 
     cell = notebook_cell = ""
     interactive = True
@@ -526,7 +526,7 @@ def test_a_run_that_ends_while_the_table_of_runs_is_shown_is_drawn_as_ended(monk
 
 
 class _LiveOutput:
-    """Outputs that stay live after the end of the run."""
+    """Outputs that remain live after the run has ended."""
 
     stays_live = True
 
@@ -587,7 +587,7 @@ def test_the_table_of_runs_shows_what_holds_a_run() -> None:
 
 
 def test_two_views_may_be_shown_at_the_same_time() -> None:
-    """They may be shown on the kernel's thread and on the thread of a click."""
+    """One may be shown on the kernel's thread, and the other one on the thread of a click."""
     both = threading.Barrier(2)
 
     class Widget:
@@ -629,7 +629,7 @@ def test_the_table_of_runs_renders_at_most_five_times_a_second_and_adds_new_runs
     run, clock = make_run(), Clock()
     table = RunsTable([run], clock)
     values = set()
-    for step in range(100):  # This takes one second.
+    for step in range(100):  # The loop takes one second of the clock.
         clock.turn(0.01)
         feed(run, MetricEvent({"loss": float(step)}, step), at=clock.now)
         table.schedule.tick()

@@ -1,4 +1,4 @@
-"""The data that the browser receives for a timeline."""
+"""The data of a timeline that the browser receives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _columns(sent: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _events(sent: dict[str, Any], track: int) -> set[tuple[float, float, str, str, int]]:
-    """Return the events of a track as the browser reads them: start, duration, name, category, depth."""
+    """Return a track's events as the browser reads them: start, duration, name, category, depth."""
     columns, found = _columns(sent), set()
     place = sum(sum(head["lanes"]) for head in sent["tracks"][:track])
     for depth, count in enumerate(sent["tracks"][track]["lanes"]):
