@@ -1,4 +1,4 @@
-"""Explain why a run is stuck, given the positions of all ranks. The code is pure: it does not ask the ranks itself."""
+"""Explain why a run is stuck, given the positions of all ranks, which this module does not ask for itself."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.telemetry.tracebacks import is_user_code
 
 MOVING_SECONDS = 2.0
-"""A rank that has moved or entered a collective within this many seconds is not stuck."""
+"""A rank that has moved or entered a collective within this many seconds does not count as stuck."""
 
 
 @dataclass(frozen=True)
 class RankPosition:
-    """The position of one rank.
+    """The state of one rank, the code it is running, and the collectives it is waiting in.
 
     Attributes:
         rank: The rank's global index.
@@ -68,8 +68,8 @@ class Diagnosis:
         groups: The groups of ranks at the same position, largest group first.
         time: The time of the diagnosis, in seconds since the epoch.
         name_place: Returns the location of a frame as text.
-        mistake: The common mistake that is the cause, and its fix, in one line, or "" if no mistake was found.
-        cause: The verdict without waiting times, for a view that itself shows how much time has passed.
+        mistake: The common mistake that made the run get stuck, and its fix, in one line, or "" if unknown.
+        cause: The verdict without waiting times, for a view that shows the elapsed time itself.
     """
 
     verdict: str
@@ -185,7 +185,7 @@ class _Verdict:
         return "no rank is stuck: all are moving" if self._all_move() else self._absent(first, here)
 
     def _paused(self, paused: Sequence[RankPosition]) -> str:
-        """Describe the lines at which the user has paused ranks. Other ranks may be waiting for these."""
+        """Describe where the user has paused ranks, because other ranks may be waiting for the paused ones."""
         lines: dict[str, list[int]] = {}
         for place in paused:
             frame = place.user_frame
@@ -216,7 +216,7 @@ class _Verdict:
         return "no rank waits in a collective; " + "; ".join(self._position(place) for place in stuck)
 
     def _mismatch(self, first: Collective, here: Sequence[RankPosition]) -> str:
-        """Describe ranks that have entered different collectives with the same number: operation, shape or type."""
+        """Describe ranks whose collectives have the same number, but differ in operation, shape or type."""
         calls: dict[object, list[int]] = {}
         texts: dict[object, str] = {}
         for place in here:

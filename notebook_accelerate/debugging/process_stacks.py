@@ -24,9 +24,9 @@ from notebook_accelerate.telemetry import FrameInfo
 DUMP_SECONDS = 0.5
 """Time limit in seconds for the signal handler to write the stacks."""
 SETTLE_SECONDS = 0.05
-"""A dump counts as complete if it has not grown for this many seconds."""
+"""A dump is considered complete if it has not grown for this many seconds."""
 SLEEP_SECONDS = 0.2
-"""A process counts as stuck if it is still in uninterruptible sleep after this many seconds."""
+"""A process is considered stuck if it is still in uninterruptible sleep after this many seconds."""
 
 PY_SPY_SECONDS = 5.0
 """Time limit in seconds for py-spy, which stops the process while it reads.
@@ -46,8 +46,8 @@ class ProcessStacks(NamedTuple):
     Attributes:
         dump: The output of faulthandler, or "" if the rank has not installed it.
         native: The main thread's frames as read by py-spy. Empty if py-spy is missing or lacks permission.
-        suspended: Why the process cannot run, for example after SIGSTOP, and what to do, or "" if it can run.
-        problem: Why the stacks could not be read, or "" if they were read.
+        suspended: The reason why the process cannot run, such as SIGSTOP, and the remedy, or "" if it can run.
+        problem: The reason why the stacks could not be read, or "" if they were read.
     """
 
     dump: str = ""
@@ -77,7 +77,7 @@ class ProcessInspector:
 
     def read_stacks(self, send_signal: Callable[[int], None]) -> ProcessStacks:
         """Make the rank's signal handler write its stacks, and return them together with the native stack."""
-        if self._sleeps_in_kernel():  # The signal handler would not run, and py-spy would wait for the process.
+        if self._sleeps_in_kernel():  # No handler would run, and py-spy would wait.
             return ProcessStacks("", (), IN_KERNEL)
         native = native_stack(self._pid)
         if self._status() == "stopped":
@@ -85,7 +85,7 @@ class ProcessInspector:
         return ProcessStacks(self._read_dump(send_signal), native)
 
     def _sleeps_in_kernel(self) -> bool:
-        """Return whether the process is stuck in uninterruptible sleep, which any disk read causes for a short time."""
+        """Return whether the process is stuck in uninterruptible sleep, and not just reading from a disk."""
         if self._status() != "disk-sleep":
             return False
         time.sleep(SLEEP_SECONDS)
@@ -134,7 +134,7 @@ def read_new_bytes(descriptor: int, before: int, timeout: float) -> str:
     size, settled = before, False
     while not settled:
         time.sleep(SETTLE_SECONDS)
-        # Read the clock before the size, so that bytes arriving in between are not missed.
+        # Read the clock before the size, so that bytes that arrive in between are not missed.
         over = time.monotonic() >= deadline
         now = os.fstat(descriptor).st_size
         settled, size = over or now == size > before, now

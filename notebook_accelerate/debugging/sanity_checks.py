@@ -1,4 +1,4 @@
-"""The kernel's part of the checks for common mistakes. It only compares facts from ranks, and returns warnings."""
+"""The kernel's part of the checks for common mistakes, which compares facts from ranks and returns warnings."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from notebook_accelerate.telemetry.debug_protocol import CheckEvent
 from notebook_accelerate.telemetry.rank_names import rank_names
 
 RELATIVE = 1e-4
-"""Parameters with a smaller relative difference count as equal, because different devices round differently."""
+"""Maximum relative difference of parameters that count as equal, because different devices round differently."""
 COMPARE_SECONDS = 1.5
 """Seconds to wait for other ranks to report a number that is not finite, before the first ranks are named."""
 BEHIND_STEPS = 20
 BEHIND_SHARE = 0.1
 BEHIND_SECONDS = 3.0
-"""A rank is far behind if it trails the leading rank by 20 steps and a tenth of its steps for this many seconds."""
+"""A rank is far behind if it is 20 steps and a tenth of its steps behind the leading rank for this many seconds."""
 CONFIRMED_BATCH = 2
 
 
@@ -111,7 +111,7 @@ class SanityChecks:
         if number != CONFIRMED_BATCH or not all(each and _all_equal(list(each.values())) for each in batches):
             return []
         first, second = (next(iter(rows.values())) for rows in batches)
-        if first == second or len(set(first[1:])) < 2:  # The data is constant, or the same batch is used on purpose.
+        if first == second or len(set(first[1:])) < 2:  # The data may be constant or equal on purpose.
             return []
         fix = "loader = accelerator.prepare(loader) gives each rank its share"
         return self._once("batch", f"every rank trains on the same data (batches 1 and 2 are equal everywhere); {fix}")
@@ -124,7 +124,7 @@ class SanityChecks:
         if len(ranks) == self._world:
             return []
         lost = {rank for rank, (key, _) in self._numbers.get("loss", {}).items() if key <= first}
-        if check == "local gradients" and lost.issuperset(ranks):  # The cause is a loss that was already reported.
+        if check == "local gradients" and lost.issuperset(ranks):  # The cause is the loss, which was already reported.
             return []
         value = numbers[ranks[0]][1]
         what, where = _NUMBERS[check]

@@ -56,7 +56,7 @@ R = TypeVar("R", bound=Reply)
 
 
 class Session:
-    """Debugs the ranks of one run.
+    """Debugs the ranks of one run, by sending requests to them.
 
     Args:
         requests: Sends requests to the ranks and receives their replies.
@@ -94,12 +94,12 @@ class Session:
         return diagnose(self.positions(), frame_location)
 
     def stacks(self, ranks: Iterable[int] | None = None) -> Stacks:
-        """Return the main thread's frames by rank."""
+        """Return the frames of each rank's main thread."""
         wanted = self._wanted(ranks)
         return Stacks({each.rank: each.frames for each in self.positions() if each.rank in wanted}, frame_location)
 
     def ask(self, expression: str, ranks: Iterable[int] | None, frame: str | None, timeout: float) -> dict[int, Any]:
-        """Evaluate ``expression`` on ranks. See ``Run.ask``."""
+        """Evaluate ``expression`` on ranks, as ``Run.ask`` does."""
         try:
             compile(expression, "<ask>", "eval")
         except SyntaxError as error:
@@ -127,7 +127,7 @@ class Session:
         return {rank: _or_its_error(reply) for rank, reply in self._replies(ProfileReply, wanted, replies).items()}
 
     def memory(self, ranks: Iterable[int] | None, timeout: float) -> dict[int, MemoryReply | str]:
-        """Return what the memory of ranks contains, or why this is unknown. See ``Run.memory``."""
+        """Return a report of each rank's memory, or the reason why it is missing. See ``Run.memory``."""
         return {
             rank: _or_its_error(reply) for rank, reply in self._ask(MemoryReply, MemoryRequest, ranks, timeout).items()
         }
@@ -158,7 +158,7 @@ class Session:
         if reply.error:
             return AskError(f"rank {rank}: {reply.error}")
         if reply.payload:
-            with suppress(Exception):  # If the kernel lacks the value's class, it shows the repr.
+            with suppress(Exception):  # The kernel may lack the value's class. It then shows the repr.
                 return load_bytes(reply.payload)
         return RemoteRepr(reply.shown)
 
@@ -194,11 +194,11 @@ class Session:
             sent |= self.requests.send(paused, PauseRequest)
 
     def unpause(self, ranks: Iterable[int] | None, timeout: float) -> dict[int, str]:
-        """Unpause ranks."""
+        """Resume paused ranks, and return each rank's reply."""
         return self._do(UnpauseRequest, ranks, timeout)
 
     def break_into(self, rank: int, timeout: float) -> None:
-        """Open the debugger of a running rank."""
+        """Open the debugger in a running rank, at the next bytecode of its main thread."""
         self._do(BreakRequest, [rank], timeout)
 
     def debugpy(self, rank: int, timeout: float) -> str:
@@ -264,7 +264,7 @@ class RemoteRepr(str):
 
 
 class RankRequests:
-    """The open requests of a run.
+    """Sends requests to the ranks of a run, and collects their replies.
 
     Use this on any thread except the supervisor's, which delivers the replies.
 
@@ -398,7 +398,7 @@ class RankRequests:
         return None
 
     def _missing(self, keys: set[tuple[int, int]]) -> bool:
-        """Return whether a reply may still arrive. A restarted rank has another channel, so it will not reply."""
+        """Return whether a reply may still arrive. A rank that was restarted has a new channel, and will not reply."""
         return any(
             key not in self._replies
             and (channel := self._channels.get(key[0])) is not None

@@ -1,4 +1,4 @@
-"""Analyse the traces of a profile: facts, findings, tables and timeline, each computed on first access."""
+"""Analyse the traces of a profile: its facts, findings, tables and timeline."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from notebook_accelerate.profiling.trace import RankTrace
 from notebook_accelerate.telemetry.rank_names import rank_names
 
 LEAST_SHARE = 0.1
-"""The minimum share of a step that is reported."""
+"""The minimum share of a step that a finding must cost to be reported."""
 LEAST_LOADER, LEAST_WAIT, LEAST_SMALL = 0.15, 0.2, 0.4
 LEAST_SECONDS = 0.0005
 MANY_ITEMS, MANY_OPS, MANY_KERNELS = 16, 300, 500
 
 
 class Analysis:
-    """Reads the traces of one profile.
+    """The results of analysing one profile's traces, each computed on first access.
 
     Args:
-        traces: The traces, one for each rank.
+        traces: The trace of each rank.
         clocks: By rank, the seconds to add to the rank's system time to get the run's time.
         where: Returns the location of a frame.
     """
@@ -47,7 +47,7 @@ class Analysis:
 
     @cached_property
     def samples(self) -> dict[int, SampledLines]:
-        """The samples of each rank."""
+        """The stack samples of each rank."""
         return {trace.rank: SampledLines(trace, self._where) for trace in self.traces}
 
     @cached_property
@@ -57,7 +57,7 @@ class Analysis:
 
     @cached_property
     def facts(self) -> ProfileFacts:
-        """The facts of all ranks."""
+        """The facts of all ranks, which the rules turn into findings."""
         ranks = [RankReader(trace, self.samples[trace.rank]).read() for trace in self.traces]
         by_rank = {trace.rank: trace for trace in self.traces}
         waits = find_waits(by_rank, self._clocks, self.samples, self.joined)
@@ -114,7 +114,7 @@ def apply_rules(facts: ProfileFacts) -> list[Finding]:
     ranks = [each for each in facts.ranks if each.steps and each.step > 0]
     found = [finding for rule in RULES for finding in rule(ranks)]
     reading = {rank for each in found if each.rule == "reads_of_values" for rank in each.ranks}
-    # The operations between two reads are small, too, but the reads are what the user should change.
+    # The operations between two reads are small too, but the user should change the reads.
     found = [each for each in found if each.rule != "small_operations" or not reading.issuperset(each.ranks)]
     found += slowest_rank(ranks, facts, found)
     return sorted(found, key=lambda finding: -finding.seconds)
@@ -125,7 +125,7 @@ def slow_loader(ranks: Sequence[RankFacts]) -> list[Finding]:
 
     def costly(each: RankFacts) -> bool:
         waiting = min(each.loader, each.idle)
-        if each.loader_processes:  # On a busy machine, they lack CPU time as much as the main thread does.
+        if each.loader_processes:  # On a busy machine, these processes lack CPU time as much as the main thread does.
             waiting *= each.running / each.step
         return waiting >= max(LEAST_LOADER * each.step, LEAST_SECONDS)
 
@@ -136,7 +136,7 @@ def slow_loader(ranks: Sequence[RankFacts]) -> list[Finding]:
         rest = max(first.step - first.loader, 0.05 * first.step)
         workers = min(64, ceil(first.loader / rest))
         if first.loader_processes:
-            # They deliver one batch per step. To hide the loading, they must deliver one in the rest of a step.
+            # The processes deliver one batch per step. To hide the loading, they must do so in the rest of a step.
             more = ceil(10 * first.step / rest) / 10
             remedy = f"its worker processes do not keep up; about {more:g} times as many would"
         else:
@@ -171,7 +171,7 @@ def unbalanced_batches(ranks: Sequence[RankFacts]) -> list[Finding]:
 def slowest_rank(ranks: Sequence[RankFacts], facts: ProfileFacts, others: Sequence[Finding]) -> list[Finding]:
     """Report a slow rank if other rules explain less than half of the waiting time.
 
-    The barrier rule is not an explanation: a barrier is where ranks wait, not why.
+    The barrier rule does not count, because a barrier is the place where ranks wait, and not the reason.
     """
     causes = [each for each in others if each.rule != "barriers"]
     found = []
@@ -186,7 +186,7 @@ def slowest_rank(ranks: Sequence[RankFacts], facts: ProfileFacts, others: Sequen
         if longest < LEAST_WAIT * culprit.step or longest < 2 * LEAST_SECONDS:
             continue
         if culprit.delay * culprit.step > 0.5 * longest or (wait.line is None and wait.computing < 0.5):
-            continue  # The rank did not get a processor, or it is unknown what it does.
+            continue  # The rank did not get a CPU core, or the trace does not show its work.
         line = (wait.line.text(),) if wait.line is not None else ()
         doing = f", which is at {wait.line.text()}" if wait.line is not None else ", which computes"
         waiting = sorted(wait.seconds)
@@ -256,7 +256,8 @@ def small_operations(ranks: Sequence[RankFacts]) -> list[Finding]:
 def barriers(ranks: Sequence[RankFacts]) -> list[Finding]:
     """Report barriers in each step.
 
-    The smallest time counts: the last rank to enter waits for no other, so its time is the cost of the barrier itself.
+    The smallest time of all ranks is reported. The last rank to enter does not wait for others, so its time is the cost
+    of the barrier itself.
     """
     group = [each for each in ranks if each.barriers >= 0.9 and each.barrier_seconds >= 0.01 * each.step]
     if not group:
@@ -405,7 +406,7 @@ def _together(group: list[RankFacts]) -> list[list[RankFacts]]:
 
 
 def _alike(group: list[RankFacts], of: Callable[[RankFacts], float]) -> list[list[RankFacts]]:
-    """Group ranks for which ``of`` returns similar numbers."""
+    """Return groups of ranks with similar numbers, as ``of`` returns them."""
     groups: list[list[RankFacts]] = []
     for each in sorted(group, key=lambda one: -of(one)):
         if groups and of(groups[-1][0]) < 1.5 * of(each):

@@ -31,7 +31,7 @@ _BYTES = {
 
 @dataclass(frozen=True)
 class CollectiveWait:
-    """Ranks wait for the last rank in one collective of each step.
+    """The wait of ranks, in a collective of each step, for a rank that enters it last.
 
     Attributes:
         label: The collective as text, for example "all_reduce #7 (64 MB)".
@@ -39,7 +39,7 @@ class CollectiveWait:
         seconds: By waiting rank, its waiting time per step, minus the time of operations that it runs while it waits.
         line: The line that the last rank executes during that time, or None if it is unknown.
         steady: The share of the steps in which this rank is the last.
-        computing: The share of the waiting time in which the last rank runs operations.
+        computing: The share of the waiting time during which the last rank runs operations.
     """
 
     label: str
@@ -54,7 +54,7 @@ def find_waits(
     traces: Mapping[int, RankTrace], clocks: Mapping[int, float], lines: Mapping[int, SampledLines],
     joined: Sequence[Joined],
 ) -> list[CollectiveWait]:  # fmt: skip
-    """Return, for each rank that is last, the collective of each step in which the other ranks wait longest."""
+    """Return the waits for each rank that is last, from the collective with the longest wait in each step."""
     rows: dict[int, dict[int, tuple[float, Joined]]] = {}
     for each in joined:
         step = _step_of(traces[each.last], each.calls[each.last].event)
@@ -67,7 +67,7 @@ def find_waits(
 
 
 def _step_of(trace: RankTrace, event: int) -> int | None:
-    """Return the step that called a collective. The kernel may run during a later step."""
+    """Return the step that called a collective, even if its kernel runs during a later step."""
     launch = trace.launch_of(event)
     at = trace.start[event if launch is None else launch]
     return next((index for index, (start, end) in enumerate(trace.steps()) if start <= at < end), None)
@@ -115,7 +115,7 @@ class _Operations:
                 self._ends.append(until := trace.end(event))
 
     def seconds(self, begin: float, end: float) -> float:
-        """Return the seconds of computation between two times, which are given in seconds by the trace's clock."""
+        """Return the seconds of computation between two times, which are in seconds of the trace's clock."""
         begin, end, total = begin * 1e6, end * 1e6, 0.0
         for index in range(max(0, bisect_right(self._starts, begin) - 1), len(self._starts)):
             if self._starts[index] >= end:
@@ -172,7 +172,7 @@ def join(calls: Mapping[int, Sequence[TracedCall]]) -> list[Joined]:
     whose ranks do not agree are omitted.
 
     Args:
-        calls: The calls of each rank, in order.
+        calls: The calls of each rank, in the order of time.
     """
     groups = sorted({call.group for row in calls.values() for call in row})
     found: list[Joined] = []
@@ -264,7 +264,7 @@ class TracedCall:
 
 
 def calls_of(trace: RankTrace, clock: float) -> list[TracedCall]:
-    """Return the collectives of a rank in order.
+    """Return the collectives that a rank has called, in the order of time.
 
     Args:
         trace: The rank's trace.
@@ -284,7 +284,7 @@ def calls_of(trace: RankTrace, clock: float) -> list[TracedCall]:
                 continue
             operation = str(arguments["Collective name"]).replace("allreduce", "all_reduce")
         elif begin != "gloo" and (begin != "nccl" or described):
-            continue  # NCCL's own event is inside the event that describes it.
+            continue  # Skip NCCL's own event, which is inside the event that describes it.
         known, number = entered.pop_match(operation, _elements(arguments), trace.start[event])
         name = str(arguments.get("Process Group Name", known))
         group = f"{name} {trace.members.get(name, '')}".strip()
@@ -326,7 +326,7 @@ class _Entered:
     def pop_match(self, operation: str, elements: int, start: float) -> tuple[str, int]:
         """Remove and return the group and number of the earliest match, or ("", 0) if there is no match."""
         rows = self._rows.get((operation, elements))
-        if not rows or rows[0][0] > start + CLOCKS:  # A collective is entered before its event starts.
+        if not rows or rows[0][0] > start + CLOCKS:  # A rank enters a collective before the collective's event starts.
             return "", 0
         _, group, number = rows.popleft()
         return group, number

@@ -24,13 +24,13 @@ SCALED = "aten::_amp_foreach_non_finite_check_and_unscale_"
 SMALL = 50.0
 """Duration in microseconds below which an operation counts as small."""
 LOOP = 500.0
-"""Gap in microseconds below which the time between two small operations counts as theirs."""
+"""Gap in microseconds. A shorter gap between two small operations counts as their time."""
 LOOP_OF_READS = 100.0
-"""Gap in microseconds below which the time between two reads counts as theirs. Longer gaps contain other operations."""
+"""Gap in microseconds. A shorter gap between two reads counts as their time. Longer gaps contain other operations."""
 LONG = 2.0
 """A step that takes more than this multiple of the median is an outlier."""
 LEAST_LATER = 2
-"""Minimum number of sampled steps. With two worker processes, every second step may wait, so fewer prove nothing."""
+"""Minimum number of sampled steps. Fewer prove nothing: with two worker processes, every second step may wait."""
 SURELY_MORE = 1.25
 """A thread counts as holding the lock only if it computes this many times as much as the main thread.
 
@@ -39,7 +39,7 @@ The main thread's own computation may run without the lock.
 READS = re.compile(r"\.item\(|\.tolist\(|\bfloat\(|\bint\(|\bbool\(|\bif |\bwhile ")
 MATRIX = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution", "aten::_scaled_dot_product")
 OUTER = ("aten::linear", "aten::matmul", "aten::conv1d", "aten::conv2d", "aten::conv3d")
-"""Operations that call those in MATRIX. Their input has the shape that the module received."""
+"""Operations that call those in `MATRIX`. Their input has the shape of the module's input."""
 COMPILED = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph", "CompiledFxGraph")
 
 
@@ -78,10 +78,10 @@ class RankFacts:
         saving: The time spent in saving checkpoints.
         saving_line: The line that saves.
         saving_steps: The share of steps that contain a save.
-        threads: Other Python threads that compute much more than the main thread while samples wait for the interpreter
-            lock: name, CPU time as a share of the thread's and the main thread's together, line.
+        threads: The name, share and line of other Python threads that compute much more than the main thread while
+            samples wait for the interpreter lock. The share is the thread's part of the CPU time of both threads.
         blocked: The share of samples that had to wait for the interpreter lock.
-        delay: The share of time that the main thread waited for a processor.
+        delay: The share of time that the main thread waited for a CPU core.
         grown: Variables that hold a growing number of tensors with graphs: name, count, growth over all steps.
         retained: Variables that keep activations between steps: name, bytes.
         memory_growth: Bytes per step that were allocated and not freed, or 0 if allocations were not recorded.
@@ -132,7 +132,7 @@ class RankFacts:
 
     @property
     def running(self) -> float:
-        """The time of a step without the time that the main thread waited for a processor."""
+        """The time of a step without the time that the main thread waited for a CPU core."""
         return self.step * (1 - min(self.delay, 0.9))
 
 
@@ -243,7 +243,7 @@ class RankReader:
         self._read_items([(trace.start[event], trace.end(event)) for event in reads if event not in scaler])
 
     def _small_names(self, events: Sequence[int]) -> dict[int, bool]:
-        """Return, by name, whether an operation is small.
+        """Return the names of the operations, each with whether it is small.
 
         The median is used because a single call takes long if the thread is interrupted.
         """
@@ -336,7 +336,7 @@ class RankReader:
         facts.barrier_line = max(known, key=known.count, default=None)
 
     def _end_of_barrier(self, barrier: int) -> float:
-        """Return the end of gloo's operation, which runs on another thread, or of the wait for NCCL's kernel."""
+        """Return the end of a barrier: of gloo's operation on another thread, or of the wait for NCCL's kernel."""
         trace = self._trace
         for other in range(barrier, min(len(trace), barrier + 2000)):
             if trace.text(other) == "gloo:barrier":
@@ -347,7 +347,7 @@ class RankReader:
                 self._waits_in_barriers += trace.duration[other]
                 return trace.end(other)
             if trace.start[other] > trace.end(barrier) and trace.text(other).startswith("aten::"):
-                break  # This is the next operation of the training function.
+                break  # The next operation of the training function has started.
         return 0.0
 
     def _read_samples(self) -> None:
@@ -383,7 +383,7 @@ class RankReader:
     def _where(self, matches: Callable[[list[FrameInfo]], bool]) -> tuple[float, Line | None, float]:
         """Return the seconds per step in matching stacks, their line, and the share of steps that contain one.
 
-        A few steps may take much longer, for example because another process gets the processor. The time is therefore
+        A few steps may take much longer, for example because another process gets the CPU core. The time is therefore
         also calculated without these steps, and the larger share is used.
         """
         steps = self._sampled
@@ -392,7 +392,7 @@ class RankReader:
         lengths = [(end - start) / 1e6 for start, end in steps]
         each = [self._lines.seconds_where(matches, start, end) for start, end in steps]
         usual = [index for index, length in enumerate(lengths) if length <= LONG * median(lengths)]
-        if not sum(lengths[i] for i in usual):  # A damaged trace can contain steps of length 0.
+        if not sum(lengths[i] for i in usual):  # A damaged trace may contain steps of length 0.
             return 0.0, None, 0.0
         share = max(sum(each) / sum(lengths), sum(each[i] for i in usual) / sum(lengths[i] for i in usual))
         found, recorded_steps = self._lines.lines_where(matches), each[: len(self._steps)]
@@ -406,19 +406,19 @@ class RankReader:
         before, after = held[0], held[-1]
         for name, row in after.items():
             earlier = before.get(name, {})
-            if not earlier or earlier.get("id") != row.get("id"):  # The variable may refer to a new list.
+            if not earlier or earlier.get("id") != row.get("id"):  # The variable may have been assigned a new list.
                 continue
             key = "nodes" if "nodes" in row else "count"
             count, added = row[key], row.get("added", 0)
             growth = added or count - earlier.get(key, 0)
-            # A running sum of losses is reset now and then; only growth by a multiple of the steps is a leak.
+            # A running sum of losses is reset now and then, so only growth by a multiple of the steps is a leak.
             if added or (growth >= self.facts.steps and growth % self.facts.steps == 0):
                 self.facts.grown.append((name, count, growth))
             elif row["bytes"] and row.get("kept", True):
                 self.facts.retained.append((name, row["bytes"]))
 
     def _read_memory(self) -> None:
-        """Set the memory growth per step. The first step is left out: it may allocate memory that later steps reuse."""
+        """Set the memory growth per step, without the first step, which may allocate memory that later steps reuse."""
         memory, steps = self._trace.memory, self._steps[1:]
         if not memory or not steps:
             return

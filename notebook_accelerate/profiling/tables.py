@@ -15,12 +15,12 @@ from notebook_accelerate.telemetry.tracebacks import is_user_code
 _STEP, _FORWARD = CATEGORIES.index("step"), CATEGORIES.index("forward")
 
 USED = 0.9
-"""The share of a device's memory that a training run can use. The rest is fragmented or belongs to the driver."""
+"""The share of a device's memory that a training run can use. The rest is lost to fragmentation and the driver."""
 MOST = 64
 _KEPT = ("parameters", "gradients", "optimizer state", "other tensors")
 
 MAX_GAP = 0.5e6
-"""Maximum time in microseconds between two samples. It is unknown which lines ran during a longer gap."""
+"""Maximum time in microseconds between two samples. If it is longer, it is unknown which lines ran."""
 
 Where = Callable[[FrameInfo], str]
 
@@ -33,7 +33,7 @@ class OpTime:
     """The time of one operation, over all profiled steps.
 
     Attributes:
-        name: The name, such as "aten::mm".
+        name: The name of the operation, such as "aten::mm".
         category: One of ``trace.CATEGORIES``.
         calls: The number of calls, by rank.
         own: Seconds without the time of the operations that it calls, by rank.
@@ -57,7 +57,7 @@ def op_table(traces: Sequence[RankTrace]) -> list[OpTime]:
         begin, end = recorded(trace)
         for event in range(len(trace)):
             if trace.category[event] in (_STEP, _FORWARD) or not begin <= trace.start[event] <= end:
-                continue  # Steps and forward passes only contain operations.
+                continue  # Omit steps and forward passes, which only contain operations.
             name, device = trace.text(event), trace.threads[trace.thread[event]].device
             row = found.get((name, device))
             if row is None:
@@ -154,7 +154,7 @@ class SampledLines:
         return self._lines[self.which[index]]
 
     def spans(self, start: float, end: float) -> Iterable[tuple[int, float, float]]:
-        """Yield the index, start and end of each sample between two times. A sample starts at the previous one."""
+        """Yield the index, start and end of each sample between two times. A sample starts when the previous one ends."""
         first = bisect_left(self.times, start)
         for index in range(first, len(self.times)):
             begin = self.times[index - 1] if index else self.times[index]
@@ -277,7 +277,7 @@ def peak_of(trace: RankTrace, lines: SampledLines) -> PeakMemory:
 
 
 def what_fits(parts: Mapping[str, int], capacity: int, ranks: int) -> list[str]:
-    """Return sentences about what would fit into the memory of a rank, or none if the activations are unknown.
+    """Return sentences about the changes that would fit into a rank's memory, or none if activations are unknown.
 
     Args:
         parts: The bytes of each kind, such as "parameters".

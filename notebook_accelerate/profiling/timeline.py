@@ -18,9 +18,9 @@ class Timeline:
     """The tracks of all profiled ranks on one clock.
 
     Attributes:
-        tracks: The tracks in the order of ranks; a rank's main thread comes first.
-        names: The names of events; ``Track.names`` holds indices into it.
-        categories: The names of categories.
+        tracks: The tracks in the order of ranks. For each rank, the main thread comes first.
+        names: The names of events. ``Track.names`` holds indices into this list.
+        categories: The names of categories. ``Track.category`` holds indices into this list.
         details: By index of a name, additional text, such as the source of a cell's line.
         waits: The events that wait for other ranks, from collectives matched across ranks.
         steps: The steps of the ranks.
@@ -76,7 +76,7 @@ class Step(NamedTuple):
 
 
 class EventWait(NamedTuple):
-    """A rank waits in a collective: an event of ``from_track`` waits for the last rank, ``to_track``, to enter it."""
+    """A wait in a collective: an event of ``from_track`` waits for the last rank's event of ``to_track``."""
 
     from_track: int
     from_event: int
@@ -87,13 +87,13 @@ class EventWait(NamedTuple):
 # ---- merge the traces of ranks
 
 LEAST_WAIT = 20e-6
-"""Minimum length in seconds of a wait that is drawn. The clocks of processes differ by about as much."""
+"""Minimum length in seconds of a wait that is drawn, because the clocks of processes differ by about as much."""
 
 _STEP, _COLLECTIVE, _PYTHON = (CATEGORIES.index(name) for name in ("step", "collective", "python"))
 
 
 class Merger:
-    """Builds the timeline.
+    """Merges the traces of the ranks into a timeline.
 
     Args:
         traces: The traces, in the order of ranks.
@@ -207,11 +207,10 @@ Row = dict[str, Any]
 
 
 class ChromeEvents:
-    """Converts a timeline to Chrome's events: a process per rank, threads per track, arrows for waits.
+    """Converts a timeline to Chrome's events: ranks to processes, tracks to threads, and waits to arrows.
 
-    Perfetto's importer sets the rules. It drops an event that overlaps another event of its thread without being nested
-    in it, and an arrow that ends before it starts. It truncates times to whole nanoseconds, and rejects negative times
-    and threads.
+    Perfetto's importer drops an event that overlaps another event of its thread without being nested in it, and an
+    arrow that ends before it starts. It truncates times to whole nanoseconds, and rejects negative times and threads.
 
     Args:
         timeline: The timeline to convert.

@@ -24,7 +24,7 @@ from notebook_accelerate.telemetry.tracebacks import describe_error
 MAX_BYTES = 2 << 30
 """Maximum size of a trace file."""
 MAX_RATIO = 64
-"""Maximum ratio of a trace's unpacked size to its file's size. Real traces compress to a tenth or a thirtieth."""
+"""Maximum ratio of a trace's unpacked size to its file's size. Real traces have a ratio between 10 and 30."""
 MIN_UNPACKED_BYTES = 32 << 20
 """The unpacked size that is always allowed, however small the file is."""
 
@@ -40,7 +40,7 @@ _PLAIN = {
     "cuda_driver": "runtime", "python_function": "python",
 }  # fmt: skip
 _REPEATED = ("Trace", "gpu_user_annotation")
-"""Events that repeat others: the whole recording, and the time of a step on a device's stream."""
+"""Events that repeat the times of others: the whole recording, and a step on a device's stream."""
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCHING = ("cuda_runtime", "cuda_driver")
 _CPU = 0
@@ -72,11 +72,11 @@ class RankTrace:
         rank: The number of the rank.
         start: The start in microseconds, by the trace's own clock.
         duration: The duration in microseconds.
-        name: The index in ``names``.
-        category: The index in ``CATEGORIES``.
-        thread: The index in ``threads``.
-        names: The names of events.
-        threads: The threads and streams.
+        name: The index of each event's name in ``names``.
+        category: The index of each event's category in ``CATEGORIES``.
+        thread: The index of each event's thread in ``threads``.
+        names: The different names of events.
+        threads: The threads of the process, and the streams of its devices.
         arguments: By event, the arguments that torch recorded, for the events whose arguments are used.
         correlation: The ID shared by a kernel and the call that launched it, or 0 for other events.
         memory: Allocations as time, bytes (negative if freed) and address. If there are allocations on accelerators,
@@ -123,7 +123,7 @@ class RankTrace:
         return self.threads[self.thread[event]].device
 
     def is_collective_kernel(self, event: int) -> bool:
-        """Return whether an event is an NCCL kernel. It occupies the device while waiting for other ranks."""
+        """Return whether an event is an NCCL kernel, which occupies the device while it waits for other ranks."""
         return self.category[event] == _CATEGORY["collective"] and self.on_device(event)
 
     def launch_of(self, kernel: int) -> int | None:
@@ -214,7 +214,7 @@ def _unpacked(data: bytes) -> bytes:
 
 
 def parse(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], rank: int | None = None) -> RankTrace:
-    """Return a trace's events in columns; see ``read_trace``."""
+    """Return the events of a trace's JSON in columns."""
     world = head.get("distributedInfo") or {}
     facts = _facts(head.get(TRACE_KEY))
     number = rank if rank is not None else int(facts.get("rank", world.get("rank", 0)))
@@ -289,10 +289,10 @@ def _facts(value: object) -> Mapping[str, Any]:
 
 
 def _of_types(values: dict[str, Any], types: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values that are not None.
+    """Return the facts that are not None, after checking their types.
 
     Raises:
-        ValueError: A value does not have its type.
+        ValueError: A fact does not have its type.
     """
     found = {name: value for name, value in values.items() if value is not None}
     for name in types.keys() & found.keys():
@@ -302,7 +302,7 @@ def _of_types(values: dict[str, Any], types: Mapping[str, Any]) -> dict[str, Any
 
 
 def _fits(value: object, shape: Any) -> bool:
-    """Return whether a value from JSON has the types of a shape."""
+    """Return whether a value from JSON has the types that `_FACTS` describes."""
     if isinstance(shape, list):
         return isinstance(value, list) and all(_fits(item, shape[0]) for item in value)
     if isinstance(shape, tuple):
@@ -315,7 +315,7 @@ def _fits(value: object, shape: Any) -> bool:
 
 
 _LARGEST = 2**63
-"""The bound of the absolute value of valid numbers. The comparison also rejects NaN."""
+"""The maximum absolute value of valid numbers. The comparison also rejects NaN."""
 
 
 def _add(trace: RankTrace, row: Mapping[str, Any], names: dict[str, int], threads: dict[Thread, int]) -> None:
@@ -359,10 +359,10 @@ def category_of(name: str, kind: str) -> str:
 
 
 def is_logging(frames: list[FrameInfo]) -> bool:
-    """Return whether a stack is in printing or logging code."""
+    """Return whether a stack contains printing or logging code."""
     for frame in frames:
         name = frame.filename.replace("\\", "/")
-        # tqdm's __iter__ is excluded: it also contains the wait for the next batch.
+        # Exclude tqdm's __iter__, which also contains the wait for the next batch.
         if name.endswith("/tqdm/std.py") and not frame.function.endswith("__iter__"):
             return True
         if name.endswith(("/logging/__init__.py", "notebook_accelerate/worker/console.py")):

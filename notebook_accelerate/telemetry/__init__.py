@@ -1,4 +1,4 @@
-"""Events, the duplex channel that transmits them, the sampler, and the bounded store that keeps them.
+"""Events, the channel that transmits them, the sampler that creates some, and the bounded store that keeps them.
 
 The kernel's side and the worker's side share this package. It does not import torch.
 """

@@ -1,4 +1,4 @@
-"""Metrics recorded without a call of ``log``: loss, learning rates, gradient norm and steps per second of a rank.
+"""Record the loss, learning rates, gradient norm and steps per second of a rank without a call of ``log``.
 
 They are sampled at the end of an optimizer step, a few times a second. Only steps that are multiples of a power of two
 are sampled, so that all ranks sample the same steps. A step without a sample costs only one reading of a clock. A
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 PERIOD = 0.25
 """Minimum seconds between two samples. Most samples follow within twice that time."""
 LATEST = 4 * PERIOD
-"""Seconds after which the next step is sampled in any case, because the training has become slower."""
+"""Seconds after which the next step is sampled in any case, because training has become slower."""
 LOSS, RATE, NORM, SPEED = "auto/loss", "auto/lr", "auto/grad_norm", "auto/steps_per_second"
 CPU, MEMORY, GPU, GPU_MEMORY = "system/cpu_percent", "system/memory_gb", "system/gpu_percent", "system/gpu_memory_gb"
-"""The names of the metrics of ranks' hosts and devices. Sizes are in units of 1e9 bytes."""
+"""The names of the metrics of the ranks' hosts and devices. Sizes are in GB (1e9 bytes)."""
 MAX_RATES = 4
-"""Maximum number of parameter groups that are sampled if their learning rates differ."""
+"""Maximum number of parameter groups whose learning rates are sampled if they differ."""
 
 
 @dataclass(slots=True)
 class AutomaticMetricEvent(Event):
-    """Numbers of one training step that the rank's function did not log."""
+    """The numbers of one training step that are recorded without a call of ``log``."""
 
     droppable: ClassVar[bool] = True
     boundary: ClassVar[bool] = True
@@ -58,7 +58,7 @@ class _Reading:
 
 @dataclass
 class TrainingSampler:
-    """Samples the training of one rank. Does nothing before `start`."""
+    """Samples the training of one rank, from the call of `start` on."""
 
     _armed: bool = False  # Whether to record the numbers of the current step.
     _due: float = math.inf
@@ -73,7 +73,7 @@ class TrainingSampler:
         """Start sampling a new run, or stop sampling."""
         self._armed, self._due, self._step, self._stride = enabled, math.inf, None, 1
         self._before = perf_counter()
-        self._send_readings()  # Send the readings of the run that ends.
+        self._send_readings()  # Send the readings of the previous run.
         self._numbers, self._readings = {}, []
 
     def loss(self, loss: Any) -> None:
@@ -87,7 +87,7 @@ class TrainingSampler:
             self._numbers[NORM] = _detached(norm)
 
     def end_step(self, step: int, optimizer: Any) -> None:
-        """End an optimizer's step: send its sample or, if a sample is due, decide to sample the next step.
+        """Handle the end of an optimizer's step: send its sample, or decide to sample the next step if a sample is due.
 
         Args:
             step: The number of the step, from 1.
@@ -169,7 +169,7 @@ def _detached(number: Any) -> Any:
 
 
 def _kind(number: Any) -> str:
-    """Return the location of a number: "number", a device type, or "" for other values, such as sharded tensors."""
+    """Return "number" for a Python number, the device type of a tensor with one element, or "" for other values."""
     if isinstance(number, (int, float)):
         return "number"
     if not hasattr(number, "numel") or hasattr(number, "placements") or number.numel() != 1:
@@ -186,20 +186,20 @@ def _on_host(number: Any) -> float | None:
 
 
 sampler = TrainingSampler()
-"""The sampler of this process. A process trains only one model at a time."""
+"""The sampler of this process. There is only one, because a process trains one model at a time."""
 
 
 # ---- which source and which optimizer count a rank's steps, and which numbers have already been reported
 
 OPTIMIZER, LIBRARY, ACCELERATOR = range(3)
-"""Sources of steps, from torch's optimizers up to this package's Accelerator. The highest one that reports is used."""
+"""The sources that can count steps. The steps of the highest one that reports any are used."""
 
 _source = OPTIMIZER
 _copied: ContextVar[bool] = ContextVar("copied", default=False)
 
 
 def claim_steps(source: int) -> bool:
-    """Return whether ``source`` counts this rank's steps from now on. If so, a lower source stops counting."""
+    """Return whether ``source`` counts this rank's steps from now on, which is the case unless a higher one does."""
     global _source  # noqa: PLW0603 - one training per process
     _source = max(_source, source)
     return source == _source
@@ -211,7 +211,7 @@ def step_source() -> int:
 
 
 def reset_step_source() -> None:
-    """Let any source count steps again. A new rank calls this, because it inherits the kernel's source."""
+    """Let any source count steps again. A new rank calls this, because it has inherited the kernel's source."""
     global _source  # noqa: PLW0603 - one training per process
     _source = OPTIMIZER
 
@@ -232,7 +232,7 @@ def is_reported() -> bool:
 
 
 PHASE_STEPS = 8
-"""After this many consecutive steps, an optimizer's steps are counted, whatever another one has done."""
+"""After this many consecutive steps, an optimizer's steps are counted, however many another one has taken."""
 
 
 class StepCounter:

@@ -63,7 +63,7 @@ _NOT_DEFINED = frozenset(
         "__annotate_func__",
     )
 )
-"""Attributes that may differ between a class and its copy in another process."""
+"""Attributes that are not compared, because they may differ between a class and its copy in another process."""
 _CONSTANTS = (int, float, complex, str, bytes, bool, type(None), type(Ellipsis))
 _METHODS = (FunctionType, property, classmethod, staticmethod)
 _MAX_DIGEST_PARTS = 20_000
@@ -78,11 +78,11 @@ _namespace = type.__dict__["__dict__"].__get__  # Unlike vars(), this does not c
 
 
 def note_classes() -> None:
-    """Give each class of a cell a token. Call this before forking processes that pickle instances of these classes.
+    """Give each class of a cell a token. A process must call this before it forks others that pickle their instances.
 
     Classes created inside the cells' functions are found too, because every class is a subclass of ``object``.
     """
-    # Keyed by identity, because a metaclass may define equality without a hash.
+    # Use the id as the key, because a metaclass may define equality without a hash.
     found: dict[int, type] = {id(object): object}
     new = list(found.values())
     while new:
@@ -94,7 +94,7 @@ def note_classes() -> None:
         found |= below
     for kind in found.values():
         if _namespace(kind).get("__module__") in _MODULES:
-            with suppress(Exception):  # The user's metaclasses may raise any error.
+            with suppress(Exception):  # A metaclass of the user may raise any error.
                 token_of(kind)
 
 
@@ -110,7 +110,7 @@ def known(token: str) -> type | None:
 
 
 def find(name: str, token: str, digest: str, *, warn: bool = False) -> type | None:
-    """Return this process's counterpart of a class in another process, or None.
+    """Return this process's counterpart of a class in another process, or None if it does not have the class.
 
     Args:
         name: The qualified name of the class.
@@ -126,13 +126,13 @@ def find(name: str, token: str, digest: str, *, warn: bool = False) -> type | No
         return ours or _made.get((name, digest))
     if (here := definition_digest(current)) == digest:
         return current  # type: ignore[no-any-return]
-    if warn and current_sink() is None:  # Don't warn in a rank, because a rank receives new definitions.
+    if warn and current_sink() is None:  # Don't warn in a rank, which is expected to receive new definitions.
         _warn_once(name, (token, here))
     return ours or _made.get((name, digest))
 
 
 _warned: set[tuple[str, str]] = set()
-"""The tokens of the classes that the user was warned about, each with the digest of the class that had the name."""
+"""The classes that the user was warned about: their tokens, each with the digest of this process's class."""
 
 
 def _warn_once(name: str, pair: tuple[str, str]) -> None:
@@ -167,13 +167,13 @@ class _NoDigestError(Exception):
 
 
 class _Digest:
-    """Digests values with all their parts: code, constants, closure variables, and the state that pickle reads."""
+    """Computes digests of values from all their parts: code, constants, closures, and the state that pickle reads."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=16)
         self._left = _MAX_DIGEST_PARTS
         self._open: set[int] = set()
-        """The ids of the values that contain the current one."""
+        """The ids of the values that contain the one being digested."""
 
     def of_definition(self, kind: type) -> str:
         """Return the digest of a class."""
@@ -204,7 +204,7 @@ class _Digest:
             self._inside(value, self._add_definition if is_class(value) else self._add_parts)
 
     def _add_parts(self, value: Any) -> None:
-        if isinstance(value, (set, frozenset)):  # A set may have a different order in each process.
+        if isinstance(value, (set, frozenset)):  # The order of a set may differ between processes.
             if len(value) > self._left:
                 raise _NoDigestError
             for each in sorted(_Digest._of(part) for part in value):
@@ -235,7 +235,7 @@ class _Digest:
         self._write(kind.__qualname__)
         for base in (type(kind), *kind.__bases__):
             self._add(base)
-        with suppress(Exception):  # Reading annotations may evaluate them, which may raise any error.
+        with suppress(Exception):  # Reading annotations may evaluate them, which can raise any error.
             annotations = dict(getattr(kind, "__annotations__", ()))
             self._add_attribute(kind, "__annotations__", annotations)
         for name, value in sorted(_attributes(kind).items(), key=lambda item: str(item[0])):
@@ -248,13 +248,13 @@ class _Digest:
             self._add(value)
         except Exception:  # noqa: BLE001 - classes of the user may raise any error, and values may not be picklable
             self._hash, self._open = before, inside
-            # Libraries store values that they derive from the other attributes under such names.
+            # Under such names, libraries store values that they derive from the other attributes.
             if not name.startswith("__") or callable(value):
                 self._hash.update(token_of(kind).encode())
 
 
 def _is_imported(value: Any) -> bool:
-    """Return whether a class or function is found by its name in a module that every process can import."""
+    """Return whether a class or function can be found by its name in a module that every process can import."""
     if not is_class(value) and type(value) not in (FunctionType, BuiltinFunctionType):
         return False
     module = getattr(value, "__module__", None)
@@ -269,7 +269,7 @@ def _attributes(kind: type) -> dict[str, Any]:
     found = {name: value for name, value in vars(kind).items() if name not in _NOT_DEFINED}
     if not issubclass(kind, enum.Enum):
         return found
-    # Each Python version derives the other attributes from these in a different way.
+    # The other attributes are derived from these, and each Python version does it differently.
     methods = {name: value for name, value in found.items() if isinstance(value, _METHODS)}
     return {name: member.value for name, member in kind.__members__.items()} | methods
 
@@ -277,12 +277,12 @@ def _attributes(kind: type) -> dict[str, Any]:
 def _content(cell: CellType) -> list[Any]:
     try:
         return [cell.cell_contents]
-    except ValueError:  # The variable is not set yet.
+    except ValueError:  # The closure variable is not set yet.
         return []
 
 
 def _parts(value: Any) -> Iterable[Any]:
-    """Return the values whose digests determine the digest of ``value``."""
+    """Return the parts of ``value``, whose digests determine its own."""
     kind = type(value)
     if kind is FunctionType:
         cells = [_content(cell) for cell in value.__closure__ or ()]
@@ -316,8 +316,8 @@ def reduce_definition(kind: type, reduced: Reduced, *, by_digest: bool) -> Reduc
     Args:
         kind: The class to reduce.
         reduced: The result of cloudpickle's reducer for that class.
-        by_digest: Whether a class with the same name and definition is the same class. Must be false for a new process,
-            in which different classes of the same name must remain different.
+        by_digest: Whether the reader takes a class with the same name and definition for the same class. It must be
+            False for a new process, because different classes of the same name must remain different there.
     """
     make, arguments, state, _, _, set_state = reduced
     found = (kind.__qualname__, token_of(kind), definition_digest(kind) if by_digest else "")
@@ -325,11 +325,11 @@ def reduce_definition(kind: type, reduced: Reduced, *, by_digest: bool) -> Reduc
 
 
 _incomplete: dict[int, weakref.ref[type]] = {}
-"""Classes, by id, that were created here and have no attributes yet. Classes that were found are complete."""
+"""Classes, by id, that this process has created but not completed: their attributes are set later."""
 
 
 _made: weakref.WeakValueDictionary[tuple[str, str], type] = weakref.WeakValueDictionary()
-"""Classes that were defined in ranks, by name and digest. Each rank has its own token, but here each is one class."""
+"""Classes that were defined in ranks, by name and digest. Each rank's class has another token, but here they are one."""
 
 
 def _find_or_make(identity: tuple[str, str, str], make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
@@ -353,7 +353,7 @@ def _complete(kind: type, state: tuple[Callable[[type, Any], Any], Any]) -> None
 # ---- names
 
 Reduced = tuple[Any, ...]
-"""What a reducer returns: callable, arguments, state, None, None, and the callable that sets the state."""
+"""The return value of a reducer: callable, arguments, state, None, None, and the callable that sets the state."""
 _MODULE_NAMES = ("__name__", "__package__", "__file__")
 
 
@@ -375,7 +375,7 @@ def renew_main() -> None:
 
 
 def owner_in_main(value: Any) -> Any:
-    """Return the value under the first part of a class's or function's name in ``__main__``.
+    """Return the value in ``__main__`` under the first part of the name of a class or function.
 
     Returns:
         ``value`` itself, or the outermost class that contains it, or None if ``value`` is not found by its name.
@@ -390,7 +390,7 @@ def owner_in_main(value: Any) -> Any:
 
 
 _INDIRECT_READS = frozenset(("globals", "eval", "exec", "__main__", "modules", "import_module", "__import__"))
-"""Code that uses one of these names may read names of ``__main__`` by way of strings or attributes."""
+"""Code that uses one of these names may read names of ``__main__`` as strings or attributes."""
 _READS = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"))
 _READS_ATTRIBUTE = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
 _LOADS = _READS | _READS_ATTRIBUTE | {"LOAD_CONST"}
@@ -433,7 +433,7 @@ class _Uses:
         self._texts.update(_texts(code.co_consts))
         stored: set[str] = set()  # In the body of a class, stored names are attributes of the class.
         loaded: list[Any] = []
-        """Operands of the last instructions, if they only loaded values."""
+        """The operands of the preceding instructions, back to the last one that did more than load a value."""
         for each in dis.get_instructions(code):
             name = each.argval
             if each.opname in _READS:
@@ -445,7 +445,7 @@ class _Uses:
             elif each.opname == "STORE_NAME":
                 stored.add(name)
             elif each.opname == "IMPORT_NAME" and name == "__main__":
-                self._imported.update(loaded[-1] or ())  # For "import __main__", it is None.
+                self._imported.update(loaded[-1] or ())  # The operand is None for "import __main__".
                 self._has_main |= loaded[-1] is None
             if each.opname in _LOADS:
                 loaded.append(name)
@@ -454,7 +454,7 @@ class _Uses:
                 loaded.clear()
 
     def undetected(self, main: dict[str, Any]) -> set[str]:
-        """Return the names that cloudpickle does not detect. Some may be unrelated texts that only look like names."""
+        """Return the names that cloudpickle does not detect. Some may be texts that only look like a name."""
         found = self._read_in_bodies | self._imported
         if self._has_main:
             found |= self._attributes | self._texts
@@ -482,12 +482,12 @@ def _texts(values: Iterable[object]) -> Iterator[str]:
 def _names_in_source(text: str) -> set[str]:
     try:
         return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # The text is not Python source.
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # Ignore a text that is not Python source.
         return set()
 
 
 class MainNames(dict[str, Any]):
-    """The globals of cell functions in a pickle. Its reader uses the globals of ``__main__``.
+    """Represents the globals of a cell's function in a pickle. The reader uses the globals of its ``__main__``.
 
     Args:
         omitted: Names that could not be pickled, each with the reason, for ``explain_omitted``.
@@ -503,7 +503,7 @@ class MainNames(dict[str, Any]):
 
 
 _omitted: dict[str, str] = {}
-"""Names that the kernel could not send to this process, each with the reason."""
+"""The names that the kernel could not send to this process, each with the reason."""
 
 
 def _enter_names(module_names: dict[str, Any], omitted: dict[str, str]) -> dict[str, Any]:
@@ -522,7 +522,7 @@ def explain_omitted(error: BaseException) -> None:
     for name, reason in _omitted.items():
         if name not in names_of_main() and re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text):
             note = f"The notebook has {name!r}, but it could not be sent to this rank: {reason}"
-            with suppress(Exception):  # The user's classes may raise any error.
+            with suppress(Exception):  # A class of the user may raise any error.
                 error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
 
 

@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 _HEADER = struct.Struct("!IQ")
 READ_BYTES = 1 << 16
-"""Bytes per read. For more than 64 KiB, the C library may map new memory each time, which would take 12 µs."""
+"""Maximum bytes per read. For more than 64 KiB, the C library may map new memory each time, which takes 12 µs."""
 MAX_ROWS = 500
-"""Maximum number of events per frame. Parsing this many holds the reader's GIL for half a millisecond."""
+"""Maximum number of events per frame. Parsing this many holds the receiver's GIL for half a millisecond."""
 MAX_UNSENT_BYTES = 64 << 20
-"""Maximum bytes queued for a rank behind the message that it is reading. Beyond that, messages to it are refused."""
+"""Maximum bytes queued for a rank behind the message that it is reading. Further messages are refused."""
 CHECK_CLOSED_SECONDS = 1.0
-"""Seconds between two checks of the sending thread for whether this end has been closed."""
+"""Seconds between two checks by the sending thread of whether this end has been closed."""
 _ANCILLARY = socket.CMSG_SPACE(16 * array.array("i").itemsize)
 _CLOSE_ON_EXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 _WITHOUT_WAITING = int(socket.MSG_DONTWAIT) | _CLOSE_ON_EXEC
 """The flags as a plain integer, because combining enum members takes a microsecond."""
 MAX_JSON_BYTES = 1 << 28
-"""A longer JSON part violates the protocol: the stream is broken or hostile."""
+"""Maximum bytes of a frame's JSON. A longer one violates the protocol, so the stream is broken or hostile."""
 
 
 class Stamped(NamedTuple):
@@ -140,7 +140,7 @@ def _decode_frames(data: bytes | bytearray, found: list[Stamped], max_bytes: int
 
 
 _parse = json.JSONDecoder().raw_decode
-"""Parses JSON without detecting the encoding or skipping white space, because frames are UTF-8 without white space."""
+"""Parses JSON faster, without detecting the encoding or skipping white space: frames are UTF-8 without any."""
 
 
 _TIMES = frozenset({int, float})
@@ -155,7 +155,7 @@ def _decode_frame(text: bytes | bytearray, payload: bytes | bytearray, found: li
         rows = escape_surrogates(rows)
     for name, stamp, *values in rows:
         kind = Event.registry.get(name)
-        if kind is None:  # Skip an event that only a newer version has.
+        if kind is None:  # Skip an event that only a newer version of this package has.
             continue
         if type(stamp) not in _TIMES:
             raise ValueError(f"a {name} has the time {stamp!r:.80}")
@@ -163,7 +163,7 @@ def _decode_frame(text: bytes | bytearray, payload: bytes | bytearray, found: li
         if kind.has_payload:
             arguments = {**dict(zip(names, values, strict=False)), "payload": bytes(payload)}
             found.append(Stamped(stamp, kind(**arguments)))
-        else:  # Ignore additional fields that only a newer version has.
+        else:  # Ignore additional fields of a newer version of this package.
             found.append(Stamped(stamp, kind(*values[: len(names)])))
 
 
@@ -182,7 +182,7 @@ class Sender(Protocol):
     """Sends events to a rank."""
 
     def send(self, *events: Event) -> None:
-        """Send events now. Safe to call from any thread. Raises ``ChannelClosedError`` after the rank has ended."""
+        """Send events now, from any thread. Raise ``ChannelClosedError`` if the rank has exited."""
 
 
 class Channel:
@@ -238,7 +238,7 @@ class Channel:
         self.send_bytes(encode(messages))
 
     def receive(self, timeout: float | None = None) -> list[Stamped]:
-        """Wait up to ``timeout`` seconds (None means forever) and return the received events, possibly none.
+        """Wait for events for up to ``timeout`` seconds (None means forever), and return those received.
 
         Raises:
             ChannelClosedError: The other end has closed, and everything it sent has been returned.
@@ -257,11 +257,11 @@ class Channel:
         return bool(waiter.poll(None if timeout is None else timeout * 1000))
 
     def receive_available(self) -> list[Stamped]:
-        """Return the events that can be read without waiting. Raises ``ChannelClosedError`` at the end."""
+        """Return the events that can be read without waiting. Raise ``ChannelClosedError`` at the end of the stream."""
         return self.decode(self.receive_bytes())
 
     def receive_bytes(self) -> bytes:
-        """Return the undecoded bytes that can be read without waiting, to relay them.
+        """Return the bytes that can be read without waiting, undecoded, so that they can be relayed.
 
         Raises:
             ChannelClosedError: The stream has ended.
@@ -291,7 +291,7 @@ class Channel:
         return data
 
     def decode(self, data: bytes) -> list[Stamped]:
-        """Return the events that ``data`` completes. These bytes must follow those decoded before."""
+        """Return the events that ``data``, the bytes after those decoded before, completes."""
         return self._decoder.feed(data)
 
     def send_bytes(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
@@ -348,7 +348,7 @@ class Channel:
                 if self._poll(select.POLLOUT, CHECK_CLOSED_SECONDS):
                     with self._send_lock:
                         self._send_some()
-        except (OSError, ValueError):  # The channel was closed. Sending the next message will raise the error.
+        except (OSError, ValueError):  # The channel was closed. The next call of `send` will raise the error.
             with self._send_lock:
                 self._discard_unsent()
 

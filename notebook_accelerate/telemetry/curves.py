@@ -22,7 +22,7 @@ class MetricSeries(NamedTuple):
         times: The time of each point, in seconds since the epoch. float64, shape (n,).
         ranks: The rank that logged each point. int64, shape (n,).
         values: The value of each point. float64, shape (n,).
-        thinned: Whether points were removed to stay within the store's bounds (extremes are kept).
+        thinned: Whether points were removed to stay within the store's bounds. Extremes are kept.
     """
 
     name: str
@@ -68,7 +68,7 @@ _plotter: Plotter | None = None
 
 
 def plot_with(plotter: Plotter) -> None:
-    """Set the function that plots metrics. Ranks import this module too, and must not import the code of charts."""
+    """Set the function that plots metrics. It is not imported here, because ranks import this module too."""
     global _plotter  # noqa: PLW0603 - a kernel has one kind of chart
     _plotter = plotter
 
@@ -86,10 +86,10 @@ def plot_series(several: Sequence[MetricSeries], ax: Axes | None = None) -> Any:
 # merged, so that each bucket covers twice as many steps.
 
 FEW_RANKS = 8
-"""A metric that is logged by more ranks than this has an envelope."""
+"""A metric has an envelope if more ranks than this log it."""
 MAX_BUCKETS = 512
 _PER_SECOND = 4.0
-"""Initial buckets per second, for a metric that is logged without steps."""
+"""Number of buckets per second at the beginning, for a metric that is logged without steps."""
 
 
 class EnvelopeTail(NamedTuple):
@@ -115,7 +115,7 @@ class EnvelopeTail(NamedTuple):
 
 
 class MetricEnvelope:
-    """The smallest, mean and largest value of a metric over all ranks, in buckets of equal width."""
+    """The smallest, mean and largest value of a metric across all ranks, in buckets of equal width."""
 
     def __init__(self) -> None:
         self._begin: int | None = None
@@ -248,7 +248,7 @@ def m4(values: np.ndarray, points: int) -> np.ndarray:
     full = count // size * size
     base = np.arange(0, full, size)
     kept = [base, base + size - 1, *extremes(values[:full], size)]
-    if full < count:  # The last group is shorter.
+    if full < count:  # The last group may be shorter.
         kept.append(full + m4(values[full:], 4) if count - full > 4 else np.arange(full, count))
     return np.unique(np.concatenate(kept))
 

@@ -64,7 +64,7 @@ class StacksRequest(Request):
 
 @dataclass(slots=True)
 class StacksReply(Reply):
-    """The stacks and collectives of a rank.
+    """The stacks of a rank, and the collectives that it has entered.
 
     Attributes:
         threads: The frames of each thread, outermost first, by thread name. The main thread comes first.
@@ -108,7 +108,7 @@ class SampleRequest(Request):
 
 @dataclass(slots=True)
 class SampleReply(Reply):
-    """What the main thread did while it was sampled.
+    """The stacks of the main thread while it was sampled.
 
     Attributes:
         frames: The file name, line and function of each frame that occurred.
@@ -150,8 +150,8 @@ class ProfileReply(Reply):
 
     Attributes:
         path: The trace's file in the kernel's folder, or "" if ``payload`` contains the trace, compressed with gzip.
-        error: Why there is no trace, or "" if there is one.
-        steps: How many steps were recorded.
+        error: The reason why there is no trace, or "" if there is one.
+        steps: The number of steps that were recorded.
         seconds: How long the recording took.
         clock: Seconds to add to the trace's times, which are the rank's system time, to get the run's clock.
     """
@@ -242,7 +242,7 @@ class DoneReply(Reply):
 
 @dataclass(slots=True)
 class HeartbeatEvent(Event):
-    """Tells, once a second, when a rank's main thread last moved, and the collective in which it is waiting."""
+    """A rank's report, once a second, of when its main thread last moved, and of the collective it is waiting in."""
 
     droppable: ClassVar[bool] = True
 
@@ -278,7 +278,7 @@ class CheckEvent(Event):
 
 @dataclass(slots=True)
 class DumpReadyEvent(Event):
-    """Names the file to which a rank writes its stacks on SIGUSR1. Processes on the same machine can read it."""
+    """The name of a file that a rank writes its stacks to on SIGUSR1, for other processes on the same machine."""
 
     path: str
 
@@ -329,7 +329,7 @@ class CellReply(Reply):
 TRACE_KEY = "notebook_accelerate"
 """The key in the trace file for data that torch's profiler does not record: samples and other facts about the rank."""
 AFTER_STEPS = "after the last ProfilerStep"
-"""Names the operations after a trace's last step. HTA omits the last event with "ProfilerStep" and all later ones."""
+"""The name for the operations after a trace's last step. HTA omits the last "ProfilerStep" and all later events."""
 
 
 # ---- the memory of a rank as text, for the notebook and for the note that the rank adds to an out-of-memory error

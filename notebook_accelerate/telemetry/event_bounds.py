@@ -1,4 +1,4 @@
-"""Bounds on the size of events that a rank may send.
+"""Limit the size of the events that a rank sends.
 
 Without bounds, a metric's name, a display or an exception's text of 300 MB would fill the kernel's memory, the notebook
 and the front end. Anything that exceeds its bound is shortened or omitted, and a note in the rank's output says so.
@@ -84,7 +84,7 @@ def _texts(event: Event) -> tuple[Event, str]:
 
 
 def _display(event: DisplayEvent) -> tuple[Event, str]:
-    """Replace a display that is too large with a text that tells its size. A partial picture could not be drawn."""
+    """Replace a display that is too large with a text that gives its size, because a partial picture is useless."""
     size = _text_size(event.data) + _text_size(event.metadata)
     if size <= MAX_DISPLAY_CHARS:
         return event, ""
@@ -97,7 +97,7 @@ def _text_size(values: dict[Any, Any]) -> int:
 
 
 def _failure(event: FailureEvent) -> tuple[Event, str]:
-    """Shorten the messages of a failure. No note is needed, because the messages show that they are shortened."""
+    """Shorten the messages of a failure. They need no note, because they show themselves that they are shortened."""
     chain = event.chain
     if len(chain) > MAX_CHAIN:
         half = MAX_CHAIN // 2

@@ -75,7 +75,7 @@ class ProgressEvent(Event):
 
 @dataclass(slots=True)
 class EpochEvent(Event):
-    """A prepared loader starts a pass, which takes ``steps`` optimizer steps. ``epoch`` counts from 0.
+    """A prepared loader starts a pass, which takes ``steps`` optimizer steps. Its number is ``epoch``, from 0.
 
     If the loader has no length, ``steps`` is None.
     """
@@ -135,7 +135,7 @@ class LogEvent(Event):
 
 @dataclass(slots=True)
 class ResourceEvent(Event):
-    """What a rank's process uses: a percentage of one core, and bytes of memory."""
+    """The resources that a rank's process uses: a percentage of one core, and bytes of memory."""
 
     droppable: ClassVar[bool] = True
     latest_by: ClassVar[tuple[str, ...]] = ()
@@ -233,7 +233,7 @@ class AnsweredEvent(Event):
 
 @dataclass(slots=True)
 class AgentFailedEvent(Event):
-    """This package's thread in a rank has failed with ``error``. It has ``ended``, or continues."""
+    """This package's thread in a rank has failed with ``error``. If ``ended`` is False, the thread continues."""
 
     error: str
     ended: bool
@@ -241,7 +241,7 @@ class AgentFailedEvent(Event):
 
 @dataclass(slots=True)
 class ExitWaitEvent(Event):
-    """A rank's function returned some time ago, but its process is still running. ``text`` gives the reason."""
+    """A rank's function returned some time ago, but its process is still running, for the reason in ``text``."""
 
     text: str
 
@@ -346,7 +346,7 @@ def display_mark(number: int) -> bytes:
 
 
 def split_at_mark(data: bytes, *, complete: bool) -> tuple[bytes, int | None, bytes]:
-    """Return the output before the next mark, the mark's number, and the output after it.
+    """Split output at the next mark, into the output before it, the mark's number, and the output after it.
 
     Args:
         data: The output of a rank.

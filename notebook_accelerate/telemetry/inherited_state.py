@@ -1,4 +1,4 @@
-"""The part of the kernel's state that every rank starts with, whatever its start method.
+"""The part of the kernel's state that every rank starts with, whichever way it is started.
 
 A rank starts as a function called in the cell would: with the state of the kernel's random number generators, and with
 the torch and numpy settings of the process and of the cell's thread. All ranks start from the same random state, so a
@@ -37,7 +37,7 @@ _SETTINGS: dict[str, str] = {
     "backends.cudnn.deterministic": "",
     "set_float32_matmul_precision": "get_float32_matmul_precision",
     "backends.cudnn.allow_tf32": "",
-    # This must come after the two older settings, which change it too.
+    # Set this after the two older settings, which change it too.
     "backends.cuda.matmul.fp32_precision": "",
     "backends.mkldnn.matmul.fp32_precision": "",
     "backends.cudnn.conv.fp32_precision": "",
@@ -55,7 +55,7 @@ _PYTHON_SETTINGS: dict[str, str] = {
     "sys.set_int_max_str_digits": "sys.get_int_max_str_digits",
     "socket.setdefaulttimeout": "socket.getdefaulttimeout",
 }
-"""Functions of Python's modules that change a setting, each with the function that returns it."""
+"""Functions of the standard library that change a setting, each with the function that returns the setting."""
 
 _entered: list[AbstractContextManager[Any]] = []
 """Contexts that this rank never leaves. They are kept, because inference mode ends when its guard is collected."""
@@ -91,7 +91,7 @@ class InheritedState:
 def capture_inherited_state() -> InheritedState:
     """Return the state of this process and of the calling thread. Call this on the cell's thread.
 
-    This does not import anything, nor start an accelerator.
+    This neither imports a module nor starts an accelerator.
     """
     state = InheritedState(random.getstate(), _python_settings(), _umask())
     numpy: Any = sys.modules.get("numpy")
@@ -124,7 +124,7 @@ def apply_inherited_state(state: InheritedState) -> None:
         numbers = torch.frombuffer(bytearray(state.torch_rng), dtype=torch.uint8)
         torch.set_rng_state(numbers)
         if state.device_seed is not None:
-            torch.manual_seed(state.device_seed)  # This seeds all devices once they are used.
+            torch.manual_seed(state.device_seed)  # The seed is used once a device is initialised.
             torch.set_rng_state(numbers)
         _apply_process_settings(torch, state.settings)
         _apply_thread_settings(torch, state.thread)
@@ -140,7 +140,7 @@ def _python_settings() -> dict[str, Any]:
 
 
 def _umask() -> int | None:
-    """Return this process's mask. None if the system only returns the mask when setting it, for all threads."""
+    """Return this process's mask, or None if the system returns it only when a new one is set for all threads."""
     with suppress(OSError, ValueError, IndexError):
         text = Path("/proc/self/status").read_text()
         return int(text.partition("Umask:")[2].split()[0], 8)
@@ -170,7 +170,7 @@ def _apply_process_settings(torch: Any, settings: dict[str, Any]) -> None:
 
 
 def _read(torch: Any, name: str) -> Any:
-    """Return a setting, or None if this torch lacks it or cannot express its value in the older of two ways."""
+    """Return a setting, or None if this torch lacks it, or if its value cannot be read by the older of two APIs."""
     with suppress(AttributeError, RuntimeError):
         value = attrgetter(_SETTINGS[name] or name)(torch)
         return value() if _SETTINGS[name] else value
@@ -237,7 +237,7 @@ def isolated_state() -> AbstractContextManager[object]:
     stack = ExitStack()
     if _STATE in sys.modules:
         stack.enter_context(sys.modules[_STATE].isolated_shared_state())
-    else:  # The run itself may load the module for the first time.
+    else:  # The run may be the first to load the module.
         stack.callback(_call_if_loaded, "start_afresh")
     return stack
 

@@ -24,12 +24,12 @@ from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 from notebook_accelerate.telemetry.tracebacks import describe_error
 
 _NOT_CARRIED = ("lock", "stream")
-"""Attributes of handlers that are specific to a process."""
+"""Attributes of handlers that cannot be carried to another process."""
 _STREAMS = ("stdout", "stderr")
 _MAX_BYTES = 1 << 20
-"""Handlers whose pickles are larger than this, for example because they keep records, are sent without attributes.
+"""Maximum size of a pickle. A larger handler, such as one that keeps records, is sent without its attributes.
 
-Filters and formatters whose pickles are larger are not sent.
+A larger filter or formatter is not sent.
 """
 
 
@@ -48,7 +48,7 @@ _HOOKS: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "warnings.formatwarning": (lambda: warnings.formatwarning, _set_formatwarning),
     "warnings.showwarning": (lambda: warnings.showwarning, _set_showwarning),
 }
-"""The getter and the setter of each function and class that a notebook can replace for all modules."""
+"""The getter and the setter of each function or class that a notebook can replace for all modules."""
 
 
 @dataclass
@@ -173,7 +173,7 @@ _warned: set[str] = set()
 
 
 def _pickled(value: Any, what: str) -> bytes:
-    """Return a pickled value, or b"" if it cannot be pickled. The first time, issue a warning."""
+    """Return a pickled value, or b"" if it cannot be pickled. Warn about each value only once."""
     try:
         # Include the id, so that equal handlers and filters of different loggers remain separate objects.
         data = dump_bytes((id(value), value), "it", "launch")
@@ -188,7 +188,7 @@ def _pickled(value: Any, what: str) -> bytes:
             f"ranks that are not forked from the kernel log without {what}: {reason}. Set it in the function too, or "
             "launch with start_method='fork'"
         )
-        with suppress(Warning):  # If warnings are errors, the warning must not end the launch.
+        with suppress(Warning):  # If the user has turned warnings into errors, this one must not end the launch.
             warnings.warn_explicit(text, UserWarning, "notebook_accelerate", 0, registry={})
     return b""
 
@@ -215,7 +215,7 @@ def _pickled_handler(handler: logging.Handler, place: str) -> bytes:
             data = dump_bytes(choice, "a logging handler", "launch")
             if len(data) <= _MAX_BYTES:
                 return data
-    _pickled(handler.formatter, f"the formatter {_name(handler.formatter)} of {place}")  # This issues the warning.
+    _pickled(handler.formatter, f"the formatter {_name(handler.formatter)} of {place}")  # Only issue the warning.
     plainest = (logging.StreamHandler, plain, stream or "stderr", filters, id(handler))
     return dump_bytes(plainest, "a logging handler", "launch")
 
@@ -276,7 +276,7 @@ def apply_notebook_settings(data: bytes) -> None:
 
 @cache
 def _loaded(data: bytes) -> Any:
-    """Load a pickled value, or return None if this fails. A second call in a rank returns the same object."""
+    """Load a pickled value, or return None if that fails. A second call in the same rank returns the same object."""
     try:
         return load_bytes(data)[1]
     except Exception as error:  # noqa: BLE001 - its class may need a module that this machine does not have
@@ -291,7 +291,7 @@ def _add_filters(owner: logging.Filterer, filters: Sequence[bytes]) -> None:
 
 
 class _CategoryByName(type):
-    """A warning category whose module is not imported. Importing IPython and torch would take a quarter of a second."""
+    """A warning category whose module is not imported, because IPython and torch would take a quarter of a second."""
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         name = cls.__module__, cls.__qualname__

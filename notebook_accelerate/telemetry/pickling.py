@@ -36,12 +36,12 @@ _ALIGN = 64
 MAX_ANSWER_BYTES = 16 << 20
 """If a value that the user evaluates on a rank is larger than this, only its ``repr`` is sent."""
 MAX_DEFINITION_BYTES = 4 << 20
-"""Classes of cells whose definitions are larger, for example because they use a large table, are sent without them.
+"""Maximum size of a class's definition. A larger one, such as one that uses a large table, is not sent.
 
-Only a process that has the class can read their instances.
+Only a process that already has the class can then read its instances.
 """
 Purpose = Literal["launch", "values", "definition"]
-"""Decides how a pickle holds the classes and functions of cells.
+"""The purpose of a pickle, which decides how it holds the classes and functions of cells.
 
 - "launch": A function and its arguments for a new process, which gets their names in its ``__main__``.
 - "values": Values for a process that has most of the classes already, and creates the others from their definitions.
@@ -96,7 +96,7 @@ def anonymous_file() -> int:
 
 
 class _StorageHandle:
-    """Represents a torch storage in a pickle, so that it is copied only once and its views remain views."""
+    """Represents a torch storage in a pickle, so that the storage is copied only once and its views remain views."""
 
     def __init__(self, storage: Any) -> None:
         self.storage = storage
@@ -138,7 +138,7 @@ def _rebuild_tensor(
 
 
 def _own_device(device: str) -> str:
-    """Return this rank's device in place of the kernel's device.
+    """Return the device of this rank in place of the kernel's.
 
     Otherwise every rank would create a context on the kernel's device. With torch_xla, the device of every process is
     xla:0.
@@ -164,7 +164,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         buffers: Called with each out-of-band buffer.
         keep_device: Whether tensors are restored on their devices. Results are restored on the CPU instead, so that the
             kernel does not start an accelerator runtime.
-        purpose: Decides how the pickle holds classes and functions of cells.
+        purpose: The purpose of the pickle; see `Purpose`.
         omitted: Names in ``__main__`` that cannot be pickled and that a function may not need, each with the reason.
     """
 
@@ -185,7 +185,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """The tokens of the classes whose definitions are in the pickle."""
         self._omitted = omitted
         self.undetected: dict[str, Any] = {}
-        """The values in ``__main__`` that functions seem to read in ways that cloudpickle does not detect."""
+        """The values in ``__main__`` that functions may read in ways that cloudpickle does not detect."""
         if purpose == "launch":
             self.globals_ref[id(vars(sys.modules["__main__"]))] = cells.MainNames(dict(omitted))
 
@@ -325,7 +325,7 @@ def _reduce_exception(error: BaseException) -> Any:
 
 
 _HEAP_TYPE = 1 << 9
-"""The flag of classes that were created by a class statement (Py_TPFLAGS_HEAPTYPE)."""
+"""The flag of classes created by a class statement (Py_TPFLAGS_HEAPTYPE)."""
 
 
 def _new_exception(kind: type[BaseException], base: type[BaseException], arguments: tuple[Any, ...]) -> BaseException:
@@ -370,7 +370,7 @@ def _replacement_of(value: Any) -> tuple[str, str] | None:
 
 
 def _code(filename: str, arguments: tuple[Any, ...]) -> CodeType:
-    """Return a code object with its original file name, because cloudpickle 3.1.3 gives all code the same one."""
+    """Return a code object with its original file name, because cloudpickle 3.1.3 gives all code the same file name."""
     return CodeType(*arguments).replace(co_filename=filename)
 
 
@@ -395,7 +395,7 @@ def dump(value: Any, what: str, *, keep_device: bool = True, purpose: Purpose = 
         value: Any value that cloudpickle supports.
         what: How an error names the value, such as "the function or its arguments".
         keep_device: Whether tensors are restored on their devices rather than on the CPU.
-        purpose: Decides how the pickle holds classes and functions of cells.
+        purpose: The purpose of the pickle; see `Purpose`.
 
     Raises:
         SerializationError: A part of ``value`` cannot be pickled. The message names it and the reason.
@@ -420,11 +420,11 @@ def dump(value: Any, what: str, *, keep_device: bool = True, purpose: Purpose = 
 
 
 def _unpicklable_name(value: Any) -> str:
-    """Return the user's variable that makes a function and its arguments unpicklable, or "" if it is not found."""
+    """Return the name of the user's variable that makes a function and its arguments unpicklable, or "" if unknown."""
     function = value[0] if type(value) is tuple and value else None
     if type(function) is not FunctionType:  # Don't use isinstance, which would run code of the class. It may fail.
         return ""
-    with suppress(Exception):  # The user's values may raise any error.
+    with suppress(Exception):  # A value of the user may raise any error.
         used = inspect.getclosurevars(function)
         named = {**used.globals, **used.nonlocals}
         named |= dict(inspect.signature(function).bind_partial(*value[1]).arguments)
@@ -435,7 +435,7 @@ def _unpicklable_name(value: Any) -> str:
 
 
 def _unpicklable(values: Mapping[str, Any], omitted: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of values that cannot be pickled even without the others, each with the reason."""
+    """Return the names of the values that cannot be pickled on their own, each with the reason."""
     without = {**omitted, **dict.fromkeys(values, "")}
     found = {name: _why_unpicklable(value, without) for name, value in values.items()}
     return {name: reason for name, reason in found.items() if reason}

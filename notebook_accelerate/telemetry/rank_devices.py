@@ -9,7 +9,8 @@ from typing import Any
 from notebook_accelerate.telemetry.events import DeviceMemoryEvent, DeviceUseEvent
 
 MAX_DEVICES = 64
-"""Maximum number of devices kept per rank, and of GPUs per rank of the run, because a rank may send any name."""
+"""Maximum number of devices per rank. The number of GPUs is limited to as many per rank, because a rank may send any
+name."""
 
 
 @dataclass(frozen=True, kw_only=True)

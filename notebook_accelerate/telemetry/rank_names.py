@@ -1,11 +1,11 @@
-"""Name ranks in messages."""
+"""Write the numbers of ranks as text for messages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 MIN_RANGE = 3
-"""This many consecutive ranks or more are written as a range."""
+"""Minimum number of consecutive ranks that are written as a range."""
 
 
 def rank_names(ranks: Iterable[int]) -> str:

@@ -1,4 +1,4 @@
-"""Transfer return values from a rank to the kernel. Large ones are in anonymous files, which the kernel maps.
+"""Transfer return values from a rank to the kernel: large ones in anonymous files, which the kernel maps.
 
 A file without a name needs neither a folder nor a cleanup: the system removes it when the last process that has it open
 exits, however that happens.
@@ -21,9 +21,9 @@ from notebook_accelerate.telemetry.pickling import Pickler, anonymous_file, pick
 from notebook_accelerate.telemetry.tracebacks import describe_error
 
 COPIED_BYTES = 1 << 16
-"""Smaller buffers are copied when a value is read, so that a small tensor does not keep the whole file in memory."""
+"""Buffers below this size are copied when a value is read, so that no small tensor keeps the whole file in memory."""
 RESERVED_PART = 16
-"""One part in this many of the memory stays free, up to `RESERVED_BYTES`, so that the system kills no process."""
+"""One part in this many of the memory is kept free, up to `RESERVED_BYTES`, so that the system kills no process."""
 RESERVED_BYTES = 1 << 30
 _WRITE_BYTES = 1 << 26
 _ALIGN = 64
@@ -36,7 +36,7 @@ class PickledResult(NamedTuple):
     Attributes:
         payload: The bytes for `load_bytes`, or b"" if the value is in files.
         sizes: The size in bytes of each buffer in the second file, or None if the value is in the payload.
-        descriptors: The files with the pickle and with its buffers, to be closed by the holder.
+        descriptors: The files with the pickle and with its buffers, which the holder must close.
     """
 
     payload: bytes
@@ -70,7 +70,7 @@ def dump_result(value: object, what: str, in_channel: int | None) -> PickledResu
     except (SerializationError, KeyboardInterrupt):
         stream.close()
         raise
-    except BaseException as error:  # A __reduce__ may even raise SystemExit.
+    except BaseException as error:  # The user's __reduce__ may even raise SystemExit.
         stream.close()
         text = f"{what} cannot be pickled: {describe_error(error)}; {advice(value)}"
         raise SerializationError(text) from error
@@ -269,12 +269,12 @@ def _keep_contents(descriptors: Sequence[int]) -> None:
 
 
 def _empty(descriptor: int) -> None:
-    """Remove a file's contents, unless a process has read the file. This only works if the system supports seals."""
+    """Remove a file's contents, unless a process has read the file. Do nothing if the system has no seals."""
     with suppress(OSError, ImportError, AttributeError):
         import fcntl
 
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) == 0:
-            os.ftruncate(descriptor, 0)  # This fails if another process has sealed the file in the meantime.
+            os.ftruncate(descriptor, 0)  # This fails if another process has sealed the file to keep its contents.
 
 
 class _Reader(io.RawIOBase):

@@ -76,7 +76,7 @@ class ResourceSampler:
         gpus.close()
 
     def sample(self, gpus: GpuReader) -> list[Record]:
-        """Take a sample. Return a record per running process and, if any process is running, a record per GPU."""
+        """Take a sample. Return a record for each running process, and for each GPU if a process is running."""
         import psutil
 
         records = []
@@ -85,7 +85,7 @@ class ResourceSampler:
                 process = self._processes.get(rank) or self._processes.setdefault(rank, psutil.Process(pid))
                 cpu = process.cpu_percent()
                 memory = proportional_memory(pid)
-            except (psutil.Error, OSError):  # The process may have exited, or this process may lack a free descriptor.
+            except (psutil.Error, OSError):  # The process may have exited, or this process may have no free descriptor.
                 continue
             if memory:
                 records.append(Record(rank, steady_time.now(), ResourceEvent(cpu, memory)))

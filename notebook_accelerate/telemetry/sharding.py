@@ -1,4 +1,4 @@
-"""How ranks share parameters, gradients and optimizer state."""
+"""Reports of how parameters, gradients and optimizer state are sharded across ranks."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _bytes(given: Any) -> int | None:
 
 
 def states_per_parameter(optimizer: Any, group: Mapping[str, Any]) -> int | None:
-    """Return how many tensors of its shape an optimizer keeps per parameter, or None for unknown optimizers.
+    """Return how many tensors of a parameter's shape its optimizer keeps for it, or None for unknown optimizers.
 
     Args:
         optimizer: The optimizer, which may be of any class.

@@ -1,4 +1,4 @@
-"""The queue of a rank's events, in front of its end of the channel.
+"""The queue of a rank's events in front of the rank's end of the channel.
 
 ``emit`` works on any thread and costs one append.
 """
@@ -61,12 +61,12 @@ class Sink:
         if not event.boundary:
             self.urgent = True
             return
-        on_step = self.on_step  # Read the attribute once, because a signal handler may remove it.
+        on_step = self.on_step  # Read the attribute only once, because a signal handler may set it to None.
         if on_step is not None:
             on_step()
 
     def _make_room(self) -> bool:
-        """Drop older events. Return whether to queue the new one. If it is not queued, it counts as dropped."""
+        """Drop older events, and return whether to queue the new one. Otherwise, the new one counts as dropped."""
         # Don't wait for the lock: this may run in a signal handler, and another thread may be making room.
         if not self._take_lock.acquire(blocking=False):
             return True
@@ -115,7 +115,7 @@ class Sink:
             self.last_step = stamp
         bound = BOUNDS.get(type(event))
         if bound is not None:
-            # A value may not have its field's type. Such an event cannot be encoded either, and `_encode` notes that.
+            # A value may not have its field's type. `_encode` cannot encode such an event, and notes that.
             with suppress(Exception):
                 event, note = bound(event)
                 if note:
@@ -146,10 +146,10 @@ class Sink:
         return data
 
     def _note(self, kind: str, text: str) -> None:
-        """Write a note about an event to the rank's output, only once per kind. This does not need the channel."""
+        """Write a note about an event to the rank's output, once per kind. This works without the channel."""
         if kind not in self._noted:
             self._noted.add(kind)
-            with suppress(OSError):  # The function has closed the descriptor.
+            with suppress(OSError):  # The user's function may have closed the descriptor.
                 os.write(2, f"notebook_accelerate: {text}; further ones are not reported\n".encode(errors="replace"))
 
     def send(self, event: Event) -> None:
@@ -198,7 +198,7 @@ def _without_oldest(queued: list[tuple[float, Event]], count: int) -> list[tuple
 
 
 def _substitute_for(message: Stamped) -> bytes:
-    """Return the frame to send instead of an event. Displays need one, because the streams contain their marks."""
+    """Return the frame to send instead of an event. A display needs one, because a stream contains its mark."""
     mark = message.event.mark if isinstance(message.event, DisplayEvent) else 0
     return encode([Stamped(message.time, DisplayEvent({}, mark=mark))]) if mark else b""
 
@@ -218,7 +218,7 @@ def current_sink() -> Sink | None:
 
 
 def require_sink() -> Sink:
-    """Return this rank's sink."""
+    """Return this rank's sink, and raise an error outside a launched rank."""
     sink = current_sink()
     assert sink is not None, "a rank is connected before it runs"
     return sink

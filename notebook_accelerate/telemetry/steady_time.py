@@ -1,4 +1,4 @@
-"""A clock that gives seconds since the epoch, ignores changes of the system's time, and counts during sleep."""
+"""A clock in seconds since the epoch that ignores changes of the system's time and counts while the machine sleeps."""
 
 from __future__ import annotations
 

@@ -56,9 +56,9 @@ _steps = 0
 _total_steps = 0
 _sink: Sink | None = None
 _short: StepTimeEvent | None = None
-"""The sums after the latest step within a run's first second."""
+"""The sums after the latest step, during a run's first second."""
 at_end: set[Callable[[], None]] = set()
-"""Functions called on the training thread at the end of each optimizer step. Profiles and waiting requests use them."""
+"""Functions called on the training thread at the end of each optimizer step, for profiles and waiting requests."""
 
 
 def running() -> bool:
@@ -114,7 +114,7 @@ def end_step() -> None:
 
 
 def end_run() -> None:
-    """Emit the sums of a run that ends within its first second. That is too short to compare the ranks' own work."""
+    """Emit the sums of a run that ends within its first second, which is too short to compare the ranks' own work."""
     global _short  # noqa: PLW0603 - as in switch
     if _short is not None and _sink is current_sink():
         _short.own = 0.0

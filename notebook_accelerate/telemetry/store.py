@@ -60,9 +60,9 @@ MAX_LOG_BYTES = 8 << 20
 RUN_LOG_BYTES = 64 << 20
 MAX_TOTAL_POINTS = 4_000_000
 AUTOMATIC_POINTS = 10_000
-"""Maximum points per series of automatic metrics. Ranks send four points a second, and hosts one."""
+"""Maximum points per series of automatic metrics. Ranks send four points a second, and hosts send one."""
 MIN_POINTS = 64
-"""Number of points that each series may have, however many series there are."""
+"""Number of points that each series may have in any case, however many series there are."""
 MAX_TRACES = 1_000
 """Maximum number of listed traces. The latest ones are kept."""
 MAX_CHECKPOINTS = 1_000
@@ -70,7 +70,7 @@ MAX_CHECKPOINTS = 1_000
 RECENT_STEP_TIMES = 10
 """Number of step times kept per rank, which cover about as many seconds."""
 _HOST_EVENTS = frozenset({ResourceEvent, DeviceUseEvent})
-"""Events sent by a rank's host. They do not count as activity of the rank."""
+"""Events that a rank's host sends, which do not count as activity of the rank."""
 
 
 class Record(NamedTuple):
@@ -146,7 +146,7 @@ class SeriesTail(NamedTuple):
     whole: bool
 
     def where(self, mask: np.ndarray) -> SeriesTail:
-        """Return the points for which ``mask``, of shape (n,), is true."""
+        """Return the points at which ``mask``, an array of shape (n,), is true."""
         return self._replace(steps=self.steps[mask], times=self.times[mask], values=self.values[mask])
 
 
@@ -169,7 +169,7 @@ class _Points:
         return len(self.values) - count + 1
 
     def extend(self, tail: SeriesTail, limit: int, *, thinned: bool) -> None:
-        """Add points at the end."""
+        """Add the points of ``tail`` at the end."""
         self.steps.frombytes(tail.steps.astype("=i8").tobytes())
         self.times.frombytes(tail.times.astype("=f8").tobytes())
         self.values.frombytes(tail.values.astype("=f8").tobytes())
@@ -366,7 +366,7 @@ class Store:
             self._count_steps(record.rank, max(1, event.step - before))
         else:
             self.loops[record.rank] = event
-        # A progress bar may count anything, so the optimizer's count of steps takes precedence.
+        # The optimizer's count of steps takes precedence, because a progress bar may count something else.
         if event.total is None or record.rank not in self._counted:
             self.last_step[record.rank] = event.step
 
@@ -396,7 +396,7 @@ class Store:
         if size is None:
             return
         file = record.rank, str(event.path)
-        self._traces.pop(file, None)  # A rewritten trace becomes the latest one.
+        self._traces.pop(file, None)  # Move a trace that was written again to the end, as the latest one.
         self._traces[file] = size
         if len(self._traces) > MAX_TRACES:
             del self._traces[next(iter(self._traces))]
@@ -453,7 +453,7 @@ class Store:
             self.changes += 1
 
     def _note_not_finite(self, name: str, rank: int, tail: SeriesTail) -> None:
-        """Record the first of the trailing points that are NaN or infinite."""
+        """If a series ends with points that are NaN or infinite, record the first of these."""
         import numpy as np
 
         finite = np.flatnonzero(np.isfinite(tail.values))
@@ -522,13 +522,13 @@ class Store:
             return self._metrics[name][rank].thinned > 0
 
     def envelope(self, name: str, cursor: tuple[int, int] = (0, 0)) -> EnvelopeTail | None:
-        """Return the envelope's changes since ``cursor``, or None if only few ranks have logged ``name``."""
+        """Return the changes of an envelope since ``cursor``, or None if only a few ranks have logged ``name``."""
         with self._lock:
             envelope = self._envelopes.get(name)
             return None if envelope is None else envelope.since(cursor)
 
     def traces(self) -> list[tuple[int, str, int]]:
-        """Return the rank, path and size in bytes of the written profiler traces, sorted by rank."""
+        """Return the rank, path and size in bytes of each profiler trace that was written, sorted by rank."""
         with self._lock:
             return sorted((rank, path, size) for (rank, path), size in self._traces.items())
 

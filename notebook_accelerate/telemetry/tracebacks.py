@@ -1,4 +1,4 @@
-"""Turn exceptions into data in a rank, and into text with the lines of notebook cells in the kernel."""
+"""Convert exceptions to data in a rank, and to text with the lines of notebook cells in the kernel."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def _type_name(error: BaseException) -> str:
     name = type.__dict__["__qualname__"].__get__(type(error))
     try:
         module = type.__dict__["__module__"].__get__(type(error))
-    except AttributeError:  # The class was created by code without a module.
+    except AttributeError:  # The code that created the class may have no module.
         module = None
     return name if type(module) is not str or module in ("builtins", "__main__") else f"{module}.{name}"
 
 
 def _message(error: BaseException) -> str:
-    """Return an exception's text, its group's members and its notes, all of which its class may define."""
+    """Return an exception's text, the members of its group and its notes. Its class may define each of them."""
     members: list[Any] = [part for part in _items(error, "exceptions") if issubclass(type(part), BaseException)]
     text = built_in_attribute(error, "msg", SyntaxError) if _is_located(error) else _text(error)
     lines = [text, *(f"  {_type_name(part)}: {_message(part)}" for part in members[:MAX_MEMBERS])]
@@ -87,7 +87,7 @@ def _items(error: BaseException, name: str) -> Sequence[object]:
 
 
 def _is_located(error: BaseException) -> TypeGuard[SyntaxError]:
-    """Return whether an error names a place in source code that is not in its frames, as a SyntaxError does."""
+    """Return whether an error is a SyntaxError with a place in source code, which is not among its frames."""
     if not issubclass(type(error), SyntaxError):  # Don't use isinstance, which would run code of the class.
         return False
     places = built_in_attribute(error, "filename", SyntaxError), built_in_attribute(error, "lineno", SyntaxError)
@@ -150,7 +150,7 @@ def cell_name(filename: str) -> str:
 
 
 def _number_in_history(shell: Any, filename: str) -> int | None:
-    """Return the number of the last cell whose source is that of the file. IPython 7 has no table of these numbers."""
+    """Return the number of the last cell with the file's source, because IPython 7 has no table of these numbers."""
     source = "".join(linecache.getlines(filename)).strip()
     history = getattr(shell, "history_manager", None)
     if not source or history is None:
@@ -292,7 +292,7 @@ def built_in_attribute(error: BaseException | None, name: str, base: type[BaseEx
 
 
 def describe_error(error: BaseException, limit: int = MAX_TEXT) -> str:
-    """Return an exception's class and the start of its text, or only the class if it fails to produce the text.
+    """Return an exception's class and the start of its text, or only the class if producing the text fails.
 
     Args:
         error: The exception to describe.
@@ -306,7 +306,7 @@ def describe_error(error: BaseException, limit: int = MAX_TEXT) -> str:
 
 
 def exit_code(error: BaseException | None) -> str:
-    """Return the repr of a ``SystemExit``'s code, which may be any object."""
+    """Return the ``repr`` of a ``SystemExit``'s code, which may be any object."""
     code = built_in_attribute(error, "code", SystemExit)
     try:
         return repr(code)

@@ -9,12 +9,12 @@ from typing import Any
 from notebook_accelerate.telemetry import inherited_state
 
 CHANNEL_BYTES = 1 << 20
-"""Return values larger than this are sent in files alongside the channel."""
+"""Return values with more bytes than this are sent in files alongside the channel."""
 
 
 @dataclass
 class WorkerOrder:
-    """The order that tells one rank how to start.
+    """The settings that a rank receives when it starts.
 
     Attributes:
         rank: The rank's global index.
@@ -22,19 +22,20 @@ class WorkerOrder:
         threads: The number of CPU threads for torch's operators. None keeps torch's number.
         inherited: The kernel's random state, and its torch and numpy settings.
         base_environment: The kernel's whole environment, or None if the process inherited it.
-        cwd: Working directory, or None if inherited.
-        sys_path: Import path, or None if inherited.
-        sources: Sources of notebook cells by file name. Empty if inherited.
+        cwd: The working directory, or None if the process inherited it.
+        sys_path: The import path, or None if the process inherited it.
+        sources: The sources of notebook cells by file name. Empty if the process inherited them.
         hold: Whether the rank keeps the frames of a failure for inspection until the kernel releases it.
         accelerator: Arguments for each `Accelerator()` that is created without any. Pickled if the process inherits
             nothing.
         as_accelerate: Whether the rank provides this package under the name ``accelerate``.
         report_from: Libraries whose numbers, steps and progress the rank reports.
         automatic_metrics: Whether the rank samples its loss, learning rate and speed.
-        time_offset: The offset with which the rank uses the kernel's clock. None if inherited, or on another machine.
+        time_offset: The offset that makes the rank's clock equal to the kernel's. None if the process inherited it, or
+            is on another machine.
         result_bytes: Pickled return values with more bytes than this are sent in files alongside the channel. If None,
             files are never used.
-        notebook_settings: Result of ``capture_notebook_settings``, or b"" if inherited.
+        notebook_settings: The result of ``capture_notebook_settings``, or b"" if the process inherited the settings.
         mark: The mark for the rank's process and all processes that it starts, or 0; see
             ``worker.exit_handlers.set_mark``.
     """
