@@ -154,7 +154,7 @@ class SampledLines:
         return self._lines[self.which[index]]
 
     def spans(self, start: float, end: float) -> Iterable[tuple[int, float, float]]:
-        """Yield the index, start and end of each sample between two times. A sample starts when the previous one ends."""
+        """Yield the index, start and end of each sample between two times. A sample starts at the end of the last."""
         first = bisect_left(self.times, start)
         for index in range(first, len(self.times)):
             begin = self.times[index - 1] if index else self.times[index]

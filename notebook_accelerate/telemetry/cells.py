@@ -329,7 +329,7 @@ _incomplete: dict[int, weakref.ref[type]] = {}
 
 
 _made: weakref.WeakValueDictionary[tuple[str, str], type] = weakref.WeakValueDictionary()
-"""Classes that were defined in ranks, by name and digest. Each rank's class has another token, but here they are one."""
+"""Classes that were defined in ranks, by name and digest. They have a token for each rank, but here they are one."""
 
 
 def _find_or_make(identity: tuple[str, str, str], make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
