@@ -30,14 +30,14 @@ release = version = notebook_accelerate.__version__
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
 exclude_patterns = ["_static"]
 
-# Pages are Markdown that a code host renders, too. Headings have the anchors that it gives them.
+# Code hosts render these Markdown pages, too, so headings get the anchors that code hosts give them.
 myst_enable_extensions = ["colon_fence", "attrs_inline"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # tests/docs executes the pages; notebooks are committed with their outputs
 
 copybutton_selector = "div:not(.highlight-output) > div.highlight pre"
 
-# Docstrings have single backticks for code; they are links where the name is one of the reference's.
+# Docstrings mark code with single backticks. Such a name becomes a link if the reference has an entry for it.
 default_role = "py:obj"
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
@@ -61,13 +61,13 @@ html_theme_options = {
 
 
 def _returned_text(self: GoogleDocstring, **_: object) -> list[tuple[str, str, list[str]]]:
-    """Return a section of returned values as text: types are annotations here, and a colon is a colon."""
+    """Return a Returns section as plain text: types are in annotations, so no type stands before a colon."""
     lines = self._dedent(self._consume_to_next_section())
     return [("", "", lines)] if lines else []
 
 
 def _attribute_text(self: GoogleDocstring) -> tuple[str, list[str]]:
-    """Return the docstring of an attribute or property as text: what stands before a colon is no type."""
+    """Return the docstring of an attribute or property as plain text: no type stands before a colon."""
     return "", type(self)(self._dedent(self._consume_to_end()), self._config).lines()
 
 
@@ -78,7 +78,7 @@ for field in PyObject.doc_field_types:
 
 
 RETURNED = {"api/run", "api/magics", "api/exceptions"}
-"""Pages on classes whose objects this package creates: their constructors are not for users."""
+"""Pages on classes whose objects this package creates, so that users never call the constructors."""
 
 
 def _is_returned(app: Sphinx, what: str) -> bool:
@@ -93,7 +93,7 @@ def _without_constructor(
 
 
 def _without_arguments(app: Sphinx, what: str, _name: str, _object: object, _options: object, lines: list[str]) -> None:
-    """Remove the section on the constructor's arguments of such a class, before napoleon reads the docstring."""
+    """Remove the Args section of a class whose objects this package creates, before napoleon reads the docstring."""
     if not _is_returned(app, what) or "Args:" not in lines:
         return
     begin = lines.index("Args:")
@@ -102,7 +102,7 @@ def _without_arguments(app: Sphinx, what: str, _name: str, _object: object, _opt
 
 
 def _with_variable(_app: Sphinx, what: str, name: str, _object: object, _options: object, lines: list[str]) -> None:
-    """Add the variable and the default of a setting to the text of its field."""
+    """Add the environment variable and the default of a setting to the docstring of its field."""
     owner, _, field_name = name.rpartition(".")
     cls = pydoc.locate(owner) if what == "attribute" else None
     if isinstance(cls, type) and dataclasses.is_dataclass(cls) and field_name in settings_of(cls):
@@ -110,7 +110,7 @@ def _with_variable(_app: Sphinx, what: str, name: str, _object: object, _options
 
 
 def _by_short_name(app: Sphinx, env: Any, node: Any, content: Any) -> Any:
-    """Link a name in a docstring to the one class or function of that name in the reference."""
+    """Link a name in a docstring to the only class or function of that name in the reference."""
     entries = env.domains["py"].objects.items() if node.get("refdomain") == "py" else ()
     found = {
         (entry.docname, entry.node_id)
@@ -124,7 +124,7 @@ def _by_short_name(app: Sphinx, env: Any, node: Any, content: Any) -> Any:
 
 
 def _copy_tutorials(_app: Sphinx, _config: object) -> None:
-    """Copy the notebooks of examples/ into docs/tutorials, which git ignores; times of change are kept."""
+    """Copy the notebooks of examples/ into docs/tutorials, which git ignores, and keep their modification times."""
     tutorials = DOCS / "tutorials"
     shutil.rmtree(tutorials, ignore_errors=True)
     for path in (DOCS.parent / "examples").rglob("*.ipynb"):
@@ -134,12 +134,12 @@ def _copy_tutorials(_app: Sphinx, _config: object) -> None:
 
 
 def _remove_sources(app: Sphinx) -> None:
-    """Remove the pages of source code: viewcode keeps those whose module is older, and new names lack anchors there."""
+    """Remove the pages of source code: viewcode keeps those of unchanged modules, which lack anchors for new names."""
     shutil.rmtree(Path(app.outdir) / "_modules", ignore_errors=True)
 
 
 def _write_short_addresses(app: Sphinx, error: Exception | None) -> None:
-    """Write e/NAME/, the short address of the page on each exception: error messages in notebooks end with it."""
+    """Write a short address, e/NAME/, for the page of each exception. Error messages in notebooks end with it."""
     if error is not None or app.builder.format != "html":
         return
     for page in sorted((DOCS / "errors").glob("[A-Z]*.md")):
@@ -154,7 +154,7 @@ def _write_short_addresses(app: Sphinx, error: Exception | None) -> None:
 
 
 def _correct_links_of_sources(app: Sphinx, error: Exception | None) -> None:
-    """Point the links from source code to the reference at its entries: viewcode takes one import path per module."""
+    """Point the links from source code at the right entries: viewcode uses only one import path for each module."""
     if error is not None or app.builder.format != "html":
         return
     entries = {(entry.docname, entry.node_id) for entry in app.env.domains["py"].objects.values()}
@@ -174,7 +174,7 @@ def _correct_links_of_sources(app: Sphinx, error: Exception | None) -> None:
 
 
 def _link_tutorials(_app: Sphinx, name: str, source: list[str]) -> None:
-    """Point links between pages and notebooks at their places in the site; as written they work on a code host."""
+    """Adapt the links between pages and notebooks, which are written for code hosts, to the paths in the site."""
     if name.startswith("tutorials/"):
         source[0] = re.sub(r"\]\(((?:\.\./)+)docs/", r"](\1", source[0])
     else:
@@ -182,7 +182,7 @@ def _link_tutorials(_app: Sphinx, name: str, source: list[str]) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """Connect the functions above."""
+    """Connect the functions above to the events of Sphinx."""
     app.connect("config-inited", _copy_tutorials)
     app.connect("builder-inited", _remove_sources)
     app.connect("missing-reference", _by_short_name)

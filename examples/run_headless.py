@@ -1,4 +1,4 @@
-"""Execute notebooks in real Jupyter kernels, save the executed copies, also as pages, and print the last outputs.
+"""Execute notebooks in real Jupyter kernels, save the results as notebooks and HTML pages, and print the last outputs.
 
 python examples/run_headless.py examples/01_quickstart.ipynb ...
 """
@@ -22,10 +22,10 @@ SECONDS_PER_CELL = 1200
 
 
 def main(paths: list[str]) -> int:
-    """Execute each notebook; return 1 if one of them failed."""
+    """Execute each notebook. Return 1 if any of them failed, and 0 otherwise."""
     BUILD.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="jupyter-") as folder:
-        # Temporary folders: the user's Jupyter configuration is neither read nor changed.
+        # Use temporary folders, so that the user's Jupyter configuration is neither read nor changed.
         os.environ.pop("XDG_RUNTIME_DIR", None)
         for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "XDG_STATE_HOME"):
             os.environ[name] = str(Path(folder) / name.lower())
@@ -33,19 +33,19 @@ def main(paths: list[str]) -> int:
 
 
 def execute(path: Path, folder: Path) -> int:
-    """Execute one notebook and print the output of its last cell; return 1 if a cell failed.
+    """Execute one notebook and print the output of its last cell. Return 1 if a cell failed, and 0 otherwise.
 
     Args:
-        path: The notebook.
-        folder: For the kernel's sockets.
+        path: The notebook to execute.
+        folder: The folder for the kernel's sockets.
     """
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(
         notebook,
         timeout=SECONDS_PER_CELL,
         kernel_name="python3",
-        store_widget_state=False,  # the static reports are saved, not the state of live panels
-        # Sockets that only this user can open.
+        store_widget_state=False,  # save the static reports, not the state of live panels
+        # Use sockets that only this user can open.
         config=Config(KernelManager={"transport": "ipc", "connection_file": str(folder / f"{path.stem}.json")}),
         resources={"metadata": {"path": str(path.resolve().parent)}},
     )
@@ -67,7 +67,7 @@ def execute(path: Path, folder: Path) -> int:
 
 
 def last_text(notebook: nbformat.NotebookNode) -> str:
-    """Return the text of the last cell with output: its streams, else its displays and result."""
+    """Return the text of the last cell with output: its streams or, without streams, its displays and result."""
     for cell in reversed(notebook.cells):
         outputs = cell.get("outputs", [])
         printed = "".join(output.text for output in outputs if output.output_type == "stream")

@@ -32,7 +32,7 @@ _BY_REASON: dict[str, list[str]] = {
         "protocols.optimizer_private_attributes",
         "protocols.scheduler_attributes",
     ],
-    "Accelerate does not find the offloaded weights of a model that consists of one module": [
+    "Accelerate does not find the offloaded weights of a model that consists of a single module": [
         "bigmodels: utils.has_offloaded_params(cpu_offload(nn.Linear(2, 2), torch.device('cpu')))",
     ],
     "Accelerate drops tensors that are logged to MLflow": [
@@ -69,19 +69,19 @@ _BY_REASON: dict[str, list[str]] = {
     "compilation of regions keeps the model's class and the names of its parameters": [
         "handlers.type_of_compiled_regions",
     ],
-    "the absence of a policy is valid": [
+    "a plugin without a mixed precision policy is valid here": [
         "handlers: FullyShardedDataParallelPlugin().validate_mixed_precision_policy()",
     ],
     "Accelerate's to_json returns None": [
         "handlers: ParallelismConfig(tp_size=2).to_json()",
     ],
-    "Accelerate ignores the documented variable": [
+    "Accelerate ignores the documented variable PARALLELISM_CONFIG_SP_SEQ_LENGTH": [
         "handlers: _with({'PARALLELISM_CONFIG_SP_SEQ_LENGTH': '16'}, DeepSpeedSequenceParallelConfig)",
     ],
-    "Accelerate trains in fp16 without scaling losses on the CPU": [
+    "on the CPU, Accelerate trains in fp16 without scaling losses": [
         "training.fp16_on_a_cpu",
     ],
-    "pipelines of one process and stages on any device work here": [
+    "pipelines with one process, and stages on any device, work here": [
         "training: raised(lambda: prepare_pippy(model()))",
         "training: generate_device_map(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), num_processes=2)",
         "training: generate_device_map(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), num_processes=1)",
@@ -118,7 +118,7 @@ _BY_REASON: dict[str, list[str]] = {
         "deepspeed.a_model_without_a_loader",
         "deepspeed.two_models_at_once",
     ],
-    "save_state passes its hooks a folder with the checkpoint's name that is moved when it is complete: use the argument of save_state for the final place": [
+    "save_state passes its hooks a folder with the checkpoint's name, which is moved when it is complete: use the argument of save_state for the final location": [
         "checkpoints: _folder_of_a_hook(lambda folder: folder.absolute() == Path('out').absolute())",
     ],
     "Accelerate executes code in files that load_custom_state reads; here it reads plain data only. Use torch.load(file, weights_only=False) for trusted files": [
@@ -133,7 +133,7 @@ _BY_REASON: dict[str, list[str]] = {
     "without objects, prepare returns an empty tuple here; Accelerate fails with an IndexError": [
         "preparing: Accelerator().prepare()",
     ],
-    "Accelerate joins uneven inputs on GPUs only; here it works on CPU ranks, too": [
+    "Accelerate joins uneven inputs on GPUs only; here they are joined on CPU ranks, too": [
         "preparing.join_uneven_inputs_sets_even_batches",
     ],
     "Accelerate counts a metric once per rank, so ReduceLROnPlateau runs out of patience earlier by that factor": [
@@ -164,13 +164,13 @@ _BY_REASON: dict[str, list[str]] = {
         "utilities: utils.convert_file_size_to_int(1.5)",
         "utilities: utils.convert_file_size_to_int(2.0e9)",
     ],
-    "Accelerate checks the first item only, and fails if it is not a tensor": [
+    "Accelerate's find_batch_size checks only the first item, and fails if that item is not a tensor": [
         "utilities: utils.find_batch_size([1, ones(2, 2)])",
     ],
     "an empty environment variable counts as unset": [
         "utilities: _with({'FLAG': ''}, lambda: utils.parse_flag_from_env('FLAG'))",
     ],
-    "Accelerate fails with a TypeError on values that are not strings": [
+    "Accelerate's convert_dict_to_env_variables fails with a TypeError on values that are not strings": [
         "utilities: utils.convert_dict_to_env_variables({'A': 1, 'B': 'x y'})",
     ],
     "Accelerate fails with a FileNotFoundError on a machine without nvidia-smi": [
@@ -242,13 +242,13 @@ _BY_REASON: dict[str, list[str]] = {
     "Accelerate's strict=True fails with an AttributeError instead of listing the unexpected keys": [
         "bigmodels.unexpected_keys_of_a_dispatched_model",
     ],
-    "Accelerate fails on a defaultdict": [
+    "Accelerate's recursively_apply fails on a defaultdict": [
         "utilities: utils.recursively_apply(lambda t: t + 1, collections.defaultdict(list, a=ones(1)))",
     ],
-    "Accelerate fails if Transformer Engine is not installed": [
+    "Accelerate's has_transformer_engine_layers fails if Transformer Engine is not installed": [
         "utilities: utils.has_transformer_engine_layers(model())",
     ],
-    "Accelerate writes JSON regardless of the suffix": [
+    "Accelerate's write_basic_config writes JSON, whatever the file's suffix": [
         "utilities: utils.write_basic_config(save_location='config.yml'), Path('config.yml').read_text()",
     ],
     "the epoch after a resumed one is the next epoch here; Accelerate repeats the first (accelerate#2016)": [
@@ -257,7 +257,7 @@ _BY_REASON: dict[str, list[str]] = {
     "Accelerate skips the batches of a loaded state again in the next epoch, which is then incomplete": [
         "loaders.stateful_epoch_after_a_resumed_one",
     ],
-    "Accelerate resumes a shuffled epoch in another order: some samples are read twice, others never": [
+    "Accelerate resumes a shuffled epoch in a different order, so that some samples are read twice and others never": [
         "loaders.stateful_resuming_a_shuffled_pass",
         "features, 2 ranks: _checkpoints('4')",
         "features, 2 ranks: _checkpoints('3')",
@@ -306,10 +306,10 @@ _BY_REASON: dict[str, list[str]] = {
     "Accelerate drops the generator of a dispatched loader, which then draws from torch's generator and shuffles in a different order from torch": [
         "loaders.random_numbers_of_a_dispatched_loader_with_a_generator",
     ],
-    "skip_first_batches draws no random numbers here, so a resumed training continues with the saved ones": [
+    "skip_first_batches draws no random numbers here, so a resumed run continues with the saved ones": [
         "loaders.random_numbers_of_the_rest_of_a_pass",
     ],
-    "Accelerate reports a negative length beyond the end": [
+    "Accelerate reports a negative length if more batches are skipped than exist": [
         "loaders: list(SkipBatchSampler(_batches(3), 20))",
         "loaders: list(skip_first_batches(DataLoader(torch.arange(7), batch_size=2), 20))",
     ],

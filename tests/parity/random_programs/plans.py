@@ -209,8 +209,10 @@ class Apart:
 
 
 _METRICS, _NUMBERS = ("metrics",), ("random states",)
-_ORDER = "Accelerate resumes a shuffled epoch in another order: some samples are read twice, others never"
-_DRAWS = "skip_first_batches draws no random numbers here, so a resumed training continues with the saved ones"
+_ORDER = (
+    "Accelerate resumes a shuffled epoch in a different order, so that some samples are read twice and others never"
+)
+_DRAWS = "skip_first_batches draws no random numbers here, so a resumed run continues with the saved ones"
 _EPOCHS = "the epoch after a resumed one is the next epoch here; Accelerate repeats the first (accelerate#2016)"
 _OTHERS = (
     "Accelerate draws the order of a dispatched loader on rank 0 only, "
@@ -251,7 +253,7 @@ APART = (
         "start", lambda p: p.is_dispatched and p.drop_last and p.rows // p.batch_size < p.ranks,
     ),
     Apart(
-        "with use_seedable_sampler, Accelerate divides the orders of other samplers although ranks draw them "
+        "with use_seedable_sampler, Accelerate divides the orders of other samplers even though ranks draw them "
         "differently: some samples are read twice, others never",
         "start", lambda p: p.seedable and p.order in ("weighted", "short") and p.has_different_numbers,
     ),
@@ -260,7 +262,7 @@ APART = (
         "resume", lambda p: p.ranks > 1, _METRICS,
     ),
     Apart(
-        "Accelerate's seedable order is another one if worker processes read a stateful loader",
+        "Accelerate's seedable order is different if worker processes read a stateful loader",
         "start", lambda p: p.seedable and p.stateful and p.workers > 0,
     ),
     Apart(_OTHERS, "start", lambda p: p.is_shuffled_for_others and p.draws_in_steps),
