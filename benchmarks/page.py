@@ -13,10 +13,10 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
 _TEXT = """\
 # Benchmarks
 
-{shown} of the {recorded} recorded figures. Each is a median. This package and its peer, which is Accelerate unless the
-line names another one, were measured alternately. A ratio below 1 is faster or smaller, and of rates, more is better.
-The goal is the value that the project aims at; not every goal is met. The machine that last measured a row:
-{machine}.
+This page shows {shown} of the {recorded} recorded figures. Each figure is a median. This package and its peer, which is
+Accelerate unless the line names another one, were measured alternately. A ratio below 1 means that this package is
+faster or needs less memory; for rates, more is better. The goal is the value that the project aims at; not every goal
+is met. The latest figures were measured on this machine: {machine}.
 
 | | here | peer | ratio | goal |
 |---|---|---|---|---|
@@ -24,8 +24,8 @@ The goal is the value that the project aims at; not every goal is met. The machi
 
 `benchmarks/recorded.json` contains all figures, with their quartiles and dates. `make bench` measures them again, and
 `make bench ROWS=launch` measures one area or row. Both print the change of every figure, and list the ratios and
-percentages that have become worse. That is the case if each median is outside the quartiles of the other.
-`make bench-record` also records the new figures and writes this page.
+percentages that have become worse. A figure counts as worse only if each of the two medians is outside the quartiles of
+the other. `make bench-record` also records the new figures and writes this page.
 """
 
 SHOWN: dict[str, Sequence[tuple[str, str, str, str]]] = {
