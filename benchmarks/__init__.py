@@ -1,1 +1,1 @@
-"""Benchmarks of time and memory, compared with Accelerate and other packages: `make bench`."""
+"""Benchmarks of time and memory that compare this package with Accelerate and other packages. Run `make bench`."""

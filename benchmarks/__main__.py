@@ -1,4 +1,4 @@
-"""``python -m benchmarks [AREA or ROW ...]``: measure the rows, compare them with the peers, print a table."""
+"""``python -m benchmarks [AREA or ROW ...]``: measure the rows, compare them with their peers, and print a table."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ from benchmarks import (  # noqa: F401
 from benchmarks.runner import main
 
 if __name__ == "__main__":
-    # The peers are installed with their bytecode. This variable would have this package compiled at each import.
+    # Peers are installed with bytecode. With this variable, this package would be compiled at each import.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.exit(main(sys.argv[1:]))

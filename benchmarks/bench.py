@@ -77,7 +77,7 @@ def row(area: str, name: str) -> Callable[[Measure], Measure]:
 
 
 def alternate(repeats: int, *sides: Callable[[], float]) -> list[list[float]]:
-    """Call the sides alternately and return the values of each. A first round warms up and is discarded."""
+    """Call the sides alternately, and return each side's values. The first round only warms up and does not count."""
     found: list[list[float]] = [[] for _ in sides]
     for turn in range(repeats + 1):
         for values, side in zip(found, sides, strict=True):

@@ -1,4 +1,4 @@
-"""Big models: the overhead of hooks, tokens per second with offloaded weights, device maps, and loading."""
+"""Big models: the overhead of hooks, tokens per second with offloaded weights, device maps and loading."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HERE, PEER = "notebook_accelerate", "accelerate"
 
 
 class Side:
-    """A worker process that measures one of the packages on command."""
+    """A process that measures one of the packages on command."""
 
     def __init__(self, package: str, folder: str) -> None:
         command = [sys.executable, "-W", "ignore", "-m", "benchmarks.big_models_worker", package, folder]
@@ -43,7 +43,7 @@ class Side:
         self._stderr.close()
 
     def ask(self, command: str) -> Any:
-        """Send a command and return the answer.
+        """Send a command and return the process's answer.
 
         Raises:
             RuntimeError: The process exited. The message contains the end of its output.
@@ -54,7 +54,7 @@ class Side:
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            self._process.wait(60)  # The process closes its answers before it writes its last error.
+            self._process.wait(60)  # The process closes the pipe of its answers before it writes its last error.
             self._stderr.seek(0)
             tail = self._stderr.read().decode(errors="replace")[-2000:]
             raise RuntimeError(f"The worker process exited during {command!r}:\n{tail}")
@@ -63,7 +63,7 @@ class Side:
 
 @row("big models", "hooks")
 def hooks() -> Iterator[Figure]:
-    """Measure the overhead of hooks on a forward pass of 100 small layers."""
+    """Measure what hooks add to a forward pass of 100 small layers."""
     with tempfile.TemporaryDirectory() as folder, Side(HERE, folder) as here, Side(PEER, folder) as there:
         for how, words in (("align", "alignment hooks"), ("offload", "cpu_offload")):
             ours, peer = alternate(5, lambda h=how: here.ask(f"small {h}"), lambda h=how: there.ask(f"small {h}"))
@@ -72,7 +72,7 @@ def hooks() -> Iterator[Figure]:
 
 @row("big models", "disk")
 def disk() -> Iterator[Figure]:
-    """Measure tokens per second of a 1 GB model offloaded to disk, with a warm page cache."""
+    """Measure the tokens per second of a 1 GB model that is offloaded to disk, with a warm page cache."""
     with tempfile.TemporaryDirectory() as folder, Side(HERE, folder) as here, Side(PEER, folder) as there:
         compute = here.ask("compute")
         read = statistics.median(here.ask("read") for _ in range(5))
@@ -92,7 +92,7 @@ def disk() -> Iterator[Figure]:
 
 @row("big models", "gpu")
 def gpu() -> Iterator[Figure]:
-    """Measure tokens per second of a 1 GB model that is offloaded to CPU memory and runs on a GPU."""
+    """Measure the tokens per second of a 1 GB model that is offloaded to CPU memory and computes on a GPU."""
     what, goal = "tokens per second, 1 GB in main memory, on a GPU", "≥ 0.85 × bound"
     if not torch.cuda.is_available():
         yield Figure(what=what, unit="tokens/s", ours=None, goal=goal, note="not measured: this machine has no GPU")
@@ -115,7 +115,7 @@ def gpu() -> Iterator[Figure]:
 
 @row("big models", "maps")
 def maps() -> Iterator[Figure]:
-    """Measure computing a device map for 128,000 modules, compared with traversing the modules three times."""
+    """Measure how long a device map for 128,000 modules takes, compared with traversing the modules three times."""
     for layout in ("flat", "blocks"):
         with tempfile.TemporaryDirectory() as folder, Side(HERE, folder) as here:
             answers = [here.ask(f"map {layout}") for _ in range(4)][1:]
@@ -127,7 +127,7 @@ def maps() -> Iterator[Figure]:
 
 @row("big models", "loading")
 def loading() -> Iterator[Figure]:
-    """Measure loading 2 GB in 20 shards, each time in a new process."""
+    """Measure loading 2 GB in 20 shards, each time in another process."""
     with tempfile.TemporaryDirectory() as folder:
         with Side(HERE, folder) as writer:
             writer.ask("shards")

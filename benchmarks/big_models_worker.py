@@ -19,12 +19,12 @@ import torch
 from torch import nn
 
 WIDTH, BLOCKS, TOKENS = 1024, 30, 32
-"""A model of thirty blocks of 33.6 MB each has 1 GB. A forward pass computes 32 tokens."""
+"""The width, the number of blocks (30 of 33.6 MB each, which make 1 GB), and the tokens in a forward pass."""
 SHARDS = 20
 
 
 class Block(nn.Module):
-    """Two linear layers with a residual connection. The hidden layer is four times as wide."""
+    """Two linear layers with a residual connection, whose hidden layer is four times as wide."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -72,14 +72,14 @@ class Worker:
         return _median(lambda: model(x), 30) - plain
 
     def compute(self) -> float:
-        """Return the seconds of a forward pass of the 1 GB model in memory. Also write the model to disk."""
+        """Write the 1 GB model to disk, and return the seconds of a forward pass of the model in memory."""
         model, x = self._filled(), torch.randn(TOKENS, WIDTH)
         seconds = _median(lambda: model(x), 5)
         self._package.disk_offload(model, self._folder / "offloaded")
         return seconds
 
     def read(self) -> float:
-        """Return the seconds of reading all files of the offloaded model into one buffer."""
+        """Return the seconds that it takes to read all files of the offloaded model into one buffer."""
         buffer = bytearray(4 * WIDTH * WIDTH * 4)
         begin = time.perf_counter()
         for path in sorted((self._folder / "offloaded").glob("*.dat")):
@@ -88,7 +88,7 @@ class Worker:
         return time.perf_counter() - begin
 
     def disk(self) -> float:
-        """Return the seconds of a forward pass of the 1 GB model offloaded to disk."""
+        """Return the seconds of a forward pass of the 1 GB model that is offloaded to disk."""
         x = torch.randn(TOKENS, WIDTH)
         if self._model is None:
             with self._package.init_empty_weights():
@@ -98,12 +98,12 @@ class Worker:
         return _median(lambda: self._model(x), 1)
 
     def gpu_compute(self) -> float:
-        """Return the seconds of a forward pass of the 1 GB model that stays on the GPU."""
+        """Return the seconds of a forward pass of the 1 GB model that is completely on the GPU."""
         model, x = self._filled().to("cuda"), torch.randn(TOKENS, WIDTH, device="cuda")
         return _median(lambda: _on_gpu(model, x), 10)
 
     def gpu_transfer(self) -> float:
-        """Return the seconds of copying the weights of the 1 GB model from pinned memory to the GPU."""
+        """Return the seconds that it takes to copy the 1 GB model's weights from pinned memory to the GPU."""
         weights = [parameter.detach().pin_memory() for parameter in self._filled().parameters()]
         places = [torch.empty_like(weight, device="cuda") for weight in weights]
 
@@ -115,7 +115,7 @@ class Worker:
         return _median(copy, 10)
 
     def gpu(self) -> float:
-        """Return the seconds of a forward pass on the GPU of the 1 GB model offloaded to CPU memory."""
+        """Return the seconds of a forward pass on the GPU, with the 1 GB model offloaded to CPU memory."""
         x = torch.randn(TOKENS, WIDTH, device="cuda")
         if self._model is None:
             self._model = self._package.cpu_offload(self._filled(), torch.device("cuda", 0))
@@ -123,7 +123,7 @@ class Worker:
         return _median(lambda: _on_gpu(self._model, x), 1)
 
     def map(self, layout: str) -> dict[str, float]:
-        """Return the seconds of computing a device map for 128,000 modules, and of traversing them once."""
+        """Return the seconds that a device map for 128,000 modules takes, and those of traversing the modules once."""
         with torch.device("meta"):
             model = _flat(128_000) if layout == "flat" else nn.ModuleList([_flat(31) for _ in range(4000)])
         total = 40 * 128_000
@@ -132,7 +132,7 @@ class Worker:
         return {"walk": walk, "map": _seconds(lambda: self._utils.infer_auto_device_map(model, limits))}
 
     def load(self) -> dict[str, float]:
-        """Return the seconds and the added peak memory of loading 2 GB in 20 shards. Valid once per process."""
+        """Return the seconds and the added peak memory of loading 2 GB in 20 shards. Each process can do this once."""
         import_module("safetensors.torch")
         with self._package.init_empty_weights():
             model = Blocks(2 * BLOCKS)
@@ -142,7 +142,7 @@ class Worker:
         return {"seconds": seconds, "peak": _peak() - before}
 
     def shards(self) -> int:
-        """Write 2 GB in 20 shards."""
+        """Write a model of 2 GB in 20 shards."""
         from safetensors.torch import save_file
 
         folder = self._folder / "shards"
@@ -200,7 +200,7 @@ def main(package: str, folder: str) -> None:
     torch.set_num_threads(1)
     worker = Worker(package, Path(folder))
     with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)  # Libraries may print: keep their output apart from the answers.
+        os.dup2(2, 1)  # Libraries may print, so keep their output apart from the answers.
         for line in sys.stdin:
             name, *arguments = line.split()
             print(json.dumps(getattr(worker, name)(*arguments)), file=answers, flush=True)

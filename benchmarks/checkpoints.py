@@ -1,4 +1,4 @@
-"""The pause of a training loop while a gigabyte of state is saved."""
+"""How long a training loop pauses while a gigabyte of state is saved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ITERATIONS = 3
 
 @row("checkpoints", "save_state of 1 GB")
 def pauses() -> Iterator[Figure]:
-    """Measure saving the weights and Adam's state of 88 million parameters."""
+    """Measure how long saving the weights and Adam's state of 88 million parameters takes."""
     folder = Path(tempfile.mkdtemp(prefix="bench-checkpoints-"))
     ours, peer = _Trained("notebook_accelerate"), _Trained("accelerate")
     try:
@@ -41,7 +41,7 @@ def pauses() -> Iterator[Figure]:
 
 
 class _Trained:
-    """A model prepared by one of the packages, with an optimizer that has taken a step and so has state."""
+    """A model that one of the packages has prepared. Its optimizer has taken a step, so that it has a state."""
 
     def __init__(self, package: str) -> None:
         import torch
@@ -65,7 +65,7 @@ class _Trained:
         shutil.rmtree(folder, ignore_errors=True)
         usual = statistics.median(_timed(self.iteration) for _ in range(_ITERATIONS))
         saving = _timed(lambda: self.accelerator.save_state(str(folder), **options))
-        # Keep negative differences: clipping them to zero would turn the noise of a busy machine into a bias.
+        # Keep negative differences: cutting them off at zero would turn the noise of a busy machine into a bias.
         longer = _timed(self.iteration) - usual
         if options:
             _wait()

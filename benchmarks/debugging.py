@@ -1,4 +1,4 @@
-"""Debugging: what it costs a training step while it is not used, and how long its answers take."""
+"""Debugging: its cost for a training step while it is not used, and the time that its answers take."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tests.support.kernel import Kernel
 
 STEPS, BLOCKS = 10, 60
 SIZES = {"1 ms": (64, 256, 64), "10 ms": (256, 1024, 128)}
-"""The widths of the input and hidden layer, and the batch size, by the approximate duration of a step on one core."""
+"""The widths of the input and of the hidden layer, and the batch size, by a step's approximate duration on one core."""
 
 
 @row("debugging", "unused")
 def unused() -> Iterator[Figure]:
-    """Measure a step with the agent and checks on and off alternately, and with and without the flight recorder."""
+    """Measure a step with the agent and checks alternately on and off, and with and without the flight recorder."""
     for name, size in SIZES.items():
         found, without = launched(size, recorder=True), launched(size, recorder=False)
         for clock, what in enumerate(("wall clock", "CPU time")):
@@ -58,7 +58,7 @@ def in_native_code():
 
 @row("debugging", "diagnose")
 def diagnose() -> Iterator[Figure]:
-    """Measure the diagnosis of a stuck run: a rank waits for another, which sleeps or holds the GIL in C."""
+    """Measure the diagnosis of a stuck run, in which a rank waits for another that sleeps or holds the GIL in C."""
     for function, what in (("skips", "one asleep in Python"), ("in_native_code", "one holding the GIL in C")):
         with Kernel() as kernel:
             kernel.check(STUCK, timeout=60)
@@ -74,8 +74,8 @@ def diagnose() -> Iterator[Figure]:
 
 
 def launched(size: tuple[int, int, int], *, recorder: bool) -> list[list[list[float]]]:
-    """Return the measurements of rank 0 of a run with two ranks (see `train`)."""
-    import_module("torch._dynamo")  # Otherwise the first step of an optimizer would import it in each rank.
+    """Launch `train` on two ranks, and return the measurements of rank 0."""
+    import_module("torch._dynamo")  # Otherwise, the first step of an optimizer would import this in each rank.
 
     from notebook_accelerate import notebook_launcher
     from notebook_accelerate.launch.supervisor.rank_group import watched_rank_variables
@@ -95,7 +95,7 @@ def launched(size: tuple[int, int, int], *, recorder: bool) -> list[list[list[fl
 
 
 def train(size: tuple[int, int, int]) -> list[list[list[float]]]:
-    """Train a model in a rank. Return (on, off) pairs of blocks, each as wall and CPU seconds per step."""
+    """Train a model on one rank. Return (on, off) pairs of blocks, each as the wall and CPU seconds of a step."""
     import torch
 
     from notebook_accelerate import Accelerator
@@ -121,14 +121,14 @@ def train(size: tuple[int, int, int]) -> list[list[list[float]]]:
         return [(time.perf_counter() - wall) / STEPS, (time.process_time() - processor) / STEPS]
 
     block(active=True)
-    # Adjacent blocks see the same load of the machine. Swap their order, so that neither side always comes first.
+    # Neighbouring blocks see the same load of the machine. Alternate their order, so that neither side is always first.
     turns = [(True, False), (False, True)] * (BLOCKS // 2)
     pairs = [{active: block(active) for active in turn} for turn in turns]
     return [[pair[True], pair[False]] for pair in pairs]
 
 
 def checks() -> float:
-    """Return the seconds that only the checks of one step take."""
+    """Return the seconds that the checks alone take in one step."""
     import torch
 
     from notebook_accelerate.worker.sanity_facts import SanityFacts

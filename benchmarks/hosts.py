@@ -1,4 +1,4 @@
-"""Launches on several hosts, simulated by `join` commands on this machine, compared with a launch on one host."""
+"""Launches on several hosts, which `join` commands on this machine simulate, compared with a launch on one host."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def first_line(run):
 
 @row("hosts", "8 hosts")
 def eight_hosts() -> Iterator[Figure]:
-    """Measure the time from the start of the attempt, when all hosts have joined, to the first line on all ranks."""
+    """Measure the time from when all hosts have joined to the first line on all ranks."""
     with Kernel() as kernel:
         kernel.check(SETUP)
 

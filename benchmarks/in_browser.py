@@ -1,4 +1,4 @@
-"""A panel that is open in JupyterLab: what it costs the training and the main thread of the browser.
+"""A panel that is open in JupyterLab: its cost for the training, and for the browser's main thread.
 
 The rows need Chromium and the environment of the browser tests, which ``make bench`` provides.
 """
@@ -18,16 +18,16 @@ from tests.support.browser import Browser, NotebookPage, Server, missing
 T = TypeVar("T")
 
 ROUNDS, SECONDS = 10, 4.0
-"""The number of training runs and their duration in seconds. Runs with and without a panel alternate."""
+"""The number of training runs, and their duration in seconds. Runs with and without a panel alternate."""
 TRACES, TRACE_SECONDS = 5, 10.0
 TIMELINES, SCALES = 5, (1.0, 1 / 8, 1 / 64)
 """The number of timelines to open, and the shares of each that are visible while it is dragged."""
 FRAME = 16.7
 """The number of milliseconds between two frames at 60 Hz."""
 LONG_TASK = 50.0
-"""The number of milliseconds from which a task delays clicks noticeably."""
+"""The number of milliseconds from which on a task delays clicks noticeably."""
 
-# A rank trains a hundred steps per second. In each, it computes, and then sleeps as if it waited for an accelerator.
+# A rank takes a hundred steps per second. In each, it computes, and then sleeps as if it waited for an accelerator.
 _TRAIN = """
 import json, math, time, torch
 from notebook_accelerate import notebook_launcher, telemetry
@@ -69,7 +69,7 @@ _NOTE_DRAWING = """() => {
     };
     look();
 }"""
-# Zoom in with the W key until only this share of the timeline is visible.
+# Zoom in with the W key until only this share of the timeline can be seen.
 _ZOOM = """async (share) => {
     const root = document.querySelector('.na-tl'), scroll = root.querySelector('.na-tl-scroll');
     root.scrollIntoView({ block: 'center' });
@@ -105,7 +105,7 @@ _DRAG = """async () => {
 
 @contextmanager
 def _page(*cells: str) -> Iterator[NotebookPage]:
-    """Open a notebook with a cell that defines the training, execute that cell, and add these cells after it."""
+    """Open a notebook with a cell that defines the training, and with these cells after it. Execute the first cell."""
     with Server() as server, Browser() as browser:
         server.write("benchmark.ipynb", [_TRAIN, *cells])
         page = server.open(browser, "benchmark.ipynb")
@@ -117,7 +117,7 @@ def _page(*cells: str) -> Iterator[NotebookPage]:
 
 @row("browser", "panel in the browser: training")
 def training() -> Iterator[Figure]:
-    """Measure two ranks that log 20 metrics a hundred times per second, with and without the panel."""
+    """Measure two ranks that log 20 metrics a hundred times per second, with and without an open panel."""
     if reason := missing():
         yield Figure(what="a step with the panel open (peer: no panel)", unit="ms", ours=None, note=reason)
         return
@@ -139,7 +139,7 @@ def training() -> Iterator[Figure]:
 
 
 class MainThread(NamedTuple):
-    """The load of a page's main thread, from a trace, in wall or CPU time.
+    """The load of a page's main thread according to a trace, in wall or CPU time.
 
     Attributes:
         busy: The percentage of the time that is spent in tasks.
@@ -154,7 +154,7 @@ class MainThread(NamedTuple):
 
 @row("browser", "panel in the browser: main thread")
 def main_thread() -> Iterator[Figure]:
-    """Trace JupyterLab while its panel draws at least nine of these 20 metrics of two ranks."""
+    """Trace JupyterLab while its panel draws at least nine of the 20 metrics that two ranks log."""
     if reason := missing():
         yield Figure(what="main thread: busy", unit="%", ours=None, note=reason)
         return
@@ -170,7 +170,7 @@ def main_thread() -> Iterator[Figure]:
 
 @row("browser", "timeline in the browser")
 def timeline() -> Iterator[Figure]:
-    """Trace opening the timeline of 8 ranks with 200,000 events each, and dragging it at three scales."""
+    """Trace how the timeline of 8 ranks with 200,000 events each is opened, and dragged at three scales."""
     if reason := missing():
         yield Figure(what="timeline of 8 × 200,000 events", unit="ms", ours=None, note=reason)
         return
@@ -187,7 +187,7 @@ def timeline() -> Iterator[Figure]:
 
 
 def _timeline_times() -> list[float]:
-    """Measure one timeline in milliseconds.
+    """Open and drag one timeline, and measure it in milliseconds.
 
     Returns:
         The time until it is drawn, the CPU time of the main thread until then, and two values for each scale: the 95th
@@ -214,7 +214,7 @@ def _timeline_times() -> list[float]:
 
 
 def _traced(page: NotebookPage, action: Callable[[], T]) -> tuple[T, list[dict[str, Any]]]:
-    """Run an action. Return its result and the events of Chromium's trace of it."""
+    """Run an action while Chromium traces it. Return the action's result, and the events of the trace."""
     browser = page.page.context.browser
     assert browser is not None
     browser.start_tracing(page=page.page, categories=["-*", "toplevel", "devtools.timeline"])
@@ -223,7 +223,7 @@ def _traced(page: NotebookPage, action: Callable[[], T]) -> tuple[T, list[dict[s
 
 
 def _trace() -> list[dict[str, Any]]:
-    """Return the events of Chromium's trace of a panel, from three seconds after its curves were drawn."""
+    """Trace an open panel in Chromium, starting three seconds after its curves were drawn. Return the events."""
     with _page(_LAUNCH.format(TRACE_SECONDS + 15, True, _RESULT)) as page:
         page.run(1)
         page.wait_for(_DRAWN)
@@ -235,14 +235,14 @@ def measured(events: Sequence[dict[str, Any]], kind: str) -> MainThread:
     """Return the load of the busiest main thread.
 
     Args:
-        events: The events of Chromium's trace.
+        events: The events of a trace by Chromium.
         kind: The kind of time to measure: "dur" for wall time, "tdur" for CPU time.
     """
     return _figures(*_main_thread(events), kind)
 
 
 def _main_thread(events: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[float]]:
-    """Return the tasks of the busiest main thread in order, and the times at which scripts draw a frame."""
+    """Return the tasks of the busiest main thread in order, and the times at which its scripts draw a frame."""
     tasks: dict[tuple[int, int], list[dict[str, Any]]] = defaultdict(list)
     for event in events:
         if event["name"] == "ThreadControllerImpl::RunTask" and event["ph"] == "X":

@@ -1,4 +1,4 @@
-"""Saved runs: what they cost the ranks, the size of the journal, and the time to open a run."""
+"""Saved runs: their cost for the ranks, the size of the journal, and the time that opening a run takes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DAY = 24 * 3600
 
 
 def work(kind: str) -> float:
-    """Return the seconds per logged number, per printed line, or per step that logs and prints."""
+    """Log, print, or do both in each step. Return the seconds per number, line or step."""
     import torch
 
     from notebook_accelerate import Accelerator
@@ -46,7 +46,7 @@ def work(kind: str) -> float:
 
 @row("kept", "cost")
 def costs() -> Iterator[Figure]:
-    """Measure the ranks of a run that is saved or detached, compared with a run that is neither."""
+    """Measure the ranks of runs that are saved or detached, compared with a run that is neither."""
     with tempfile.TemporaryDirectory() as folder, patch_environment(XDG_STATE_HOME=folder):
         for kind, what in (("number", "a logged number"), ("line", "a printed line"), ("step", "a step")):
 
@@ -65,7 +65,7 @@ def costs() -> Iterator[Figure]:
 
 @row("kept", "journal of a day")
 def journal_of_a_day() -> Iterator[Figure]:
-    """Measure the largest size of a journal of 24 hours at 10 metrics per second, and the time to open it."""
+    """Measure how large a journal becomes in 24 hours at 10 metrics per second, and how long it takes to open it."""
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal()
         writer = RunWriter(Path(folder), run_folder.new_header("day", 1, work, (), LaunchConfig(), START), journal)
@@ -94,7 +94,7 @@ def journal_of_a_day() -> Iterator[Figure]:
 
 @row("kept", "opening")
 def opening() -> Iterator[Figure]:
-    """Measure opening a run of 200,000 points."""
+    """Measure how long it takes to open a run of 200,000 points."""
     with tempfile.TemporaryDirectory() as folder:
         journal = Journal()
         writer = RunWriter(Path(folder), run_folder.new_header("many", 1, work, (), LaunchConfig(), START), journal)

@@ -1,4 +1,4 @@
-"""Launches from real kernels: start and stop times, printed lines, the cost of a logged metric, and memory."""
+"""Launches from real kernels: the times of start and stop, printed lines, the cost of a logged metric, and memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.kernel import Cell, Kernel, KernelTimeoutError
 
 HERE, PEER = "notebook_accelerate", "accelerate"
 
-# Both launchers run these functions. All processes share the monotonic clock, so their times can be subtracted.
+# Both launchers run these functions. Their times can be subtracted, because all processes share the monotonic clock.
 SETUP = """
 import os, time, pathlib, socket, torch
 from {package} import notebook_launcher
@@ -49,7 +49,7 @@ WARM_POOL = "x = torch.ones(1024, 1024); (x @ x).sum().item(); torch.get_num_thr
 
 
 class Launcher:
-    """A kernel that has imported one of the two launchers."""
+    """A kernel that has imported one of the launchers."""
 
     def __init__(self, package: str, env: dict[str, str | None] | None = None) -> None:
         self._stack = ExitStack()
@@ -64,13 +64,13 @@ class Launcher:
         self._stack.close()
 
     def submit(self, function: str, ranks: int, options: str = "") -> Cell:
-        """Start a launch and return its cell without waiting for it."""
+        """Start a launch, and return its cell without waiting for its end."""
         for file in self.folder.iterdir():
             file.unlink()
         return self.kernel.submit(f"times = launch({function}, {ranks}, {options})")
 
     def time(self, function: str, ranks: int, options: str = "", timeout: float = 120.0) -> tuple[float, float]:
-        """Launch, and return the seconds from the call to the last rank's first line and to the return."""
+        """Launch. Return the seconds from the call to the last rank's first line, and to the return."""
         self.kernel.finish(self.submit(function, ranks, options), timeout).expect_ok()
         begin, end = self.kernel.value("times")
         lines = [float(file.read_text()) for file in self.folder.iterdir()]
@@ -87,7 +87,7 @@ class Launcher:
 
 @row("launch", "fork")
 def fork_times() -> Iterator[Figure]:
-    """Measure launches from a clean kernel, which has imported torch but not used it."""
+    """Measure launches from a clean kernel, which has imported torch but has not used it."""
     with Launcher(HERE) as here, Launcher(PEER) as peer:
         for ranks in (2, 16):
             first: list[list[float]] = [[], []]
@@ -105,7 +105,7 @@ def fork_times() -> Iterator[Figure]:
 
 @row("launch", "zygote")
 def zygote_times() -> Iterator[Figure]:
-    """Measure ranks that use two threads, launched from a kernel whose OpenMP pool has started."""
+    """Measure ranks that use two threads, when the kernel's OpenMP pool has already started."""
     env: dict[str, str | None] = {"OMP_NUM_THREADS": "2"}
     with Launcher(HERE, env) as here:
         here.kernel.check(WARM_POOL)
@@ -122,7 +122,7 @@ def zygote_times() -> Iterator[Figure]:
 
 @row("launch", "first zygote")
 def first_zygote() -> Iterator[Figure]:
-    """Measure the first launch of a kernel, immediately after the import, while the zygote still imports torch."""
+    """Measure a kernel's first launch immediately after the import, while the zygote is still importing torch."""
 
     def first_launch() -> float:
         with Launcher(HERE) as here:
@@ -174,7 +174,7 @@ GRACE = 1.0
 
 @row("launch", "stop")
 def stopping() -> Iterator[Figure]:
-    """Measure `run.stop(grace)` until every rank is reaped. The goal is the grace period plus one second."""
+    """Measure `run.stop(grace)` until all ranks are reaped. The goal is the grace period plus one second."""
     with Launcher(HERE) as here:
         here.kernel.check(STUBBORN)
         for function, what in (
@@ -195,7 +195,7 @@ def stopping() -> Iterator[Figure]:
 
 @row("launch", "package import")
 def importing() -> Iterator[Figure]:
-    """Measure `import notebook_accelerate` in a new interpreter, which does not import torch yet."""
+    """Measure `import notebook_accelerate` in a new interpreter. The import does not load torch."""
     timed = "import time; begin = time.perf_counter(); import {}; print(time.perf_counter() - begin)"
 
     def once(package: str) -> float:
@@ -221,7 +221,7 @@ def printing(lines, quiet):
 
 @row("launch", "printing")
 def printing() -> Iterator[Figure]:
-    """Measure the time that lines take to reach the notebook, compared with the same function printing to /dev/null.
+    """Measure how long lines take to reach the notebook, compared with the same function printing to /dev/null.
 
     In this package, the cell shows only the first and the last of many lines, and `run.logs()` returns all of them.
     """
@@ -314,7 +314,7 @@ work = max(1, round(0.002 / sorted(once() for _ in range(9))[4]))
 
 @row("launch", "logging")
 def logging_cost() -> Iterator[Figure]:
-    """Measure what one `accelerator.log` per step costs a training loop, in wall and CPU time."""
+    """Measure what one `accelerator.log` per step costs a training loop in wall and CPU time."""
     import json
 
     with Launcher(HERE) as here:
@@ -326,7 +326,7 @@ def logging_cost() -> Iterator[Figure]:
             quiet, loud = blocks[0::2], blocks[1::2]
             plain = [wall for walls, *_ in loud for wall in walls[0]]
             step = statistics.median(plain)
-            # Take medians, because on a busy machine, a mean would measure the other processes.
+            # Take medians, because on a busy machine, means would measure other processes.
             shares = [statistics.median(b - a for a, b in zip(*walls, strict=True)) / step for walls, *_ in loud]
             note = f"the step took {step / 1e6:.2f} ms; {len(plain)} pairs of neighbours"
             yield compared(f"{who}, a step of 2 ms: wall clock", shares, unit="%", scale=100.0, limit=0.5, note=note)
@@ -351,7 +351,7 @@ def waiting():
 
 @row("launch", "memory")
 def memory() -> Iterator[Figure]:
-    """Measure the proportional set sizes while the ranks wait in their function."""
+    """Measure the proportional set sizes while the ranks wait inside their function."""
     with Launcher(HERE) as here, Launcher(PEER) as peer, Launcher(HERE) as server:
         for launcher in (here, peer, server):
             launcher.kernel.check(WAITING)
@@ -370,7 +370,7 @@ def memory() -> Iterator[Figure]:
 
 @row("launch", "memory of a model")
 def memory_of_a_model() -> Iterator[Figure]:
-    """Measure the proportional set sizes with a 1 GB model in the kernel, which the ranks inherit and do not modify."""
+    """Measure the proportional set sizes with a 1 GB model in the kernel, which the ranks inherit but do not change."""
     with Launcher(HERE) as here, Launcher(PEER) as peer:
         for launcher in (here, peer):
             launcher.kernel.check(WAITING + "model = [torch.ones(1 << 22) for _ in range(64)]")
@@ -389,7 +389,7 @@ def memory_of_a_model() -> Iterator[Figure]:
 
 @row("launch", "many runs")
 def many_runs() -> Iterator[Figure]:
-    """Measure a launch from a kernel with 200 finished runs, and the memory that each of these still uses."""
+    """Measure a launch from a kernel with 200 finished runs, and the memory that each of these runs still uses."""
     work = (
         "def work():\n    from notebook_accelerate import telemetry\n"
         "    for step in range(100):\n        print('step', step)\n"
@@ -443,7 +443,7 @@ def peak():
 
 @row("launch", "large results")
 def large_results() -> Iterator[Figure]:
-    """Measure the time from the end of a function until the kernel has its value, and the kernel's peak memory."""
+    """Measure how long after the end of a function the kernel has its value, and the kernel's peak memory."""
     with Launcher(HERE) as here, Launcher(PEER) as peer:
         for side in (here, peer):
             side.kernel.check(LARGE)
@@ -465,7 +465,7 @@ def large_results() -> Iterator[Figure]:
 
 
 def _sizes(launcher: Launcher, ranks: int, options: str) -> tuple[float, float]:
-    """Return the PSS of the kernel and the mean PSS of the ranks, in bytes."""
+    """Return the PSS of the kernel and the mean PSS of its ranks, in bytes."""
     go = launcher.folder.with_name(launcher.folder.name + "-go")
     cell = launcher.submit("waiting", ranks, options)
     try:
@@ -481,7 +481,7 @@ def _sizes(launcher: Launcher, ranks: int, options: str) -> tuple[float, float]:
 
 
 def pss(pid: int) -> float:
-    """Return the proportional set size of a process in bytes: its private pages plus its share of shared pages."""
+    """Return the proportional set size of a process in bytes: its private pages and its share of shared ones."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines():
         if line.startswith("Pss:"):
             return float(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""Launches on a Ray cluster of two nodes on this machine, compared with local ones: `make bench ROWS=ray`."""
+"""Launches on a Ray cluster of two nodes on this machine, compared with local ones. Run `make bench ROWS=ray`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PEER = "the peer is the same ranks as local processes (spawn)"
 
 @row("ray", "ray")
 def on_ray() -> Iterator[Figure]:
-    """Measure the start, a training step, and logging."""
+    """Measure the start of ranks, a training step, and logging."""
     if importlib.util.find_spec("ray") is None:
         yield Figure(what="launching on Ray", unit="s", ours=None, note="Ray is not installed: make bench ROWS=ray")
         return
@@ -49,7 +49,7 @@ def cluster() -> Iterator[None]:
 
 
 def launch(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Launch two ranks."""
+    """Launch a function on two ranks."""
     from notebook_accelerate import notebook_launcher
 
     env = {"ACCELERATE_USE_CPU": "1"}
@@ -57,7 +57,7 @@ def launch(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any
 
 
 def starting(ray: Callable[..., Any], local: Callable[..., Any]) -> Iterator[Figure]:
-    """Measure the time from the call to the first line on the last rank, and to the return."""
+    """Measure the time from the call to the last rank's first line, and to the return."""
 
     def first_line(side: Callable[..., Any]) -> float:
         begin = time.time()
@@ -84,13 +84,13 @@ def stepping(ray: Callable[..., Any], local: Callable[..., Any]) -> Iterator[Fig
 
 
 def logging(ray: Callable[..., Any], local: Callable[..., Any]) -> Iterator[Figure]:
-    """Measure the cost of a logged number for the rank, and the throughput of printed lines."""
+    """Measure what a logged number costs the rank, and the throughput of printed lines."""
 
     def call(side: Callable[..., Any]) -> float:
         return float(side(emits).results[0])
 
     def line(side: Callable[..., Any]) -> float:
-        with redirect_stdout(StringIO()):  # The lines of the ranks would bury the table of figures.
+        with redirect_stdout(StringIO()):  # The ranks' lines would bury the table of figures.
             run = side(prints)
         assert len(run.logs(rank=0)) > 0
         return float((run.ended - max(run.results)) / (2 * LINES))
@@ -105,7 +105,7 @@ def logging(ray: Callable[..., Any], local: Callable[..., Any]) -> Iterator[Figu
 
 
 def emits() -> float:
-    """Log numbers in a rank. Return the seconds per number."""
+    """Log numbers on a rank. Return the seconds per number."""
     from notebook_accelerate.telemetry import MetricEvent, emit
 
     begin = time.perf_counter()
@@ -115,7 +115,7 @@ def emits() -> float:
 
 
 def prints() -> float:
-    """Print lines in a rank. Return the time of the first one."""
+    """Print lines on a rank. Return the time before the first one."""
     begin = time.time()
     for number in range(LINES):
         print(f"line {number}")

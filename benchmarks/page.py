@@ -128,16 +128,16 @@ SHOWN: dict[str, Sequence[tuple[str, str, str, str]]] = {
         ),
     ],
 }
-"""The figures on the page by heading: the label on the page, and the area, row and text of the figure."""
+"""The figures on the page by heading: the label on the page, and the area, the row and the name of the figure."""
 
 
 def write() -> None:
-    """Write the page."""
+    """Write the page to its file."""
     PAGE.write_text(text())
 
 
 def text() -> str:
-    """Return the page. Figures that have not been recorded yet are left out."""
+    """Return the text of the page. Figures that have not been recorded yet are left out."""
     entries = {entry.key: entry for entry in record.recorded()}
     shown = sum(tuple(key) in entries for figures in SHOWN.values() for _, *key in figures)
     lines = "\n".join(_lines(entries))

@@ -1,4 +1,4 @@
-"""The cost of a panel per update, compared with plotly and an HTML table, and for the training that it shows."""
+"""The cost of a panel: for each update, compared with plotly and an HTML table, and for the training that it shows."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _table() -> tuple[Callable[[], float], _Counted]:
 
 @row("panels", "one update of a curve of 20,000 points")
 def updates() -> Iterator[Figure]:
-    """Measure an update that appends ten points to the curve."""
+    """Measure an update that appends ten points to a curve."""
     (ours, here), (table, small) = _curve(), _table()
     sides, counts = [ours, table], [here, small]
     note = "plotly is not installed"
@@ -132,7 +132,7 @@ def updates() -> Iterator[Figure]:
 
 @row("panels", "a whole panel of 8 ranks")
 def panel() -> Iterator[Figure]:
-    """Measure rendering the whole panel five times per second of a fake clock."""
+    """Measure the whole panel, rendered five times per second of a fake clock."""
     run, clock = make_run(ranks=8), Clock()
     for rank in range(8):
         run._internals.store.add(
@@ -173,7 +173,7 @@ def timed():
 
 @row("panels", "the form")
 def form() -> Iterator[Figure]:
-    """Measure opening the first and later config forms in a kernel that has used torch's threads."""
+    """Measure opening the first config form, and later ones, in a kernel that has used torch's threads."""
 
     def first_form() -> float:
         with Kernel() as kernel:
@@ -203,7 +203,7 @@ def flood(points_per_second):
 
 @row("panels", "replies at 10,000 points per second")
 def replies() -> Iterator[Figure]:
-    """Run `1 + 1` repeatedly while two ranks each log 5,000 points per second to an open panel."""
+    """Measure `1 + 1` in the kernel while two ranks each log 5,000 points per second to an open panel."""
     with Kernel() as kernel:
         kernel.check(_FLOOD, timeout=60)
         quiet = [_reply_seconds(kernel) for _ in range(_UPDATES)]

@@ -33,12 +33,12 @@ class Entry(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """The texts that identify the figure."""
+        """The names that identify the figure."""
         return self.area, self.row, self.figure.what
 
 
 class _Comparable(NamedTuple):
-    """A number to compare between machines, with its quartiles if they are known."""
+    """A number that can be compared between machines, with its quartiles if they are known."""
 
     value: float
     low: float
@@ -54,12 +54,12 @@ def recorded() -> list[Entry]:
 
 
 def machine() -> str:
-    """Return the machine on which a row was last recorded."""
+    """Return the machine that the figures were last recorded on."""
     return str(json.loads(RECORDED.read_text())["machine"])
 
 
 def write(measured: Sequence[Entry], on_machine: str) -> None:
-    """Record figures. They replace all recorded figures of their rows.
+    """Record figures, which replace all earlier figures of their rows.
 
     Args:
         measured: The figures of complete rows.
@@ -69,7 +69,7 @@ def write(measured: Sequence[Entry], on_machine: str) -> None:
     today = dt.datetime.now(tz=dt.timezone.utc).date().isoformat()
     entries = [entry for entry in recorded() if (entry.area, entry.row) not in rows]
     entries += [entry._replace(date=today) for entry in measured if entry.figure.ours is not None]
-    # One line per figure keeps the changes readable.
+    # One line per figure makes changes readable.
     lines = [json.dumps(_encoded(entry), ensure_ascii=False) for entry in sorted(entries, key=lambda each: each[:2])]
     head = json.dumps(on_machine, ensure_ascii=False)
     RECORDED.write_text(f'{{"machine": {head},\n"figures": [\n' + ",\n".join(lines) + "\n]}\n")
@@ -93,7 +93,7 @@ def _encoded(entry: Entry) -> dict[str, Any]:
 
 
 def _rounded(value: float | None) -> float | None:
-    """Return a value with the digits that are recorded."""
+    """Return a value rounded to the digits that are recorded."""
     if value is None:
         return None
     rounded = float(f"{value:.3g}")
@@ -111,13 +111,13 @@ def _decoded(area: str, row: str, date: str, spread: Sequence[float] | None, **f
 def is_worse(then: Figure, now: Figure) -> bool:
     """Return whether a figure is worse than the recorded one.
 
-    It is if each median is outside the quartiles of the other. Without recorded quartiles, it is if it has changed by
-    more than the factor `WORSE`.
+    A figure is worse if each median is outside the quartiles of the other. Without recorded quartiles, it is worse if
+    it has changed by more than the factor `WORSE`.
     """
     before, after = _comparable(then), _comparable(now)
     if before is None or after is None or abs(after.value - before.value) <= SMALLEST:
         return False
-    # If more is better, the order of the two is reversed.
+    # If more is better, swap the two.
     small, large = (after, before) if then.goal.startswith("≥") else (before, after)
     if not before.has_quartiles:
         return large.value > WORSE * small.value
@@ -144,7 +144,7 @@ def change(then: Figure, now: Figure) -> str:
 
 
 def changes(measured: Iterable[Entry]) -> list[tuple[Entry, Entry]]:
-    """Return the recorded and the measured entry of each figure that has been recorded before."""
+    """Return each figure that has been recorded before, as recorded and as measured."""
     known = {entry.key: entry for entry in recorded()}
     return [(known[entry.key], entry) for entry in measured if entry.key in known]
 

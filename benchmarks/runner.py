@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _measure(entry: Row, figures: list[tuple[Row, Figure]]) -> bool:
-    """Measure and print one row. Return False if it raised an error."""
+    """Measure and print one row. Return False if it raised an exception."""
     begin = time.monotonic()
     print(f"\n{entry.area}: {entry.name}\n{_line('', 'here', 'peer', 'ratio', 'quartiles', 'goal')}", flush=True)
     try:
@@ -121,7 +121,7 @@ def _line(what: str, *cells: str) -> str:
 
 
 def _print_changes(entries: Sequence[record.Entry]) -> None:
-    """Print the change of each figure since it was recorded. The figures that are worse are repeated at the end."""
+    """Print the change of each figure since it was recorded, and at the end, repeat the figures that are worse."""
     pairs = record.changes(entries)
     if not pairs:
         return

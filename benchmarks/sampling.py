@@ -1,4 +1,4 @@
-"""What sampling and profiling cost the steps of a rank."""
+"""The cost of sampling and profiling for the steps of a rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from notebook_accelerate import notebook_launcher
 
 
 def steps() -> None:
-    """Run training steps in a rank until the run is stopped. Count them in `accelerator.steps_done`."""
+    """Run training steps on a rank until the run is stopped, and count them in `accelerator.steps_done`."""
     import torch
 
     from notebook_accelerate import Accelerator
@@ -32,7 +32,7 @@ def steps() -> None:
 
 @row("debugging", "sampling")
 def sampling() -> Iterator[Figure]:
-    """Measure a step while the rank is sampled 100 times per second, and while it is not."""
+    """Measure a step while the rank is sampled 100 times per second, and without sampling."""
     run = notebook_launcher(steps, (), 1, use_port=0, start_method="fork", block=False, panel=False)
     try:
         while not isinstance(run.ask("accelerator.steps_done")[0], int):
@@ -54,7 +54,7 @@ def sampling() -> Iterator[Figure]:
 
 
 class Meter:
-    """Times the steps of a rank, and records three of them with torch's own profiler on request.
+    """Measures the steps of a rank and, on request, records three of them with torch's own profiler.
 
     Attributes:
         seconds: The duration of each step since `begin`.
@@ -62,7 +62,7 @@ class Meter:
     """
 
     BEFORE, AFTER = 20, 60
-    """The steps to count before and after the first recorded one: preparing and writing a trace takes time."""
+    """How many steps count before and after the first recorded one: preparing and writing a trace takes time."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -73,7 +73,7 @@ class Meter:
         self._left = 0
 
     def begin(self, *, with_torch: bool = False) -> None:
-        """Forget the steps so far and start a new measurement."""
+        """Forget earlier steps and start a new measurement."""
         self.seconds, self._first, self.with_torch = [], 0, with_torch
 
     @property
@@ -82,11 +82,11 @@ class Meter:
         return 0 < self._first <= len(self.seconds) - self.AFTER
 
     def window(self) -> range:
-        """Return the indices of the steps that count. Both sides count equally many, because each step adds noise."""
+        """Return the indices of the steps that count. Both sides have equally many, because each step adds noise."""
         return range(max(0, self._first - self.BEFORE), self._first + self.AFTER)
 
     def lost(self) -> float:
-        """Return the seconds lost in the window: the time above the median of steps longer than 1.5 medians."""
+        """Return the seconds lost in the window: in steps longer than 1.5 medians, the time above the median."""
         usual = sorted(self.seconds)[len(self.seconds) // 2]
         return sum(self.seconds[each] - usual for each in self.window() if self.seconds[each] > 1.5 * usual)
 
@@ -94,7 +94,7 @@ class Meter:
         profiler.export_chrome_trace(f"{self._folder.name}/trace.json")
 
     def after_step(self) -> None:
-        """Start, step or stop torch's profiler if it is requested or running."""
+        """Start, advance or stop torch's profiler, if it was requested or is running."""
         from torch.profiler import ProfilerAction, ProfilerActivity, profile
 
         from notebook_accelerate.torch_internals import profiler_enabled
@@ -116,7 +116,7 @@ class Meter:
 
 
 def metered() -> None:
-    """Run training steps in a rank with a `Meter` until the run is stopped."""
+    """Run training steps with a `Meter` on a rank until the run is stopped."""
     import torch
 
     meter = Meter()
@@ -135,12 +135,12 @@ def metered() -> None:
 
 @row("debugging", "profiling")
 def profiling() -> Iterator[Figure]:
-    """Measure the time that training loses to `run.profile` of 3 steps, and to torch's profiler in the function."""
+    """Measure the time that training loses to `run.profile` with 3 steps, and to torch's profiler in the function."""
     run = notebook_launcher(metered, (), 1, use_port=0, start_method="fork", block=False, panel=False)
     try:
         while run.ask("meter.done")[0] is not False:
             time.sleep(0.5)
-        run.profile(steps=1)  # Import the modules of the profiler before the measurement.
+        run.profile(steps=1)  # Import the profiler's modules before the measurement.
 
         def lost() -> float:
             while not run.ask("meter.done")[0]:

@@ -1,4 +1,4 @@
-"""What many ranks cost the kernel: simulated ranks feed the real supervisor, store and run panel."""
+"""The cost of many ranks for the kernel: simulated ranks feed the real supervisor, store and run panel."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from tests.support.simulated import EVENTS_PER_SECOND, LinkedBackend, SimulatedB
 
 COUNTS = (1, 8, 64, 512)
 SETTLE_SECONDS, SECONDS = 15.0, 15.0
-"""The seconds to wait before the measurement, and to measure. At first, hosts send a backlog of events."""
+"""The seconds to wait before the measurement, because hosts send a backlog of events at first, and those to measure."""
 Backend = SimulatedBackend | LinkedBackend
 LIMIT, LINKED_LIMIT = 12.0, 20.0
-"""The percentages of one core that 512 ranks may use if they are local, and if they are on 64 hosts."""
+"""The goals for 512 ranks that are local, or on 64 hosts, as percentages of one core."""
 
 
 @dataclass
 class Cost:
-    """The cost of monitoring some ranks.
+    """The cost of monitoring a number of ranks.
 
     Attributes:
         events: The number of events per second that reached the journal.
@@ -58,7 +58,7 @@ class Cost:
 
 
 class _Counting(Publisher):
-    """Counts the characters of output instead of showing them."""
+    """Counts the characters of the output instead of showing them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class _Counting(Publisher):
 
 
 class Traffic:
-    """Counts the bytes that a widget and its descendants send to the browser."""
+    """Counts the bytes that a widget and the widgets inside it send to the browser."""
 
     def __init__(self, widget: Any) -> None:
         self.sent = 0
@@ -88,12 +88,7 @@ class Traffic:
 
 
 class WatchedGroup:
-    """A group of simulated ranks, with its supervisor's thread and its panel.
-
-    Args:
-        ranks: The number of ranks.
-        backend: The backend that starts the ranks.
-    """
+    """A group of simulated ranks, with a supervisor's thread and a panel."""
 
     def __init__(self, ranks: int, backend: Backend) -> None:
         self.run, self.backend = plan_run(ranks, method="spawn", started=time.time()), backend
@@ -121,7 +116,7 @@ class WatchedGroup:
             time.sleep(0.1)
 
     def readings(self) -> tuple[float, ...]:
-        """Return the time, the events, the CPU seconds of both threads and of the process, and the bytes so far."""
+        """Return the time, and so far the events, the CPU seconds of both threads and the process, and the bytes."""
         panels = ticker._thread
         return (
             time.monotonic(), self.events, _thread_seconds(self.thread), _thread_seconds(panels), time.process_time(),
@@ -148,7 +143,7 @@ def _memory() -> int:
 
 
 def watch(ranks: int, backend: Backend, seconds: float = SECONDS) -> Cost:
-    """Monitor simulated ranks for some seconds and return the cost."""
+    """Monitor simulated ranks for some seconds, and return the cost."""
     gc.collect()
     memory = _memory()
     watched = WatchedGroup(ranks, backend)
@@ -180,7 +175,7 @@ def watch(ranks: int, backend: Backend, seconds: float = SECONDS) -> Cost:
 
 
 def figures(ranks: int, cost: Cost, first: Cost, limit: float) -> Iterator[Figure]:
-    """Yield the figures for some ranks. The goal is linear scaling: an event costs no more than with one rank."""
+    """Yield the figures for this many ranks. The goal is linear scaling: an event costs no more than with one rank."""
     expected, who = EVENTS_PER_SECOND * ranks, f"{ranks} rank{'s' * (ranks > 1)}"
     yield Figure(what=f"{who}: events/s", unit="", ours=cost.events, goal=f"≥ {0.9 * expected:,.0f}",
                  met=cost.events >= 0.9 * expected)  # fmt: skip
@@ -199,7 +194,7 @@ def figures(ranks: int, cost: Cost, first: Cost, limit: float) -> Iterator[Figur
 
 @row("scale", "many ranks over socket pairs")
 def direct() -> Iterator[Figure]:
-    """Monitor ranks connected like local ones, each by a socket pair and two pipes."""
+    """Monitor ranks that are connected like local ones, each by a socket pair and two pipes."""
     yield from _all_counts(SimulatedBackend, LIMIT)
 
 

@@ -1,6 +1,6 @@
 """Parallel strategies: a step in this package, in Accelerate and in plain torch, and sharded checkpoints.
 
-The rows of DeepSpeed run only if it is installed. ``make bench`` has an environment for them.
+DeepSpeed's rows run only if DeepSpeed is installed. ``make bench`` has an environment for them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ ROUNDS, STEPS = 11, 3
 """The sides alternate every few steps, so that a busy moment of the machine affects all of them."""
 REPEATS = 5
 EXTENSIONS = Path(".build/torch-extensions").absolute()
-"""The cache of DeepSpeed's compiled operators, which the first group of ranks fills."""
+"""The cache for DeepSpeed's compiled operators, which the first group of ranks fills."""
 BLOCKS = 4
 DEEP = 24
-"""The number of blocks of the model that is saved, which has 19 million parameters, or 230 MB with Adam's state."""
+"""The number of blocks in the model that is saved. It has 19 million parameters, 230 MB together with Adam's state."""
 
 
 def world(side: str, strategy: str, blocks: int = BLOCKS) -> WorkerRanks:
-    """Return the ranks of one side.
+    """Start the ranks of one side, and return them.
 
     Args:
         side: `plain` or the name of a package.
@@ -48,7 +48,8 @@ def _environment(side: str, strategy: str) -> dict[str, object]:
         chosen |= {
             "DS_ACCELERATOR": "cpu",
             "TORCH_EXTENSIONS_DIR": EXTENSIONS,
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # Find Ninja next to Python.
+            # DeepSpeed finds Ninja next to Python.
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         }
     # With ACCELERATE_USE_CPU, Accelerate 1.15 ignores the DeepSpeed plugin and trains with DDP.
     if not (side == PEER and strategy.startswith("zero")):
@@ -57,7 +58,7 @@ def _environment(side: str, strategy: str) -> dict[str, object]:
 
 
 def steps(strategy: str, words: str) -> Iterator[Figure]:
-    """Measure a step and the memory of a rank in this package, in Accelerate and without a library."""
+    """Measure a step and a rank's memory in this package, in Accelerate and without a library."""
     with ExitStack() as stack:
         plain, here = (stack.enter_context(world(side, strategy)) for side in (PLAIN, HERE))
         try:
@@ -91,7 +92,7 @@ def _rounds(sides: Sequence[WorkerRanks]) -> list[list[dict[str, float]]]:
 
 
 def _against(what: str, ours: Sequence[float], plain: Sequence[float], ratio: float | None = None) -> Figure:
-    """Compare with `plain` by the median of the rounds' ratios, because all sides of a round see the same load."""
+    """Compare with `plain` by the median of the ratios in each round, because a round's sides see the same load."""
     quotient = statistics.median(a / b for a, b in zip(ours, plain, strict=True))
     return Figure(
         what=what,
@@ -134,7 +135,7 @@ def zero() -> Iterator[Figure]:
 
 @row("strategies", "sharded checkpoints")
 def checkpoints() -> Iterator[Figure]:
-    """Measure saving and loading 230 MB that are sharded across two ranks."""
+    """Measure saving and loading 230 MB of state that is sharded across two ranks."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, ExitStack() as stack:
         here, peer = (stack.enter_context(world(side, "fsdp2", DEEP)) for side in (HERE, PEER))
         background, blocking, theirs = alternate(

@@ -24,10 +24,10 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tests.parity.checkpoints.sharded import insist_on_sharding
 
 WORDS, LENGTH, WIDTH, BLOCKS, BATCH, HEADS = 512, 64, 256, 4, 2, 4
-"""With 3.4 million parameters and 128 words, a step takes about 30 ms on an idle core."""
+"""The shape of the model. It has 3.4 million parameters, and a step on 128 words takes about 30 ms on an idle core."""
 CLIP = 1.0
 KINDS = {"ddp": "DistributedDataParallel", "fsdp": "FSDP", "zero": "DeepSpeedEngine"}
-"""The class of the prepared model, by strategy. A package that ignored its plugin would measure another strategy."""
+"""The class of the prepared model, by strategy. If a package ignored its plugin, another strategy would be measured."""
 
 
 class Block(nn.Module):
@@ -51,7 +51,7 @@ class Transformer(nn.Module):
     """An embedding, transformer blocks and an output layer.
 
     Args:
-        blocks: The number of blocks.
+        blocks: The number of transformer blocks.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -70,7 +70,7 @@ class Transformer(nn.Module):
 
 
 def parts(blocks: int) -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
-    """Return a model, its optimizer and schedule, and a loader of the samples for all ranks."""
+    """Return a model, its optimizer and schedule, and a loader that reads the samples of all ranks."""
     torch.manual_seed(0)
     model = Transformer(blocks)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -92,7 +92,7 @@ def cycle(loader: Any) -> Iterator[Any]:
 
 
 def zero_config(stage: int) -> dict[str, Any]:
-    """Return DeepSpeed's configuration for a ZeRO stage."""
+    """Return the DeepSpeed configuration for a ZeRO stage."""
     return {
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": 1,
@@ -107,12 +107,7 @@ def zero_config(stage: int) -> dict[str, Any]:
 
 
 class Plain:
-    """Training code in plain torch or with DeepSpeed's engine.
-
-    Args:
-        strategy: `ddp`, `fsdp2`, `zero2` or `zero3`.
-        blocks: The number of blocks of the model.
-    """
+    """Training code in plain torch, or with DeepSpeed's own engine."""
 
     def __init__(self, strategy: str, blocks: int) -> None:
         self.engine: Any = None
@@ -161,7 +156,7 @@ class Plain:
 
 
 def sharded(model: nn.Module) -> nn.Module:
-    """Shard each block of a model, and then the rest, with torch's FSDP 2."""
+    """Shard each block of a model, and then the rest, with torch's FSDP 2. Return the model."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -177,13 +172,7 @@ def sharded(model: nn.Module) -> nn.Module:
 
 
 class Prepared:
-    """Training code for a package, as the package's documentation recommends.
-
-    Args:
-        package: The package to use: notebook_accelerate or accelerate.
-        strategy: `ddp`, `fsdp2`, `zero2` or `zero3`.
-        blocks: The number of blocks of the model.
-    """
+    """Training code that uses a package as its documentation recommends."""
 
     def __init__(self, package: str, strategy: str, blocks: int) -> None:
         plugins = _plugins(import_module(f"{package}.utils"), strategy)
@@ -239,7 +228,7 @@ class Worker:
         assert kind.startswith(KINDS[strategy.rstrip("23")]), f"{side} prepared a {kind} for {strategy}"
 
     def steps(self, count: str) -> dict[str, float]:
-        """Run `count` steps. Return the wall and CPU seconds of one step."""
+        """Run `count` steps. Return the wall seconds and the CPU seconds of one step."""
         dist.barrier()
         clock, processor = time.perf_counter(), time.process_time()
         for _ in range(int(count)):
@@ -248,14 +237,14 @@ class Worker:
         return {"clock": taken[0] / int(count), "processor": taken[1] / int(count)}
 
     def memory(self, count: str) -> int:
-        """Run `count` steps. Return the peak memory of this rank, less its memory before the model was created."""
-        Path("/proc/self/clear_refs").write_text("5")  # Reset the peak.
+        """Run `count` steps. Return this rank's peak memory, without its memory before the model was created."""
+        Path("/proc/self/clear_refs").write_text("5")  # This resets the peak.
         for _ in range(int(count)):
             self.training.step()
         return resident("VmHWM") - int(self.training.before)
 
     def save(self, folder: str, blocking: str) -> dict[str, float]:
-        """Save the state. Return the seconds of the call, and the same plus the slowdown of the next two steps."""
+        """Save the state. Return the seconds of the call, and those including the slowdown of the next two steps."""
         options = {} if blocking == "yes" else {"blocking": False}
         if dist.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -287,14 +276,14 @@ def resident(field: str = "VmRSS") -> int:
 
 
 def main(side: str, strategy: str, blocks: str) -> None:
-    """Answer commands until the end of input. Lines that begin with "= " are answers; libraries may print others."""
+    """Answer commands until the input ends. Answers begin with "= ", because libraries may print other lines."""
     torch.set_num_threads(1)
     worker = Worker(side, strategy, int(blocks))
     print("= ready", flush=True)
     for line in sys.stdin:
         name, *arguments = line.split()
         print(f"= {json.dumps(getattr(worker, name)(*arguments))}", flush=True)
-    os._exit(0)  # The other ranks exit, too, so no process waits for the group.
+    os._exit(0)  # The other ranks also exit, so no process waits for the group.
 
 
 if __name__ == "__main__":

@@ -19,12 +19,12 @@ from notebook_accelerate.integrations import accelerate_alias
 
 ROOT = Path(__file__).resolve().parents[1]
 ROUNDS, STEPS = 30, 25
-"""The sides alternate. A turn takes about 0.05 seconds on an idle core."""
+"""The number of rounds, and of steps in each. The sides alternate. A turn takes about 0.05 seconds on an idle core."""
 
 
 @row("trainer", "trainer")
 def trainer() -> Iterator[Figure]:
-    """Measure a step of two batches with clipping. The model is tiny, so most of the time is overhead."""
+    """Measure a step of two batches with clipping. The model is tiny, so that most of the time is overhead."""
     if find_spec("transformers") is None:
         yield Figure(
             what="Trainer", unit="ms", ours=None, note="run make bench ROWS=trainer, which installs transformers"

@@ -1,6 +1,6 @@
 """A rank that runs transformers' Trainer on command: ``python -m benchmarks.trainer_worker PACKAGE FOLDER``.
 
-PYTHONPATH decides which package is imported as `accelerate`. The Trainer waits for a command ("steps COUNT") on
+PYTHONPATH determines which package is imported as `accelerate`. The Trainer waits for a command ("steps COUNT") on
 standard input, runs that many steps, answers with the time of one step, and waits again.
 """
 
@@ -21,7 +21,7 @@ from tests.clients.trainer import TinyConfig, TinyModel
 
 
 class Samples(Dataset[dict[str, Any]]):
-    """A dataset that returns the same sample each time, so that reading costs almost nothing."""
+    """A dataset that always returns the same sample, so that reading costs almost nothing."""
 
     def __init__(self) -> None:
         self.sample = {"x": torch.ones(4), "labels": 1}
@@ -34,7 +34,7 @@ class Samples(Dataset[dict[str, Any]]):
 
 
 class Commands(TrainerCallback):
-    """Pauses the training between commands."""
+    """A callback that pauses the training between commands."""
 
     def __init__(self) -> None:
         self._count = self._left = 0
@@ -58,7 +58,7 @@ class Commands(TrainerCallback):
     def _wait(self) -> None:
         line = sys.stdin.readline()
         if not line:
-            os._exit(0)  # The other ranks exit, too, so no process waits for the group.
+            os._exit(0)  # The other ranks also exit, so no process waits for the group.
         self._count = self._left = int(line.split()[1])
         self._begin = time.perf_counter(), time.process_time()
 

@@ -1,4 +1,4 @@
-"""Training: the overhead of this package and of Accelerate over plain torch."""
+"""Training: the overhead of this package and of Accelerate, compared with plain torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Step = Callable[[], object]
 
 @row("training", "step")
 def step_overhead() -> Iterator[Figure]:
-    """Measure the overhead of a training step of a tiny model over the same step in plain torch."""
+    """Measure a training step of a tiny model, relative to the same step in plain torch."""
     for ranks, count in ((1, 300), (2, 150)):
         for accumulation in (1, 4):
             plain, here, peer = run_ranks(time_steps, accumulation, count, world_size=ranks, process_group=ranks > 1)[0]
@@ -42,7 +42,7 @@ def step_overhead() -> Iterator[Figure]:
 
 
 def time_steps(accumulation: int, count: int) -> list[list[float]]:
-    """Return the seconds per step in a rank, by side (plain, here, peer) and round."""
+    """Return the seconds per step on a rank, by side (plain, here, peer) and round."""
     sides = plain_step(accumulation), prepared_step(HERE, accumulation), prepared_step(PEER, accumulation)
     return alternate(2 * REPEATS, *(timer(step, count) for step in sides))
 
@@ -74,7 +74,7 @@ def parts() -> tuple[Any, Any, Any, Any, Any]:
 
 
 def plain_step(accumulation: int) -> Step:
-    """Return a training step in plain torch, which uses DDP if there is a process group."""
+    """Return a training step in plain torch, with DDP if there is a process group."""
     import torch
     import torch.distributed as dist
 
@@ -98,7 +98,7 @@ def plain_step(accumulation: int) -> Step:
 
 
 def prepared_step(package: str, accumulation: int) -> Step:
-    """Return a training step written as the documentation of the package recommends."""
+    """Return a training step that is written as the package's documentation recommends."""
     import torch
 
     accelerator = import_module(package).Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
@@ -123,7 +123,7 @@ def prepared_step(package: str, accumulation: int) -> Step:
 
 @row("training", "loader")
 def loader_overhead() -> Iterator[Figure]:
-    """Measure the overhead of iterating over a prepared loader, relative to the plain one."""
+    """Measure the iteration over a prepared loader, relative to the plain loader."""
     for ranks in (1, 2):
         plain, here, peer = run_ranks(time_loaders, world_size=ranks, process_group=ranks > 1)[0]
         yield compared(
@@ -160,7 +160,7 @@ def loader(length: int) -> Any:
 
 
 def time_loaders() -> list[list[float]]:
-    """Return the seconds per batch in a rank, by side and round. All sides yield the same number of batches."""
+    """Return the seconds per batch on a rank, by side and round. All sides yield the same number of batches."""
     from torch import distributed as dist
 
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -181,7 +181,7 @@ def time_loaders() -> list[list[float]]:
 
 @row("training", "skipping")
 def skipping() -> Iterator[Figure]:
-    """Measure the time to the first batch after skipping 100,000 batches, relative to skipping 10."""
+    """Measure the time until the first batch after skipping 100,000 batches, relative to skipping 10."""
     here, peer = run_ranks(time_skips, world_size=1)[0]
     many, few = sorted(here[1])[len(here[1]) // 2], sorted(here[0])[len(here[0]) // 2]
     peer_many, peer_few = sorted(peer[1])[len(peer[1]) // 2], sorted(peer[0])[len(peer[0]) // 2]
@@ -197,7 +197,7 @@ def skipping() -> Iterator[Figure]:
 
 
 def time_skips() -> list[list[list[float]]]:
-    """Return the seconds to the first batch in a rank, by package and number of skipped batches (10, 100,000)."""
+    """Return the seconds until the first batch on a rank, by package and number of skipped batches (10, 100,000)."""
     found = []
     for name in (HERE, PEER):
         package = import_module(name)
@@ -231,7 +231,7 @@ def collectives() -> Iterator[Figure]:
 
 
 def time_collectives() -> dict[str, list[list[float]]]:
-    """Return the seconds per operation in a rank, by side (one plain collective, here, peer)."""
+    """Return the seconds per operation on a rank, by side (one plain collective, here, peer)."""
     import torch
     import torch.distributed as dist
 
@@ -270,7 +270,7 @@ def saving() -> Iterator[Figure]:
 
 
 def time_saves(folder: str) -> list[list[float]]:
-    """Return the seconds that `save_state` takes, which does not block here. The disk is idle before each save."""
+    """Return the seconds of each side's `save_state`, which here does not block. The disk is idle before each save."""
     import os
 
     import torch
@@ -299,7 +299,7 @@ def time_saves(folder: str) -> list[list[float]]:
 
 @row("training", "import")
 def imports() -> Iterator[Figure]:
-    """Measure importing Accelerator in an interpreter that has already imported torch."""
+    """Measure the import of Accelerator in an interpreter that has already imported torch."""
     here, peer = alternate(REPEATS, lambda: import_seconds(HERE), lambda: import_seconds(PEER))
     yield compared("from … import Accelerator, with torch already imported", here, peer, unit="s", ratio=1.0)
 

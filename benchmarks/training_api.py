@@ -19,7 +19,7 @@ from tests.support.ranks import run_ranks
 
 
 def accelerators(**options: Any) -> list[Any]:
-    """Return an Accelerator of this package and one of Accelerate."""
+    """Return one Accelerator of this package and one of Accelerate."""
     return [import_module(name).Accelerator(cpu=True, **options) for name in (HERE, PEER)]
 
 
@@ -31,7 +31,7 @@ def preparing() -> Iterator[Figure]:
 
 
 def time_preparing() -> list[list[float]]:
-    """Return the seconds of a call in a rank, by side."""
+    """Return the seconds of a call on a rank, by side."""
     import torch
 
     def side(accelerator: Any) -> Callable[[], float]:
@@ -56,7 +56,7 @@ def clipping() -> Iterator[Figure]:
 
 
 def time_clipping() -> list[list[float]]:
-    """Return the seconds of a call in a rank, by side (torch, here, peer)."""
+    """Return the seconds of a call on a rank, by side (torch, here, peer)."""
     import torch
 
     parameters = [torch.nn.Parameter(torch.ones(64, 64)) for _ in range(200)]
@@ -68,7 +68,7 @@ def time_clipping() -> list[list[float]]:
 
 @row("training", "printing on the main process")
 def printing_once() -> Iterator[Figure]:
-    """Measure `accelerator.print` and a `tqdm` loop. Their output is discarded."""
+    """Measure `accelerator.print` and a loop with `tqdm`, whose output is discarded."""
     printed, bars = run_ranks(time_printing, world_size=1)[0]
     yield compared("accelerator.print of a line", *printed, unit="µs", scale=1e6, ratio=1.0)
     yield compared("tqdm: one step of a progress bar", *bars, unit="µs", scale=1e6, ratio=1.0)
@@ -98,7 +98,7 @@ def objects() -> Iterator[Figure]:
 
 
 def time_objects() -> list[list[float]]:
-    """Return the seconds of a call in a rank, by side."""
+    """Return the seconds of a call on a rank, by side."""
     accelerators()
     values = [{"id": index, "text": f"sample {index}"} for index in range(10_000)]
     utils = [import_module(f"{name}.utils") for name in (HERE, PEER)]
@@ -113,7 +113,7 @@ def metrics() -> Iterator[Figure]:
 
 
 def time_metrics() -> list[list[float]]:
-    """Return the seconds per batch of an evaluation in a rank, by side."""
+    """Return the seconds per batch of an evaluation on a rank, by side."""
     import torch
 
     def side(accelerator: Any) -> Callable[[], float]:
@@ -134,14 +134,14 @@ def time_metrics() -> list[list[float]]:
 
 @row("training", "dispatching")
 def dispatching() -> Iterator[Figure]:
-    """Measure a batch that the main process reads and sends to two ranks, compared with the peer and with sharding."""
+    """Measure a batch that the main process reads and sends to two ranks, compared with the peer and with shards."""
     dispatched, sharded, peer = run_ranks(time_dispatching, world_size=2, process_group=True)[0]
     yield compared("a dispatched batch", dispatched, peer, unit="µs", scale=1e6, ratio=1.0)
     yield compared("a dispatched batch, relative to a sharded one", dispatched, sharded, unit="µs", scale=1e6)
 
 
 def time_dispatching() -> list[list[float]]:
-    """Return the seconds per batch in a rank, by side (dispatched here, sharded here, dispatched by the peer)."""
+    """Return the seconds per batch on a rank, by side (dispatched here, sharded here, dispatched by the peer)."""
 
     def side(package: str, dispatch: bool) -> Callable[[], float]:
         module = import_module(package)
@@ -169,7 +169,7 @@ def small_tensors() -> Iterator[Figure]:
 
 
 def time_small_tensors(folder: str) -> list[list[list[float]]]:
-    """Return the seconds of saving and of loading, each by side. The disk is idle before each save."""
+    """Return the seconds for saving and for loading, each by side. The disk is idle before each save."""
     import torch
 
     saves, loads = [], []
@@ -179,7 +179,7 @@ def time_small_tensors(folder: str) -> list[list[list[float]]]:
 
         def save(accelerator: Any = accelerator, target: str = target) -> float:
             shutil.rmtree(target, ignore_errors=True)
-            os.sync()  # Flush the files of the other side, so that this save does not wait for them.
+            os.sync()  # Flush the other side's files, so that this save does not wait for them.
             return timer(lambda: accelerator.save_state(target), 1)()
 
         saves.append(save)

@@ -15,7 +15,7 @@ from tests.support.ranks import reserved_port
 
 
 class WorkerRanks:
-    """A group of ranks that answer commands and use no CPU time between them.
+    """A group of ranks that answer commands, and use no CPU time between commands.
 
     Args:
         arguments: The module of the worker and its arguments, as after `python -m`. The worker writes "= ready" once,

@@ -36,7 +36,7 @@ def _open(opened: Any, theme: str = "light", show: str = SHOW) -> NotebookPage:
 
 
 def _visible(page: NotebookPage) -> tuple[float, float]:
-    """Return the visible times in microseconds, once nothing moves."""
+    """Wait until nothing moves, and return the visible range in microseconds."""
     page.wait_for(AT_REST)
     start, end = page.page.evaluate(VISIBLE)
     return float(start), float(end)

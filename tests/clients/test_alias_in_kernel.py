@@ -1,4 +1,4 @@
-"""transformers in a kernel and in ranks with this package served as `accelerate`: `make test-clients`."""
+"""transformers imports this package as `accelerate`, in kernels and ranks. Run these tests with `make test-clients`."""
 
 from __future__ import annotations
 

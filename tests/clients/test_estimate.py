@@ -1,4 +1,4 @@
-"""Memory estimates for transformers configurations: `make test-clients`."""
+"""Memory estimates for transformers configurations. Run these tests with `make test-clients`."""
 
 from __future__ import annotations
 

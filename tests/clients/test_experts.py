@@ -1,4 +1,4 @@
-"""transformers' mixtures of experts, whose experts are split across ranks: `make test-clients`."""
+"""transformers' mixtures of experts, split across ranks. Run these tests with `make test-clients`."""
 
 from __future__ import annotations
 

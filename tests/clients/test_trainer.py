@@ -1,4 +1,4 @@
-"""The Trainer of transformers on this package, served to it as `accelerate`: `make test-clients`."""
+"""transformers' Trainer, which imports this package as `accelerate`. Run these tests with `make test-clients`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class TinyConfig(PretrainedConfig):
 
 
 class TinyModel(PreTrainedModel):
-    """Two layers and their loss."""
+    """A model of two layers that computes its own loss."""
 
     config_class = TinyConfig
 

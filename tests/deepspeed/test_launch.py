@@ -1,4 +1,4 @@
-"""DeepSpeed from a notebook's launcher: `make test-deepspeed`."""
+"""DeepSpeed launched from a notebook. Run these tests with `make test-deepspeed`."""
 
 from __future__ import annotations
 

@@ -35,8 +35,7 @@ def gradient_with_hook(hook: str, wrapper: str) -> list[list[float]]:
     kwargs.register_comm_hook(wrapped)
     for _ in range(4):
         model.zero_grad()
-        # Each rank's gradient consists of its rank number. The mean over two ranks is 0.5, which every format
-        # represents.
+        # Each rank's gradient consists of its rank number. The mean over two ranks is 0.5, exact in every format.
         wrapped(torch.full((1, 4), float(dist.get_rank()))).sum().backward()
     assert model.weight.grad is not None
     return model.weight.grad.tolist()

@@ -174,7 +174,7 @@ def test_a_suspended_supervisor_does_not_delay_the_table_of_runs(state: Path) ->
 def test_supervisors_that_accept_no_connection_are_killed_at_the_same_time(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise, each supervisor would add its own grace period."""
+    """Supervisors that are killed one after the other would each take a grace period."""
     supervisors = [supervisor_of(_launch(name)) for name in ("one", "two")]
     disconnect_all()
     for supervisor in supervisors:

@@ -257,7 +257,7 @@ def test_a_rank_that_closes_every_descriptor_is_reported(kernel: Kernel, method:
 @METHODS
 @pytest.mark.parametrize("ending", ["returns", "fails"])
 def test_processes_that_a_rank_leaves_behind_are_killed(kernel: Kernel, method: str, ending: str) -> None:
-    """They are killed with the rank's process group, even if they ignore other signals."""
+    """Processes that a rank has started are killed with its process group, even if they ignore other signals."""
     body = (
         "group()\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)  # and with it what is started here\n"

@@ -96,7 +96,7 @@ def _outlasts_interrupts() -> None:
 
 
 def test_shutdown_stops_all_runs_at_the_same_time() -> None:
-    """Otherwise, each run would add its own grace period."""
+    """Runs that are stopped one after the other would each take a grace period."""
     both = [_launch(_outlasts_interrupts) for _ in range(2)]
     until(lambda: all(run.status == "running" for run in both))
     shutdown()

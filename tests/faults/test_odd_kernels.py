@@ -51,8 +51,7 @@ def test_modules_of_the_working_directory_shadow_nothing_that_a_launch_imports(
 
 SERVER = "__import__('notebook_accelerate.launch.processes.zygote', fromlist=['x'])._zygote"
 SOON = 60.0
-"""The time limit in seconds for steps that take five seconds. A kernel that kept its old zygote would wait two
-minutes."""
+"""The time limit in seconds for steps that take five. A kernel that kept its old zygote would wait two minutes."""
 STUCK = {
     "stopped": f"os.kill({SERVER}.pid, signal.SIGSTOP)",
     # The zygote waits for the rest of this request.

@@ -124,8 +124,7 @@ def test_an_interrupt_at_any_time_ends_the_run_and_the_cell(kernel: Kernel) -> N
     _define(kernel, "time.sleep(0.05)")
     kernel.check("before = list(notebook_accelerate.runs())")
     for delay in (0.0, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.12, 0.15, 0.2):
-        # The gate keeps the cell busy, because ipykernel itself handles an interrupt between a cell's last line and its
-        # reply.
+        # The gate keeps the cell busy: ipykernel itself handles an interrupt between a cell's last line and its reply.
         cell = kernel.submit(f"print('here we go')\nlaunch(train)\ngate('after {delay}')")
         kernel.wait_for(lambda cell=cell: "here we go" in cell.stdout)
         kernel.pump(delay)

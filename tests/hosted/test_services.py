@@ -1,4 +1,4 @@
-"""Launches in a kernel with the versions and variables of Colab or Kaggle: `make test-colab`, `make test-kaggle`."""
+"""Launches in a kernel with Colab's or Kaggle's versions and variables (`make test-colab`, `make test-kaggle`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron-LM launched from a notebook: `make test-megatron`."""
+"""Megatron-LM launched from a notebook. Run these tests with `make test-megatron`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels have the version that is being tested: `make test-kernels` and `make test-colab` set it."""
+"""Kernels have the version of ipykernel that `make test-kernels` or `make test-colab` has chosen."""
 
 from __future__ import annotations
 

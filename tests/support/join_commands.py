@@ -17,8 +17,7 @@ from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 120.0
-"""The time limit in seconds for steps that take a few seconds on an idle machine, where new interpreters import
-torch."""
+"""The time limit in seconds for steps in which interpreters import torch, which takes seconds on an idle machine."""
 JOIN = (sys.executable, "-m", "notebook_accelerate", "join")
 """The start of the command line. ADDRESS:PORT and options follow."""
 SRUN = """

@@ -16,8 +16,7 @@ from importlib.util import find_spec
 from typing import Any, NoReturn
 
 PRELOADED = ("ipykernel.ipkernel", "ipykernel.kernelapp", "torch", "torch._dynamo")
-"""Modules to import before forking. Without torch._dynamo, each forked rank would import it with its first
-optimizer."""
+"""Modules to import before forking. Otherwise, forked ranks would import torch._dynamo with their first optimizer."""
 _LONGEST = 1 << 20
 
 

@@ -151,7 +151,7 @@ def _forks(_process: int) -> KernelForks:
 
 
 class ForkingProvisioner(LocalProvisioner):
-    """Forks kernels when jupyter_client would start an interpreter."""
+    """Forks a kernel where jupyter_client would otherwise start an interpreter."""
 
     async def launch_kernel(self, cmd: list[str], **kwargs: Any) -> Any:
         """Fork a kernel whose command is equivalent to ``ipykernel_launcher``."""

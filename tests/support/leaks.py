@@ -71,8 +71,7 @@ def _differences(before: Snapshot, after: Snapshot) -> list[str]:
     changed = sorted(before.environment ^ after.environment)
     lines += [f"environment variable: {name}={value!r}" for name, value in changed]
     lines += [f"signal handler: {entry}" for entry in sorted(after.handlers - before.handlers)]
-    # Only report removed hooks, because the first run in this process adds hooks that count the steps of all later
-    # runs.
+    # Report only removed hooks: the first run in this process adds hooks that count the steps of all later runs.
     removed = sorted(before.optimizer_hooks - after.optimizer_hooks)
     lines += [f"hook on all optimizers, which was removed: {entry}" for entry in removed]
     if after.process_group and not before.process_group:

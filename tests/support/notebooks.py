@@ -125,8 +125,7 @@ def notebooks(count: int, prefixes: Sequence[Sequence[str]] = ()) -> Iterator[No
     """
     kernels: list[Kernel] = []
     try:
-        # Start the kernels one after the other: on another thread, jupyter_client would create an event loop and never
-        # close it.
+        # Don't use threads to start the kernels: on each, jupyter_client would create an event loop and never close it.
         for prefix in prefixes or [()] * count:
             kernels.append(Kernel(prefix=prefix, timeout=LIMIT))  # noqa: PERF401 - those that started are closed
         found = Notebooks(kernels)

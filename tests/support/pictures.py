@@ -1,4 +1,4 @@
-"""Take the README's screenshots in JupyterLab: `make pictures` runs ``python -m tests.support.pictures``."""
+"""Take the README's screenshots in JupyterLab: ``python -m tests.support.pictures``, or ``make pictures``."""
 
 from __future__ import annotations
 

@@ -229,8 +229,7 @@ def _collect(world: _World, deadline: float) -> None:
                 world.outcomes[rank] = _Outcome(report=reason)
             return
         arrived = {r: _receive(waiting.pop(r), world.processes[r]) for r, pipe in world.pipes.items() if pipe in ready}
-        # This process may have waited for a CPU while several outcomes arrived. Sort them, because the first failure
-        # caused the others.
+        # Several outcomes may have arrived while this process waited for a CPU. The first failure caused the others.
         world.outcomes.update(sorted(arrived.items(), key=lambda entry: entry[1].at))
         if world.failed:
             deadline = min(deadline, time.monotonic() + _GRACE)

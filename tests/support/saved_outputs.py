@@ -64,8 +64,7 @@ _SPEED = re.compile(
     r"|<li>waiting for the process that [^<]*</li>|^ *waiting for the process that [^\n]*\n",
     re.MULTILINE | re.DOTALL,
 )
-"""Parts that depend on speed: the table of step times, stragglers, and the note that a launch waited, as HTML and
-text."""
+"""Parts that depend on speed, as HTML and text: the table of step times, stragglers, and notes about waiting."""
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 

@@ -28,8 +28,7 @@ MOST_USED = {
     ),
     "logging": ("get_logger",),
 }
-"""The names that need an example, by page: those that libraries in client_names.json use most, and those of a
-launch."""
+"""The names that need an example, by page: those that libraries use most (client_names.json), and those of a launch."""
 
 
 def test_the_most_used_names_have_an_example() -> None:

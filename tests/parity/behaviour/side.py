@@ -31,8 +31,7 @@ from tests.parity.behaviour.program_table import Program, programs
 SECONDS = 60
 """The time limit in seconds for the programs of a process. After it, the process prints its stacks and exits."""
 EXPRESSIONS = 25
-"""The number of expressions that run one after the other in one process, because forking is slower than most of
-them."""
+"""The number of expressions that run one after the other in one process, because forking is slower than most."""
 
 
 def main(out: str, pattern: str = "") -> None:

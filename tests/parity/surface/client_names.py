@@ -1,4 +1,4 @@
-"""The names of `accelerate` that libraries import, read from their sources: `make client-names` writes the table.
+"""The names of `accelerate` that libraries' sources import. `make client-names` writes the table of these names.
 
     python -m tests.parity.surface.client_names FOLDER   # of downloaded wheels
 

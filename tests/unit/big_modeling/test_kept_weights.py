@@ -128,7 +128,7 @@ def test_weights_kept_by_a_forward_stay_unchanged(tmp_path: Path, how: str, mode
     model, x = Parts(width).eval(), torch.randn(2, width)
     plain, weights = model(x).detach(), [part.weight.detach().clone() for part in model.parts]
     _offloaded(model, how, tmp_path)
-    # It would take long to compare large storages.
+    # Comparing large storages takes too long.
     names = [name for name in KEEP if width < 100 or name != "its storage"]
     kept: list[tuple[str, int, Any]] = []
     for number, part in enumerate(model.parts):

@@ -191,7 +191,7 @@ def test_items_without_batches_are_skipped_too() -> None:
 
 
 def test_resuming_continues_with_the_right_epoch() -> None:
-    """This fixes https://github.com/huggingface/accelerate/issues/2016."""
+    """Accelerate repeats the first epoch instead: https://github.com/huggingface/accelerate/issues/2016."""
 
     def make() -> Any:
         plain = DataLoader(range(10), batch_size=2, shuffle=True)

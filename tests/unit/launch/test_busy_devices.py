@@ -29,7 +29,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _wait_in_collective(library: Path) -> None:
-    """Let rank 0 wait in its third all_reduce. Rank 1 waits for its device before it would reach it."""
+    """Let rank 0 wait in its third all_reduce, and rank 1 wait for its device before that all_reduce."""
     from notebook_accelerate import PartialState
 
     wait, rank = spin.load(library), PartialState(cpu=True).process_index

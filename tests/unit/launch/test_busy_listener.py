@@ -21,7 +21,7 @@ __all__ = ["kernel"]
 def test_a_host_that_joins_among_many_connections_is_not_counted_as_unauthenticated(
     monkeypatch: pytest.MonkeyPatch, kernel: _Kernel
 ) -> None:
-    """Otherwise, it would be closed as the oldest of too many unauthenticated connections."""
+    """If the host counted as unauthenticated, it would be closed as the oldest of too many such connections."""
     blocked, go = threading.Event(), threading.Event()
 
     def block(text: str) -> None:

@@ -452,8 +452,7 @@ def test_a_suspended_host_is_lost_after_the_time_of_the_heartbeats() -> None:
 
 def test_a_host_whose_python_code_hangs_stays_connected() -> None:
     hold_the_gil = "import ctypes; ctypes.PyDLL(None).sleep(8)"
-    # Let the host join first. Otherwise, its hello would be sent only after the sleep, together with the second
-    # message.
+    # Let the host join first. Otherwise, its hello would be sent after the sleep, together with the next message.
     then = f"stream.receive(); {hold_the_gil}; stream.send(FramesEvent(0, b'back')); time.sleep(600)"
     # The time to live is less than the time without Python code, but more than a busy machine needs.
     keep_alive = (1, 4)

@@ -164,7 +164,7 @@ torch.set_float32_matmul_precision("medium")
 
 
 def test_precisions_set_with_the_newer_settings_are_inherited(interpreters: InterpreterServer) -> None:
-    """If they are, torch raises a RuntimeError when the older function is called to read the precision."""
+    """After a precision is set in this way, torch raises a RuntimeError if the older function is called to read it."""
     setup = "torch.backends.cuda.matmul.fp32_precision = 'tf32'; torch.backends.mkldnn.matmul.fp32_precision = 'bf16'"
     expression = "[torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision]"
     assert _in_processes(interpreters, setup, expression) == ["tf32", "bf16"]

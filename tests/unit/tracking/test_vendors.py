@@ -17,8 +17,7 @@ import pytest
 
 from notebook_accelerate.tracking import tracker_table
 
-# Vendors' packages start threads and services that remain until the process exits, so each of them runs in its own
-# process.
+# Vendors' packages start threads and services that remain until the process exits, so each has its own process.
 _SCRIPT = """
 import json, sys
 import numpy as np, torch

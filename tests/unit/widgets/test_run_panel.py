@@ -587,7 +587,7 @@ def test_the_table_of_runs_shows_what_holds_a_run() -> None:
 
 
 def test_two_views_may_be_shown_at_the_same_time() -> None:
-    """One may be shown on the kernel's thread, and the other one on the thread of a click."""
+    """One view may be shown on the kernel's thread, and the other one on the thread of a click."""
     both = threading.Barrier(2)
 
     class Widget:
