@@ -1,4 +1,4 @@
-"""Panels and forms of the notebook: views of a store, never its owner.
+"""Panels and forms for notebooks, which show the contents of stores but never own them.
 
 Importable as notebook_accelerate.widgets; importing the package loads no widget library.
 """

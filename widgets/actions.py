@@ -1,4 +1,4 @@
-"""Rows of text with buttons, with which a run's panel shows what needs the user, and stops or resumes the run."""
+"""Rows of text with buttons in a run's panel, which ask for the user's attention, and stop or resume the run."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ActionRow:
-    """A text and its buttons.
+    """A row with a text and its buttons.
 
     Attributes:
         key: Identifies the row in later updates.
-        text: The text.
-        actions: The buttons.
+        text: The text to the left of the buttons.
+        actions: The buttons after the text.
         tone: "bad", "warn" or "".
     """
 
@@ -63,13 +63,14 @@ class ActionRows(anywidget.AnyWidget):
         self.on_msg(self._on_message)
 
     def show(self, rows: Sequence[ActionRow], kernel: str = "", note: str = "", unreachable: str = "") -> None:
-        """Show these rows.
+        """Show rows in place of the previous ones.
 
         Args:
-            rows: The rows, from the top.
+            rows: The rows, in order from the top.
             kernel: The kernel's ID on the notebook's server, or "" if it is unknown.
             note: A text below the rows.
-            unreachable: The text to show instead where the browser cannot interrupt the kernel. If "", ``note``.
+            unreachable: The text to show instead of ``note`` if the browser cannot interrupt the kernel. If "",
+                ``note`` is shown.
         """
         shown = [asdict(row) for row in rows]
         for row in shown:
@@ -83,7 +84,7 @@ class ActionRows(anywidget.AnyWidget):
         return "\n".join(filter(None, [*map(str.strip, lines), self.note.get("text", "")]))
 
     def click(self, action: str) -> None:
-        """Do what a click on an action's button does."""
+        """Do the same as a click on an action's button."""
         self._on_action(action)
 
     def _on_message(self, _: object, content: object, __: object) -> None:
@@ -96,7 +97,7 @@ class CopyButton(anywidget.AnyWidget):
 
     Args:
         text: The text to copy.
-        label: What is copied, for screen readers, such as "Copy this cell".
+        label: The label of the button for screen readers, such as "Copy this cell".
         insertable: Whether the text is the code of a cell, which can be inserted in JupyterLab and Notebook.
     """
 
@@ -111,12 +112,13 @@ class CopyButton(anywidget.AnyWidget):
 
 @dataclass(frozen=True)
 class Stopping:
-    """How a run can be stopped now.
+    """The button that stops a run now, with the sentences about it.
 
     Attributes:
         action: The button that stops the run.
         note: A sentence about the button, or "" after the end of the run.
-        unreachable: The sentence for browsers that cannot interrupt the kernel, if the action does so. If "", ``note``.
+        unreachable: The sentence for browsers that cannot interrupt the kernel, if the button does so. If "", ``note``
+            is shown.
     """
 
     action: Action
@@ -128,7 +130,7 @@ def stopping(run: Run, kernel: KernelState | None) -> Stopping:
     """Return how a run can be stopped now.
 
     Args:
-        run: The run.
+        run: The run to stop.
         kernel: The state of the kernel, or None outside a kernel.
     """
     kills = run.status == "stopping"
@@ -152,7 +154,7 @@ def stopping(run: Run, kernel: KernelState | None) -> Stopping:
 
 
 def _interrupts(run: Run, kernel: KernelState) -> bool:
-    """Return whether an interrupt of the running cell stops the run, and a click would have to wait for that cell."""
+    """Return whether interrupting the running cell stops the run, while a click would have to wait for that cell."""
     if is_inline(run):
         return kernel.busy
     return kernel.busy and not kernel.handles_clicks and (run.config.block or not kernel.blocked)
@@ -177,11 +179,11 @@ RELEASE = Action(id="stop", label="Release ranks", hint="End the ranks that are 
 
 
 def needs(run: Run, now: float, stop: Action) -> list[ActionRow]:
-    """Return what the user should know or do, with the most urgent first.
+    """Return the rows with everything that the user should know or do, with the most urgent first.
 
     Args:
-        run: The run.
-        now: Seconds since the epoch.
+        run: The run that the rows are about.
+        now: The time in seconds since the epoch.
         stop: The button that stops the run.
     """
     if run.ended is not None:
@@ -263,7 +265,7 @@ class ResumeOffer:
         self._checkpoint: str | None = None
 
     def rows(self, run: Run) -> list[ActionRow]:
-        """Return the offer, if the run ended before its training did and has a complete checkpoint."""
+        """Return the offer if the run ended before its training was complete, and has a complete checkpoint."""
         if self.launched is not None:
             return [ActionRow(key="continue", text=f"run {self.launched.id} goes on with this training")]
         if run.ended is None or run.held or run.status == "succeeded" or not (checkpoint := self._newest(run)):

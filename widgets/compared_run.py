@@ -56,7 +56,7 @@ class KeptRow:
 
     Args:
         kept: The kept run.
-        label: Its name in the table.
+        label: The name of the run in the table.
 
     Attributes:
         run: The open run, or None if it is not open yet.
@@ -84,12 +84,12 @@ def opened(run: ComparedRun | KeptRow) -> ComparedRun | None:
 
 
 def label_of(run: ComparedRun | KeptRow) -> str:
-    """Return the name of a run in legends."""
+    """Return the name of a run in the legend of a plot."""
     return run.id if isinstance(run, KeptRow) else f"run {run.id}"
 
 
 def state_of(run: ComparedRun | KeptRow) -> str:
-    """Return the status of a run. If a run of this kernel is waiting, say for what; see `run_snapshot.status`."""
+    """Return the status of a run, including the reason why a run of this kernel waits; see `run_snapshot.status`."""
     known: Any = opened(run)
     if known is None:
         return str(cast("KeptRow", run).entry.state)
@@ -102,19 +102,19 @@ def source_of(run: ComparedRun, label: str) -> Source:
 
 
 class BestValues:
-    """The last and the best value of each metric, from the points of the lowest rank since the last call."""
+    """Finds the last and the best value of each metric. Each call reads only the points since the previous call."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, str], tuple[tuple[int, int], float]] = {}
 
     def last(self, run: ComparedRun, name: str) -> float | None:
-        """Return the last value of a metric, or None if there is none."""
+        """Return the last value of a metric, or None if it has no values."""
         store = source_of(run, "").store_of(name)
         ranks = store.ranks_of(name)
         return store.last_value(name, ranks[0]) if ranks else None
 
     def best(self, run: ComparedRun, name: str) -> float | None:
-        """Return the best finite value, or None if there is none or if neither high nor low values are better."""
+        """Return the best finite value, or None if there is no such value or the better direction is unknown."""
         store, direction = source_of(run, "").store_of(name), better(name)
         ranks = store.ranks_of(name)
         if not direction or not ranks:
@@ -135,8 +135,8 @@ def entry_of(run: ComparedRun | KeptRow, names: Sequence[str], values: BestValue
     Args:
         run: The run of the row.
         names: The metrics to show.
-        values: Returns the values of the metrics.
-        more: Other attributes of the entry.
+        values: The object that finds the last and the best values.
+        more: Further attributes of the row.
     """
     known = opened(run)
     if known is None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 _IN_FILE = {entry.launch for entry in settings_of(ClusterConfig).values() if entry.launch}
-"""Fields of a LaunchConfig that a configuration file also contains."""
+"""The fields of `LaunchConfig` that a configuration file also contains."""
 
 _ONE_PER_DEVICE = ClusterConfig.num_processes
 """The number of processes in a file that does not choose one, so that a launch starts one per accelerator."""
@@ -42,7 +42,7 @@ def read_settings(
     """Read a configuration file.
 
     Args:
-        path: The file, YAML or JSON.
+        path: The path of a YAML or JSON file.
         base: The settings that such files do not contain.
         before: The file that was loaded previously, whose variables are removed.
 
@@ -89,7 +89,7 @@ def file_contents(
         launch: The launch settings.
         training: The training options.
         hardware: This machine's hardware.
-        before: The file that was loaded. Its settings that the forms do not contain are kept.
+        before: The contents of the file that was loaded. Settings that the forms do not contain are kept.
     """
     local = launch.num_processes or max(hardware.count, 1)
     world = local * launch.num_nodes
@@ -117,7 +117,7 @@ def write_settings(path: str | os.PathLike[str], config: ClusterConfig) -> Path:
     """Write a configuration file, and return its path.
 
     Args:
-        path: The file, JSON if its name ends in .json and otherwise YAML. Its folder is created if it does not exist.
+        path: The path of the file, JSON if it ends in .json and otherwise YAML. The folder is created if necessary.
         config: The configuration to write.
     """
     file = Path(path).expanduser()
@@ -142,11 +142,11 @@ _WIDTH = 88
 RUN_VARIABLE = "run"
 """The name of the variable that holds the run."""
 ONLY_IN_CONFIG = tuple(entry.name for entry in settings_of(LaunchConfig).values() if not entry.parameter)
-"""Fields of a LaunchConfig that are not parameters of notebook_launcher."""
+"""The fields of `LaunchConfig` that are not parameters of `notebook_launcher`."""
 
 
 def launch_cell(function: str, arguments: str, config: LaunchConfig, *, hidden: bool = False) -> str:
-    """Return the code of a cell.
+    """Return the code of a cell that launches a function.
 
     Args:
         function: Name of the training function.
@@ -172,8 +172,8 @@ def arguments_code(arguments: Sequence[Any], namespace: Mapping[str, Any]) -> st
     """Return the code of a function's arguments, such as ``(model, 3)``, or "" without arguments or if one has no code.
 
     Args:
-        arguments: Plain values, or values of variables.
-        namespace: The variables.
+        arguments: Plain values, or values of the notebook's variables.
+        namespace: The notebook's variables by name.
     """
     codes = [_argument_code(value, namespace) for value in arguments]
     if not all(codes):
@@ -190,7 +190,7 @@ def as_tuple(text: str) -> str:
     code = text.strip().rstrip(",")
     try:
         given = ast.parse(f"_({code})", mode="eval").body
-    except SyntaxError:  # Evaluating the code raises the error again.
+    except SyntaxError:  # Return it unchanged, because evaluating it will raise the error again.
         return code
     arguments = given.args if isinstance(given, ast.Call) else []
     if len(arguments) != 1:
@@ -273,8 +273,8 @@ def plan_sentence(plan: LaunchPlan, config: LaunchConfig, training: TrainingOpti
 
     Args:
         plan: The plan of the launch.
-        config: The settings from which the plan was made.
-        training: The training options.
+        config: The launch settings that the plan was made from.
+        training: The training options, for the strategy and the effective batch size.
     """
     processes = "1 process" if plan.num_processes == 1 else f"{plan.num_processes} processes"
     if plan.world_size != plan.num_processes:

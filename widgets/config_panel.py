@@ -47,7 +47,7 @@ from notebook_accelerate.widgets.panel_elements import alert, notice
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
 FACTS_SECONDS = 10.0
-"""Seconds for which the result of the fork probe is reused, because one probe per keystroke would be too slow."""
+"""How long the result of the fork probe is reused, in seconds. A probe for each keystroke would be too slow."""
 
 
 @dataclass(kw_only=True)
@@ -57,7 +57,7 @@ class Call:
     function: str = field(default="", metadata={"label": "Function", "placeholder": "e.g. train"})
     """Name of the training function."""
     arguments: str = field(default="", metadata={"label": "Arguments", "placeholder": "e.g. model"})
-    """Its arguments, separated by commas."""
+    """The arguments of the function, separated by commas."""
 
 
 @dataclass(kw_only=True)
@@ -193,7 +193,7 @@ class ConfigPanel(Panel):
 
     @property
     def errors(self) -> dict[str, str]:
-        """Errors by field, or under "" if the launch does not fit this machine."""
+        """Errors by field. The error of a launch that does not fit this machine is under ""."""
         wrong = {**self.launch_form.errors, **self.training_form.errors}
         if not wrong:
             try:
@@ -298,7 +298,7 @@ class ConfigPanel(Panel):
         return file_contents(self.launch_form.value, self.training, self.hardware, self._cluster)
 
     def close(self) -> None:
-        """Replace the live form with the static one in every cell. The panel can be displayed again."""
+        """Replace the live form with the static one in every cell. The panel can still be displayed again."""
         self._shown.end()
 
     # ---- planning
@@ -382,8 +382,8 @@ class ConfigPanel(Panel):
         """Run the action of a click or a keystroke, and show its errors in the panel instead of raising them.
 
         Args:
-            action: The action.
-            note: The key of the text that shows its error.
+            action: The function to call.
+            note: The key of the text that shows an error.
         """
         try:
             action()
@@ -407,7 +407,7 @@ class ConfigPanel(Panel):
         function, arguments = self._chosen_function(), self._chosen_arguments()
         with published_under(self._parent):
             run = launch.start(self.config.changed(block=False), function, arguments)
-        _namespace()[RUN_VARIABLE] = run  # as the cell shown in the panel does
+        _namespace()[RUN_VARIABLE] = run  # Launch as the cell shown in the panel would.
         self._show_run(run)
         add_ending_callback(self._keep(run), self._show_run)
 
@@ -469,7 +469,7 @@ class ConfigPanel(Panel):
         return Section(key="settings", nodes=(Text(lines=tuple(lines)), *settings, cell))
 
     def _show_in(self, output: Output) -> None:
-        """Show the live panel. A saved notebook keeps the static form beside it."""
+        """Show the live panel. A saved notebook contains its static form instead."""
         self._parent = output.parent
         self._guarded(self.refresh, "run")
         super()._show_in(output)
@@ -497,7 +497,7 @@ def configure(
 
 
 def _to_correct(errors: Mapping[str, str]) -> str:
-    """Return a sentence with the fields to correct. Their errors are shown next to them."""
+    """Return a sentence that names the fields to correct, whose errors are shown next to them."""
     names = ", ".join(filter(None, errors)) or "the launch"
     return f"Correct {names} to see the plan and the cell."
 

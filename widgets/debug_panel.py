@@ -40,7 +40,7 @@ _PARTIAL_NAME = re.compile(r"[A-Za-z_][\w.]*$")
 
 
 class DebugPanel(LivePanel):
-    """Ranks with state and location, "Why is it stuck?", stacks, a line for input, and a history.
+    """The ranks with their states and locations, "Why is it stuck?", stacks, an input line, and a history.
 
     No request is sent to the ranks before the user clicks or types. Requests run on a separate thread, one at a time,
     so that neither the kernel nor the other panels wait for a rank.
@@ -66,7 +66,7 @@ class DebugPanel(LivePanel):
         self.why_button = self._button("Why is it stuck?", "Find out where every rank is", self._diagnose)
         self.pause_button = self._button("Pause", "Hold all ranks before their next step", self._pause)
         self.unpause_button = self._button("Unpause", "Continue the paused ranks", self._unpause)
-        # The descriptions are labels for screen readers, which the style sheet hides.
+        # The descriptions are for screen readers. The style sheet hides them.
         options = [ALL, *(f"rank {info.rank}" for info in self.run.ranks)]
         self.target = ipywidgets.Dropdown(options=options, description="Ranks to ask", layout={"width": "120px"})
         self.line = ipywidgets.Combobox(
@@ -108,11 +108,11 @@ class DebugPanel(LivePanel):
             self.close()
 
     def _reachable(self) -> bool:
-        """Return whether ranks can be asked. After a failure, they can as long as they are held."""
+        """Return whether ranks can be asked, which is possible after a failure only while they are held."""
         return self.run.ended is None or self.run.held
 
     def _ended(self, run: Run) -> None:
-        if not run.held:  # The ranks are not held for inspection.
+        if not run.held:  # The run has failed, and its ranks are not held.
             super()._ended(run)
 
     # ---- requests, sent from any thread
@@ -136,7 +136,7 @@ class DebugPanel(LivePanel):
             self.line.value = ""
 
     def _ask_or_command(self, line: str) -> None:
-        """Send a line to the debuggers of the chosen ranks. If no debugger has stopped any of them, ask all of them."""
+        """Send a line to the debuggers of the chosen ranks, or ask these ranks if no debugger has stopped any."""
         chosen = self._chosen()
         stopped = [rank for rank in internals(self.run).commands.prompts.debugged() if chosen is None or rank in chosen]
         if stopped:
@@ -152,7 +152,7 @@ class DebugPanel(LivePanel):
         self.history = [*self.history, Entry(kind, line, answers)][-MAX_HISTORY:]
 
     def wait(self, timeout: float = 10.0) -> None:
-        """Wait until the running requests have ended.
+        """Wait for the replies to all requests.
 
         Args:
             timeout: The maximum time to wait, in seconds.
@@ -172,7 +172,7 @@ class DebugPanel(LivePanel):
             self._send()
 
     def _complete(self, change: Any) -> None:
-        """Offer the names that complete the line, without delaying requests."""
+        """Offer names that complete the line, on a separate thread, which does not delay requests."""
         text = change["new"]
         busy = self._completion is not None and self._completion.is_alive()
         if busy or text in self.line.options or not _PARTIAL_NAME.search(text) or not self._reachable():
@@ -181,7 +181,7 @@ class DebugPanel(LivePanel):
         self._completion = self._start_thread(lambda: self._offer(text, rank))
 
     def _offer(self, text: str, rank: int) -> None:
-        with suppress(Exception):  # If the rank has ended, there are no completions.
+        with suppress(Exception):  # A rank that has exited offers no completions.
             found = tuple(self.run.complete(text, rank, timeout=1.5)[:100])
             if self.line.value == text:
                 self.line.options = found
@@ -189,7 +189,7 @@ class DebugPanel(LivePanel):
     # ---- without a browser
 
     def document(self) -> Section:
-        """Return the panel without its controls: verdict, ranks, stacks and history."""
+        """Return the panel's contents without its controls: verdict, ranks, stacks and history."""
         inspected = self.found.time if self.found is not None and self.run.ended is not None else None
         return self._document(self._clock() if inspected is None else inspected)
 
@@ -255,7 +255,7 @@ class DebugSection:
         self.widget.children = parts
 
     def update(self) -> None:
-        """Show that the ranks have ended, if they have ended since the section was opened."""
+        """If the ranks have exited since the section was opened, show that."""
         if self.shows and not self._reachable() and (self.panel is not None or self.shows == "answer"):
             self._close_panel()
             self.shows = ""
@@ -280,7 +280,7 @@ class DebugSection:
         return self.run.ended is None or self.run.held
 
     def _how_to_open(self, topic: str) -> tuple[str, str]:
-        """Return a text, and the line to type, or "" if there is no line to type now."""
+        """Return an explanation, and the line to type, or "" if there is no such line now."""
         waiting = [rank for rank in self.run.prompts if rank not in internals(self.run).commands.prompts.debugged()]
         if topic == "answer" and self.run.config.block:
             return _paragraph("Type the line into the box below the cell that launched the run."), ""
@@ -298,7 +298,7 @@ def _paragraph(text: str) -> str:
 
 
 def _line(run: Run | None, rank: int | None = None) -> str:
-    """Return the code that opens a debugger. It names the run if another one could be meant."""
+    """Return the code that opens a debugger. It names the run unless only one run can be meant."""
     argument = "" if rank is None else f"rank={rank}"
     known = run_registry.runs()
     others = [each for each in known if run is not None and each.id != run.id and (each.ended is None or each.held)]

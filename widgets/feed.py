@@ -1,4 +1,4 @@
-"""The base of widgets with growing data: a message with everything, then messages with what is new."""
+"""The base class of widgets with growing data, which send everything once, and then only new data."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from notebook_accelerate.widgets.front_end import front_end
 from notebook_accelerate.widgets.panel_output import RepeatTimes
 
 REFRESH_AGES = (0.4, 1.0, 2.0, 4.0, 8.0)
-"""A view that is opened while the kernel is busy cannot ask for the messages it missed. Everything is therefore sent
-again at these ages of a widget, in seconds."""
+"""The ages of a widget, in seconds, at which everything is sent again, because a view that is opened while the kernel
+is busy cannot ask for the messages that it missed."""
 
 
 class Feed(anywidget.AnyWidget):
@@ -38,7 +38,7 @@ class Feed(anywidget.AnyWidget):
         self.on_msg(self._on_message)
 
     def _on_message(self, _: Any, content: Any, __: Any) -> None:
-        # This is called on any thread, so it only records the message.
+        # Only record the message, because this may be called on any thread.
         kind = content.get("kind") if isinstance(content, dict) else None
         if kind == "hello":
             self._full_requested = True
@@ -51,6 +51,6 @@ class Feed(anywidget.AnyWidget):
         return self._repeats.due(now) or requested
 
     def _send_message(self, kind: str, content: dict[str, Any]) -> None:
-        """Send a message of a kind, "full" or "delta"."""
+        """Send a message. Its kind is "full" or "delta"."""
         self._seq += 1
         setattr(self, kind, {"seq": self._seq, "prev": self._seq - 1, **content})

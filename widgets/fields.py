@@ -21,9 +21,9 @@ class Field:
     """One field of a dataclass."""
 
     name: str
-    """Its name."""
+    """The name of the field."""
     label: str
-    """The text before its input, usually its name."""
+    """The text before the input, usually the name."""
     kind: str
     """A key of ``TEXT_FORMATS``, or flag, choice, nested or code."""
     optional: bool
@@ -31,7 +31,7 @@ class Field:
     default: Any
     """The default, a new value of its factory, or ``dataclasses.MISSING`` if a value is required."""
     help: str
-    """The first paragraph of its help text, and the variable that sets it."""
+    """The first paragraph of the field's help text, followed by the variable that sets the field."""
     choices: tuple[Any, ...] = ()
     """The allowed values, if they are known."""
     nested: type[Any] | None = None
@@ -65,7 +65,7 @@ class Field:
 
 
 class FieldError(ValueError):
-    """Raised when a text is not a valid value of its field."""
+    """Raised when a text is not a valid value of a field."""
 
 
 # ---- from a dataclass to its fields
@@ -126,7 +126,7 @@ def _field(cls: type[Any], entry: dataclasses.Field[Any], choices: Sequence[Any]
 
 
 def _kind(members: list[Any], allowed: Sequence[Any]) -> dict[str, Any]:
-    """Return the kind, and its other attributes, for the types of a union without None."""
+    """Return the field's kind and the attributes that belong to it, given the types of a union without None."""
     members = [member for member in members if member is not _UNKNOWN] or members
     if allowed:
         return {"kind": "choice", "choices": tuple(allowed)}
@@ -218,7 +218,7 @@ def summary(cls: type[Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TextFormat:
-    """How values of one kind are written in a text box."""
+    """The conversion of values of one kind to and from the text in a text box."""
 
     parse: Callable[[str, Field], Any] = lambda text, _: text
     """Converts a non-empty text to a value; raises FieldError if the text is not allowed."""
@@ -231,7 +231,7 @@ class TextFormat:
 
 
 def _converter(convert: Callable[[str], Any], what: str, example: str) -> Callable[[str, Field], Any]:
-    """Return a ``parse`` function that calls ``convert``. Its error message names ``what`` and an ``example``."""
+    """Return a ``parse`` function that calls ``convert``. Its error message contains ``what`` and an ``example``."""
 
     def parse(text: str, field: Field) -> Any:
         try:
@@ -247,13 +247,13 @@ def _lines(text: str) -> list[str]:
 
 
 def _assignments(value_of: Callable[[str], Any], text_of_value: Callable[[Any], str]) -> TextFormat:
-    """Return the format of a dict: one NAME=value per line."""
+    """Return the format of a dict, which has one NAME=value on each line."""
 
     def parse(text: str, field: Field) -> dict[str, Any]:
         values: dict[str, Any] = {}
         for number, line in enumerate(_lines(text), 1):
             name, equals, value = line.partition("=")
-            if not equals or not name.strip():  # Do not show the line, which may contain a secret.
+            if not equals or not name.strip():  # Don't show the line, because it may contain a secret.
                 raise FieldError(f"{field.name}: line {number} is not NAME=value; write one such line per entry")
             values[name.strip()] = value_of(value.strip())
         return values
@@ -275,7 +275,7 @@ def _parse_scalar(text: str, field: Field) -> Any:
 
 
 def literal(text: str) -> Any:
-    """Return the value of a Python literal. Return any other text unchanged."""
+    """Return the value of a Python literal, or any other text unchanged."""
     try:
         return ast.literal_eval(text.strip())
     except (ValueError, SyntaxError, MemoryError, RecursionError):
@@ -283,7 +283,7 @@ def literal(text: str) -> Any:
 
 
 def _as_literal(value: Any) -> str:
-    """Return the text that ``literal`` reads as ``value``, without quotes if possible."""
+    """Return the text that ``literal`` converts to ``value``, without quotes if possible."""
     return value if isinstance(value, str) and literal(value) == value else repr(value)
 
 
@@ -312,7 +312,7 @@ TEXT_FORMATS: dict[str, TextFormat] = {
     "scalar": TextFormat(parse=_parse_scalar),
     "literal": TextFormat(parse=lambda text, _: literal(text), format=_as_literal, hint="a Python literal, or a text"),
 }
-"""The kinds of value that are written as text."""
+"""The text formats of the kinds of values that are entered as text."""
 _EMPTY: dict[str, Callable[[], Any]] = {"text": str, "lines": list, "variables": dict, "mapping": dict}
 
 
@@ -339,7 +339,7 @@ def parse(field: Field, text: str) -> Any:
 
 
 def text_of(field: Field, value: Any) -> str:
-    """Return the text that ``parse`` reads as ``value``, or "" for None and for a missing value."""
+    """Return the text that ``parse`` converts to ``value``, or "" for None and for a missing value."""
     return "" if value is None or value is MISSING else TEXT_FORMATS[field.kind].format(value)
 
 

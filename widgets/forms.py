@@ -82,7 +82,7 @@ class Form:
 
     @property
     def value(self) -> Any:
-        """The dataclass's instance.
+        """The instance of the dataclass that the entries describe.
 
         Raises:
             ValueError: Some entries are not allowed; the message has a line for each.
@@ -111,7 +111,7 @@ class Form:
         for entry in self.fields.values():
             given = entry.default if value is None else getattr(value, entry.name)
             if plain is not None and given == getattr(plain, entry.name):
-                given = entry.default  # The class set this value, not the user.
+                given = entry.default  # This value was set by the class, and not by the user.
             self._put(entry, given)
 
     def _plain_instance(self) -> Any:
@@ -130,7 +130,7 @@ class Form:
                 self.nested(entry.name).load(given if present else None)
         elif entry.kind in {"flag", "choice", "code"}:
             self.entries[entry.name] = member = entry.member(given)
-            if entry.is_choice:  # An object that was set in code can be chosen again.
+            if entry.is_choice:  # Keep an object that was set in code, so that it can be chosen again.
                 self._choices[entry.name].setdefault(entry.label_of(member), member)
         else:
             self.entries[entry.name] = text_of(entry, given)
@@ -189,7 +189,7 @@ class Form:
                 errors.setdefault(name, message)
                 if name not in given:
                     break
-                del given[name]  # The next attempt finds further errors.
+                del given[name]  # Check again without this entry, to find further errors.
         return Checked(errors=errors) if errors else Checked(value=value)
 
     @property
@@ -315,7 +315,7 @@ class Checked:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part of a view, drawn by the method of ``static/forms.js`` that is named after its kind."""
+    """A part of a view, which the method of ``static/forms.js`` that is named after the part's kind draws."""
 
     kind: str
     """fields, text, button, copy, box, or tabs with a tab for each of its parts."""
@@ -353,7 +353,7 @@ class FormView(anywidget.AnyWidget):
     entries: Any = traitlets.Dict().tag(sync=True)
     """The contents of the inputs by path."""
     version: Any = traitlets.Int(0).tag(sync=True)
-    """How often ``entries`` was sent. It shows whether an entry was typed before the browser received the last ones."""
+    """The number of times ``entries`` was sent, which shows if an entry was typed before the latest ones arrived."""
     errors: Any = traitlets.Dict().tag(sync=True)
     """Errors by path."""
     suggestions: Any = traitlets.Dict().tag(sync=True)
@@ -363,7 +363,7 @@ class FormView(anywidget.AnyWidget):
     code: Any = traitlets.Unicode("").tag(sync=True)
     """The text that the copy buttons copy."""
     disabled: Any = traitlets.List().tag(sync=True)
-    """Ids of the buttons that cannot be clicked now."""
+    """The ids of the buttons that cannot be clicked now."""
 
     def __init__(
         self, forms: Mapping[str, Form], parts: Iterable[Part], on_click: Callable[[str], None] | None = None
@@ -393,7 +393,7 @@ class FormView(anywidget.AnyWidget):
                 self.entries, self.version = entries, self.version + 1
 
     def show(self, **texts: str) -> None:
-        """Show texts by key: `Markup` as HTML, other strings as text."""
+        """Show texts by key. `Markup` is shown as HTML, and other strings as text."""
         with self.one_message():
             self.texts = {**self.texts, **{key: join([text]) for key, text in texts.items()}}
 
@@ -425,7 +425,7 @@ class FormView(anywidget.AnyWidget):
 
 
 def _field_in(message: str, given: Mapping[str, Any]) -> str:
-    """Return the changed field that a message names first, preferably as ``name=``, or "" if it names none."""
+    """Return the changed field that a message names first, preferably as ``name=``, or "" if it names no such field."""
     for pattern in (r"\b{}=", r"\b{}\b"):
         positions = {name: found.start() for name in given if (found := re.search(pattern.format(name), message))}
         if positions:
@@ -459,5 +459,5 @@ def code_of(value: object, field: Callable[[str, Any], str] = lambda _, value: c
     if isinstance(value, dict):
         return "{" + ", ".join(f"{code_of(key)}: {code_of(entry)}" for key, entry in value.items()) + "}"
     plain = value.value if isinstance(value, Enum) else value
-    # JSON's escapes are also valid in Python, and formatters prefer double quotes.
+    # Use JSON's escapes, which Python accepts too, because formatters prefer double quotes.
     return json.dumps(plain, ensure_ascii=False) if isinstance(plain, str) else repr(plain)

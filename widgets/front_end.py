@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.output.replaceable_outputs import Output
 
 ANSWER_SECONDS = 10.0
-"""Seconds in which a front end reports that it has drawn a view. If the kernel could have handled a report for that
-long and none has arrived, the front end shows no live widgets. VS Code may have to load a renderer first."""
+"""Seconds to wait for a front end's report that it has drawn a view, while the kernel can handle one. A front end that
+takes longer shows no live widgets. VS Code may have to load a renderer first."""
 
 SUBSHELLS = ((7, 0), (7, 4))
 """The first ipykernel version that handles clicks on a subshell, and the first that no longer does."""
 
 
 class FrontEnd:
-    """What is known about the front end.
+    """The facts about the front end that messages from it have shown.
 
     Attributes:
         drawn: Whether it has drawn a live view.
@@ -52,7 +52,7 @@ class FrontEnd:
         return not self.drawn and self._waited >= ANSWER_SECONDS
 
     def observe(self, now: float, *, handles_messages: bool) -> None:
-        """Count the time in which a live view is shown and the kernel handles messages.
+        """Count the time during which a live view is shown and the kernel handles messages.
 
         Args:
             now: The time in seconds, on any clock.
@@ -92,12 +92,12 @@ def no_widgets(output: Output | None) -> str:
 
 @dataclass(frozen=True)
 class KernelState:
-    """What the kernel is executing.
+    """The state of the kernel that determines whether it handles clicks.
 
     Attributes:
         version: ipykernel's major and minor version.
         busy: Whether a cell is running.
-        blocked: Whether that cell blocks the main thread; otherwise it awaits.
+        blocked: Whether the running cell blocks the main thread, instead of awaiting something.
         subshell: Whether a front end has opened a subshell.
         id: The kernel's ID on the notebook's server, or "" if it is unknown.
     """
@@ -131,8 +131,8 @@ def kernel_state() -> KernelState | None:
 
 @cache
 def _kernel_id() -> str:
-    """Return this kernel's ID on its server, from the name of its connection file, or "" if it is not in that name."""
-    with suppress(Exception):  # The kernel may have been started in another way.
+    """Return this kernel's ID on its server, from the name of its connection file, or "" if the name lacks it."""
+    with suppress(Exception):  # The kernel may have been started without a connection file.
         from ipykernel.connect import get_connection_file
 
         found = re.fullmatch(r"kernel-(.+)\.json", PurePath(get_connection_file()).name)

@@ -65,7 +65,7 @@ class Panel(DocumentView):
         """Update the widget."""
 
     def _changes(self) -> bool:
-        """Return whether the view changes by itself, so that it is updated without being asked."""
+        """Return whether the view changes by itself, and must therefore be rendered at every tick."""
         return False
 
     def _can_rest(self) -> bool:
@@ -91,7 +91,7 @@ class Panel(DocumentView):
         """Show the view.
 
         Args:
-            output: The output of a cell. If None, an output of the running cell.
+            output: An output of a cell. If None, an output of the running cell.
 
         Returns:
             The output, or None outside a notebook.
@@ -103,7 +103,7 @@ class Panel(DocumentView):
 
     def _show_in(self, output: Output) -> None:
         """Show the view in the output of a cell."""
-        changes = self._changes()  # Ask before rendering, so that a later tick shows an end during it.
+        changes = self._changes()  # Ask before rendering. If the run ends during that, a later tick shows it.
         self.schedule.touch()
         self.schedule.tick()
         close_retired()
@@ -140,12 +140,12 @@ class Panel(DocumentView):
             self.schedule.tick(due=True)
 
     def _rest(self) -> None:
-        """From now on, render only what the user asks for."""
+        """Stop ticks. From now on, only what the user asks for is rendered."""
         self._shown.leave()
         ticker.suspend(self.schedule)
 
     def _show_problem(self, text: str) -> None:
-        """Show a problem, or remove the shown one if the text is ""."""
+        """Show a problem, or remove it if the text is ""."""
         if self._problem is not None:
             self._problem.value = problem(text)
 
@@ -177,7 +177,7 @@ class Panel(DocumentView):
         if self.widget is None or left <= 0 or not self._shown.in_notebook:
             self._shown.end()
             return
-        with suppress(Exception):  # The static form is shown even if this fails.
+        with suppress(Exception):  # Even if this fails, the static form is shown below.
             self._render(self._clock())
         self._shown.leave()
         timer = threading.Timer(left, self._shown.end)
@@ -186,7 +186,7 @@ class Panel(DocumentView):
 
 
 class LivePanel(Panel):
-    """A view of one run.
+    """A view of a single run.
 
     A panel that ``stays`` remains live until its kernel exits, even after the run has ended. Its static form is kept in
     a hidden output, for the saved notebook and for readers without the kernel. For other panels, only the static form
@@ -233,7 +233,7 @@ class LivePanel(Panel):
     # ---- requests to the ranks, on a thread, because a rank replies only at its next step, which may take seconds
 
     def _start_request(self, request: Callable[[], object]) -> bool:
-        """Send a request to the ranks; return False if another one is running."""
+        """Send a request to the ranks, or return False if another request is running."""
         if self._request is not None and self._request.is_alive():
             self._show_problem("The previous request is still running; wait for its reply.")
             return False
@@ -257,13 +257,13 @@ class LivePanel(Panel):
     # ---- the end
 
     def _ended(self, _: Run) -> None:
-        """Settle. This runs on the supervisor's thread, so it must not raise an error."""
+        """Settle the panel at the end of its run. Errors must not reach the supervisor's thread, which calls this."""
         with suppress(Exception):
             if self._shown:
                 self.settle()
 
     def _refer_to(self, run: Run) -> None:
-        """From now on, show ``run``, which is the same run without what the panel must not keep."""
+        """Replace the run with ``run``, the same run without the objects that the panel must not keep alive."""
         self.run = run
 
     def _failed(self, error: Exception) -> None:
@@ -276,7 +276,7 @@ class LivePanel(Panel):
             shown = self.shown
             self.close()
             return shown
-        self.schedule.tick(due=True)  # The panel of an ended run rests, but held ranks can still be asked.
+        self.schedule.tick(due=True)  # The panel of an ended run rests, even though held ranks can still be asked.
         with suppress(Exception):
             self._shown.leave()
         if self._rests:
@@ -342,7 +342,7 @@ class NewestPanels:
             before, self._panels = self._panels, [panel for panel in self._panels if panel.shown][-self._limit :]
             over = [panel for panel in before if panel not in self._panels]
         for panel in over:
-            with suppress(Exception):  # Its widgets may have been deleted.
+            with suppress(Exception):  # The panel's widgets may have been deleted already.
                 panel.close()
 
 
@@ -350,15 +350,15 @@ SETTLE_SECONDS = 3.0
 """Seconds for which a live view stays after it was shown, because ipywidgets reports errors for boxes that are removed
 before their children are drawn. If the run ends earlier, the static form beside the view already shows the end."""
 DRAWING_SECONDS = 120.0
-"""Seconds for which a front end may still be drawing a view, and would miss deleted models."""
+"""How long a front end may still be drawing a view, in seconds. Until then, the view's models must not be deleted."""
 _retired: list[tuple[float, Any]] = []
 _retiring = threading.Lock()
 _resting = NewestPanels(10)
-"""Panels of ended runs that stay live. The cells of older ones keep the static form."""
+"""The panels of ended runs that stay live. The cells of older panels keep the static form."""
 
 
 def close_retired(now: float | None = None) -> None:
-    """Close the panels that need not stay live, and delete the widgets that no front end can still be drawing.
+    """Close panels that do not have to stay live, and delete widgets that no front end can still be drawing.
 
     Args:
         now: The time in seconds on the monotonic clock. If None, the current time.

@@ -102,7 +102,7 @@ def _track(heading: Sequence[str], label: str, pieces: Sequence[str], limit: int
 
 
 def device_map_html(placed: Any) -> Markup:
-    """Return a device map, with modules as blocks on their devices. Widths show sizes; modules that move are hatched.
+    """Return a device map, with modules as blocks on their devices, and offloaded modules hatched.
 
     Args:
         placed: The result of `measure_device_map`, whose class the kernel's side must not import.
@@ -175,15 +175,15 @@ class MemoryPanel:
 # ---- the estimate before a launch
 
 _ESTIMATE = "notebook_accelerate.big_modeling.estimate"
-"""The module that estimates memory. It is loaded on first use, because it is part of the workers and needs torch."""
+"""The module that estimates memory. It is loaded on first use, because it belongs to the workers and needs torch."""
 
 
 class MemoryCheck:
-    """Compares the estimated memory of a training with the available memory.
+    """Compares the memory that training needs, according to an estimate, with the available memory.
 
     Args:
         model: An argument of `estimate_memory`: a model, a function that returns one, or a transformers configuration.
-        memory: More arguments of `estimate_memory`, such as optimizer, sequence_length, inputs.
+        memory: Further arguments of `estimate_memory`, such as optimizer, sequence_length and inputs.
     """
 
     def __init__(self, model: Any, memory: Mapping[str, Any] | None = None) -> None:
@@ -203,7 +203,7 @@ class MemoryCheck:
             plan: The plan of the launch.
             training: The training options.
             machine: The machine's hardware.
-            variables: Environment variables of the launch, which may choose the devices.
+            variables: The environment variables of the launch, which may select the devices.
         """
         available, where = _available(plan, machine, {**os.environ, **(variables or {})})
         if available is None:
@@ -331,7 +331,7 @@ def _strategy_names(plugin: Any) -> str:
 
 
 def _available(plan: LaunchPlan, machine: HardwareInfo, variables: Mapping[str, str]) -> tuple[int | None, str]:
-    """Return the available bytes, and the device if each process has its own, or "" if processes share the memory."""
+    """Return the available bytes, and the name of the device, or "" if processes share the memory."""
     if plan.accelerator in ("cpu", "mps"):
         return machine.memory_bytes, ""
     if plan.accelerator == "cuda":

@@ -39,7 +39,7 @@ def with_classes(widget: Any, *names: str) -> Any:
 
 
 def card(*children: Any) -> Any:
-    """Return the box of a run's panel, with its style sheet."""
+    """Return the outer box of a run's panel, with the style sheet."""
     import ipywidgets
 
     return with_classes(ipywidgets.VBox([style_widget(*PANEL_STYLES), *children]), "na-run", "na-card")
@@ -62,7 +62,7 @@ def notice(text: str, kind: str = "na-help") -> Markup:
 
     Args:
         text: The message.
-        kind: The CSS class, na-help or na-good.
+        kind: The CSS class of the message: na-help or na-good.
     """
     return element("span", text, class_=kind, role="status")
 

@@ -33,7 +33,7 @@ LEAVE_SECONDS = 60.0
 """The static form beside a live view is updated at these ages of the view, and then every LEAVE_SECONDS seconds."""
 HTML_AGES = tuple(float(age) for age in range(2, 61, 2))
 HTML_SECONDS = 10.0
-"""The same for a static form that is shown instead of a live view. It may have a hundred kilobytes."""
+"""The interval after HTML_AGES, for a static form that is shown instead of a live view. Its size may be 100 KB."""
 
 
 class PanelOutput:
@@ -56,7 +56,7 @@ class PanelOutput:
         self._static, self._title, self._clock, self._status = static, title, clock, status
         self._lock = threading.RLock()
         self._outputs: list[Output] = []
-        self._html: set[Output] = set()  # The outputs without a live view.
+        self._html: set[Output] = set()  # These outputs have no live view.
         self._note = ""
         self._times = RepeatTimes(LEAVE_AGES, LEAVE_SECONDS)
         self._instead = False  # Whether the static form is shown instead of the live view.
@@ -67,7 +67,7 @@ class PanelOutput:
 
     @property
     def in_notebook(self) -> bool:
-        """Whether a notebook's front end shows an output. Other clients do not name a cell in their requests."""
+        """Whether a notebook's front end shows an output. The requests of other clients do not name a cell."""
         return any(output.notebook_cell for output in self._outputs)
 
     @property
@@ -86,7 +86,7 @@ class PanelOutput:
         """
         if widget is not None:
             widget.add_class("na-live")
-        for other in list(_all):  # Do not hold the lock: another thread may run this for another view.
+        for other in list(_all):  # Don't hold the lock here, because another thread may run this for another view.
             other._forget_replaced(output)
         reason = reason or no_widgets(output)
         with self._lock:
@@ -103,7 +103,7 @@ class PanelOutput:
             self._times.start(self._clock())
 
     def _use_html(self, note: str, *, watched: bool = True) -> None:
-        """Update the static form often if a user watches it, because nothing else is shown."""
+        """Update the static form more often if a user watches it in place of a live view."""
         self._instead = True
         self._note = note or self._note
         self._times = RepeatTimes(HTML_AGES, HTML_SECONDS) if watched else RepeatTimes(LEAVE_AGES, LEAVE_SECONDS)
@@ -120,7 +120,7 @@ class PanelOutput:
                     forget(output)
 
     def update(self, now: float) -> None:
-        """Update the static form if that is due."""
+        """Update the static form if an update is due."""
         if not self._outputs:
             return
         if front_end.silent and not self._instead:
@@ -131,7 +131,7 @@ class PanelOutput:
             self.leave()
 
     def leave(self) -> None:
-        """Update the static form."""
+        """Update the static form now."""
         with self._lock:
             html, live = self._html, [output for output in self._outputs if output not in self._html]
             for outputs, form, method in ((html, self._updated, "show"), (live, self._beside, "show_static")):
@@ -161,7 +161,7 @@ class PanelOutput:
     def _beside(self) -> Bundle:
         """Return the static form for outputs that are shown with a live view."""
         static = self._updated()
-        if self._status() in ENDED:  # The report itself names its run.
+        if self._status() in ENDED:  # The report names the run itself.
             body = element("div", Markup(static["text/html"]), class_="na-left")
             return {**static, "text/html": join([style_sheet("left.css"), body])}
         moment = datetime.fromtimestamp(self._clock()).strftime("%H:%M:%S")
@@ -184,11 +184,11 @@ _all: weakref.WeakSet[PanelOutput] = weakref.WeakSet()
 
 
 class RepeatTimes:
-    """The times at which something is repeated: first at some ages, and then once per period.
+    """The times of a repeated action: first at some ages, and then once per period.
 
     Args:
         ages: The first times, in seconds after the start.
-        period: Seconds between later repetitions.
+        period: Seconds between the later ones.
     """
 
     def __init__(self, ages: Sequence[float], period: float = math.inf) -> None:
@@ -197,7 +197,7 @@ class RepeatTimes:
         self._next = math.inf
 
     def start(self, now: float) -> None:
-        """Begin at ``now``, in seconds on any clock."""
+        """Start at ``now``, in seconds on any clock."""
         self._start = now
         self.plan(now)
 

@@ -15,7 +15,7 @@ from notebook_accelerate.widgets.panel_elements import asset, script
 
 SCRIPTS = ("uPlot.iife.min.js", "feed.js", "looks.js", "plot.js")
 MAX_METRICS = 200
-"""The maximum number of metrics that are sent at a time. The filter selects others."""
+"""The maximum number of metrics that are sent at a time. Users select others with the filter."""
 MAX_BROWSER_POINTS = 400_000
 MAX_SERIES_POINTS = 2_000
 """The maximum number of points of a curve in its first message, after M4.
@@ -51,7 +51,7 @@ def chosen_ranks(text: str) -> tuple[int, ...]:
 
 
 def _message(drawn: Iterable[tuple[str, Curve]]) -> dict[str, Any]:
-    """Return a message with curves, each after the name of its metric; see ``static/plot.js``."""
+    """Return a message with curves, in the format of ``static/plot.js``, with the name of the metric before each."""
     entries: list[tuple[Any, ...]] = []
     columns: list[np.ndarray] = []
     for name, curve in drawn:
@@ -91,7 +91,7 @@ class Plot(Feed):
         self._cursors: dict[tuple[str, str], tuple[int, int]] = {}
 
     def draw(self, sources: Sequence[Source]) -> None:
-        """From now on, draw other stores.
+        """Draw other stores from now on.
 
         Args:
             sources: The stores to draw.
@@ -103,7 +103,7 @@ class Plot(Feed):
         """Draw the curves of these ranks over the envelopes, unless the user has chosen others.
 
         Args:
-            ranks: The outliers. A rank stays once it is drawn, so that curves do not appear and disappear.
+            ranks: The outliers. A rank that is drawn stays, so that curves do not appear and disappear.
         """
         self._outliers = tuple(dict.fromkeys([*self._outliers, *ranks]))[:MAX_OUTLIERS]
 
@@ -123,7 +123,7 @@ class Plot(Feed):
         """
         names = self._names()
         self._apply_choice()
-        # The first points are sent as everything, because a view could not ask a busy kernel for an earlier message.
+        # Begin with everything, because a view could not ask a busy kernel for a message that it has missed.
         if self._full_due(now) or self._filter != self.wanted or not self.full:
             self._filter = self.wanted
             self._send_full(names)
@@ -150,7 +150,7 @@ class Plot(Feed):
             self._send_message("full", _message(drawn))
 
     def _send_new(self, names: Sequence[str]) -> bool:
-        """Send the points since the last message; return False if everything has to be sent again.
+        """Send the points since the last message, or return False if everything has to be sent again.
 
         This is the case if the store has moved its points, or if an envelope replaces single ranks.
         """

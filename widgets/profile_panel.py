@@ -35,7 +35,7 @@ class ProfilePanel(Panel):
     """A profile that is shown live. The saved notebook contains its static form.
 
     Args:
-        profile: The profile to show. The panel does not keep it.
+        profile: The profile to show, which the panel does not keep.
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -51,7 +51,7 @@ class ProfilePanel(Panel):
         return "Profile"
 
     def document(self) -> Section:
-        """Return the profile."""
+        """Return the static form of the profile."""
         return self._document
 
     def _release(self) -> None:
@@ -60,7 +60,7 @@ class ProfilePanel(Panel):
 
     @staticmethod
     def parts(profile: Profile, view: TimelineView) -> list[Any]:
-        """Return the widgets of a profile, from the top.
+        """Return the widgets of a profile, in order from the top.
 
         Args:
             profile: The profile to show.
@@ -117,13 +117,13 @@ class ProfileSection:
         self.run, self._changed = run, changed
         self.profile: Profile | None = None
         self.recording = False
-        self._status: Any = None  # It is created at the first click, because most panels never show a profile.
+        self._status: Any = None  # Created at the first click, because most panels never show a profile.
         self.widget: Any = with_classes(ipywidgets.VBox(), "na-profile")
         self._parts: list[Any] = []
         self._static = Markup()
 
     def start(self) -> None:
-        """Record the next steps, and show them when they are complete. Return immediately."""
+        """Start to record the next steps, which are shown when they are complete."""
         if self.recording:
             return
         self.recording = True
@@ -187,16 +187,16 @@ MAX_EVENTS = 3_000_000
 MAX_NAME = 300
 """The maximum number of characters of a name or a detail that are sent."""
 TICKS = 2**32 - 1
-"""The number of parts of the span in which starts of events are sent. If the span is 10 s, a part is 2.3 ns."""
+"""The number of ticks into which the span is divided for the starts of events. For 10 s, a tick is 2.3 ns."""
 
 
 class TimelineView(anywidget.AnyWidget):
-    """Tracks of events on one clock, with zoom, search and the waits of ranks for each other.
+    """A timeline with zoom, search, and arrows for the waits of ranks.
 
-    It holds all its data, so it works while the kernel is busy.
+    The view holds all its data, so that it works while the kernel is busy.
 
     Args:
-        timeline: The timeline.
+        timeline: The timeline to show.
     """
 
     _esm = script(*SCRIPTS)
@@ -215,7 +215,7 @@ class TimelineView(anywidget.AnyWidget):
 def encode(timeline: Timeline, limit: int = MAX_EVENTS) -> dict[str, Any]:
     """Return the data of a timeline that a view needs: texts, and columns of events as bytes in little-endian order.
 
-    The events are in the order of tracks, then depth, then start; ``tracks`` has the number of events of each depth.
+    Events are sorted by track, then by depth, then by start. ``tracks`` has the number of events of each depth.
     ``start`` is uint32 in units of ``tick`` microseconds, ``duration`` float32 in microseconds, ``name`` uint16 (or
     uint32 if there are more than 65,536 names), ``category`` uint8. ``looks`` has the title and the colours, in a light
     and in a dark theme, of each category. ``waits`` has two int32 for each: the event that waits and the one that it
@@ -223,9 +223,9 @@ def encode(timeline: Timeline, limit: int = MAX_EVENTS) -> dict[str, Any]:
     ``steps`` has four float64: rank, start, end, number.
 
     Args:
-        timeline: The timeline.
-        limit: The maximum number of events. If there are more, the shortest are left out, except collectives.
-            ``shortest`` is the duration below which they are left out.
+        timeline: The timeline to encode.
+        limit: The maximum number of events. If there are more, those shorter than ``shortest`` are left out, except
+            collectives.
     """
     shortest = _shortest(timeline.tracks, limit)
     collective = timeline.categories.index("collective") if "collective" in timeline.categories else -1
@@ -264,7 +264,7 @@ def _shortest(tracks: Sequence[Track], limit: int) -> float:
 
 
 def _order(track: Track, shortest: float, collective: int) -> np.ndarray:
-    """Return the indices of the events of a track that are sent, in their order."""
+    """Return the indices of the events of a track that are sent, in the order of sending."""
     order = np.argsort(np.asarray(track.depth), kind="stable")
     if not shortest:
         return order
@@ -287,7 +287,7 @@ def _column(timeline: Timeline, orders: Sequence[np.ndarray], name: str, kind: s
 
 
 def _waits(timeline: Timeline, orders: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the places of each wait's two events in the columns, as an array of shape (n, 2)."""
+    """Return the indices of each wait's two events in the columns, as an array of shape (n, 2)."""
     places, first = [], 0
     for track, order in zip(timeline.tracks, orders, strict=True):
         place = np.full(len(track), -1)

@@ -1,4 +1,4 @@
-"""How often views are rendered.
+"""Decide when views are rendered.
 
 Views never run on the thread that supervises a run. The thread of `ticker` checks the stores, and renders the views of
 those that have changed. It exists while there are live views. A view that fails is closed with a warning; the run is
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PERIOD = 0.2
 """The shortest time between two renders of a view, in seconds."""
 IDLE_PERIOD = 1.0
-"""Seconds between two renders without events, because elapsed times and silences still change."""
+"""Seconds between two renders without events, because elapsed and silent times still change."""
 REST, LONGEST_REST = 24.0, 3.0
 """After a round of renders, the thread sleeps for REST times its CPU time, but at most for LONGEST_REST seconds."""
 
@@ -34,7 +34,7 @@ class RenderSchedule:
     """Renders a view when one of its stores has changed, at most five times a second.
 
     Args:
-        stores: The stores whose changes are rendered; `watch` adds more.
+        stores: The stores whose changes are rendered. `watch` adds more.
         render: Called with the time on the views' thread, never concurrently.
         failed: Called once with the error that closed the schedule.
         clock: Returns the time in seconds. Tests pass a fake clock.
@@ -49,7 +49,7 @@ class RenderSchedule:
     ) -> None:
         self._render, self._failed, self._clock = render, failed, clock
         self._stores = list(stores)
-        self._rendered = 0  # The number of changes of the stores.
+        self._rendered = 0  # The number of the stores' changes that were rendered.
         self._touched = True
         self._last = float("-inf")
         self._lock = threading.RLock()
@@ -61,14 +61,14 @@ class RenderSchedule:
             self._stores.append(store)
 
     def touch(self, *_: Any) -> None:
-        """Record a change outside the stores. This may be called on any thread, and costs one assignment."""
+        """Record a change outside the stores, on any thread. This takes only one assignment."""
         self._touched = True
 
     def tick(self, *, due: bool = False) -> bool:
-        """Render if it is due, and return whether it was.
+        """Render if that is due, and return whether it was.
 
         Args:
-            due: Whether to render even if it is not due.
+            due: Whether to render in any case.
         """
         with self._lock:
             now = self._clock()
@@ -86,7 +86,7 @@ class RenderSchedule:
 
     def _fail(self, error: Exception) -> None:
         self.close()
-        with suppress(Exception):  # the warning below reports the first error
+        with suppress(Exception):  # The warning below reports the first error.
             self._failed(error)
         text = f"a panel stopped updating: {type(error).__name__}: {error}; the run continues"
         with warnings.catch_warnings():
@@ -94,7 +94,7 @@ class RenderSchedule:
             warnings.warn(text, stacklevel=2)
 
     def close(self) -> None:
-        """Stop rendering. Wait for a running render, unless that is the caller."""
+        """Stop rendering. Wait for a render that is running, unless it is the caller."""
         with self._lock:
             self.closed = True
 
@@ -134,14 +134,14 @@ class Ticker:
         with self._lock:
             thread = self._thread if all(other.closed for other in self._schedules) else None
         if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout=2.0)  # The thread may be rendering another panel.
+            thread.join(timeout=2.0)  # The thread may still be rendering another panel.
 
     def _main(self) -> None:
         while schedules := self._open():
             begin, before = time.monotonic(), time.thread_time()
             for schedule in schedules:
                 schedule.tick()
-            with suppress(Exception):  # These names are private in ipykernel.
+            with suppress(Exception):  # The names below are private in ipykernel.
                 _restore_busy_indicator()
             # Sleep at least as long as the round took, for slow front ends and busy machines. The panels of hundreds
             # of ranks then use at most a twentieth of a core.
@@ -152,7 +152,7 @@ class Ticker:
     def _open(self) -> list[RenderSchedule]:
         with self._lock:
             self._schedules = [schedule for schedule in self._schedules if not schedule.closed]
-            # While the process exits, pyzmq refuses large messages, and static forms replace the views.
+            # While the process exits, pyzmq refuses large messages, but static forms replace the views anyway.
             if not self._schedules or not threading.main_thread().is_alive():
                 self._thread = None
                 return []
@@ -173,7 +173,7 @@ def _restore_busy_indicator() -> None:
         return
     cell = kernel.get_parent()
     _report(kernel, "busy", cell)
-    if not _is_misreported(kernel_state()):  # The cell has ended, and its own "idle" may have come first.
+    if not _is_misreported(kernel_state()):  # The cell's own "idle" may have come first.
         _report(kernel, "idle", cell)
 
 

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 MAX_SHOWN = 64
 MAX_CARDS = 8
-"""The maximum number of ranks with a card each. More ranks are shown with two figures each."""
+"""The maximum number of ranks with a card each. If there are more, each rank is shown with two figures."""
 
 
 class ResourceStrip(LivePanel):
-    """The use of each rank: percent of one core, memory (PSS, so that ranks add up), and its GPU if it has one.
+    """The resources that each rank uses: percent of one core, memory (PSS, so that ranks add up), and its GPU if any.
 
     Args:
         run: The run to watch.

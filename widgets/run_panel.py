@@ -1,4 +1,4 @@
-"""The panel that displaying a run shows."""
+"""The panel that is shown when a run is displayed."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ RANK_TABS = ("Ranks", "Step time", "Sharding")
 
 
 class RunPanel(LivePanel):
-    """A header with buttons, what needs the user, resources, curves, ranks, step times, shards, logs, errors and setup.
+    """The panel of a run: header, notices, resources, curves, ranks, step times, shards, logs, errors and setup.
 
     Args:
         run: The run to watch.
@@ -166,7 +166,7 @@ class RunPanel(LivePanel):
         ]
 
     def _render_ranks(self, now: float, seen: RunSnapshot) -> None:
-        """Update the parts that grow with the ranks, most of them once a second if the ranks are many or hidden."""
+        """Update the parts that grow with the number of ranks. Most wait a second if ranks are many or hidden."""
         run, many = self.run, len(seen.ranks) > MANY
         due = now >= self._ranks_due or run.ended is not None or (self._shows_ranks() and not many)
         show = self.sections.show
@@ -186,7 +186,7 @@ class RunPanel(LivePanel):
         show("sharding", reports, lambda: run_sections.sharding(reports))
 
     def _shows_ranks(self) -> bool:
-        """Return whether the open tab shows ranks, according to the last report of the browser."""
+        """Return whether the open tab shows ranks, according to the browser's last report."""
         selected = self._tabs.selected_index
         return selected is not None and TABS[selected] in RANK_TABS
 
@@ -197,7 +197,7 @@ class RunPanel(LivePanel):
         self._render_soon()
 
     def _act(self, action: str) -> None:
-        """Do what a click on a button does."""
+        """Do the same as a click on a button."""
         name, _, number = action.partition(" ")
         if number:
             for other in [other for other in self._earlier if str(other.id) == number]:
@@ -230,7 +230,7 @@ class RunPanel(LivePanel):
 
 
 def _earlier_of_cell(run: Run) -> list[Run]:
-    """Return the runs that still last but whose panels are gone, because their cell was executed again.
+    """Return the runs that are still running, but whose panels are gone because their cell was executed again.
 
     Only this kernel has launched runs from its cells, so the records of other runs are not read.
     """
@@ -257,9 +257,9 @@ def _reached(row: ActionRow, *, reached: bool) -> ActionRow:
 FIRST_LINES = 500
 """The maximum number of lines per rank in a message with everything."""
 NEW_LINES = 200
-"""The maximum number of lines per rank in one update, which are the last ones."""
+"""The maximum number of lines per rank in one update. Only the last lines are sent."""
 ALL_FIRST_LINES, ALL_NEW_LINES = 8_000, 1_600
-"""The same limits for all ranks together. The more ranks there are, the fewer lines each one has."""
+"""The same limits for all ranks together, so that each rank has fewer lines if there are many ranks."""
 MAX_LINE = 4_000
 """The maximum number of characters of a line that are shown."""
 
@@ -268,7 +268,7 @@ class LogView(Feed):
     """The output lines of all ranks, with the newest at the end.
 
     Args:
-        run: The run.
+        run: The run whose output is shown.
     """
 
     _esm = script("feed.js", "logs.js")
@@ -282,7 +282,7 @@ class LogView(Feed):
     def update(self, now: float) -> None:
         """Send the new lines, or the latest lines of all ranks if a view asked for them or may have missed some."""
         total = internals(self.run).store.log_total
-        # The first lines are sent as everything, because a view could not ask a busy kernel for an earlier message.
+        # Begin with everything, because a view could not ask a busy kernel for a message that it has missed.
         first = not self.full and total > 0
         if self._full_due(now) or first:
             self._send_lines("full", min(FIRST_LINES, self._per_rank(ALL_FIRST_LINES)))

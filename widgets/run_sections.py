@@ -57,7 +57,7 @@ def progress(now: RunSnapshot) -> Drawing:
 
 
 def _figures(done: Progress, *, moves: bool) -> list[Markup]:
-    """Return rate, epoch, step, share and time left, as far as they are known. A run that is held has no rate."""
+    """Return rate, epoch, step, share and remaining time, as far as they are known. A held run has no rate."""
     parts = []
     if done.rate is not None and moves:
         unit = "steps/s" if done.label == "step" else "per second"
@@ -79,7 +79,7 @@ def _left(done: Progress) -> str:
 
 
 def verdict(now: RunSnapshot) -> Text:
-    """Return the sentence about stragglers."""
+    """Return a sentence about the ranks that the others wait for."""
     return Text(lines=(now.verdict,) if now.verdict else (), tone="warned" if now.warned else "verdict")
 
 
@@ -104,6 +104,6 @@ _NO_SHARDS = (
 
 
 def errors(run: Run) -> Node:
-    """Return the failures, grouped by rank, at their cell lines."""
+    """Return the failures with their lines in cells, grouped by rank."""
     found = errors_html(run)
     return Drawing(html=found) if found else Text(lines=("No rank has failed.",), tone="empty")

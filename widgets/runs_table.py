@@ -35,24 +35,24 @@ if TYPE_CHECKING:
 
 
 MAX_OVERLAID = 16
-"""The maximum number of runs whose curves are drawn. Eight colours, solid and dashed, tell them apart."""
+"""The maximum number of runs whose curves are drawn, in eight colours, solid and dashed."""
 OPENING_SECONDS = 0.2
 """Seconds that an update may spend on opening kept runs."""
 TABLE_SECONDS = 1.0
-"""Seconds between two updates of the table while no run starts, ends or changes its state."""
+"""Seconds between two updates of the table if no run starts, ends or changes its state."""
 
 
 class RunsTable(Panel):
     """Runs with their arguments, differing settings, last and best metrics, and their curves in one plot.
 
-    A displayed table is updated at most five times a second while a run lasts. In the browser, a click on a column's
+    A displayed table is updated at most five times a second while any run is running. A click on a column's
     head sorts it, and a regular expression filters it. Each row has the button Open and, while its run lasts, Stop.
 
     Args:
         chosen: The runs to show, or their IDs. If None, all runs of this kernel, even those launched later. Any object
             with the attributes of `compared_run.ComparedRun` is a run. The plot overlays the latest 16 of them; a
             button hides or shows each. Of `KeptRuns`, those 16 are opened once the table is displayed.
-        clock: Seconds since the epoch; a fake one in tests.
+        clock: Returns the time in seconds since the epoch. Tests pass a fake clock.
 
     Raises:
         ValueError: A chosen ID belongs to no run.
@@ -67,7 +67,7 @@ class RunsTable(Panel):
         self.runs = _picked(chosen)
         self._values = BestValues()
         self._clicks: deque[tuple[str, str]] = deque()
-        self._open: tuple[int | str, RunPanel] | None = None  # with the id of its row
+        self._open: tuple[int | str, RunPanel] | None = None  # The second argument is the id of the row.
         self._states: list[Any] = []
         self._table_due = float("-inf")
         super().__init__([internals(run).store for run in map(opened, self.runs) if run is not None], clock)
@@ -92,13 +92,13 @@ class RunsTable(Panel):
         return "Kept runs" if self._is_kept else "Runs of this kernel"
 
     def refresh(self) -> None:
-        """Read the runs again. A displayed table does so by itself while a run lasts."""
+        """Read the runs again. A displayed table does so by itself while any run is running."""
         self.schedule.tick(due=True)
 
     # ---- while runs last
 
     def _draw_curves(self) -> None:
-        """Draw the latest runs, in colours that the table repeats."""
+        """Draw the curves of the latest runs, in colours that the table also shows."""
         self._overlaid = self.runs[-MAX_OVERLAID:]
         self.plot.order = [label_of(run) for run in self._overlaid]
         self.plot.draw(_sources(self._overlaid))
@@ -139,7 +139,7 @@ class RunsTable(Panel):
             self._open[1].schedule.tick()
 
     def _changes(self) -> bool:
-        """Return whether a run lasts, or kept runs are being opened."""
+        """Return whether a run is running, or kept runs are being opened."""
         lasts = any(run.ended is None for run in map(opened, self.runs) if run is not None)
         return lasts or (self.shown and bool(self._unopened()))
 
@@ -148,10 +148,10 @@ class RunsTable(Panel):
 
     def _rest(self) -> None:
         super()._rest()
-        for index, run in enumerate(self.runs):  # Change it in place, because another thread may add a run.
+        for index, run in enumerate(self.runs):  # Change the list in place, because another thread may add a run.
             if isinstance(run, Run) and run.ended is not None and not run.held:
                 self.runs[index] = without_results(run)
-        if self.shown and self._changes():  # a run was launched during the last render
+        if self.shown and self._changes():  # A run was launched during the last render.
             ticker.add(self.schedule)
 
     def _update_grid(self, now: float) -> None:
@@ -163,7 +163,7 @@ class RunsTable(Panel):
 
     @property
     def table(self) -> Table:
-        """The table as it is now, with the latest run first."""
+        """The table in its current state, with the latest run first."""
         names = shown_names(_sources(self.runs))[: run_comparison.MAX_METRICS]
         places = {id(run): place for place, run in enumerate(self.runs[-MAX_OVERLAID:])}
         entries = [
@@ -181,7 +181,7 @@ class RunsTable(Panel):
         return run_comparison.runs_table(entries, empty, sortable=True)
 
     def _actions(self, run: ComparedRun | KeptRow) -> tuple[Action, ...]:
-        """Return the buttons of a row. Open comes first: its button stays where Stop goes."""
+        """Return the buttons of a row. Open comes first, because it stays when Stop goes."""
         if isinstance(run, KeptRow) and run.is_broken:
             return ()
         which, known = label_of(run), opened(run)
@@ -194,7 +194,7 @@ class RunsTable(Panel):
     # ---- clicks
 
     def _on_action(self, key: str, action: str) -> None:
-        self._clicks.append((key, action))  # This is called on any thread.
+        self._clicks.append((key, action))  # This may be called on any thread.
         self._render_soon()
 
     def _handle_clicks(self) -> None:
@@ -222,7 +222,7 @@ class RunsTable(Panel):
         shown, self._open = self._open, None
         if shown is not None:
             self._opened.children = []
-            with suppress(Exception):  # Its widgets may have been deleted.
+            with suppress(Exception):  # The table's widgets may have been deleted already.
                 shown[1].close()
 
     _release = _close_panel
@@ -241,7 +241,7 @@ class RunsTable(Panel):
 
     @property
     def rows(self) -> list[list[str]]:
-        """The table as a head and a row for each run, latest first. Settings that all runs share are left out."""
+        """The table as a head and a row for each run, latest first, without the settings that all runs share."""
         table = self.table
         return [[column.title for column in table.columns], *([str(cell) for cell in row.cells] for row in table.rows)]
 
@@ -254,7 +254,7 @@ class RunsTable(Panel):
         if no_widgets(output):
             self._open_kept(math.inf)
         super()._show_in(output)
-        if self._changes() and not self.closed:  # kept runs are opened once the table is shown
+        if self._changes() and not self.closed:  # Kept runs are opened once the table is shown.
             ticker.add(self.schedule)
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""Documents and tables that are updated while they are shown. An update sends only what has changed."""
+"""Documents and tables whose updates, while they are shown, send only what has changed."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class LiveDocument:
     """The widgets of a document, one for each of its nodes. An update sends the nodes and the cells that have changed.
 
     Args:
-        nodes: The names of the nodes, in their order.
-        tables: Which of them are tables.
+        nodes: The names of the nodes, in order.
+        tables: The names of the nodes that are tables.
 
     Attributes:
         widgets: The widgets by name.
@@ -34,11 +34,11 @@ class LiveDocument:
         self._shown: dict[str, object] = {}
 
     def update(self, now: float, document: Section, *, complete: bool = False) -> None:
-        """Show a document.
+        """Show a document in place of the previous one.
 
         Args:
             now: The time in seconds, on any clock that does not go back.
-            document: The document, which always has the same number of nodes.
+            document: The document to show, which must always have the same number of nodes.
             complete: Whether this may be the last update; see `TableView.update`.
         """
         for name, node in zip(self.widgets, document.nodes, strict=True):
@@ -55,7 +55,7 @@ class LiveDocument:
 
         Args:
             name: The name of the node.
-            content: The state on which the node depends; if it is unchanged, nothing is rendered.
+            content: The state that the node depends on. If it is unchanged, nothing is rendered.
             view: Returns the node.
         """
         if name not in self._shown or self._shown[name] != content:
@@ -66,8 +66,8 @@ class LiveDocument:
 class TableView(Feed):
     """A live table; see ``static/table.js``.
 
-    Folds are opened in the browser, and a busy kernel does not learn of it. Closed groups are therefore updated, too,
-    but less often.
+    Folds are opened in the browser, which a busy kernel does not notice. Closed groups are therefore updated too, but
+    less often.
 
     Args:
         on_action: Called with the key of a row and the id of its action that was clicked, on any thread.
@@ -89,7 +89,8 @@ class TableView(Feed):
 
         Args:
             now: The time in seconds, on any clock that does not go back.
-            build: Returns the table, with (True) or without the rows of the throttled group, which then keeps its rows.
+            build: Returns the table with (True) or without (False) the rows of the throttled group. Without them, the
+                group keeps its rows.
             complete: Whether to send all rows, and everything instead of a delta, because this may be the last update.
         """
         whole = self._full_due(now)
@@ -162,7 +163,7 @@ def _cell(cell: str | Cell) -> Any:
 
 
 def _changes(old: Table, new: Table) -> dict[str, Any]:
-    """Return the message that turns one table into another; {} if they are equal."""
+    """Return the message that turns one table into another, or {} if they are equal."""
     before = {group.key: group for group in old.groups}
     groups = [change for group in new.groups if len(change := _group_changes(before.get(group.key), group)) > 1]
     keys = [group.key for group in new.groups]
@@ -171,7 +172,7 @@ def _changes(old: Table, new: Table) -> dict[str, Any]:
 
 
 def _group_changes(old: Group | None, new: Group) -> dict[str, Any]:
-    """Return the key of a group, and its changes."""
+    """Return the key of a group, and the changes in the group."""
     if old is None:
         return _complete(new)
     found: dict[str, Any] = {"key": new.key}

@@ -1,4 +1,4 @@
-"""The training options: the arguments of an Accelerator that a form can show."""
+"""The training options: the arguments of an `Accelerator` that a form can show."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from notebook_accelerate.config.settings import setting, settings_of
 from notebook_accelerate.widgets.fields import fields_of, groups_of
 
 DYNAMO_KEYS = {each.name: str(each.option) for each in settings_of(TorchDynamoPlugin).values()}
-"""Fields of TorchDynamoPlugin, and their names in a configuration file."""
+"""The fields of `TorchDynamoPlugin`, and their names in a configuration file."""
 _DATA = "Data, projects, compilation"
 _ARGUMENTS = "Arguments of torch and fp8 recipes"
 _SHARDED = "Sharded and parallel training"
@@ -35,7 +35,7 @@ _SHARDED = "Sharded and parallel training"
 
 @dataclass(kw_only=True)
 class TrainingOptions:
-    """Options of the training in a form: arguments of `Accelerator`, or handlers that are passed to it.
+    """The training options of a form: arguments of `Accelerator`, or handlers that are passed to it.
 
     Raises:
         ValueError: A value is not allowed, or two options are mutually exclusive.
@@ -46,13 +46,13 @@ class TrainingOptions:
     gradient_accumulation_steps: int = setting(1)
     """Number of batches per optimizer step."""
     gradient_accumulation_plugin: GradientAccumulationPlugin | None = setting(group=_DATA)
-    """How gradients are accumulated, in detail."""
+    """Settings of gradient accumulation. If None, ``gradient_accumulation_steps`` applies."""
     dataloader_config: DataLoaderConfiguration | None = setting(group=_DATA)
-    """How data loaders divide their data among ranks. If None, the defaults."""
+    """Settings of data loaders, such as how they divide their data among ranks. If None, the defaults."""
     project_config: ProjectConfiguration | None = setting(group=_DATA)
     """Folders for checkpoints and logs. If None, they are not set."""
     dynamo_plugin: TorchDynamoPlugin | None = setting(group=_DATA)
-    """How ``torch.compile`` compiles models. If None, models are not compiled."""
+    """Settings of ``torch.compile``. If None, models are not compiled."""
     log_with: list[str] | None = setting(group=_DATA)
     """Experiment trackers: all, aim, tensorboard, wandb, comet_ml, mlflow, trackio, clearml, dvclive, swanlab."""
     step_scheduler_with_optimizer: bool = setting(True, group=_DATA)
@@ -190,5 +190,5 @@ class TrainingOptions:
 HANDLERS = {
     entry.name: entry.nested for entry in fields_of(TrainingOptions, names=dict(groups_of(TrainingOptions))[_ARGUMENTS])
 }
-"""Fields that are passed as ``kwargs_handlers``, and their classes."""
+"""The fields that are passed as ``kwargs_handlers``, and their classes."""
 _HANDLED = {"batch_size", "gradient_accumulation_steps", "gradient_accumulation_plugin", *HANDLERS}

@@ -1,4 +1,4 @@
-"""Detect devices without creating a context, and notebook hosts: Jupyter, Colab, Kaggle and VS Code."""
+"""Detect devices, without creating a context on them, and the notebook host: Jupyter, Colab, Kaggle or VS Code."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ def own_address(target: str, port: int) -> str:
     """Return this machine's address on the route to another machine, or "" if there is no route."""
     try:
         family, _, _, _, endpoint = socket.getaddrinfo(target, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # Connecting a datagram socket sends nothing.
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # A datagram socket sends nothing when it is connected.
             probe.connect(endpoint)
             return str(probe.getsockname()[0])
     except OSError:
@@ -47,7 +47,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 _LOOPBACK_SECONDS = 1.0
 _NOT_LOOPBACK = (errno.EADDRINUSE, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
-"""Connection errors that do not mean that the interface fails: this machine has run out of ports or descriptors."""
+"""Connection errors with another cause than the interface: this machine has run out of ports or descriptors."""
 
 
 def loopback_problem() -> str:

@@ -76,7 +76,7 @@ def _container_cores() -> int | None:
 
 
 def machine_memory() -> tuple[int, int]:
-    """Return the total and the available CPU memory in bytes, within all limits of this process's control groups."""
+    """Return the total and the available CPU memory in bytes, within the limits of this process's control groups."""
     total, available = system_memory()
     for limit, used in _memory_limits():
         total, available = min(total, limit), min(available, max(0, limit - used))
@@ -112,7 +112,7 @@ def system_memory() -> tuple[int, int]:
 
     try:
         memory = psutil.virtual_memory()
-    except OSError:  # There is no /proc.
+    except OSError:  # This system has no /proc.
         page = os.sysconf("SC_PAGE_SIZE")
         return os.sysconf("SC_PHYS_PAGES") * page, os.sysconf("SC_AVPHYS_PAGES") * page
     return int(memory.total), int(memory.available)

@@ -21,7 +21,7 @@ from notebook_accelerate.hardware import device_table, nvml, tpu_environment, ve
 _PROBE_SECONDS = 60
 
 
-# These variables change a count, in addition to the variables of the rows.
+# Variables that change a count, in addition to the variables in the rows of `device_table`.
 _OTHER_VARIABLES = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "TPU_ACCELERATOR_TYPE")
 
 
@@ -33,7 +33,7 @@ def count(device_type: str, environment: Mapping[str, str] | None = None) -> int
         environment: The environment variables of that process. Defaults to this process's environment.
 
     Returns:
-        The number. It is cached for each combination of the variables that restrict it.
+        The number of devices, cached for each combination of the variables that restrict it.
     """
     if device_type == "cpu":
         return 1
@@ -65,7 +65,7 @@ def _nvidia_driver() -> bool:
 
 
 def _visible_cuda(variable: str | None, physical: int) -> int:
-    """Apply CUDA_VISIBLE_DEVICES as the CUDA driver does: the list ends at the first invalid entry.
+    """Count the GPUs in CUDA_VISIBLE_DEVICES as the CUDA driver does: the list ends at the first invalid entry.
 
     Source: CUDA C++ Programming Guide, "CUDA Environment Variables".
     """
@@ -99,7 +99,7 @@ def _visible_uuids(entries: list[str]) -> int:
 
 
 def _rocm(env: Mapping[str, str]) -> int:
-    """Count the nodes of AMD's kernel driver that are GPUs. CPUs are nodes with gpu_id 0."""
+    """Count the nodes of AMD's kernel driver that are GPUs. Nodes with gpu_id 0 are CPUs."""
     ids = [_read_line(path) for path in _paths("/sys/class/kfd/kfd/topology/nodes/*/gpu_id")]
     physical = sum(identifier not in {"", "0"} for identifier in ids)
     for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
@@ -135,7 +135,7 @@ def _xla(env: Mapping[str, str]) -> int:
 
 
 def _tpu(env: Mapping[str, str]) -> int:
-    """Count TPUs as torch_tpu does. If a container hides the bus, use the type that Colab and Kaggle set."""
+    """Count TPUs as torch_tpu does or, if a container hides the bus, by the type that Colab and Kaggle set."""
     if not _installed("torch_tpu"):
         return 0
     return _visible_chips(len(tpu_environment.pci_generations()) or tpu_environment.chips_of_host(env), env)
@@ -146,7 +146,7 @@ def _tpu_chips(env: Mapping[str, str]) -> int:
     chips = sum(_read_line(path) == "0x1ae0" for path in google)
     if not chips and Path("/dev/vfio/vfio").exists() and env.get("TPU_ACCELERATOR_TYPE"):
         chips = len(_paths("/dev/vfio/[0-9]*"))
-    # A container may hide the devices, but the type that Colab and Kaggle set is visible.
+    # If a container hides the devices, use the type that Colab and Kaggle set.
     return _visible_chips(chips or tpu_environment.chips_of_host(env), env)
 
 
@@ -178,7 +178,7 @@ def _device_files(device_type: str, env: Mapping[str, str], pattern: str = "") -
 
 
 def _count_listed(value: str | None, physical: int) -> int:
-    """Return how many of ``physical`` devices a list such as "0,2" or "0-3" selects. None selects all of them."""
+    """Return how many of ``physical`` devices a list such as "0,2" or "0-3" selects. If None, all of them."""
     if value is None or value.strip().lower() == "all":
         return physical
     seen: set[int] = set()
@@ -209,7 +209,7 @@ def _installed(module: str) -> bool:
 def _probe(code: str, env: Mapping[str, str]) -> int:
     """Run ``code`` in a child process, which may initialise a driver, and return the number that it prints.
 
-    The child has this process's variables, except that the variables that restrict devices come from ``env``.
+    The child has the variables of this process, except for those that restrict devices, which come from ``env``.
     """
     restricting = {name for row in device_table.ROWS for name in row.visible_variables}.union(_OTHER_VARIABLES)
     others = {name: value for name, value in os.environ.items() if name not in restricting}

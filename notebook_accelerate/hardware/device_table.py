@@ -116,14 +116,14 @@ def _tpu_device() -> torch.device:
 
 
 def xla_device() -> torch.device:
-    """Return this process's XLA device. The first call decides how the machine's devices are divided.
+    """Return this process's XLA device. The first call determines how the machine's devices are divided.
 
     If there are several ranks on this machine, each has one device. A single rank has all devices, as one virtual
-    device (SPMD). torch_xla allows this decision only before its runtime starts.
+    device (SPMD). The division cannot be changed after torch_xla's runtime has started.
     """
     from notebook_accelerate.hardware import (
         device_counts,
-    )  # The imported module imports this one, so a global import would be circular.
+    )  # Import it here, because that module imports this one.
 
     torch_xla: Any = importlib.import_module("torch_xla")
     runtime: Any = importlib.import_module("torch_xla.runtime")
@@ -139,7 +139,7 @@ def xla_device() -> torch.device:
 
 
 def _check_world(found: int) -> None:
-    """Check that torch_xla has connected the ranks. Otherwise each would train alone, without collectives."""
+    """Check that torch_xla has connected the ranks, because each would otherwise train alone, without collectives."""
     world = environ.integer("WORLD_SIZE", 1) or 1
     if found != world:
         kind = environ.text("PJRT_DEVICE") or "XLA"
@@ -150,11 +150,11 @@ def _check_world(found: int) -> None:
         )
 
 
-# These types have exactly one device per process, without an index.
+# The types with exactly one device per process, which has no index.
 _ONE_PER_PROCESS = frozenset(("cpu", "mps", "tpu", "xla", "hpu", "neuron"))
 
 _selected: dict[str, int] = {}
-"""The selected device of each type. It is recorded because torch.mps and torch.accelerator lack ``is_initialized``."""
+"""The device of each type that this process has selected. torch.mps and torch.accelerator do not record this."""
 
 # The rows are in order of preference on a machine with several types: specialised devices first, the CPU last.
 ROWS: tuple[DeviceRow, ...] = (

@@ -15,7 +15,7 @@ from packaging.version import parse
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One physical GPU."""
+    """A physical GPU, or a MIG slice of one."""
 
     index: int
     name: str
@@ -31,7 +31,7 @@ class GpuUse:
     """Use of one physical GPU by all its processes.
 
     Attributes:
-        uuid: The identity of the GPU, as `bare_uuid` returns it.
+        uuid: The UUID of the GPU, as `bare_uuid` returns it.
         percent: Share of the last sample period during which a kernel ran, or None if NVML does not report it (MIG).
         used_bytes: Memory in use.
         total_bytes: Total memory, or 0 if NVML does not report a size.
@@ -72,7 +72,7 @@ class GpuReader:
         return [_use(uuid, handle) for uuid, handle in self._handles]
 
     def close(self) -> None:
-        """Shut NVML down."""
+        """Shut down NVML."""
         self._handles = []
         self._stack.close()
 
@@ -119,14 +119,14 @@ class _Calls:
         self._forking.owns = self._lock.acquire(timeout=LOCK_SECONDS)
 
     def after_fork(self) -> None:
-        """Let other threads call NVML again. The forking thread owns the lock in both the parent and the child."""
+        """Let other threads call NVML again. The thread that forked owns the lock in both the parent and the child."""
         if self._forking.owns:
             self._lock.release()
 
     def in_child(self) -> None:
         """Release the lock in the child, or mark NVML as unusable if the fork did not wait for a running call."""
         self.usable = self.usable and self._forking.owns
-        if not self._forking.owns:  # The thread that holds the lock does not exist in the child.
+        if not self._forking.owns:  # The thread that holds the old lock does not exist in the child.
             self._lock = threading.RLock()
         self.after_fork()
 
@@ -138,8 +138,8 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def _session() -> Iterator[None]:
-    """Initialise NVML. Without a driver, every `_query` in the block returns its default."""
-    # Importing takes 40 ms, which machines without a GPU should not spend.
+    """Initialise NVML for a with block. Without a driver, every `_query` in the block returns its default."""
+    # Import it only here, because this takes 40 ms, which machines without a GPU should not spend.
     pynvml: Any = importlib.import_module("pynvml")
     with ExitStack() as stack:
         with _calls.one() as can_call, suppress(pynvml.NVMLError):
@@ -215,7 +215,7 @@ def _first_slice(index: int) -> str:
 
 
 def _mig_slice(uuid: str) -> Gpu | None:
-    """Return a MIG slice, with its own memory and UUID and the other properties of its GPU."""
+    """Return a MIG slice, with its own memory and UUID, and with the other properties of its GPU."""
     with _session():
         part = _query("nvmlDeviceGetHandleByUUID", uuid)
         whole = None if part is None else _query("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", part)

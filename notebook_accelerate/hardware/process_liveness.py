@@ -1,4 +1,4 @@
-"""Identify a process, so that another process can find out whether it has exited."""
+"""Identify a process, so that other processes can find out whether it has exited."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 _PROC = Path("/proc")
 _ENDED = {"Z", "X", "x"}
-"""States of a zombie, whose parent has not read its exit status, and of a process that is being removed."""
+"""The states of a zombie, whose parent has not read its exit status, and of a process that is being removed."""
 KILL_SECONDS = 10.0
 """Seconds to wait for the exit of a killed process, which may be blocked on disk access."""
 
@@ -30,14 +30,14 @@ class ProcessIdentity:
     """The name of its machine, for messages."""
 
     def has_ended(self) -> bool:
-        """Return whether the process is known to have exited, or False if this process cannot find out."""
+        """Return whether the process has exited, or False if the calling process cannot find out."""
         if not self.machine or self.machine != _machine_identity():
             return False
         try:
             os.kill(self.pid, 0)
         except (ProcessLookupError, OverflowError):
             return True
-        except PermissionError:  # The process exists and belongs to another user.
+        except PermissionError:  # The process exists, but belongs to another user.
             pass
         fields = read_stat(_PROC / str(self.pid))
         if not fields:  # /proc may hide the processes of other users.
@@ -121,7 +121,7 @@ def read_stat(folder: Path) -> list[str]:
     """
     try:
         text = (folder / "stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # This is also raised if there is no /proc.
+    except OSError:  # This is also raised on systems without /proc.
         return []
     fields = text.rpartition(")")[2].split()  # The name, in parentheses, may contain anything.
     return fields if len(fields) > STARTED else []

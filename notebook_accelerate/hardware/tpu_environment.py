@@ -1,4 +1,4 @@
-"""The TPUs of this machine, as torch_tpu needs them described: their generation, and how processes share them.
+"""Describe the TPUs of this machine for torch_tpu: their generation, and how processes share them.
 
 Source: torch_tpu 0.2.0, ``_internal/utils/hardware.py`` and ``_internal/distributed/distributed.py``.
 """
@@ -48,7 +48,7 @@ def generation(environment: Mapping[str, str], on_bus: Iterable[str] = ()) -> st
 
     Args:
         environment: Environment variables. Colab and Kaggle set TPU_ACCELERATOR_TYPE.
-        on_bus: Result of `pci_generations`, which takes precedence.
+        on_bus: The result of `pci_generations`, which takes precedence over the variables.
     """
     name, _ = accelerator_type(environment)
     name = next(iter(on_bus), name)
@@ -93,7 +93,7 @@ class XlaLayout:
 
     @property
     def ranks(self) -> int:
-        """Default number of ranks: one per process if each has one device, otherwise one for all devices."""
+        """The default number of ranks: one per process if each has one device, otherwise one for all devices."""
         return self.processes if self.devices == 1 else 1
 
 

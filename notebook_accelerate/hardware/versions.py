@@ -26,7 +26,7 @@ def is_package(name: str, distribution: str | None = None, minimum: str | None =
         minimum: The minimum version.
 
     Returns:
-        Whether it is installed, in the minimum version or later.
+        Whether the package is installed, in the minimum version or later.
     """
     spec = _spec(name)
     if spec is None or (spec.origin is None and distribution is None and not installed_version(name)):
@@ -39,7 +39,7 @@ def is_package(name: str, distribution: str | None = None, minimum: str | None =
 
 def _spec(name: str) -> Any:
     if name in sys.modules:
-        return getattr(sys.modules[name], "__spec__", None)  # None in place of a module hides the package
+        return getattr(sys.modules[name], "__spec__", None)  # None hides the package.
     try:
         return importlib.util.find_spec(name)
     except (ModuleNotFoundError, ValueError):
@@ -104,7 +104,7 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class TorchBuild:
-    """The versions of torch and of the platforms for which it was built. Those of other platforms are None."""
+    """The version of torch, and the versions of the platforms that it was built for. Other platforms are None."""
 
     version: str | None = None
     cuda: str | None = None
@@ -118,7 +118,7 @@ class TorchBuild:
 
 
 def torch_build() -> TorchBuild:
-    """Return the versions that the installed torch was built for, without importing it."""
+    """Return the versions of the installed torch and of its platforms, without importing torch."""
     if (module := sys.modules.get("torch.version")) is not None:
         return TorchBuild(
             version=str(getattr(module, "__version__", "0")),

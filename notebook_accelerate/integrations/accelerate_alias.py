@@ -39,7 +39,7 @@ _lock = threading.Lock()
 
 
 class _TopLevelModule(ModuleType):
-    """The module ``accelerate``. It has its own dunder names, and takes all other names from this package."""
+    """The module ``accelerate``, which has its own dunder names, and takes all other names from this package."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(sys.modules[PACKAGE], name)
@@ -96,7 +96,7 @@ class _AliasLoader:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the module's spec, which the import system has replaced because it regards the module as new."""
+        """Restore the module's spec, which the import system has replaced because it considers the module new."""
         if isinstance(module, _TopLevelModule):
             module.__version__ = VERSION
         else:
@@ -150,16 +150,16 @@ class _AliasFinder:
         return spec
 
     def find_distributions(self, context: object = None) -> Iterator[Any]:
-        """Yield the distribution ``accelerate`` if the context has this name or no name.
+        """Yield the distribution ``accelerate`` if it, or every distribution, is searched for.
 
-        Searches in given folders do not find it, such as pip's search for installed distributions.
+        A search in given folders, such as pip's for installed distributions, does not find it.
         """
         name = getattr(context, "name", None)
         if (name is None or name.lower() == ALIAS) and "path" not in getattr(context, "__dict__", {}):
             yield AliasDistribution(ALIAS, VERSION)
 
     def invalidate_caches(self) -> None:
-        """Do nothing, because there are no caches."""
+        """Do nothing, because this finder has no caches."""
 
 
 _finder: Any = _AliasFinder()

@@ -15,7 +15,7 @@ Callback = Callable[[Any], None]
 
 
 def when_imported(name: str, callback: Callback) -> None:
-    """Call ``callback(module)`` when the module ``name`` is imported, or now if it already is.
+    """Call ``callback(module)`` when the module ``name`` is imported, or now if it is already imported.
 
     If the callback raises an exception, the import raises it.
     """
@@ -52,7 +52,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Wraps another loader. Loaded modules refer to the wrapped loader instead of this one."""
+    """Wraps another loader, to which loaded modules refer instead of this one."""
 
     def __init__(self, loader: Any, finder: _Finder) -> None:
         self._loader, self._finder = loader, finder

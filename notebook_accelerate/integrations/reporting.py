@@ -1,4 +1,4 @@
-"""Report losses, steps, progress and other trackers' scalars from any training code in a rank to its run.
+"""Report losses, steps, progress, and scalars for other trackers from any training code in a rank to its run.
 
 Each library is connected when it is imported. Outside a launched rank there is no sink, and nothing is installed.
 """
@@ -24,7 +24,7 @@ from notebook_accelerate.telemetry.automatic_metrics import (
 )
 
 _connected: set[str] = set()
-"""The sources that are connected in this process. A forked rank may inherit some."""
+"""The sources that are connected in this process. A forked rank may have inherited some."""
 
 
 def connect_libraries(sources: Iterable[str]) -> None:
@@ -88,12 +88,12 @@ def _connect_transformers(module: Any) -> None:
             send_numbers(numbers, state.global_step)
 
     module.DEFAULT_CALLBACKS.insert(0, RunCallback)
-    # The other callbacks log the same numbers to tensorboard, wandb and mlflow.
+    # Other callbacks log the same numbers to tensorboard, wandb and mlflow, so they must not be reported again.
     mark_reported(callbacks.CallbackHandler, "on_log")
 
 
 def _connect_lightning(module: Any) -> None:
-    """Add a callback to all of Lightning's Trainers."""
+    """Add a callback to every Trainer of Lightning."""
     package = module.__name__.rpartition(".trainer.trainer")[0]
     base: Any = import_module(f"{package}.callbacks").Callback
 
@@ -105,7 +105,7 @@ def _connect_lightning(module: Any) -> None:
             self._sent: dict[str, int] = {}
 
         def _send(self, trainer: Any) -> None:
-            """Send the metrics that were not yet sent for this step."""
+            """Send the metrics that have not been sent yet for this step."""
             step = trainer.global_step
             new = {name: value for name, value in trainer.callback_metrics.items() if self._sent.get(name) != step}
             self._sent.update(dict.fromkeys(new, step))
@@ -117,7 +117,7 @@ def _connect_lightning(module: Any) -> None:
             telemetry.emit(
                 ProgressEvent(step=step, total=_steps_in_all(trainer), label=f"epoch {trainer.current_epoch}")
             )
-            # Reading a number waits for the accelerator, so do it only as often as the loggers do.
+            # Read numbers only as often as the loggers do, because each read waits for the accelerator.
             if trainer.strategy.root_device.type == "cpu" or not step % (trainer.log_every_n_steps or 1):
                 self._send(trainer)
 
@@ -204,7 +204,7 @@ def _connect_mlflow(module: Any) -> None:
     after(module.MlflowClient, "log_batch", _log_batch)
 
 
-# The parameters have mlflow's names, because mlflow's own functions pass them by name.
+# Use mlflow's parameter names, because its own functions pass arguments by name.
 def _log_metric(
     _client: Any,
     run_id: str,  # noqa: ARG001
@@ -232,7 +232,7 @@ def _copy(values: dict[str, Any], step: Any) -> None:
 
 
 def _connect_tqdm(module: Any) -> None:
-    """Report tqdm bars whenever they are drawn."""
+    """Report the progress of tqdm bars whenever they are drawn."""
     after(module.tqdm, "display", send_bar)
 
 
@@ -299,7 +299,7 @@ def after(owner: Any, name: str, report: Callable[..., None]) -> None:
     @wraps(original)
     def reporting(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        with suppress(Exception):  # Another version of the library may pass other arguments.
+        with suppress(Exception):  # Another version of the library may call the function with other arguments.
             report(*args, **kwargs)
         return result
 
@@ -308,7 +308,7 @@ def after(owner: Any, name: str, report: Callable[..., None]) -> None:
 
 
 def mark_reported(owner: Any, name: str) -> None:
-    """Don't copy the values that ``owner.name`` writes to other trackers, because they are reported elsewhere.
+    """Mark the values that ``owner.name`` writes to other trackers as reported, so that they are not reported twice.
 
     Args:
         owner: The class with the method.

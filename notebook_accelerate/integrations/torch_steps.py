@@ -29,18 +29,18 @@ LONE_STEPS = 3
 
 
 class _Steps:
-    """Times the steps of all optimizers, and reports the steps that `StepCounter` counts."""
+    """Measures the time of all optimizers' steps, and reports the steps that `StepCounter` counts."""
 
     def __init__(self) -> None:
         self._counter = StepCounter()
 
     def before_step(self, *_: Any) -> None:
-        """Handle the start of a step of any optimizer."""
+        """Start to count time as the optimizer's. Any optimizer calls this before a step."""
         if _times():
             step_time.switch(step_time.OPTIMIZER)
 
     def after_step(self, optimizer: Any, *_: Any) -> None:
-        """Handle the end of a step of any optimizer."""
+        """Stop to count time as the optimizer's, and report the step. Any optimizer calls this after a step."""
         if not _times():
             return
         step_time.switch(step_time.OTHER)
@@ -76,7 +76,7 @@ def connect(module: Any) -> None:
 
 
 def _times() -> bool:
-    """Return whether the calling thread trains in a launched rank without an Accelerator that times its steps."""
+    """Return whether this thread trains in a launched rank whose steps no Accelerator measures."""
     return (
         not torch.compiler.is_compiling()
         and step_source() < ACCELERATOR

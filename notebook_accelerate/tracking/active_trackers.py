@@ -1,4 +1,4 @@
-"""Start, use and close the trackers of an Accelerator. A failing tracker does not stop the training."""
+"""Start, use and close the trackers of an Accelerator. Training continues even if a tracker fails."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LiveTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """The sink that receives the events, or None outside a launched run."""
+        """The sink that the events are sent to, or None outside a launched run."""
         return telemetry.current_sink()
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -208,12 +208,11 @@ def get_tracker(accelerator: AcceleratorProperties, name: str, unwrap: bool = Fa
 def _call_tracker(name: str, method: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a method of a tracker, and turn its errors into one warning per method.
 
-    A TypeError from `start` is raised instead. It means that the arguments are wrong, so every start would fail, and
-    nothing has been trained yet.
+    Only a TypeError from `start` is raised, because the arguments are then wrong, and no training has been lost yet.
     """
     try:
         return call(*args, **kwargs)
-    except Exception as error:  # A failure of a tracker must not stop the training.
+    except Exception as error:  # Training must continue even if a tracker fails.
         if method == "start" and isinstance(error, TypeError):
             raise
         if (name, method) not in _warned:

@@ -1,4 +1,4 @@
-"""Write traces of torch's profiler atomically, and report them to the run."""
+"""Write the traces of torch's profiler atomically, and report them to the run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def profiled(settings: ProfileKwargs, rank: int, wait: Callable[[], None]) -> It
     """Profile the block; every rank must enter it.
 
     Args:
-        settings: The settings of the profiler, and the folder of the traces.
+        settings: The settings of the profiler, including the folder of the traces.
         rank: The number of this rank.
         wait: Waits for all ranks.
 
@@ -61,7 +61,7 @@ def _write_trace(profiler: Any, target: Path) -> None:
 
 
 def _write_after_failure(profiler: Any, target: Path) -> None:
-    """Write the trace of a block that raised. If writing fails, warn."""
+    """Write the trace of a block that raised an error. If writing fails, only issue a warning."""
     try:
         _write_trace(profiler, target)
     except Exception as error:  # noqa: BLE001 - it must not replace the error of the training

@@ -43,7 +43,7 @@ class GeneralTracker:
     - `main_process_only` (bool, default True): whether methods decorated with `on_main_process` run on the main rank
       only.
 
-    Its constructor takes the project's name and stores it. `start` opens the run after the process group was created.
+    Its constructor stores the project's name. `start` opens the run once the process group has been created.
 
     Args:
         _blank: Whether to skip the checks, for the tracker that does nothing on ranks without trackers.
@@ -91,7 +91,7 @@ class GeneralTracker:
 
 
 class BlankTracker(GeneralTracker):
-    """A tracker that does nothing, for ranks on which no tracker was started.
+    """A tracker that does nothing, for ranks that have started no tracker.
 
     It lets code that logs images with `accelerator.get_tracker("wandb", unwrap=True)` run on every rank.
 
@@ -106,7 +106,7 @@ class BlankTracker(GeneralTracker):
         self.name = name  # type: ignore[misc]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # Protocols such as copying check whether these exist.
+        if name.startswith("__"):  # Protocols such as copying check whether these attributes exist.
             raise AttributeError(name)
         return self
 
@@ -245,15 +245,15 @@ Kind = Literal["number", "text", "numbers"]
 class LogValueError(ValueError):
     """Raised when the argument of `log` is not a dictionary or another mapping.
 
-    Values that a tracker cannot record raise no error: they are left out.
+    Values that a tracker cannot record do not raise this error, but are left out.
     """
 
 
 def with_text_names(values: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the values with names that are strings. Other names are converted, with one warning.
+    """Return the values with all names converted to strings. Warn once if a name was not a string.
 
     Args:
-        values: The logged values.
+        values: The logged values by name.
     """
     if all(isinstance(name, str) for name in values):
         return dict(values)
@@ -321,7 +321,7 @@ def by_kind(
 
 
 def _classified(value: Any) -> tuple[Kind, Any] | None:
-    """Return the kind of a value and the value as a plain Python object, or None if no kind fits."""
+    """Return the kind of a value and the value as a plain Python object, or None if no kind fits it."""
     if (number := plain_number(value)) is not None:
         return "number", number
     if isinstance(value, str):

@@ -58,7 +58,7 @@ TRACKERS: dict[str, TrackerRow] = {
 
 
 class _TrackerClasses(MutableMapping[str, type[GeneralTracker]]):
-    """A mapping view of the classes in `TRACKERS`. Setting an item registers a tracker."""
+    """A view of the classes in `TRACKERS` by name. Assigning to a name registers a tracker."""
 
     def __getitem__(self, name: str) -> type[GeneralTracker]:
         return TRACKERS[str(name)].tracker_class
@@ -110,7 +110,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 
 
 def find_row(name: str) -> TrackerRow | None:
-    """Return the row of a tracker, or None if there is none. Entry points are searched if no row has the name.
+    """Return the row of a tracker, or None if it is unknown. If the table lacks it, search the entry points.
 
     Args:
         name: The tracker's name.
@@ -174,7 +174,7 @@ def filter_trackers(
 
 
 def _check_name(name: Any, logging_dir: Any) -> bool:
-    """Return whether the tracker's package is installed; warn if it is not.
+    """Return whether the tracker's package is installed, and warn if it is not.
 
     Raises:
         ValueError: The name is unknown, or the tracker needs a `logging_dir`.

@@ -49,7 +49,7 @@ class AimTracker(VendorTracker):
         return run
 
     writer = property(lambda self: self.tracker)
-    """The run."""
+    """The vendor's run object."""
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -139,7 +139,7 @@ class ClearMLTracker(VendorTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record numbers as scalars. Text is left out, with one warning.
+        """Record numbers as scalars. Leave out text, with one warning.
 
         Args:
             values: Numbers by name; ``eval_loss`` becomes the series ``eval`` of the plot ``loss``.
@@ -262,7 +262,7 @@ class DVCLiveTracker(VendorTracker):
     """Records with DVCLive.
 
     Args:
-        run_name: Name of the project; not used by DVCLive.
+        run_name: Name of the project, which DVCLive does not use.
         live: The `dvclive.Live` to use. If None, one is created.
         kwargs: Arguments of `dvclive.Live`.
     """
@@ -297,7 +297,7 @@ class DVCLiveTracker(VendorTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record numbers and text, and advance to the next step. Other values are left out, with one warning.
+        """Record numbers and text, and advance to the next step. Leave out other values, with one warning.
 
         Args:
             values: The values by name.
@@ -315,7 +315,7 @@ class DVCLiveTracker(VendorTracker):
 # ---- MLflow
 
 
-# The limits of MLflow's server for one value and for one call.
+# MLflow's server limits the length of a value and the number of values in a call.
 _LONGEST_PARAMETER = 500
 _PARAMETERS_PER_CALL = 100
 
@@ -376,7 +376,7 @@ class MLflowTracker(VendorTracker):
         mlflow.end_run()
 
     active_run = property(lambda self: self.tracker)
-    """The run."""
+    """The vendor's run object."""
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
@@ -396,7 +396,7 @@ class MLflowTracker(VendorTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record numbers. Text is left out, with one warning.
+        """Record numbers. Leave out text, with one warning.
 
         Args:
             values: The values by name.
@@ -426,7 +426,7 @@ class MLflowTracker(VendorTracker):
         """Record the files of a folder.
 
         Args:
-            local_dir: The folder.
+            local_dir: The folder whose files are recorded.
             artifact_path: Path below the run's artifacts.
         """
         import mlflow
@@ -438,7 +438,7 @@ class MLflowTracker(VendorTracker):
         """Record a file.
 
         Args:
-            local_path: The file.
+            local_path: The path of the file to record.
             artifact_path: Path below the run's artifacts.
         """
         import mlflow
@@ -482,7 +482,7 @@ class TensorBoardTracker(VendorTracker):
     def _open(self) -> Any:
         try:
             module = import_module("torch.utils.tensorboard")
-        except ModuleNotFoundError:  # tensorboardX writes the same files.
+        except ModuleNotFoundError:  # Use tensorboardX instead, which writes the same files.
             module = import_module("tensorboardX")
         return module.SummaryWriter(self.logging_dir, **self.init_kwargs)
 
@@ -504,7 +504,7 @@ class TensorBoardTracker(VendorTracker):
         self.tracker.flush()
         folder = Path(self.logging_dir) / str(time.time())
         folder.mkdir(parents=True)
-        import yaml  # The import takes a tenth of a second, which only users of this tracker should pay.
+        import yaml  # Import it only if it is used, because that takes a tenth of a second.
 
         (folder / "hparams.yml").write_text(yaml.safe_dump(plain), encoding="utf-8")
 
@@ -568,7 +568,7 @@ class WandBTracker(ImageRunTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Record the settings. They may replace the settings of an earlier call.
+        """Record the settings, which may replace settings from an earlier call.
 
         Args:
             values: Any objects by name.

@@ -1,4 +1,4 @@
-"""Quantization with bitsandbytes."""
+"""Functions for quantization with bitsandbytes."""
 
 from __future__ import annotations
 

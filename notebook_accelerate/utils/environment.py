@@ -59,14 +59,14 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
-    """Return environment variables as lines ``NAME=value`` of an environment file.
+    """Return environment variables as the lines ``NAME=value`` of an environment file.
 
     Args:
         current_env: The values by name.
 
     Returns:
-        One line for each variable, with a newline. Variables whose name or value is empty or contains a space, newline,
-        semicolon, < or > are left out, with a warning.
+        One line for each variable, with a newline. Variables with an empty value, or with a space, newline, semicolon,
+        < or > in the name or value, are left out, with a warning.
     """
     lines = []
     for name, value in current_env.items():
@@ -81,7 +81,7 @@ def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Clear the environment during a with block, and restore it afterwards, without variables set in the block."""
+    """Clear the environment during a with block, and restore it afterwards. Variables set in the block are lost."""
     before = dict(os.environ)
     os.environ.clear()
     try:
@@ -117,7 +117,7 @@ def purge_accelerate_environment(func_or_cls: _T) -> _T:
 def _purge_methods(cls: type) -> None:
     """Wrap the tests that ``cls`` itself defines, and their set-up methods."""
     if "run" not in vars(cls) and callable(getattr(cls, "run", None)) and hasattr(cls, "setUp"):
-        # unittest.TestCase.run spans setUp, the test and tearDown.
+        # unittest.TestCase.run calls setUp, the test and tearDown, so wrap it instead of each.
         cls.run = _purged(cls.run)  # type: ignore[attr-defined]
     for name, method in list(vars(cls).items()):
         if name.startswith("test") and inspect.isfunction(method):
@@ -194,7 +194,7 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 
 @dataclass
 class CPUInformation:
-    """The rank and world size of a process on a CPU."""
+    """The ranks and world sizes of a process on a CPU."""
 
     rank: int = 0
     """The index among all ranks."""
@@ -208,7 +208,7 @@ class CPUInformation:
 
 def get_cpu_distributed_information() -> CPUInformation:
     """Read the rank and world size of this process from the variables of torchrun or MPI."""
-    from notebook_accelerate.state.process_group import RANK_VARIABLES  # This imports torch.
+    from notebook_accelerate.state.process_group import RANK_VARIABLES  # Import it here, because it imports torch.
 
     defaults = CPUInformation()
     return CPUInformation(
@@ -224,7 +224,7 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
         local_process_index: The index of this rank on its machine.
         verbose: Whether to print the cores. If None, they are printed only with ACCELERATE_DEBUG_MODE.
     """
-    from notebook_accelerate.state import process_group  # This imports torch.
+    from notebook_accelerate.state import process_group  # Import it here, because it imports torch.
 
     process_group.override_numa_affinity(local_process_index, verbose)
 

@@ -1,4 +1,4 @@
-"""Functions with which libraries on top of Accelerate shard, save and load models themselves."""
+"""Functions for libraries that shard, save and load models themselves, on top of Accelerate."""
 # ruff: noqa: ARG001 - the parameters are Accelerate's
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ def save_fsdp_model(
     """Write a sharded model into a folder; every rank must call this.
 
     Args:
-        fsdp_plugin: The plugin. Its `state_dict_type` determines the format.
+        fsdp_plugin: The plugin whose `state_dict_type` determines the format.
         accelerator: The Accelerator that prepared the model.
         model: The sharded model.
         output_dir: The folder, which is created if it does not exist.
         model_index: The number of the model, which is part of the file names.
-        adapter_only: Write only the adapter of a PEFT model.
+        adapter_only: Whether to write only the adapter of a PEFT model.
         use_dcp: Whether torch's distributed checkpoint writes sharded states. Otherwise each rank writes a file with
             its shards, without collectives, and only the same number of ranks can load them. With FSDP 1, rank 0
             writes one file.
@@ -129,7 +129,7 @@ def save_fsdp_optimizer(
     """Write the optimizer of a sharded model into a folder; every rank must call this.
 
     Args:
-        fsdp_plugin: The plugin. Its `state_dict_type` determines the format.
+        fsdp_plugin: The plugin whose `state_dict_type` determines the format.
         accelerator: The Accelerator that prepared the model.
         optimizer: The optimizer, prepared or not.
         model: The sharded model.
@@ -266,7 +266,7 @@ def fsdp2_load_full_state_dict(
 
 
 def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[Any, nn.Parameter]) -> None:
-    """Replace, in place, the parameters of an optimizer that was created before its model was sharded.
+    """Replace the parameters of an optimizer, in place, if it was created before its model was sharded.
 
     Args:
         optimizer: The optimizer to change.

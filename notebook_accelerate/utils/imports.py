@@ -1,4 +1,4 @@
-"""Checks for packages, devices and precisions. None of them imports a large package.
+"""Checks for packages, devices and precisions, which do not import large packages.
 
 The package itself uses `hardware.packages` and `hardware.device_counts` instead.
 """
@@ -79,7 +79,7 @@ for _name, _check in list(globals().items()):
 
 
 def is_transformer_engine_available() -> bool:
-    """Return whether Transformer Engine is installed. On Gaudi, this is Intel's version."""
+    """Return whether Transformer Engine is installed (on Gaudi, Intel's version of it)."""
     return is_package("intel_transformer_engine" if is_hpu_available() else "transformer_engine")
 
 
@@ -152,7 +152,7 @@ def is_weights_only_available() -> bool:
 
 
 def _usable(device_type: str, check_device: bool = False) -> bool:
-    """Return whether there is a device of this type. ``check_device`` also asks torch, which may initialise it."""
+    """Return whether there is a device of this type. With ``check_device``, also ask torch, which may initialise it."""
     if not device_counts.count(device_type):
         return False
     return not check_device or bool(device_table.row(device_type).call("is_available"))

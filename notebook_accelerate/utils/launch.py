@@ -27,7 +27,7 @@ from notebook_accelerate.config.plain_values import merge_dicts
 
 
 def _training_variables(args: argparse.Namespace, *flags: str) -> dict[str, str]:
-    """Return the variables of mixed precision, compilation and some flags.
+    """Return the variables of mixed precision, compilation and the given flags.
 
     Raises:
         ValueError: The mixed precision is unknown.
@@ -138,7 +138,7 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
         command += ["--no_local_rank", "--launcher", launcher]
     filters = {"--exclude": "deepspeed_exclusion_filter", "--include": "deepspeed_inclusion_filter"}
     chosen = [(flag, str(value)) for flag, name in filters.items() if (value := option(args, name)) is not None]
-    # DeepSpeed refuses a number of devices together with a selection of devices.
+    # DeepSpeed does not accept both a number and a selection of devices.
     command += chosen[0] if chosen else ("--num_gpus", args.nproc_per_node)
     if address := option(args, "main_process_ip"):
         command += ["--master_addr", address]
@@ -238,7 +238,7 @@ def _number(text: str) -> Any:
 
 
 def _rows(path: str | None) -> list[tuple[str, str]] | None:
-    """Read the first two columns of a tab-separated file with a header line."""
+    """Return the first two columns of a tab-separated file, without its header line."""
     if path is None:
         return None
     with Path(path).open(newline="") as file:

@@ -45,7 +45,7 @@ def megatron_lm_prepare_data_loader(accelerator: Accelerator, dataloader: Any) -
     """Create a loader for this rank whose batches are accumulation windows; every rank must call this.
 
     Args:
-        accelerator: The Accelerator.
+        accelerator: The Accelerator, with a Megatron-LM plugin.
         dataloader: A DataLoader of micro-batches, or a `MegatronLMDummyDataLoader`.
 
     Returns:
@@ -63,7 +63,7 @@ def megatron_lm_prepare_optimizer(accelerator: HasState, model: Any) -> Any:
     """Create Megatron's optimizer for a wrapped model; every rank must call this.
 
     Args:
-        accelerator: The Accelerator, or another object with its `state`.
+        accelerator: The Accelerator, or another object with the same `state`.
         model: This rank's parts of the model.
 
     Returns:
@@ -78,7 +78,7 @@ def megatron_lm_prepare_scheduler(accelerator: HasState, optimizer: Any, schedul
     """Create Megatron's schedule for a Megatron optimizer.
 
     Args:
-        accelerator: The Accelerator, or another object with its `state`.
+        accelerator: The Accelerator, or another object with the same `state`.
         optimizer: A `MegatronOptimizer`.
         scheduler: A `MegatronLMDummyScheduler`. If None, the learning rate is constant.
 

@@ -64,12 +64,12 @@ def is_peft_model(model: Any) -> bool:
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """Return an identifier of a tensor's memory: device, address and bytes of its storage.
+    """Return an identifier of a tensor's memory: the device, the address and the size of its storage in bytes.
 
     Args:
         tensor: The tensor to identify.
     """
-    if tensor.device.type == "meta":  # It has no memory and no address, so the object itself identifies it.
+    if tensor.device.type == "meta":  # The tensor has no memory and no address, so use the identity of the object.
         return tensor.device, id(tensor), tensor.numel() * tensor.element_size()
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()

@@ -76,13 +76,13 @@ def listify(data: Any) -> Any:
 
 
 def find_batch_size(data: Any) -> int:
-    """Return the first dimension of the first tensor in a nested structure.
+    """Return the size of the first dimension of the first tensor in a nested structure.
 
     Args:
         data: Nested containers of tensors.
 
     Returns:
-        The size.
+        The batch size.
 
     Raises:
         ValueError: The structure contains no tensor with at least one dimension.
@@ -149,7 +149,7 @@ _DTYPES = (
     torch.int64, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
 TENSOR_TYPE_TO_INT = {dtype: number for number, dtype in enumerate(_DTYPES, start=1)}
-"""The numbers that represent dtypes when they are sent between ranks."""
+"""The number of each dtype, which ranks send instead of the dtype itself."""
 TENSOR_INT_TO_DTYPE = dict(enumerate(_DTYPES, start=1))
 """The dtype of each number."""
 

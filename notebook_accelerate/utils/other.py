@@ -111,7 +111,7 @@ def has_compiled_regions(module: torch.nn.Module) -> bool:
     """Return whether a model or a submodule was compiled with ``torch.compile``.
 
     Args:
-        module: A model.
+        module: The model to check.
     """
     return any(is_compiled_module(child) or is_compiled_in_place(child) for child in module.modules())
 
@@ -120,7 +120,7 @@ def get_module_children_bottom_up(model: torch.nn.Module, return_fqns: bool = Fa
     """Return all modules of a model, with children before their parents and the model last.
 
     Args:
-        model: The model whose modules are returned.
+        model: The model that contains the modules.
         return_fqns: Whether to return pairs of full name and module.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Random number generators."""
+"""Seed and synchronise random number generators."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         seed += PartialState().process_index
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - libraries draw from the global generator
-    torch.manual_seed(seed)  # This seeds the CPU, and CUDA, MPS and XPU on their first use.
+    torch.manual_seed(seed)  # This seeds the CPU now, and CUDA, MPS and XPU once they are used.
     _seed_device(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)

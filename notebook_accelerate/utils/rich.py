@@ -1,4 +1,4 @@
-"""When imported, format the tracebacks of this process with rich."""
+"""Make rich format the tracebacks of this process, as soon as this module is imported."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from notebook_accelerate.hardware.versions import installed_version
 
 
 def install_xla(upgrade: bool = False, dry_run: bool = False) -> list[str]:
-    """Install torch_xla and the torch that it is built against, for this Python.
+    """Install torch_xla for this Python, and the torch that it was built against.
 
     This prints the changes, and what to install instead if torch would be downgraded. The installation replaces torch,
     so a kernel that has imported torch must be restarted.
