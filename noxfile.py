@@ -181,7 +181,7 @@ def interpreter(session: nox.Session, version: str) -> str:
         session: The session.
         version: Its version, such as 3.12. If "", the version that runs nox, or a newer one if the lock requires that.
     """
-    if not version and sys.version_info >= (3, 11, 5):
+    if not version and (3, 11, 5) <= sys.version_info < (3, 14):
         return sys.executable
     command = [UV, "python", "find", "--no-python-downloads", "--system", version or ">=3.11.5,<3.14"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)

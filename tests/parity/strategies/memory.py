@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -69,15 +70,28 @@ def measured(case: Case) -> ShardSizes:
     model: Any = Wide()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     compiled = case.dynamo is not None  # A compiler keeps tensors of its own.
-    before = 0 if compiled else size_of(living())
+    before = 0 if compiled else held()
     loss = model(torch.randn(SAMPLES, WIDTH)).pow(2).mean()
-    kept = 0 if compiled else size_of(living()) - before
+    kept = 0 if compiled else held() - before
     accelerator.backward(loss)
     gradients = size_of(p.grad for p in model.parameters())
     optimizer.step()
     resting = size_of(model.parameters())
     state = size_of(value for values in optimizer.state.values() for value in values.values())
     return ShardSizes(*(size / WHOLE for size in (resting, resting + kept, gradients, state)))
+
+
+def held() -> int:
+    """Return the bytes of all living tensors.
+
+    After `wait` returns, a thread of gloo may hold the tensors of the collective for a moment, so this is the smallest
+    of several readings.
+    """
+    readings = [size_of(living())]
+    for _ in range(5):
+        time.sleep(0.1)
+        readings.append(size_of(living()))
+    return min(readings)
 
 
 def size_of(tensors: Iterable[Any]) -> int:
