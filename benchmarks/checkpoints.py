@@ -1,4 +1,4 @@
-"""How long a training loop pauses while a gigabyte of state is saved."""
+"""The pause of a training loop while a gigabyte of state is saved."""
 
 from __future__ import annotations
 

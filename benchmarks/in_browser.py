@@ -1,4 +1,4 @@
-"""A panel that is open in JupyterLab: its cost for the training, and for the browser's main thread.
+"""The cost of a panel that is open in JupyterLab, for the training and for the browser's main thread.
 
 The rows need Chromium and the environment of the browser tests, which ``make bench`` provides.
 """

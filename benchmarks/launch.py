@@ -485,4 +485,4 @@ def pss(pid: int) -> float:
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines():
         if line.startswith("Pss:"):
             return float(line.split()[1]) * 1024
-    raise AssertionError(f"no Pss in /proc/{pid}/smaps_rollup")
+    raise AssertionError(f"/proc/{pid}/smaps_rollup has no line Pss")

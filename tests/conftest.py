@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=reason))
         mark = item.get_closest_marker("leaks_ok")
         if mark and not (mark.args or mark.kwargs.get("reason")):
-            raise pytest.UsageError(f'{item.nodeid}: say what is left behind: @pytest.mark.leaks_ok("...")')
+            raise pytest.UsageError(f'{item.nodeid} must name what it leaves behind: @pytest.mark.leaks_ok("...")')
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,4 @@
-"""Which calls initialize CUDA's driver: torch's build for CUDA runs on a stub driver that records this."""
+"""Calls that initialize CUDA's driver. torch's build for CUDA runs on a stub driver that records such calls."""
 
 from __future__ import annotations
 

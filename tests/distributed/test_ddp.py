@@ -1,4 +1,4 @@
-"""What an Accelerator changes about DDP, compared with plain DDP."""
+"""DDP through an Accelerator gives the same results as plain DDP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""While large return values arrive, a real kernel responds, and the stop button works."""
+"""While large return values arrive, a real kernel still responds, and the stop button works."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def mapped_at(address: int) -> str:
         begin, _, end = area.partition("-")
         if int(begin, 16) <= address < int(end, 16):
             return f"{device} {inode}"
-    raise LookupError("no mapping there")
+    raise LookupError("no file is mapped at this address")
 
 
 def train(big: torch.Tensor, gate: Path) -> dict[str, Any]:

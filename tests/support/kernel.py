@@ -312,7 +312,7 @@ class Kernel:
         try:
             return json.loads(shown)
         except ValueError:
-            raise AssertionError(f"not the value of {expression} alone: {shown[:_STATE]!r}") from None
+            raise AssertionError(f"the output is not only the value of {expression}: {shown[:_STATE]!r}") from None
 
     def until(self, expression: str, seconds: float) -> None:
         """Wait until an expression is true in the kernel, for at most this many seconds."""
@@ -482,7 +482,7 @@ class Kernel:
         deadline = time.monotonic() + seconds
         while self.alive():
             if time.monotonic() > deadline:
-                raise KernelTimeoutError(f"kernel {self.pid} still alive {seconds} s after SIGKILL")
+                raise KernelTimeoutError(f"kernel {self.pid} is still alive {seconds} s after SIGKILL")
             time.sleep(0.01)
 
     def _descendants(self) -> list[psutil.Process]:

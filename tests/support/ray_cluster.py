@@ -1,4 +1,4 @@
-"""A real Ray cluster on this machine, in which each node has its own loopback address.
+"""A real Ray cluster on this machine, where each node has its own loopback address.
 
 The cluster runs in a process that is not a child of the test's process, so that its workers do not count as leaked. It
 ends with the process that created it.

@@ -1,4 +1,4 @@
-"""How a model is divided into the parts of a pipeline."""
+"""The division of a model into the stages of a pipeline."""
 
 from __future__ import annotations
 

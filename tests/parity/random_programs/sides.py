@@ -40,7 +40,7 @@ TOLERANCE = 1e-6
 """The relative tolerance of losses and weights."""
 PATHS = {"theirs": str(ROOT), "ours": f"{STARTUP_FOLDER}{os.pathsep}{ROOT}"}
 Outcomes = dict[int, list[dict[str, Any]]]
-"""What each rank recorded and the exception that it raised, by the number of the program."""
+"""The values that each rank recorded, and the exception that it raised, by the number of the program."""
 
 
 def run_both(folder: Path, numbers: Iterable[int]) -> tuple[Outcomes, Outcomes]:

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-raise ImportError("left out of the tests on Ray")
+raise ImportError("rfc3987_syntax is left out of the tests on Ray")

@@ -1,4 +1,4 @@
-"""What torch's loaders leave in a process once workers have been started."""
+"""The SIGCHLD handler that torch installs in a process with the first worker of a loader, and keeps."""
 
 from __future__ import annotations
 

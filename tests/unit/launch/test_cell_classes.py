@@ -1,4 +1,4 @@
-"""Which classes from cells count as the same class."""
+"""Classes from cells are compared by their definition, and functions take the names that they use with them."""
 
 from __future__ import annotations
 

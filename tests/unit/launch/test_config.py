@@ -1,4 +1,4 @@
-"""LaunchConfig: the checks of its fields, and the texts of the error messages."""
+"""The checks of LaunchConfig's fields, and the texts of their error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks that exit while they are being stopped are judged."""
+"""Exits of ranks that are being stopped count as failures only if the stop does not explain them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank failed first, which ranks only failed as a consequence, and the texts of the messages."""
+"""Finding the rank that failed first and those that failed only as a consequence, and the texts of the messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a kernel is safe to fork. Each hazard is real, and is created in a separate process."""
+"""The probe that finds out if a kernel is safe to fork. Each hazard is real, and is created in a separate process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What install_xla and install_tpu would install on this and on other Python versions. Nothing is installed."""
+"""The packages that install_xla and install_tpu choose for this and other Python versions. Nothing is installed."""
 
 from __future__ import annotations
 

@@ -430,7 +430,7 @@ def test_a_killed_host_is_noticed(kernel: _Kernel, then: str) -> None:
 
 
 def test_messages_that_a_host_sent_before_it_was_killed_reach_a_busy_kernel(kernel: _Kernel) -> None:
-    """The loss is noticed when a message cannot be sent, but messages that libzmq has received are read before."""
+    """The kernel notices the loss when it cannot send a message, but first reads what libzmq has received."""
     then = 'while sys.stdin.readline(): stream.send(FramesEvent(0, b"x")); time.sleep(0.005)'
     with _host_process(kernel, then, stdin=subprocess.PIPE) as process:
         ours = kernel.next_end()

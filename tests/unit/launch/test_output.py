@@ -1,4 +1,4 @@
-"""How raw bytes become complete lines with labels."""
+"""The raw bytes that ranks print become complete lines with labels."""
 
 from __future__ import annotations
 

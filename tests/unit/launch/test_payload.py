@@ -1,4 +1,4 @@
-"""How functions, arguments and values are passed between processes."""
+"""Pickling of functions, arguments and values that are passed between processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What remains of a report in front ends that do not trust the notebook and sanitize its HTML."""
+"""Reports remain readable in front ends that do not trust the notebook and sanitize its HTML."""
 
 from __future__ import annotations
 

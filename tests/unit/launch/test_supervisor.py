@@ -1,4 +1,4 @@
-"""How a run's thread reads its ranks' messages."""
+"""A run's thread reads the messages of its ranks."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def test_missing_packages_are_named_before_a_function_runs(monkeypatch: pytest.M
 
     @imports.torchao_required
     def convert() -> None:
-        raise AssertionError("must not run")
+        raise AssertionError("this function must not run")
 
     with pytest.raises(ImportError, match="convert needs torchao, which is not installed: pip install"):
         convert()

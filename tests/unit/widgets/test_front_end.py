@@ -1,4 +1,4 @@
-"""How the kernel learns what its front end supports, and the panel that needs no widgets."""
+"""Detection of front ends that draw no panel, and the panel that needs no widgets."""
 
 from __future__ import annotations
 
