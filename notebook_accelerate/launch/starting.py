@@ -172,7 +172,7 @@ def _plan(config: LaunchConfig) -> LaunchPlan:
 
     def plan() -> LaunchPlan:
         environment = {**os.environ, **(config.env or {})}
-        return make_plan(config, hardware.detect(environment), kernel_facts())
+        return make_plan(config, hardware.detect(environment), kernel_facts(config.env))
 
     with ThreadPoolExecutor(1, "notebook-accelerate-plan") as executor:
         return executor.submit(plan).result()

@@ -21,7 +21,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import CodeType, FunctionType, MappingProxyType, MethodType
+from types import CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, Literal, Protocol
 
 import cloudpickle
@@ -204,6 +204,9 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _reduce_exception(obj)
         if self._purpose != "values" and type(obj) in _NAMED_TYPES and obj.__module__ == "__main__":
             return _reduce_named_type(obj)
+        if issubclass(type(obj), ModuleType) and sys.modules.get(module_name := str(vars(obj).get("__name__"))) is obj:
+            # cloudpickle recognises plain modules only, and not, for example, those in torch with a configuration.
+            return importlib.import_module, (module_name,)
         if (name := _replacement_of(obj)) is not None:
             return _attribute, name
         return super().reducer_override(obj)

@@ -8,15 +8,16 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import LaunchError
-from notebook_accelerate.launch.processes import kernel_descriptors
+from notebook_accelerate.launch.processes import kernel_descriptors, process_backend, shared_imports
 from notebook_accelerate.launch.processes.fork_costs import BriefSpins, collapse_memory, is_crowded
-from notebook_accelerate.launch.processes.fork_probe import fork_quietly
+from notebook_accelerate.launch.processes.fork_probe import fork_hazard, fork_quietly
 from notebook_accelerate.launch.processes.orphan_guard import own_mark
 from notebook_accelerate.launch.processes.rank_pipes import RankPipes
 from notebook_accelerate.launch.processes.rank_process import OwnChild, ProcessBackend, RankProcess, pidfd_of
 from notebook_accelerate.worker import entry
 
 if TYPE_CHECKING:
+    from notebook_accelerate.config.launch_config import LaunchConfig
     from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 
@@ -43,7 +44,17 @@ class ForkedRank(OwnChild):
 class ForkBackend(ProcessBackend):
     """Forks ranks from the calling thread, which must outlive them: Linux kills a rank when its parent thread ends."""
 
+    _instead: ProcessBackend | None = None
+    """Starts the ranks if the kernel turns out not to be safe to fork."""
+
+    def configure(self, config: LaunchConfig, note: Callable[[str], None], stopping: Callable[[], bool]) -> None:
+        self._settings = config, note, stopping
+
     def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
+        self._share_imports()
+        if self._instead is not None:
+            self._instead.start_ranks(orders, started)
+            return
         entry.prepare_forks()
         if len(orders) >= RANKS_WORTH_COLLAPSING:
             _collapse_unshared_memory()
@@ -58,6 +69,24 @@ class ForkBackend(ProcessBackend):
             # Notify only after the last fork, because memory written between two forks would have to be copied.
             for process in processes:
                 started(process)
+
+    def _share_imports(self) -> None:
+        """Import what the ranks need into the kernel. If that makes it unsafe to fork, use its server process instead.
+
+        Raises:
+            RunStoppedError: The run was stopped during the import.
+        """
+        config, note, stopping = self._settings
+        loaded = shared_imports.load_for_training(self.function, self.arguments, config.env or {}, note, stopping)
+        if loaded and (hazard := shared_imports.failure() or fork_hazard()):
+            note(f"the kernel is no longer safe to fork: {hazard}; starting the ranks from the server process")
+            self._instead = process_backend("zygote")(self.function, self.arguments)
+            self._instead.configure(config, note, stopping)
+
+    def close(self) -> None:
+        super().close()
+        if self._instead is not None:
+            self._instead.close()
 
     def prepare_next(self) -> None:
         _collapse_unshared_memory()

@@ -21,7 +21,7 @@ import warnings
 
 # The public signal.pthread_sigmask converts each of 60 signals into an enum member, which takes 0.1 ms.
 from _signal import pthread_sigmask  # type: ignore[import-not-found]
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from notebook_accelerate.hardware.nvml import check_cuda_p2p_ib_support
 from notebook_accelerate.hardware.process_liveness import STATE, read_stat
 from notebook_accelerate.integrations import accelerate_alias
 from notebook_accelerate.launch.plan.planner import KernelFacts
+from notebook_accelerate.launch.processes import shared_imports
 
 PROBE_SECONDS = 2.0
 """Time limit of the probe, in seconds. It normally needs a few milliseconds, so a slower kernel counts as unsafe."""
@@ -41,10 +42,15 @@ COMPUTING_SHARE = 0.1
 """A thread that uses a processor for a tenth of a sample is computing. A mere wake-up takes far less."""
 
 
-def kernel_facts() -> KernelFacts:
-    """Return the planner's facts about this kernel."""
+def kernel_facts(variables: Mapping[str, str] | None = None) -> KernelFacts:
+    """Return the planner's facts about this kernel.
+
+    Args:
+        variables: The environment variables that the launch sets.
+    """
+    environment = {**os.environ, **(variables or {})}
     return KernelFacts(
-        fork_hazard=fork_hazard,
+        fork_hazard=lambda: shared_imports.hazard(environment) or fork_hazard(),
         can_fork=hasattr(os, "fork"),
         environment=os.environ,
         alias_hazard=accelerate_alias.inherited_hazard(),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import threading
 import time
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -233,3 +235,10 @@ def test_a_value_whose_class_raises_is_refused_like_any_other() -> None:
     for value in (Odd(), (Odd(), ())):
         with pytest.raises(SerializationError, match="the value cannot be pickled"):
             dump(value, "the value")
+
+
+@pytest.mark.parametrize("name", ["torch.backends.cudnn", "torch._dynamo.config"])
+def test_modules_of_unusual_classes_are_sent_by_name(name: str) -> None:
+    module = importlib.import_module(name)
+    assert type(module) is not ModuleType
+    assert _through_bytes(module) is module

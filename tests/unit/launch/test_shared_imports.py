@@ -1,0 +1,301 @@
+"""What the kernel imports for the ranks that it forks, and when it leaves the import to them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from notebook_accelerate import Accelerator
+from notebook_accelerate.launch.processes import shared_imports
+from notebook_accelerate.launch.processes.shared_imports import trains
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux kernels are forked")
+SETUP = """
+import json, os, sys, threading, time
+import torch
+from notebook_accelerate import notebook_launcher
+from notebook_accelerate.launch.processes import shared_imports
+
+def step(*_):
+    before = "torch._dynamo" in sys.modules
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    return before
+
+def here():
+    return "torch._dynamo" in sys.modules
+
+def launch(function, *args, **options):
+    return notebook_launcher(function, args, **{"num_processes": 2, "use_port": 0, **options})
+
+answers = []
+"""
+
+
+def _answers(script: str, tmp_path: Path, **variables: str) -> Any:
+    """Run a script in a new interpreter in a folder of its own, and return its list ``answers``."""
+    program = SETUP + textwrap.dedent(script) + "\nprint(json.dumps(answers))"
+    root = str(Path(__file__).resolve().parents[3])
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": root, **variables},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_the_kernel_imports_once_for_the_ranks_of_functions_that_train(tmp_path: Path) -> None:
+    script = """
+    for function in (here, step, step):
+        run = launch(function)
+        answers.append([run.results, here(), run.plan.start_method, run.notes])
+    answers.append("TORCHINDUCTOR_CACHE_DIR" in os.environ)
+    """
+    idle, first, second, left = _answers(script, tmp_path)
+    assert idle == [[False, False], False, "fork", []], "a function that does not train imports nothing"
+    assert first[:3] == second[:3] == [[True, True], True, "fork"]
+    assert second[3] == []
+    assert not left, "a launch leaves no variable behind"
+
+
+def test_changed_variables_are_read_by_ranks_from_the_server_process(tmp_path: Path) -> None:
+    """The first launch with a variable leaves the import to the ranks. Later, the kernel's import is too old."""
+    script = """
+    def suppressed():
+        step()
+        return torch._dynamo.config.suppress_errors
+
+    for env in ({"TORCHDYNAMO_SUPPRESS_ERRORS": "1"}, None, {"TORCHDYNAMO_SUPPRESS_ERRORS": "1"}, None):
+        run = launch(suppressed, env=env)
+        answers.append([run.results, here(), run.plan.start_method])
+    answers.append(run.plan.reason)
+    try:
+        launch(suppressed, env={"TORCHDYNAMO_SUPPRESS_ERRORS": "1"}, start_method="fork")
+    except ValueError as error:
+        answers.append(str(error))
+    """
+    *launches, reason, refusal = _answers(script, tmp_path)
+    assert launches == [
+        [[True, True], False, "fork"],
+        [[False, False], True, "fork"],
+        [[True, True], True, "zygote"],
+        [[False, False], True, "fork"],
+    ]
+    assert reason == "the kernel is safe to fork"
+    assert "TORCHDYNAMO_SUPPRESS_ERRORS has changed since the kernel imported torch._dynamo" in refusal
+
+
+@pytest.mark.parametrize("broken", ["torch._dynamo", "torch._dynamo.symbolic_convert"])
+def test_ranks_train_even_if_the_import_fails_in_the_kernel(broken: str, tmp_path: Path) -> None:
+    script = f"""
+    kernel = os.getpid()
+
+    class Broken:
+        def find_spec(self, name, path=None, target=None):
+            if name == {broken!r} and os.getpid() == kernel:
+                raise RuntimeError("not here")
+
+    sys.meta_path.insert(0, Broken())
+    for function in (step, step, here):
+        run = launch(function)
+        answers.append([len(run.results), run.notes])
+    """
+    first, second, other = _answers(script, tmp_path)
+    assert first[0] == second[0] == 2
+    assert "importing torch._dynamo failed there (RuntimeError: not here)" in "".join(first[1])
+    assert other == [2, []]
+
+
+def test_ranks_are_not_forked_if_the_import_is_a_hazard(tmp_path: Path) -> None:
+    """The import is followed by the checks that precede every fork."""
+    script = """
+    from notebook_accelerate.launch.processes import fork_probe
+    fork_probe.CHECKS.append(lambda maps: "its runtime has started" if here() else "")
+    run = launch(step)
+    answers += [run.results, run.notes]
+    """
+    results, notes = _answers(script, tmp_path)
+    assert len(results) == 2
+    assert "the kernel is no longer safe to fork: its runtime has started; starting the ranks from" in "".join(notes)
+
+
+def test_a_run_that_is_stopped_during_the_import_ends_before_it_does(tmp_path: Path) -> None:
+    script = """
+    gate = threading.Event()
+
+    class Slow:
+        def find_spec(self, name, path=None, target=None):
+            if name == "torch._dynamo":
+                gate.wait()
+
+    sys.meta_path.insert(0, Slow())
+    import notebook_accelerate
+    threading.Timer(2.0, lambda: notebook_accelerate.runs()[-1].stop()).start()
+    try:
+        launch(step)
+    except notebook_accelerate.RunStoppedError as error:
+        answers += [error.run.status, error.run.notes]
+    gate.set()
+    answers.append(launch(step).results)
+    """
+    status, notes, results = _answers(script, tmp_path)
+    assert status == "stopped"
+    assert notes == ["importing torch._dynamo for all ranks that train, once per kernel"]
+    assert results == [True, True], "the next launch waits for the import"
+
+
+@pytest.mark.parametrize("name", ["sympy.py", "profile.py", "mpmath/__init__.py"])
+def test_modules_of_the_working_directory_are_not_imported_into_the_kernel(name: str, tmp_path: Path) -> None:
+    """Ranks import such a module in the place of the installed one, as before."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("raise SystemExit('imported')")
+    script = """
+    try:
+        launch(step)
+    except Exception as error:
+        answers += [here(), type(error).__name__]
+    """
+    assert _answers(script, tmp_path) == [False, "WorkerError"]
+
+
+def test_the_import_has_no_side_effects_that_a_kernel_would_notice(tmp_path: Path) -> None:
+    """It starts no threads, initialises no device and draws no random numbers."""
+    script = """
+    import random, signal
+    state = lambda: [
+        sorted(os.listdir("/proc/self/task")),
+        sorted(os.listdir("/proc/self/fd")),
+        hash(random.getstate()),
+        torch.get_rng_state().sum().item(),
+        torch.cuda.is_initialized(),
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+        [str(signal.getsignal(number)) for number in range(1, 32)],
+        sys.path,
+        len(sys.meta_path),
+        sorted(os.environ),
+    ]
+    before = state()
+    importing = shared_imports._Import()
+    importing.start()
+    importing.join()
+    while os.path.exists(f"/proc/self/task/{importing.native_id}"):
+        time.sleep(0.01)
+    answers += [here(), [pair for pair in zip(before, state()) if pair[0] != pair[1]]]
+    """
+    assert _answers(script, tmp_path) == [True, []]
+
+
+def test_the_import_reads_no_other_variables_and_looks_for_no_other_modules(tmp_path: Path) -> None:
+    """A newer torch may read more. Then the tables of the module must be extended."""
+    script = """
+    read, wanted = set(), set()
+    class Spy:
+        def find_spec(self, name, path=None, target=None):
+            wanted.add(name.partition(".")[0])
+    kind = type(os.environ)
+    get = kind.__getitem__
+    kind.__getitem__ = lambda self, name: (read.add(name), get(self, name))[1]
+    sys.meta_path.insert(0, Spy())
+    import torch._dynamo
+    answers += [sorted(read), sorted(wanted - sys.stdlib_module_names)]
+    """
+    read, wanted = _answers(script, tmp_path)
+    unknown = {name for name in read if name.startswith("TORCH")} - shared_imports.import_variables(
+        dict.fromkeys(read, "")
+    ).keys()
+    assert unknown == {"TORCHINDUCTOR_CACHE_DIR"}
+    assert {name for name in wanted if not name.startswith("_sysconfigdata")} <= shared_imports.OPTIONAL
+
+
+# ---- which functions train
+
+
+def _plain() -> int:
+    return os.getpid()
+
+
+def _with_backward(loss: Any) -> None:
+    loss.backward()
+
+
+def _through_a_function() -> None:
+    _with_backward(None)
+
+
+class _Loop:
+    def run(self) -> None:
+        _through_a_function()
+
+    def __call__(self) -> None:
+        self.run()
+
+
+def _through_a_class() -> None:
+    _Loop().run()
+
+
+def _with_accelerator() -> None:
+    Accelerator()
+
+
+def _prepares(model: Any) -> None:
+    Accelerator().prepare(model)
+
+
+def _sets_a_variable(model: Any) -> None:
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    _prepares(model)
+
+
+def _updates_variables(model: Any) -> None:
+    os.environ.update({"TORCH_COMPILE_DEBUG": "1", "A": "2"})
+    _prepares(model)
+
+
+def _closure() -> Callable[[], None]:
+    inner = _with_backward
+    return lambda: inner(None)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (_plain, False),
+        (_with_accelerator, False),
+        (_with_backward, True),
+        (_prepares, True),
+        (_through_a_function, True),
+        (_through_a_class, True),
+        (_Loop().run, True),
+        (_Loop(), True),
+        (_closure(), True),
+        (functools.partial(functools.partial(_with_backward), None), True),
+        (_sets_a_variable, False),
+        (_updates_variables, False),
+        (len, False),
+        (lambda: [_with_backward(each) for each in ()], True),
+    ],
+)
+def test_functions_that_train_are_recognised(function: Callable[..., Any], *, expected: bool) -> None:
+    assert trains(function) is expected
+
+
+def test_functions_among_the_arguments_are_searched() -> None:
+    assert trains(lambda function: function(), (_through_a_function,))
