@@ -1,4 +1,4 @@
-"""Checkpoints that are complete or absent, in Accelerate's file formats, optionally written in the background.
+"""Checkpoints that are either complete or absent, in Accelerate's file formats, optionally written in the background.
 
 `save_state` and `load_state` handle a complete training state, `save_model` handles the weights of a model, and `save`
 and `load` handle any object. The modules are imported on first use.

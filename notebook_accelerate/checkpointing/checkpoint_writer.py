@@ -1,8 +1,8 @@
-"""Write one captured checkpoint: first the files of all ranks, then the manifest, then the commit.
+"""Write a captured checkpoint: first the files of all ranks, then the manifest, then the commit.
 
 Ranks report through small files in the staging folder, because a thread must not use the process group that training
-uses. Only sharded states, which torch's distributed checkpoints write, need collectives. For these, the threads have a
-separate process group. One rank per file system commits: the main rank, or the first rank of each machine that has a
+uses. Only sharded states, which torch's distributed checkpoint writes, need collectives. The threads have a separate
+process group for them. One rank per file system commits: the main rank, or the first rank of each machine that has a
 separate disk.
 """
 
@@ -30,26 +30,26 @@ from notebook_accelerate.hardware.process_liveness import ProcessIdentity
 from notebook_accelerate.state.warn_once import warn_once
 
 _SILENCE_LIMIT = 600.0
-"""How many seconds the staging folder may stay unchanged before a rank that has not reported counts as dead."""
+"""Seconds that the staging folder may stay unchanged before a rank that has not reported is considered dead."""
 _EXIT_GRACE = 2.0
-"""Seconds to wait for a process to exit after its connections were closed, before it counts as alive."""
+"""Seconds to wait for a process to exit once its connections are closed, before it is considered alive."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaveTarget:
-    """The destination of a checkpoint, as one rank sees it."""
+    """The destination of a checkpoint, as seen by one rank."""
 
     folder: AnyPath
     """The folder of the checkpoint."""
     store: CheckpointStore
-    """The store of the checkpoint."""
+    """The store that contains the folder."""
     rank: int
-    """The number of this rank."""
+    """This process's rank."""
     commits: bool
-    """Whether this rank commits the checkpoint."""
+    """Whether this rank is the one that commits the checkpoint."""
     peers: dict[int, ProcessIdentity] = field(default_factory=dict)
-    """The ranks that write to the same file system, and their processes."""
+    """The processes of the ranks that write to the same file system, by rank."""
 
     @property
     def staging(self) -> Path:
@@ -59,20 +59,20 @@ class SaveTarget:
 
 @dataclass
 class PendingSave:
-    """The work that one rank has to do for a checkpoint once its state has been captured.
+    """The work that is left for one rank once the state of a checkpoint has been captured.
 
     Attributes:
-        target: Where the files go, and whether this rank commits them.
+        target: The destination of the files.
         manifest: The manifest, which the committing rank completes and writes.
-        state_files: The files of this rank. Each value is released when its file is written.
-        after_commit: A function that is called once the checkpoint is committed.
-        snapshot: The copies to write, or None if the tensors of the training itself are written.
+        state_files: The files that this rank writes. Each value is released once its file is written.
+        after_commit: The function to call once the checkpoint is committed.
+        snapshot: The copies to write, or None if the original tensors are written.
         optimizers: The optimizers whose next step must wait until the snapshot is filled.
         step_hooks: The hooks that make these optimizers wait.
-        process_group: The process group of the ranks' threads. If None, the work is done in the caller's thread with
+        process_group: The process group of the ranks' threads. If None, the work is done in the caller's thread, with
             torch's default group.
-        thread: The thread that does the work, or None if the caller's thread does it.
-        error: The error if the work failed, or None.
+        thread: The thread that does the work, or None for the caller's thread.
+        error: The error if the work failed, otherwise None.
     """
 
     target: SaveTarget
@@ -90,7 +90,7 @@ class PendingSave:
     _failure_shared: bool = False
 
     def start(self) -> None:
-        """Start `run` in a thread, which is not a daemon, so the interpreter waits until the checkpoint is written."""
+        """Start `run` in a thread that is not a daemon, so that the interpreter waits for the checkpoint."""
         if self.snapshot is not None:
             copied = self.snapshot.copied
             self.step_hooks = [
@@ -99,7 +99,7 @@ class PendingSave:
         self.thread = threading.Thread(target=self.run, name=f"save_state {self.target.folder.name}")
         try:
             self.thread.start()
-        except RuntimeError as error:  # The limit of threads is reached, or the interpreter is shutting down.
+        except RuntimeError as error:  # The limit on threads is reached, or the interpreter is exiting.
             self.thread = None
             self.run()
             warn_once(f"save_state(blocking=False) wrote the checkpoint in the foreground: {error}.")
@@ -107,15 +107,18 @@ class PendingSave:
     def join(self) -> None:
         """Wait for the thread, if there is one. After an interrupt, the caller can call this again."""
         if self.thread is not None:
-            # Before Python 3.13, a thread counts as finished if its join was interrupted (gh-90882).
+            # Before Python 3.13, a thread is considered finished once its join has been interrupted (gh-90882).
             self._finished.wait()
             self.thread.join()
-        # Remove the hooks in the caller's thread, because optimizers run their hooks there.
+        # Remove the hooks in the caller's thread, because that is where optimizers run them.
         for hook in self.step_hooks:
             hook.remove()
 
     def run(self) -> None:
-        """Write this rank's files, report the result, and commit if this rank commits. Errors are kept in `error`."""
+        """Write this rank's files, report the result, and commit if this rank's turn is to do so.
+
+        Errors are kept in `error`.
+        """
         try:
             if self.thread is not None:
                 device_table.select_again()
@@ -129,14 +132,14 @@ class PendingSave:
         except BaseException as error:  # noqa: BLE001 - any error in a writer makes this checkpoint fail
             self._record_failure(error)
             own = getattr(error, "failures", {}).get(self.target.rank, error)
-            if not isinstance(own, Exception):  # This is an interrupt, which was wrapped to send it to the other ranks.
+            if not isinstance(own, Exception):  # It is an interrupt, which was wrapped to send it to other ranks.
                 raise own from None
         finally:
-            self.state_files, self.snapshot = [], None  # Free them: they may hold gigabytes.
+            self.state_files, self.snapshot = [], None  # Free the memory, which may be gigabytes.
             self._finished.set()
 
     def _fill_snapshot(self) -> None:
-        """Fill the deferred copies. If ranks write together, either all of them continue or all raise."""
+        """Fill the deferred copies. If ranks write together, either all continue or all raise."""
         failure: CheckpointError | None = None
         try:
             if self.snapshot is not None:
@@ -168,7 +171,7 @@ class PendingSave:
     def _record_failure(self, error: BaseException) -> None:
         self.error = self._checkpoint_error(error)
         if self.thread is not None:
-            # Training continues. Log the error now; it is raised at the next save or at the end of training.
+            # Training continues, so log the error now. It is raised in the next save or at the end of training.
             _log.error("%s", self.error)
         # If the failure was shared, the committing rank already knows about it, and may be removing the staging folder.
         shared = self._failure_shared or hasattr(error, "failures")
@@ -189,11 +192,11 @@ class PendingSave:
         return explained
 
     def _dead_peer_error(self, error: BaseException) -> CheckpointError | None:
-        """Return an error that names the dead rank, if a collective of the threads failed because a rank died."""
+        """Return an error that names the dead rank, if a collective between threads failed because a rank died."""
         if self.process_group is None or not isinstance(error, RuntimeError) or hasattr(error, "failures"):
             return None
         deadline = time.monotonic() + _EXIT_GRACE
-        while True:  # A dying process closes its connections a moment before it has exited.
+        while True:  # A dying process closes its connections just before it has exited.
             for rank, peer in self.target.peers.items():
                 if peer.has_ended():
                     return self._unfinished_error(rank, f"its process {peer.pid} has ended")
@@ -220,7 +223,7 @@ class PendingSave:
         self.target.store.commit(self.manifest, parts)
         try:
             self.after_commit()
-        except (CheckpointError, OSError) as error:  # Old checkpoints may be in use, or already gone.
+        except (CheckpointError, OSError) as error:  # An old checkpoint may be in use, or already removed.
             written = f"{self.target.folder} is written"
             warn_once(f"{written}, but checkpoints above total_limit could not be removed: {error}")
 
@@ -243,7 +246,7 @@ class _PeerWatch:
 
     Args:
         store: The store that the rank writes to.
-        rank: The number of the rank.
+        rank: The rank that is watched.
         peer: The process of the rank.
     """
 
@@ -256,7 +259,10 @@ class _PeerWatch:
         self._next_check = 0.0
 
     def death_reason(self) -> str:
-        """Return why the rank will never report, or an empty string. The system is queried at most once a second."""
+        """Return why the rank will never report, or "" if it still may.
+
+        The system is queried at most once per second.
+        """
         now = time.monotonic()
         if now < self._next_check:
             return ""

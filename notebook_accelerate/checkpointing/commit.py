@@ -1,14 +1,14 @@
 """The protocol that commits a checkpoint completely or not at all, to a file system or to an object store.
 
-1. `CheckpointStore.open`: one rank claims the place. If an earlier process died during step 4, the rank finishes that
-   commit. If one died before step 3 was complete, the rank removes the files.
-2. Every rank writes its files to a folder on a disk. `deliver` transfers them to the store, unless the store is this
+1. `CheckpointStore.open`: one rank claims the destination. If an earlier process died during step 4, the rank finishes
+that commit. If one died before step 3 was complete, the rank removes the files that it left. 2. Every rank writes its
+files to a folder on a disk. `deliver` transfers them to the store, unless the store is this
    disk, and `write_report` reports their sizes and checksums.
 3. `commit`, on the rank that called `open`: the manifest of all files is written last. A folder without a manifest is
    not a checkpoint, so a save that fails before this point has changed nothing.
-4. If the place already had files, the new files are in a folder inside it, ``.committing``. They now replace the old
-   ones: old files that the new checkpoint does not have are removed, and then the new files get their final names, the
-   manifest last. If the process dies during this step, another process finds the manifest in ``.committing`` and
+4. If the destination already had files, the new ones are in a folder inside it, ``.committing``. They now replace the
+   old files: those that the new checkpoint does not have are removed, and then the new files get their final names, the
+   manifest last. If the process dies during this step, another process finds the manifest in ``.committing``, and
    completes the step.
 
 Ranks exchange messages through files, because a thread must not use collectives while training uses them.
@@ -47,12 +47,12 @@ FileRecords = dict[str, FileRecord]
 
 @dataclass(frozen=True)
 class ReadLocation:
-    """The folder from which one rank reads a checkpoint.
+    """The folder that one rank reads a checkpoint from.
 
     Attributes:
         folder: A folder on the disk of the rank's machine.
         share: The slice of the sorted file names that this rank fetches and verifies. The other ranks on its machine
-            handle the rest.
+            handle the remaining files.
     """
 
     folder: Path
@@ -60,27 +60,27 @@ class ReadLocation:
 
 
 class CheckpointStore(ABC):
-    """The place of one checkpoint as one rank sees it: a folder on a disk, or a folder that fsspec reaches by URL.
+    """The destination of a checkpoint, as seen by one rank: a folder on a disk, or a folder that fsspec reaches by URL.
 
-    A save calls `open` on one rank per place, `can_see` on all ranks, `deliver` and `write_report` on each rank, and
-    `commit` on the rank that called `open`.
+    A save calls `open` on one rank per destination, `can_see` on all ranks, `deliver` and `write_report` on each rank,
+    and `commit` on the rank that called `open`.
 
     Args:
         target: The folder of the checkpoint.
     """
 
     poll_interval: float
-    """How many seconds to wait between two checks for another rank's report."""
+    """Seconds to wait between two checks for another rank's report."""
     target: AnyPath
     """The folder of the checkpoint."""
     committing: AnyPath
     """The folder inside `target` whose files replace the old ones during a commit."""
     folder: Path
-    """The folder on a disk that this rank writes its files to; set by `can_see`."""
+    """The folder on a disk that this rank writes its files to. `can_see` sets it."""
     delivered: AnyPath
-    """The folder of delivered files before they are published; set by `can_see`."""
+    """The folder that holds delivered files until they are published. `can_see` sets it."""
     messages: AnyPath
-    """The folder of the ranks' reports; set by the constructor or by `can_see`."""
+    """The folder of the ranks' reports. The constructor or `can_see` sets it."""
 
     def __init__(self, target: AnyPath) -> None:
         self.target = target
@@ -89,13 +89,13 @@ class CheckpointStore(ABC):
     # ---- saving
 
     def open(self, token: str) -> None:
-        """Prepare the place for a new checkpoint, and remove the files that a dead process left behind.
+        """Prepare the destination for a new checkpoint, and remove files that a dead process has left behind.
 
         Args:
-            token: A unique name. Any rank that sees this name sees the same place.
+            token: A unique name. All ranks that see this name see the same destination.
 
         Raises:
-            CheckpointError: Another process is saving here, or the place cannot be written to.
+            CheckpointError: Another process is saving here, or the destination cannot be written to.
         """
         self._claim()
         self._replace_old_files()
@@ -104,30 +104,30 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def can_see(self, token: str) -> bool:
-        """Return whether this rank sees the place that the main rank has opened, and set `folder` and `delivered`.
+        """Return whether this rank sees the destination that the main rank has opened. Set `folder` and `delivered`.
 
         Args:
             token: The name that the main rank passed to `open`.
 
         Raises:
-            CheckpointError: The rank does not see the place, even though this kind of store requires that it does.
+            CheckpointError: The rank does not see the destination, even though this kind of store requires it.
         """
 
     @abstractmethod
     def sync(self, path: Path) -> None:
-        """Flush a file in the folder to the disk, if the checkpoint's durability depends on that disk.
+        """Flush a file in the folder to the disk, if the checkpoint's durability depends on this.
 
         Args:
             path: The file to flush.
         """
 
     def deliver(self, rank: int, records: FileRecords) -> FileRecords:
-        """Transfer this rank's files to the place.
+        """Transfer this rank's files to the destination.
 
         Args:
-            rank: The number of this rank.
-            records: The records of the rank's files that are already known. Hooks and strategies may have written more
-                files.
+            rank: This process's rank.
+            records: The records of this rank's files, as far as they are known. Hooks and strategies may have written
+                further files.
 
         Returns:
             The records of all files that this rank has delivered.
@@ -135,10 +135,10 @@ class CheckpointStore(ABC):
         return records
 
     def write_report(self, rank: int, content: dict[str, Any]) -> None:
-        """Report this rank's success or failure to the committing rank.
+        """Report to the committing rank whether this rank has succeeded or failed.
 
         Args:
-            rank: The number of this rank.
+            rank: This process's rank.
             content: The report, which must be JSON-serializable.
         """
         write_text(self._report(rank), json.dumps(content))
@@ -147,7 +147,7 @@ class CheckpointStore(ABC):
         """Return a rank's report, or None if the rank has not reported yet.
 
         Args:
-            rank: The number of the rank.
+            rank: The rank that reports.
         """
         content = read_message(self._report(rank))
         return content if isinstance(content, dict) else None
@@ -157,10 +157,10 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def activity(self, rank: int) -> Any:
-        """Return a value that changes while a rank is working, or None if the place no longer exists.
+        """Return a value that changes while a rank is working, or None if the destination no longer exists.
 
         Args:
-            rank: The number of the rank.
+            rank: The rank that reports.
         """
 
     def commit(self, manifest: Manifest, parts: Sequence[FileRecords]) -> None:
@@ -171,7 +171,7 @@ class CheckpointStore(ABC):
             parts: The records of the files that the ranks delivered.
 
         Raises:
-            CheckpointError: This process no longer owns the place.
+            CheckpointError: This process no longer owns the destination.
         """
         manifest.files.update(self._all_records(parts))
         self._check_claim()
@@ -184,21 +184,22 @@ class CheckpointStore(ABC):
         for part in parts:
             for name, record in part.items():
                 if records.setdefault(name, record) != record:
-                    # Hooks on several ranks have written this file. Use the record of the version that was stored last.
+                    # Hooks on several ranks have written this file, so use the record of the version that was stored
+                    # last.
                     records[name] = self._stored_record(name)
         return records
 
     def _replace_old_files(self) -> None:
-        """Replace the old files with the files in ``.committing`` if the latter are complete. This is safe to repeat.
+        """Replace the old files with those in ``.committing`` if these are complete. It is safe to repeat this.
 
-        Only the process that has claimed the place may call this.
+        Only the process that has claimed the destination may call this.
 
         Raises:
             BrokenCheckpointError: ``.committing`` is a link, or its manifest cannot be read.
         """
         if not self._is_committing():
             return
-        # The manifest is moved last, so if it is not here, only the folder is left to remove.
+        # The manifest is moved last. If it is not here, only the folder remains to be removed.
         if (new := read_manifest(self.committing)) is not None:
             self._remove(self._old_entries() - {self._entry_of(name) for name in new.files})
             self._move_to_target(self._committing_entries(new))
@@ -206,7 +207,7 @@ class CheckpointStore(ABC):
         self._remove_committing()
 
     def _old_entries(self) -> set[str]:
-        """Return the entries of this folder that belong to the previous checkpoint, without the user's own files."""
+        """Return the entries of this folder that belong to the previous checkpoint, but not the user's own files."""
         try:
             old = read_manifest(self.target)
         except CheckpointError:
@@ -219,12 +220,12 @@ class CheckpointStore(ABC):
 
         Args:
             opened: Whether this rank called `open`.
-            delivering: Whether any rank may have started to deliver files.
+            delivering: Whether any rank may have started delivering files.
         """
 
     @abstractmethod
     def remove_checkpoints(self, surplus: Sequence[Any]) -> None:
-        """Remove numbered checkpoints of the same project, and the remains of interrupted removals.
+        """Remove numbered checkpoints of the same project, and anything left by interrupted removals.
 
         Args:
             surplus: The folders of the checkpoints to remove.
@@ -234,7 +235,7 @@ class CheckpointStore(ABC):
         """Return the error for a checkpoint that could not be written.
 
         Args:
-            error: The original error.
+            error: The error that was raised while writing.
         """
         return error if isinstance(error, CheckpointError) else write_error(self.folder, error)
 
@@ -242,11 +243,11 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def _claim(self) -> None:
-        """Claim the place for this process, or raise if another live process is saving there."""
+        """Claim the destination for this process, or raise if another live process is saving to it."""
 
     @abstractmethod
     def _check_claim(self) -> None:
-        """Raise if this process no longer owns the place."""
+        """Raise if this process no longer owns the destination."""
 
     @abstractmethod
     def _release(self) -> None:
@@ -258,7 +259,7 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def _make_room(self, token: str) -> None:
-        """Decide where the new files go, and leave the information that `can_see` needs."""
+        """Choose where new files are written, and store the information that `can_see` needs."""
 
     @abstractmethod
     def _stored_record(self, name: str) -> FileRecord:
@@ -266,11 +267,11 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def _publish(self) -> None:
-        """Turn files that have a manifest into the checkpoint. Files in ``.committing`` replace the old files."""
+        """Turn files with a manifest into the checkpoint. Files in ``.committing`` replace the old ones."""
 
     @abstractmethod
     def _is_committing(self) -> bool:
-        """Return whether ``.committing`` exists, because a commit has not replaced all old files yet."""
+        """Return whether ``.committing`` exists, which means that a commit has not replaced all old files yet."""
 
     def _entry_of(self, name: str) -> str:
         """Return the entry of the checkpoint's folder that is removed or replaced together with a file."""
@@ -286,7 +287,7 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def _remove_committing(self) -> None:
-        """Remove the rest of ``.committing``."""
+        """Remove everything that is left in ``.committing``."""
 
     @abstractmethod
     def _remove(self, entries: Collection[str]) -> None:
@@ -296,19 +297,19 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def is_checkpoint(self) -> bool:
-        """Return whether the folder, which has the name of a checkpoint, contains one."""
+        """Return whether the folder, whose name is that of a checkpoint, contains one."""
 
     @abstractmethod
     def is_occupied(self) -> bool:
-        """Return whether a new checkpoint with this name would change anything that exists."""
+        """Return whether a new checkpoint with this name would change anything that already exists."""
 
     @abstractmethod
     def unfinished_save(self) -> str | None:
-        """Return the location of an unfinished save if there is no checkpoint here because of it, otherwise None."""
+        """Return the location of an unfinished save if this is why there is no checkpoint here, otherwise None."""
 
     @abstractmethod
     def finish_commit(self) -> None:
-        """Finish the commit of a process that died while committing, if the files cannot be read without this.
+        """Finish the commit of a process that died while committing, if the files cannot be read otherwise.
 
         The first rank of each machine calls this before a load.
         """
@@ -317,16 +318,16 @@ class CheckpointStore(ABC):
     def generation(self) -> Any:
         """Return a value, never None, that changes with each save to this folder.
 
-        If the value is the same before and after reading, everything that was read belongs to one save.
+        If the value is the same before and after files are read, all of them belong to the same save.
         """
 
     def source(self) -> AnyPath:
-        """Return the folder that contains the files of the newest complete save, as found by `generation`."""
+        """Return the folder that contains the files of the newest complete save, which `generation` has found."""
         return self.target
 
     @abstractmethod
     def open_for_reading(self, local_rank: int) -> contextlib.AbstractContextManager[ReadLocation]:
-        """Provide a folder on the disk for the files; every rank must call this.
+        """Provide a folder on a disk with, or for, the files; every rank must call this.
 
         Args:
             local_rank: The index of this rank on its machine.
@@ -334,10 +335,10 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def fetch(self, names: Sequence[str] | None, location: ReadLocation) -> list[str]:
-        """Copy this rank's share of the files to the disk, unless they are on it already.
+        """Copy this rank's share of the files to the disk, unless they are already there.
 
         Args:
-            names: The files of the checkpoint in sorted order. If None, all files that exist.
+            names: The files of the checkpoint in sorted order. If None, all existing files are copied.
             location: The folder to copy to, and this rank's share.
 
         Returns:
@@ -348,10 +349,10 @@ class CheckpointStore(ABC):
 def read_message(path: AnyPath) -> Any:
     """Return the content of a rank's message, or None if it is missing or incomplete.
 
-    A message can be incomplete if the store behind the URL is a file system.
+    Messages can be incomplete if the store behind the URL is a file system.
 
     Args:
-        path: The file with the message.
+        path: The file that contains the message.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))

@@ -1,10 +1,9 @@
-"""A checkpoint on a file system. It is written to a staging folder under a lock, and renamed when it is complete.
+"""Checkpoints on a file system, which are written to a staging folder under a lock, and renamed once complete.
 
-A new checkpoint is written under another name next to its final place, and then renamed. If the folder exists already,
-it must keep its mode and its other files, and it may be a mount point or the working directory, which cannot be
-renamed. The new files are therefore written to a folder inside it, which is renamed to ``.committing`` when it is
-complete. A process that finds this folder finishes the commit if the writer is dead, which the lock of the staging
-folder shows.
+A new checkpoint is written to a folder next to its final location, and then renamed. A folder that already exists must
+keep its mode and its other files, and it may be a mount point or the working directory, which cannot be renamed. The
+new files are therefore written to a folder inside it, which is renamed to ``.committing`` once it is complete. A
+process that finds this folder finishes the commit if the writer is dead, which the lock of the staging folder shows.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from notebook_accelerate.files.weight_files import inside
 from notebook_accelerate.state.process_group import world_from_environ
 
 _MOVE_LIMIT = 60.0
-"""How many seconds to wait while another process moves its new files, which only renames and removes files."""
+"""Seconds to wait while another process moves its new files, which only takes renaming and removing files."""
 _MOVE_PAUSE = 0.01
 _MAX_STEM = 240
 
@@ -129,7 +128,7 @@ class DiskStore(CheckpointStore):
         sync_file(path)
 
     def write_report(self, rank: int, content: dict[str, Any]) -> None:
-        """Report success or failure. If an error cannot be written, the removal of the staging folder reports it."""
+        """Report success or failure. If an error cannot be written, removing the staging folder reports it."""
         try:
             super().write_report(rank, content)
         except OSError:
@@ -143,7 +142,7 @@ class DiskStore(CheckpointStore):
 
     def _all_records(self, parts: Iterable[FileRecords]) -> FileRecords:
         records = super()._all_records(parts)
-        for path in files_below(self.folder):  # Hooks and the strategy may have written files without records.
+        for path in files_below(self.folder):  # Hooks and strategies may have written files without records.
             name = path.relative_to(self.folder).as_posix()
             if name not in records:
                 records[name] = make_record(path)
@@ -161,7 +160,7 @@ class DiskStore(CheckpointStore):
         if self._become_target():
             return
         inner = self.target / STAGING_SUFFIX
-        # If the staging folder is outside the target, the target was created during the save, so lock it, too.
+        # If the staging folder is outside of the target, the target was created during the save. Lock it, too.
         with nullcontext() if self._staging == inner else self._locked(inner):
             self.folder.rename(self.committing)
             self._remove_emptied()
@@ -169,14 +168,14 @@ class DiskStore(CheckpointStore):
             self._replace_old_files()
 
     def _become_target(self) -> bool:
-        """Give the folder of files the checkpoint's name. Return False if the checkpoint's folder exists already."""
+        """Give the folder of files the checkpoint's name. Return False if a folder with this name already exists."""
         if self.target.is_dir():
             return False
         self.target.parent.mkdir(parents=True, exist_ok=True)
         try:
             self.folder.rename(self.target)
         except OSError:
-            if self.target.is_dir():  # The folder was created during the save, and is not empty.
+            if self.target.is_dir():  # It was created during the save, and is not empty.
                 return False
             raise
         _sync_folder(self.target.parent)
@@ -197,10 +196,10 @@ class DiskStore(CheckpointStore):
             self._lock.release()
 
     def discard(self, opened: bool, delivering: bool = True) -> None:
-        """Abandon a save. The rank that created the staging folder removes the folder and its lock."""
+        """Abandon a save. The rank that has created the staging folder removes the folder and its lock."""
         if opened and self._lock is not None:
             if self._lock.is_held():
-                shutil.rmtree(self._staging, ignore_errors=True)  # The next save removes anything that is left.
+                shutil.rmtree(self._staging, ignore_errors=True)  # The next save removes the rest.
             self._lock.release()
 
     def write_error(self, error: BaseException) -> CheckpointError:
@@ -209,8 +208,7 @@ class DiskStore(CheckpointStore):
     def remove_checkpoints(self, surplus: Sequence[Path]) -> None:
         """Remove numbered checkpoints. If a checkpoint is a link, only the link is removed.
 
-        A folder is renamed before it is removed, so that a process that dies in the middle leaves no partial
-        checkpoint.
+        A folder is renamed before it is removed, so that a process that dies in between leaves no partial checkpoint.
 
         Args:
             surplus: The folders of the checkpoints to remove.
@@ -224,7 +222,7 @@ class DiskStore(CheckpointStore):
             try:
                 hidden = project_dir / removal_name(folder.name)
                 _delete(folder if folder.parent == project_dir else folder.rename(hidden))
-            except OSError as error:  # Continue, so that one failure does not keep the others from being removed.
+            except OSError as error:  # Continue, so that one failure does not prevent other removals.
                 failure = failure or error
         if failure is not None:
             raise failure
@@ -304,7 +302,7 @@ class DiskStore(CheckpointStore):
 
     def generation(self) -> Any:
         """Return the identity of the manifest, or a new value each time while a save is moving its files."""
-        # Check this before the manifest, because a save that finishes in between leaves a new manifest.
+        # Check this before reading the manifest, because a save that finishes in between leaves a new manifest.
         if self.committing.exists():
             return object()
         try:
@@ -315,11 +313,11 @@ class DiskStore(CheckpointStore):
 
     @contextmanager
     def open_for_reading(self, local_rank: int) -> Iterator[ReadLocation]:
-        """Read files in place. The ranks of a machine divide the verification among themselves."""
+        """Read files in place. The ranks on a machine share the work of verifying them."""
         yield ReadLocation(self.target, slice(local_rank, None, world_from_environ().local_size))
 
     def fetch(self, names: Sequence[str] | None, location: ReadLocation) -> list[str]:
-        """Return the names of this rank's share without copying, because the files are already on the disk."""
+        """Return the names in this rank's share. Nothing is copied, because the files are already on the disk."""
         return list(names or ())[location.share]
 
 
@@ -327,18 +325,18 @@ class DiskStore(CheckpointStore):
 
 
 def _staging_folder(target: Path) -> Path:
-    """Return the folder where the checkpoint `target` is written before it gets its final name.
+    """Return the folder that the checkpoint `target` is written to before it gets its final name.
 
-    If `target` exists, the staging folder is inside it, because `target` keeps its mode, owner and group, may be a link
-    or a mount point, and may have a read-only parent. Otherwise, the staging folder is next to `target`, on the same
-    file system. Accelerate reads every folder inside ``checkpoints`` as a checkpoint, so an automatically named
+    If `target` exists, the staging folder is inside it, because `target` must keep its mode, owner and group, may be a
+    link or a mount point, and may have a read-only parent. Otherwise, the staging folder is next to `target`, on the
+    same file system. Accelerate reads every folder inside ``checkpoints`` as a checkpoint, so an automatically named
     checkpoint is staged one level higher.
     """
     return target / STAGING_SUFFIX if target.is_dir() else _next_to(target)
 
 
 def _staging_folders(target: Path) -> list[Path]:
-    """List all folders where a checkpoint may have been staged, whether or not its folder existed at the time."""
+    """List all folders that a checkpoint may have been staged in, whether or not its folder existed at the time."""
     return list(dict.fromkeys([target / STAGING_SUFFIX, _hidden(target.parent, target), _next_to(target)]))
 
 
@@ -360,8 +358,8 @@ def _lock_of(staging: Path) -> Path:
 def _folder_for_files(staging: Path, target: Path, token: str) -> Path:
     """Return the folder inside a staging folder that becomes the checkpoint.
 
-    The folder already has the checkpoint's final name, because hooks receive it. The token in its path keeps the ranks
-    of an earlier save, which may still be writing, out of the new checkpoint.
+    The folder already has the checkpoint's final name, because hooks receive its path. The token in the path keeps the
+    ranks of an earlier save, which may still be writing, out of the new checkpoint.
     """
     # The root folder has no name.
     name = Path(os.path.normpath(target.absolute())).name or "checkpoint"
@@ -380,7 +378,7 @@ def _delete(path: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk, if the system supports it."""
+    """Flush a folder's entries to the disk, if the system supports this."""
     with suppress(OSError):  # Windows and some network file systems cannot open folders.
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -390,7 +388,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _folder_size(folder: Path) -> int:
-    """Return the size in bytes of a folder that other processes write to, skipping files that disappear."""
+    """Return the size in bytes of a folder that other processes may be changing. Files that disappear are skipped."""
     size = 0
     for path in files_below(folder):
         with suppress(FileNotFoundError):

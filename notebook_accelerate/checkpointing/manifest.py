@@ -1,4 +1,4 @@
-"""The reserved names, and the manifest, which commits a checkpoint and lists the sizes and checksums of its files."""
+"""Reserved names, and the manifest, which commits a checkpoint and lists the sizes and checksums of its files."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from notebook_accelerate.files.untrusted_files import MALFORMED, read_json
 from notebook_accelerate.files.weight_files import inside
 
 CHECKPOINTS_FOLDER = "checkpoints"
-"""The folder in a project that contains the automatically named checkpoints."""
+"""The folder in a project that contains automatically named checkpoints."""
 STAGING_SUFFIX = ".incomplete"
-"""The suffix of the hidden folder where a checkpoint is being written."""
+"""The suffix of the hidden folder that a checkpoint is being written to."""
 REMOVED_SUFFIX = ".removed"
 """The suffix of the hidden name of a checkpoint that is being removed."""
 COMMITTING_NAME = ".committing"
-"""The folder inside an existing checkpoint that holds the complete new files until they get their final names."""
+"""The folder inside an existing checkpoint that holds a complete set of new files until they get their final names."""
 LOCK_SUFFIX = ".saving"
-"""The suffix of the file that the saving process locks. Inside an existing folder, this is the whole name."""
+"""The suffix of the file that the saving process locks. Inside an existing folder, it is the whole name."""
 RESERVED = {MANIFEST_NAME, STAGING_SUFFIX, COMMITTING_NAME, LOCK_SUFFIX}
 """Names that a checkpoint's own files cannot have."""
 WHOLE = "whole"
-"""The layout used if every rank has the complete state, so that one rank writes it to single files."""
+"""The layout if every rank has the complete state, so that one rank writes it to single files."""
 
 _NUMBERED = re.compile(r"checkpoint_(\d{1,18})", re.ASCII)
 
@@ -48,14 +48,14 @@ def checkpoint_number(name: str) -> int:
 
 
 def removal_name(name: str) -> str:
-    """Return the hidden name under which a checkpoint is removed."""
+    """Return the hidden name that a checkpoint has while it is being removed."""
     return f".{name}{REMOVED_SUFFIX}"
 
 
 # ---- the manifest
 
 FORMAT = 1
-"""The version of the manifest's format. Manifests with a newer version are rejected."""
+"""The version of the manifest's format. Manifests with a later version are rejected."""
 _CHUNK = 1 << 22
 _MAX_SIZE = 1 << 63
 _MAX_NAME = 4096
@@ -75,18 +75,18 @@ class FileRecord:
 
 @dataclass(kw_only=True)
 class Manifest:
-    """The files of a complete checkpoint, and facts about the training run that wrote it."""
+    """A list of the files of a complete checkpoint, and facts about the training run that wrote it."""
 
     world_size: int
     """The number of ranks that wrote the checkpoint."""
     layout: str = WHOLE
-    """The layout of models and optimizers: "whole" (a single process, or DDP), or the strategy's own layout."""
+    """The layout of models and optimizers: "whole" (a single process, or DDP), or a layout of the strategy."""
     strategy: str = ""
     """The name of the strategy, for messages."""
     producer: str = ""
     """The package and version that wrote the checkpoint."""
     format: int = FORMAT
-    """The version of this format."""
+    """The version of the manifest's format."""
     files: dict[str, FileRecord] = field(default_factory=dict)
     """All files except the manifest, by path relative to the folder."""
 
@@ -106,7 +106,7 @@ def make_record(path: Path) -> FileRecord:
 
 
 def files_below(folder: Path) -> list[Path]:
-    """List all files below a folder in sorted order, without following links to folders."""
+    """List all files below a folder in sorted order. Links to folders are not followed."""
     return sorted(Path(root) / name for root, _, names in os.walk(folder) for name in names)
 
 
@@ -122,7 +122,7 @@ def read_manifest(folder: AnyPath) -> Manifest | None:
         folder: The folder of the checkpoint.
 
     Returns:
-        The manifest, or None if the folder has none because Accelerate wrote it.
+        The manifest, or None if there is no manifest because Accelerate wrote the folder.
 
     Raises:
         BrokenCheckpointError: The manifest cannot be read.
@@ -132,7 +132,7 @@ def read_manifest(folder: AnyPath) -> Manifest | None:
         return None
     try:
         return _parse(read_json(path), path)
-    except FileNotFoundError:  # The file existed a moment ago, so another process is replacing the checkpoint.
+    except FileNotFoundError:  # The file existed just before, so another process is replacing the checkpoint.
         return None
     except MALFORMED as error:
         raise _unreadable(folder, str(error)) from error
@@ -159,7 +159,7 @@ def _parse(content: Any, path: AnyPath) -> Manifest:
 
 
 def _checked_name(name: str) -> str:
-    """Return the name of a file, or raise ValueError if it cannot be a path inside the checkpoint."""
+    """Return the name of a file, or raise ValueError if the name is not a path inside the checkpoint."""
     parts = name.split("/")
     if not all(parts) or {".", "..", *RESERVED} & set(parts) or len(name) > _MAX_NAME or "\0" in name:
         raise ValueError(f"{name[:100]!r} is not a path inside a checkpoint")
@@ -184,10 +184,10 @@ def find_damage(folder: Path, manifest: Manifest, names: Iterable[str]) -> list[
         names: The files to compare.
 
     Returns:
-        One line for each file that is missing, truncated, too long or changed, so an empty list if all files match.
+        One line for each file that is missing, truncated, too long or changed. If all files match, the list is empty.
 
     Raises:
-        CheckpointError: The manifest names a file outside the folder.
+        CheckpointError: The manifest lists a file outside the folder.
     """
     lines = []
     for name in names:

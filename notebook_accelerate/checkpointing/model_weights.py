@@ -45,14 +45,14 @@ def save(
 ) -> None:
     """Write an object to a file on the main rank. This replaces `torch.save`.
 
-    The file is always either complete or unchanged: it is first written under another name or, for a URL (s3://,
-    gs://, ...), to this machine's disk, from which it is uploaded.
+    The file is either complete or unchanged at any time: it is first written under another name or, for a URL (s3://,
+    gs://, ...), to this machine's disk, and then uploaded.
 
     Args:
         obj: The object to write. For safetensors, it must be a dictionary of named tensors.
         f: A path, a URL, or an open binary file.
-        save_on_each_node: Whether to write on the first rank of each machine. All machines see a URL, so only the main
-            rank writes to it.
+        save_on_each_node: Whether to write on the first rank of each machine. Because all machines see a URL, only the
+            main rank writes to one.
         safe_serialization: Whether to write safetensors instead of torch's format.
 
     Raises:
@@ -78,18 +78,18 @@ def _write_weights(obj: Any, path: AnyPath, safe: bool) -> None:
 
 
 def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwargs: Any) -> Any:
-    """Read a file written by `save` or torch.save, with `weights_only=True`. This replaces `torch.load`.
+    """Read a file written by `save` or `torch.save`, with `weights_only=True`. This replaces `torch.load`.
 
     Args:
         f: A path or URL (safetensors files are recognized by their suffix), or an open binary file.
         map_location: The device to put the tensors on. If None, each tensor is put on the device it was saved from.
-        kwargs: Further arguments of torch.load, for example ``weights_only=False`` for a file that you trust.
+        kwargs: Further arguments for `torch.load`, such as ``weights_only=False`` for a file that you trust.
 
     Returns:
         The object that was saved.
 
     Raises:
-        CheckpointError: The file is broken, or contains objects that `weights_only` loading rejects.
+        CheckpointError: The file is corrupt, or contains objects that `weights_only` loading rejects.
     """
     if isinstance(f, (str, os.PathLike)):
         with local_copy(path_of(f)) as path:
@@ -106,7 +106,7 @@ def save_model(
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
 ) -> None:
-    """Save a model's weights, in several files if they are large; every rank must call this.
+    """Save a model's weights, split into several files if they are large; every rank must call this.
 
     Args:
         accelerator: The Accelerator of this rank.
@@ -135,17 +135,17 @@ def save_model(
             "accelerator.save_model: load_checkpoint_in_model(model, folder)"
         )
     make_folder(folder)
-    # A layer may declare an extra state and leave it empty (None).
+    # A layer may declare an extra state but leave it empty (None).
     filled = {name: value for name, value in state.items() if value is not None}
     write_weights(filled, folder, max_shard_size, safe_serialization)
 
 
 def write_weights(state: Mapping[str, Any], folder: AnyPath, max_shard_size: int | str, safe: bool) -> list[str]:
-    """Write named tensors and their index to a folder, then remove the remaining weights of an earlier save.
+    """Write named tensors and their index to a folder, then remove the weights that an earlier save has left there.
 
     Args:
         state: The tensors, by name.
-        folder: The folder, which must exist.
+        folder: The folder to write to, which must exist.
         max_shard_size: The maximum size of a file, in bytes or as a string such as "10GB".
         safe: Whether to write safetensors instead of torch's format.
 
@@ -171,7 +171,7 @@ def write_weights(state: Mapping[str, Any], folder: AnyPath, max_shard_size: int
 
 
 def _remove_stale(folder: AnyPath, pattern: str, index_name: str, keep: set[str]) -> None:
-    """Remove the shards of an earlier save, because readers would otherwise take them for parts of this one."""
+    """Remove the shards of an earlier save. Otherwise, readers would take them for parts of this save."""
     expression = re.escape(pattern).replace(re.escape("{suffix}"), r"(-\d{5}-of-\d{5})?")
     for path in folder.iterdir():
         weights = path.name == index_name or re.fullmatch(expression, path.name)
@@ -190,7 +190,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         ValueError: The folder contains no weights.
-        CheckpointError: A file is broken, or an index names a file outside its folder.
+        CheckpointError: A file is corrupt, or an index lists a file outside its folder.
     """
     found = weights_on_disk(_find_weights(path_of(path)))
     if not found.name.endswith(".index.json"):
@@ -217,7 +217,7 @@ def _find_weights(path: AnyPath) -> AnyPath:
     raise ValueError(f"{path} contains no weights: it has none of {', '.join(names)}; pass the folder of save_model")
 
 
-# ---- several files, with an index that maps each name to its file
+# ---- splitting weights into several files, with an index that maps each name to its file
 
 _UNITS = {
     "": 1,
@@ -262,14 +262,15 @@ class _Shard:
 
 
 def split_into_shards(state: Mapping[str, Any], max_shard_size: int | str) -> list[dict[str, Any]]:
-    """Divide named tensors, in their order, among files of a limited size. Tensors that share memory stay together.
+    """Split named tensors into files of a limited size, keeping their order. Tensors that share memory stay together.
 
     Args:
         state: The tensors, by name.
-        max_shard_size: The limit, in bytes or as a string such as "10GB". A larger tensor gets a separate file.
+        max_shard_size: The maximum size of a file, in bytes or as a string such as "10GB". A larger tensor gets a
+            separate file.
 
     Returns:
-        A dictionary of named tensors for each file. There is at least one.
+        A dictionary of named tensors for each file. There is at least one dictionary.
     """
     limit = parse_size(max_shard_size)
     shards = [_Shard()]
@@ -317,13 +318,13 @@ def build_index(shards: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def shard_checkpoint(
     state_dict: dict[str, torch.Tensor], max_shard_size: int | str = "10GB", weights_name: str = "pytorch_model.bin"
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any] | None]:
-    """Divide a model's weights among files of a limited size.
+    """Split a model's weights into files of a limited size.
 
     Args:
         state_dict: The model's tensors, by name.
-        max_shard_size: The limit, in bytes or as a string such as "10GB".
-        weights_name: The name of the file if one file is enough. In the names of shards, the number is inserted before
-            its suffix.
+        max_shard_size: The maximum size of a file, in bytes or as a string such as "10GB".
+        weights_name: The name of the file if one file is enough. In the names of shards, a number is inserted before
+            the suffix.
 
     Returns:
         The named tensors by file name, and the content of the index, or None if one file is enough.
@@ -334,7 +335,7 @@ def shard_checkpoint(
     return shards, (build_index(shards) if len(shards) > 1 else None)
 
 
-# ---- merging the folder of a sharded model into whole files
+# ---- merging a sharded model into whole files
 
 _METADATA = ".metadata"
 
@@ -355,7 +356,7 @@ def merge_fsdp_weights(
         remove_checkpoint_dir: Whether to remove the sharded folder afterwards.
 
     Raises:
-        ValueError: The folder contains no sharded model, or several of them.
+        ValueError: The folder contains no sharded model, or more than one.
         CheckpointError: The store could not be read, its metadata contains more than plain data, or the files could not
             be written.
     """
@@ -363,7 +364,7 @@ def merge_fsdp_weights(
         return
     shards, output = _shards_in(path_of(checkpoint_dir)), path_of(output_path)
     make_folder(output)
-    # If the output is local, put the temporary file on the same disk, because it is as large as the result.
+    # If the output is local, put the temporary file, which is as large as the result, on the same disk.
     scratch: AbstractContextManager[str | Path] = (
         tempfile.TemporaryDirectory(dir=output) if isinstance(output, Path) else scratch_folder()
     )
@@ -377,7 +378,7 @@ def merge_fsdp_weights(
 
 
 def _write_whole(folder: Path, whole: Path) -> None:
-    """Write the shards of a folder into one file."""
+    """Merge the shards in a folder into one file."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -385,13 +386,13 @@ def _write_whole(folder: Path, whole: Path) -> None:
     try:
         with plain_data_only():
             dcp_to_torch_save(folder, whole)
-    except CheckpointException as error:  # This class is not derived from Exception.
+    except CheckpointException as error:  # It is not derived from Exception.
         raise error.failures[0][0] from error
 
 
 @contextmanager
 def _local_folder(shards: AnyPath) -> Iterator[Path]:
-    """Yield a folder on the disk that contains the files: `shards` itself, or a temporary copy if it is remote."""
+    """Yield a folder on the disk that contains the files: `shards` itself, or a temporary copy of a remote folder."""
     if isinstance(shards, Path):
         yield shards
         return

@@ -1,8 +1,8 @@
-"""A checkpoint in a store that fsspec reaches. Ranks write to the disks of their machines and upload their files.
+"""Checkpoints in a store that fsspec reaches. Ranks write to the disks of their machines, and upload their files.
 
 An object store cannot rename files. If the folder is empty, new files are uploaded under their final names. Otherwise,
 they are uploaded to ``.committing``, and the store copies them from there. During a save, ``.incomplete`` contains the
-ranks' messages: which process is saving, which files to remove if it dies, heartbeats, and reports.
+ranks' messages: the process that is saving, the files to remove if it dies, heartbeats, and reports.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from notebook_accelerate.hardware.process_liveness import parse_identity, this_p
 from notebook_accelerate.state.process_group import world_from_environ
 
 _HEARTBEAT = 30.0
-"""Seconds between two heartbeats of a rank that is uploading. They are needed because stores hide partial files."""
+"""Seconds between two heartbeats of a rank that is uploading, whose partial files the store does not show."""
 
 
 class ObjectStore(CheckpointStore):
@@ -62,7 +62,10 @@ class ObjectStore(CheckpointStore):
     # ---- saving
 
     def _claim(self) -> None:
-        """Raise if another process on this machine is saving here; `_check_claim` detects other machines."""
+        """Raise if another process on this machine is saving here.
+
+        `_check_claim` detects processes on other machines.
+        """
         here = this_process()
         for owner in (parse_identity(message.get("owner")) for message in self._open_messages()):
             if owner and owner.machine == here.machine and owner != here and not owner.has_ended():
@@ -102,7 +105,7 @@ class ObjectStore(CheckpointStore):
         self._message.write_text(json.dumps({"into": into, "owner": asdict(this_process())}))
 
     def can_see(self, token: str) -> bool:
-        """Read the destination of files from the main rank's message, and create a temporary folder for the files."""
+        """Read where files go from the main rank's message, and create a temporary folder for this rank's files."""
         try:
             message = json.loads(self._open_message(token).read_text())
         except FileNotFoundError as error:
@@ -119,7 +122,7 @@ class ObjectStore(CheckpointStore):
         """Do nothing, because the files on this disk are only temporary."""
 
     def deliver(self, rank: int, records: FileRecords) -> FileRecords:
-        """Upload a list of names for `_remove_planned`, and then all files in this rank's folder."""
+        """Upload a list of names, which `_remove_planned` uses, and then all files in this rank's folder."""
         found = {path.relative_to(self.folder).as_posix(): path for path in files_below(self.folder)}
         delivered = {name: records[name] if name in records else make_record(path) for name, path in found.items()}
         (self.messages / f"plan_{rank}.json").write_text(json.dumps(sorted(delivered)))
@@ -167,12 +170,15 @@ class ObjectStore(CheckpointStore):
             self._replace_old_files()
 
     def _release(self) -> None:
-        # The checkpoint is complete. If removing the messages fails, the next save removes them.
+        # The checkpoint is already complete. If removing the messages fails, the next save removes them.
         with contextlib.suppress(CheckpointError):
             self.messages.remove_tree()
 
     def discard(self, opened: bool, delivering: bool = True) -> None:
-        """Abandon a save. The next save removes the uploaded files, because other ranks may still be uploading now."""
+        """Abandon a save.
+
+        Uploaded files are left for the next save to remove, because other ranks may still be uploading.
+        """
         if hasattr(self, "folder"):
             remove_private_folder(self.folder.parent)
         if not opened:
@@ -180,7 +186,7 @@ class ObjectStore(CheckpointStore):
         with contextlib.suppress(CheckpointError, FileNotFoundError):
             if not delivering:
                 self.messages.remove_tree()
-            elif self._message.is_file():  # Remove the owner from the message, so that the next save can start.
+            elif self._message.is_file():  # Remove the owner from it, so that the next save can start.
                 into = COMMITTING_NAME if self.delivered == self.committing else ""
                 self._message.write_text(json.dumps({"into": into}))
 
@@ -188,7 +194,7 @@ class ObjectStore(CheckpointStore):
         """Remove numbered checkpoints, and saves that never finished.
 
         Each removal is first recorded in the project, and the manifest is removed before the other files. If a removal
-        is interrupted, the files that are left are therefore not a checkpoint, and the next removal deletes them.
+        is interrupted, the files that are left are not a checkpoint, and the next removal deletes them.
 
         Args:
             surplus: The folders of the checkpoints to remove.
@@ -233,7 +239,7 @@ class ObjectStore(CheckpointStore):
         return any((folder / MANIFEST_NAME).is_file() for folder in (self.target, self.committing))
 
     def is_occupied(self) -> bool:
-        """Return whether there is a checkpoint or a user's file. The remains of an unfinished save do not count."""
+        """Return whether there is a checkpoint or a user's file. Files of an unfinished save do not count."""
         if self.is_checkpoint():
             return True
         return not self.unfinished_save() and any(
@@ -261,18 +267,18 @@ class ObjectStore(CheckpointStore):
 
     @contextmanager
     def open_for_reading(self, local_rank: int) -> Iterator[ReadLocation]:
-        """Provide a temporary folder that the ranks of a machine fill together."""
+        """Provide a temporary folder that the ranks on a machine fill together."""
         with scratch_folder() as scratch:
             own = scratch / self.target.name
             own.mkdir()
             before = gather_values((local_rank == 0, str(own)), "load_state")[: world_from_environ().rank + 1]
             folder = Path(next((path for first, path in reversed(before) if first), str(own)))
-            shared = folder.is_dir()  # Containers on one machine may have separate temporary folders.
+            shared = folder.is_dir()  # Containers on one machine may have separate ones.
             share = slice(local_rank, None, world_from_environ().local_size) if shared else slice(None)
             yield ReadLocation(folder if shared else own, share)
 
     def fetch(self, names: Sequence[str] | None, location: ReadLocation) -> list[str]:
-        """Download this rank's share. Files that are missing in the store are skipped, and reported by verification."""
+        """Download this rank's share. Files that are missing from the store are skipped; verification reports them."""
         if names is None:
             names = sorted(
                 name for name in self._source.files() if not name.startswith((STAGING_SUFFIX, COMMITTING_NAME))

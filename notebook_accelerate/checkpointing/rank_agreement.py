@@ -1,4 +1,4 @@
-"""Exchange values and errors between the ranks of a save or load, so that all of them continue or all raise."""
+"""Exchange values and errors between the ranks of a save or load, so that either all continue or all raise."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from notebook_accelerate.state import PartialState
 
 T = TypeVar("T")
 _WARN_AFTER = 60.0
-"""How many seconds a rank waits for the others before it logs a warning."""
+"""Seconds that a rank waits for the others before it logs a warning."""
 _log = logging.getLogger(__name__)
 
 
@@ -25,7 +25,7 @@ def gather_values(value: T, call: str) -> list[T]:
 
     Args:
         value: This rank's value, which must be picklable.
-        call: The name of the function that the user called, for the warning if the other ranks do not arrive.
+        call: The name of the function that the user called, for the warning if other ranks do not arrive.
     """
     if PartialState().num_processes == 1:
         return [value]
@@ -35,9 +35,9 @@ def gather_values(value: T, call: str) -> list[T]:
 
 @contextmanager
 def _warning_when_stuck(call: str) -> Iterator[None]:
-    """Log a warning after a minute that names the call that this rank is waiting in.
+    """Log a warning after a minute. It names the call that this rank is waiting in.
 
-    A common mistake is a condition that makes only one rank call the function.
+    A common mistake is a condition that lets only one rank call the function.
     """
     text = (
         f"Rank {PartialState().process_index} has waited {_WARN_AFTER:.0f} s in {call} for the other ranks. They may "
@@ -58,7 +58,7 @@ def raise_on_all_ranks(error: BaseException | None, call: str) -> None:
 
     Args:
         error: This rank's error, or None.
-        call: The name of the function that the user called.
+        call: The name of the function that the user called, for messages.
 
     Raises:
         CheckpointError: This rank's error, or a copy of the error of the first rank that failed.
@@ -67,13 +67,13 @@ def raise_on_all_ranks(error: BaseException | None, call: str) -> None:
 
 
 def gather_results(function: Callable[[], T], call: str, *kinds: type[Exception]) -> list[T]:
-    """Call a function on every rank, and return the results by rank, or raise on every rank if it failed on one.
+    """Call a function on every rank, and return the results by rank. If it fails on one rank, raise on every rank.
 
-    Every rank must call this. Ranks wait for each other only once, for results and failures together.
+    Every rank must call this. Ranks wait for each other only once, because results and failures are sent together.
 
     Args:
         function: A function that returns this rank's result, which must be picklable.
-        call: The name of the function that the user called.
+        call: The name of the function that the user called, for messages.
         kinds: The exceptions that are sent to the other ranks.
 
     Raises:
@@ -102,10 +102,10 @@ def _gather_or_raise(error: BaseException | None, value: T, call: str) -> list[T
 
 @contextmanager
 def raising_on_all_ranks(call: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Run a block on every rank, and raise on every rank if it failed on one; every rank must enter the block.
+    """Raise on every rank if a block fails on one rank; every rank must enter the block.
 
     Args:
-        call: The name of the function that the user called.
+        call: The name of the function that the user called, for messages.
         kinds: The exceptions that are sent to the other ranks.
 
     Raises:
@@ -123,9 +123,9 @@ _background: dict[str, Any] = {}
 
 
 def background_group() -> Any:
-    """Return a process group for the writing threads, which training does not use; every rank must call this.
+    """Return a process group for the writing threads, separate from training's; every rank must call this.
 
-    The group is created once. It communicates through the CPU, because ranks exchange only plans and results while
+    The group is created only once. It communicates through the CPU, because ranks only exchange plans and results while
     they write.
 
     Returns:
@@ -139,12 +139,12 @@ def background_group() -> Any:
 
 
 def release_background_group() -> None:
-    """Drop the reference to the group before all groups are destroyed."""
+    """Drop the reference to the background group, before all groups are destroyed."""
     _background.clear()
 
 
 def gather_failures(group: Any, failure: str) -> dict[int, str]:
-    """Return the failures of all ranks, by rank; every rank's thread must call this.
+    """Return the failures of all ranks, by rank; the thread of every rank must call this.
 
     Args:
         group: The process group of the threads.

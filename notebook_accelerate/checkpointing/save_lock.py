@@ -1,8 +1,8 @@
-"""The lock of a checkpoint's folder, which lets only one process write there, and shows whether that process is alive.
+"""The lock of a checkpoint's folder. It lets only one process write there, and shows whether that process is alive.
 
-The lock is a file that the process has locked with flock. The system releases it when the process exits, even on
-network file systems. If flock is not supported, or if a forked child still holds it, the lock belongs to the process
-that is named in the file, while that process is alive.
+The process locks a file with flock. The system releases the lock when the process exits, even on network file systems.
+If flock is not supported, or if a forked child still holds the lock, it belongs to the process that is named in the
+file, while that process is alive.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from notebook_accelerate.files.remote_paths import AnyPath
 from notebook_accelerate.hardware.process_liveness import UNKNOWN, ProcessIdentity, parse_identity, this_process
 
 _TRIES = 200
-"""How often to try a lock before it counts as held, because other processes may be inspecting or removing it."""
+"""The number of attempts before a lock is considered held. Other processes may only be inspecting or removing it."""
 _PAUSE = 0.005
 _MAX_BYTES = 4096
 _UNSUPPORTED = {errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP}
@@ -35,7 +35,7 @@ class LockHeldError(CheckpointError):
     """Raised when another process holds the lock.
 
     Attributes:
-        owner: The process that holds the lock, for messages.
+        owner: A description of the process that holds the lock, for messages.
     """
 
     def __init__(self, path: Path, owner: ProcessIdentity | None) -> None:
@@ -44,7 +44,7 @@ class LockHeldError(CheckpointError):
 
 
 def second_writer_error(target: AnyPath, owner: str) -> str:
-    """Return the message for a run that saves to the folder of another run.
+    """Return the error message for a run that saves to the same folder as another run.
 
     Args:
         target: The folder of the checkpoint.
@@ -60,7 +60,7 @@ class SaveLock:
     """A lock that this process holds. Use `acquire_lock` to create one.
 
     Args:
-        path: The file of the lock.
+        path: The file that is locked.
         descriptor: The descriptor of the open file.
     """
 
@@ -70,11 +70,11 @@ class SaveLock:
         _held.add(self)
 
     def is_held(self) -> bool:
-        """Return whether the lock still owns its file, which a user or a clean-up script may have removed."""
+        """Return whether the lock's file still exists. A user or a clean-up script may have removed it."""
         return self._descriptor is not None and _same_file(self.path, self._descriptor)
 
     def release(self) -> None:
-        """Remove the file and release the lock, unless this was done before."""
+        """Remove the file and release the lock, unless this has already been done."""
         if self._descriptor is None:
             return
         if self.is_held():
@@ -113,7 +113,7 @@ def acquire_lock(path: Path) -> SaveLock:
     """Lock a folder for this process.
 
     Args:
-        path: The file of the lock, in an existing folder.
+        path: The file to lock, in an existing folder.
 
     Raises:
         LockHeldError: Another process holds the lock.
@@ -135,7 +135,7 @@ def acquire_lock(path: Path) -> SaveLock:
                 return lock
             owner = _read_owner(descriptor)
             if owner is not None and owner.has_ended() and attempt > _TRIES // 4 and _same_file(path, descriptor):
-                path.unlink()  # The owner is dead, but a child that it forked still holds the flock.
+                path.unlink()  # The owner is dead, but a process that it forked holds the flock.
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
@@ -144,7 +144,7 @@ def acquire_lock(path: Path) -> SaveLock:
 
 
 def _remove_of_another_user(path: Path) -> None:
-    """Remove the lock of another user's process if that process has exited.
+    """Remove the lock of another user's process, if that process has exited.
 
     Raises:
         LockHeldError: The other process is alive.
@@ -200,7 +200,10 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _try_without_flock(descriptor: int) -> bool:
-    """Acquire the lock by writing this process to its file. If two processes write at once, the later one wins."""
+    """Acquire the lock by writing this process to its file.
+
+    If two processes do this at the same time, the later one wins.
+    """
     owner = _read_owner(descriptor)
     if owner is not None and not owner.has_ended():
         return False
@@ -223,7 +226,7 @@ def _write_owner(descriptor: int) -> None:
 
 
 def _read_owner(descriptor: int) -> ProcessIdentity | None:
-    """Return the process that is named in a lock's file, or None if the file does not name one."""
+    """Return the process that a lock's file names, or None if the file does not name a process."""
     try:
         return parse_identity(json.loads(os.pread(descriptor, _MAX_BYTES, 0)))
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Read and write single files in safetensors' or torch's format. A written file is either complete or unchanged."""
+"""Read and write single files in safetensors' or torch's format. Files are written completely, or left unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _PARTIAL = ".partial"
 _DISK_FULL = (28, 122)
-"""ENOSPC (no space left) and EDQUOT (quota exceeded)."""
+"""The error codes of a full disk: ENOSPC (no space left) and EDQUOT (quota exceeded)."""
 _NEARLY_FULL = 1 << 20
 METADATA = {"format": "pt"}
 """The metadata that Accelerate and transformers expect in safetensors files."""
@@ -38,16 +38,16 @@ _DTYPES = {
     torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.uint32: "U32", torch.float32: "F32",
     torch.complex64: "C64", torch.float64: "F64", torch.int64: "I64", torch.uint64: "U64",
 }  # fmt: skip
-"""The names of dtypes in safetensors files. safetensors sorts the tensors in a file by dtype, in reverse order."""
+"""The names of dtypes in safetensors files. The format sorts the tensors in a file by dtype, in reverse order."""
 _ORDER = {dtype: -place for place, dtype in enumerate(_DTYPES)}
 _MAX_CALL = 1 << 30
 """The maximum number of bytes to write in one system call, because macOS rejects 2 GiB."""
 _JOINED = 1 << 18
-"""Tensors of up to this many bytes are joined before they are written."""
+"""Tensors of at most this many bytes are joined before they are written."""
 
 
 def write_file(value: Any, path: Path) -> None:
-    """Write a value as safetensors if the file has that suffix, or in torch's format otherwise."""
+    """Write a value to a file, as safetensors if the file's suffix says so, otherwise in torch's format."""
     (write_safetensors if path.suffix == ".safetensors" else torch.save)(value, path)
 
 
@@ -56,7 +56,7 @@ def read_file(path: Path, **options: Any) -> Any:
 
     Args:
         path: The file to read.
-        options: Arguments of torch.load. They are ignored for safetensors files, which contain only tensors.
+        options: Arguments for `torch.load`. They are ignored for safetensors files, which contain only tensors.
 
     Raises:
         BrokenCheckpointError: The file is truncated or damaged.
@@ -67,17 +67,17 @@ def read_file(path: Path, **options: Any) -> Any:
             return safetensors.torch.load_file(path)
         except safetensors.SafetensorError as error:
             raise BrokenCheckpointError(f"{path} is broken: {error}") from error
-        except MALFORMED as error:  # For example, a dtype is unknown.
+        except MALFORMED as error:  # An example is an unknown dtype.
             raise broken_file(path, error) from error
     return read_torch(path, **options)
 
 
-# ---- complete or unchanged
+# ---- writing files completely, or leaving them unchanged
 
 
 @contextmanager
 def atomic_write(path: AnyPath) -> Iterator[Path]:
-    """Yield a temporary file on the disk that replaces `path` at the end of the block. On failure, `path` is unchanged.
+    """Yield a temporary file that replaces `path` at the end of the block. If the block raises, `path` is unchanged.
 
     Args:
         path: The destination. If it is a URL, the file is uploaded at the end of the block.
@@ -106,17 +106,17 @@ def atomic_write(path: AnyPath) -> Iterator[Path]:
 def _as_checkpoint_error(path: Path) -> Iterator[None]:
     try:
         yield
-    except (ValueError, AttributeError, TypeError):  # These errors are caused by the object, not by the disk.
+    except (ValueError, AttributeError, TypeError):  # The object causes these errors, not the disk.
         raise
     except Exception as error:
         raise write_error(path, error) from error
 
 
 def write_text(path: AnyPath, text: str) -> None:
-    """Write a small file so that readers see either all of its text or none.
+    """Write a small file, so that readers see either all of its text or none.
 
     Args:
-        path: The destination.
+        path: The file to write, local or remote.
         text: The content to write.
     """
     if not isinstance(path, Path):
@@ -129,10 +129,10 @@ def write_text(path: AnyPath, text: str) -> None:
 
 @contextmanager
 def local_copy(path: AnyPath) -> Iterator[Path]:
-    """Yield a file on the disk to read: `path` itself, or a temporary copy of a remote file.
+    """Yield a file on the disk to read: `path` itself, or a temporary copy if it is remote.
 
     Args:
-        path: The file, local or remote.
+        path: The file to read, local or remote.
     """
     if isinstance(path, Path):
         yield path
@@ -159,11 +159,11 @@ def make_folder(folder: AnyPath) -> None:
 
 
 def is_writer(path: AnyPath, state: RankExecution, each_node: bool) -> bool:
-    """Return whether this rank is the one that writes a file on behalf of other ranks.
+    """Return whether this rank writes a file on behalf of other ranks.
 
     Args:
-        path: The destination. All machines see the same remote store, so only the main rank writes to one.
-        state: The state of the world, or the Accelerator.
+        path: The file to write. All machines see the same remote store, so only the main rank writes to it.
+        state: This process's `PartialState`, or the Accelerator.
         each_node: Whether the first rank of each machine writes, because machines have separate disks.
     """
     return state.is_local_main_process if each_node and isinstance(path, Path) else state.is_main_process
@@ -180,7 +180,7 @@ def write_error(target: Path, error: BaseException) -> CheckpointError:
 
     Args:
         target: The folder of the checkpoint, or the file.
-        error: The error that the writer raised. torch and safetensors have their own exception types for a full disk.
+        error: The exception of the writer. For a full disk, torch and safetensors raise exceptions of their own types.
     """
     free = _free_bytes(target)
     wrapped = any(f"os error {number}" in str(error) for number in _DISK_FULL)
@@ -193,7 +193,7 @@ def write_error(target: Path, error: BaseException) -> CheckpointError:
 
 
 def _free_bytes(target: Path) -> float:
-    """Return the free bytes on the file system of `target`, or infinity if they cannot be read."""
+    """Return the number of free bytes on the file system of `target`, or infinity if the number is not available."""
     try:
         return shutil.disk_usage(next(parent for parent in (target, *target.parents) if parent.is_dir())).free
     except OSError:
@@ -204,10 +204,10 @@ def _free_bytes(target: Path) -> float:
 
 
 def write_safetensors(value: Mapping[str, Any], path: Path) -> None:
-    """Write named tensors as safetensors. Tensors that share memory are written once.
+    """Write named tensors as safetensors. Tensors that share memory are only written once.
 
-    The files are the same as those of safetensors.torch.save_file, which spends 30 us in Python for each tensor.
-    Writing 10,000 tensors of 64 numbers takes 45 ms of CPU time here instead of 330 ms (safetensors 0.8).
+    The files are the same as those of `safetensors.torch.save_file`, which spends 30 us in Python for each tensor.
+    Writing 10,000 tensors of 64 numbers takes 45 ms of CPU time here, instead of 330 ms (safetensors 0.8).
 
     Raises:
         ValueError: The value is not a dictionary of tensors.
@@ -229,7 +229,7 @@ def write_safetensors(value: Mapping[str, Any], path: Path) -> None:
 
 
 def _header(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> bytes:
-    """Return the length of the description followed by the description, which is JSON padded to eight bytes."""
+    """Return the header of a safetensors file: a length, and a JSON description that is padded to eight bytes."""
     entries: dict[str, Any] = {"__metadata__": METADATA}
     end = 0
     for name in names:
@@ -242,7 +242,7 @@ def _header(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> bytes:
 
 
 def _pieces(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Yield the bytes of contiguous tensors, with small tensors joined."""
+    """Yield the bytes of contiguous tensors. The bytes of small tensors are joined."""
     small: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
@@ -260,7 +260,7 @@ def _pieces(tensors: Iterable[torch.Tensor]) -> Iterator[Any]:
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor as bytes in CPU memory, after resolving a pending conjugation or negation."""
+    """Return the values of a tensor as contiguous bytes in CPU memory, resolving a pending conjugation or negation."""
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -273,11 +273,11 @@ def _write_all(file: Any, content: Any) -> None:
         view = view[file.write(view[:_MAX_CALL]) :]
 
 
-# ---- tensors that share memory, which are saved once and tied again when they are loaded
+# ---- tensors that share memory. They are saved once, and tied again when they are loaded.
 
 
 def names_of_same_memory(state: Mapping[str, Any]) -> list[list[str]]:
-    """List groups of names whose tensors are the same view of the same memory, in the order of the state.
+    """List groups of names whose tensors are the same view of the same memory. Names stay in the state's order.
 
     Args:
         state: The tensors, by name. Other values are ignored.
@@ -287,7 +287,7 @@ def names_of_same_memory(state: Mapping[str, Any]) -> list[list[str]]:
         if isinstance(tensor, torch.Tensor) and _has_address(tensor) and tensor.numel():
             names[tensor.data_ptr()].append(name)
     views: dict[Any, list[str]] = defaultdict(list)
-    # Compare whole views only for these few tensors, because describing a view takes longer than reading an address.
+    # Only compare whole views of these few tensors, because describing a view takes longer than reading an address.
     for name in (name for group in _groups(names) for name in group):
         tensor = state[name]
         views[tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype].append(name)
@@ -310,9 +310,9 @@ def memory_key(tensor: torch.Tensor) -> tuple[Any, int]:
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Make named tensors suitable for safetensors: contiguous, and without shared memory.
 
-    If a tensor has several names, the first name is kept. A model registers its embedding before the head that shares
-    its weight, and the class without the head must find the embedding in the file. Other views of the same memory are
-    copied.
+    If a tensor has several names, the first one is kept. A model registers its embedding before the head that shares
+    the embedding's weight, and the class without the head must find the embedding in the file. Other views of the same
+    memory are copied.
 
     Args:
         state_dict: The tensors, by name.
@@ -345,13 +345,13 @@ def add_tied_names(state: dict[str, Any], model: torch.nn.Module) -> dict[str, A
 
     Args:
         state: The named tensors of a file.
-        model: The model that the tensors will be loaded into. Its own ties decide which names are added.
+        model: The model to load the tensors into. Its ties determine which names are added.
 
     Returns:
         The state with the missing names.
     """
     wanted = model.state_dict(keep_vars=True)
-    if wanted.keys() <= state.keys():  # No names are missing.
+    if wanted.keys() <= state.keys():  # No name is missing.
         return state
     for group in (*names_of_same_memory(wanted), *_names_of_same_object(model)):
         source = next((name for name in group if name in state), None)
@@ -361,7 +361,10 @@ def add_tied_names(state: dict[str, Any], model: torch.nn.Module) -> dict[str, A
 
 
 def _names_of_same_object(model: torch.nn.Module) -> list[list[str]]:
-    """List the names of parameters that are one object. This finds ties even if memory has no address (XLA, meta)."""
+    """List the names of parameters that are the same object.
+
+    This finds ties even if memory has no address (XLA, meta).
+    """
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)

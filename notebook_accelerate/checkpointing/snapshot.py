@@ -21,21 +21,21 @@ from notebook_accelerate.state.warn_once import warn_once
 _ALIGNMENT = 64
 _HUGE_PAGE = 1 << 21
 _FOR_ALL_DEVICES = 1
-"""cudaHostRegisterPortable."""
+"""The value of cudaHostRegisterPortable in CUDA."""
 _UNKNOWN_ERROR = 999
-"""cudaErrorUnknown."""
+"""The value of cudaErrorUnknown in CUDA."""
 
 
 @dataclass
 class _CopyJob:
-    """A storage to copy, and its place in a buffer."""
+    """A storage to copy, and the memory in a buffer to copy it to."""
 
     source: torch.Tensor
     target: torch.Tensor
     version: int
 
     def run(self) -> None:
-        """Copy the whole storage, if possible in units of eight bytes, which is a sixth faster than byte by byte."""
+        """Copy the whole storage, if possible in units of eight bytes, which is faster than single bytes by a sixth."""
         size = self.target.numel()
         dtype = torch.int64 if size % 8 == 0 and self.source.data_ptr() % 8 == 0 else torch.uint8
         storage = self.source.untyped_storage()
@@ -45,11 +45,11 @@ class _CopyJob:
 
 @dataclass
 class Snapshot:
-    """Copies of states.
+    """Copies of states in CPU memory.
 
     Attributes:
-        values: The copies, with tensors in CPU memory. Deferred copies are not filled before `finish`.
-        copied: An event that is set when all copies are filled.
+        values: The copies. Deferred ones are filled by `finish`.
+        copied: An event that is set once all copies are filled.
     """
 
     values: list[Any]
@@ -57,7 +57,7 @@ class Snapshot:
     _deferred: list[_CopyJob] = field(default_factory=list)
 
     def finish(self) -> None:
-        """Fill the deferred copies. The thread that writes them calls this.
+        """Fill the deferred copies. The writing thread calls this.
 
         Raises:
             CheckpointError: A tensor was changed in place before it was copied.
@@ -71,7 +71,7 @@ class Snapshot:
             self.copied.set()
 
     def _run(self) -> None:
-        """Run the copies. CUDA devices use separate streams, because training uses the default stream."""
+        """Make the copies, using separate streams for CUDA devices, because training uses the default stream."""
         streams: dict[torch.device, Any] = {}
         for job in self._deferred:
             device = job.source.device
@@ -97,10 +97,10 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 class SnapshotBuffers:
-    """Copies nested states to buffers that stay allocated, because new memory takes ten times as long as the copying.
+    """Copies nested states to buffers that stay allocated: new memory would take ten times as long as the copying.
 
-    A snapshot is valid until the next one is taken. Tensors that share memory also share it in the copy. Copies of CUDA
-    tensors are stored in page-locked memory, which devices access at the full speed of their bus.
+    A snapshot is valid until the next one is taken. Tensors that share memory also do so in the copy. Copies of CUDA
+    tensors are in page-locked memory, which devices access at the full speed of their bus.
     """
 
     def __init__(self) -> None:
@@ -111,8 +111,8 @@ class SnapshotBuffers:
 
         Args:
             values: Dicts, lists and tuples of tensors and other objects. The other objects are deep-copied.
-            deferred: Parts of the values (the same objects) whose tensors may be copied later by `Snapshot.finish`.
-                Code that changes them must first wait for `Snapshot.copied`.
+            deferred: Parts of the values (the same objects) whose tensors `Snapshot.finish` may copy later. Code that
+                changes these parts must first wait for `Snapshot.copied`.
 
         Returns:
             The same structures with tensors in CPU memory.
@@ -124,7 +124,7 @@ class SnapshotBuffers:
         for key in now:
             jobs[key].run()
         for device in {tensor.device for tensor in (*now.values(), *later.values()) if tensor.device.type == "cuda"}:
-            torch.cuda.synchronize(device)  # Deferred copies use another stream, so queued work must finish first.
+            torch.cuda.synchronize(device)  # Deferred copies use another stream: finish queued work first.
         storages = {key: job.target.untyped_storage() for key, job in jobs.items()}
         copied = [map_tensors(value, lambda tensor: _view(tensor, storages[_storage_key(tensor)])) for value in values]
         return Snapshot(copied, _deferred=[jobs[key] for key in later])
@@ -135,7 +135,10 @@ class SnapshotBuffers:
             self._buffers.pop(locked).unlock()
 
     def _plan_copies(self, tensors: dict[Any, torch.Tensor]) -> dict[Any, _CopyJob]:
-        """Assign each storage a place in a buffer, as a separate storage because torch.save writes whole storages."""
+        """Assign memory in a buffer to each storage.
+
+        It is a separate storage, because torch.save writes whole storages.
+        """
         sizes = {True: 0, False: 0}
         offsets = {}
         for key, tensor in tensors.items():
@@ -167,8 +170,9 @@ class SnapshotBuffers:
 class _Pages:
     """Memory that consists of whole pages, which can be page-locked.
 
-    torch rounds its own page-locked memory up to a power of two, and keeps it allocated, so that 9 GB of state take
-    16 GiB until the process exits. Registered memory has the requested size, and is returned to the system.
+    torch rounds the size of its own page-locked memory up to a power of two, and keeps it allocated, so that 9 GB of
+    state take up 16 GiB until the process exits. Registered memory has the requested size, and is returned to the
+    system.
 
     Args:
         size: The size in bytes.
@@ -176,7 +180,7 @@ class _Pages:
     """
 
     def __init__(self, size: int, *, locked: bool) -> None:
-        # The mapping is private, because a process forked during the save must not change the data being written.
+        # Make the mapping private, so that a process forked during the save cannot change the data being written.
         pages = mmap.mmap(-1, -(-size // _HUGE_PAGE) * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):  # Huge pages cause 512 times fewer page faults during the first copy.
             pages.madvise(mmap.MADV_HUGEPAGE)
@@ -184,7 +188,7 @@ class _Pages:
         self._unlock: weakref.finalize[..., Any] | None = None
         if locked and (address := self._register()):
             self._unlock = weakref.finalize(self, _unregister, address, os.getpid())
-            self._unlock.atexit = False  # At exit, the system frees everything, and CUDA may have shut down already.
+            self._unlock.atexit = False  # The system frees memory at exit, when CUDA may be shut down.
 
     def _register(self) -> int:
         """Register the memory for all devices of the process, and return its address, or 0 if CUDA fails."""
@@ -196,7 +200,7 @@ class _Pages:
             errors.append(int(_cuda_runtime().cudaHostRegister(address, len(self.memory), _FOR_ALL_DEVICES)))
 
         # Use a separate thread, because CUDA keeps the last error of each thread. In this thread, torch would raise the
-        # error at the training's next kernel.
+        # error when it launches the training's next kernel.
         thread = threading.Thread(target=register, name="save_state locks memory")
         thread.start()
         thread.join()
@@ -242,7 +246,7 @@ def _view(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def is_plain_tensor(tensor: Any) -> bool:
-    """Return whether a tensor consists only of strided memory that this process or CUDA can copy."""
+    """Return whether a tensor consists of strided memory alone, which this process or CUDA can copy."""
     return (
         type(tensor) in {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
         and tensor.layout is torch.strided

@@ -31,9 +31,9 @@ class StateFile:
     """A file of a checkpoint before it is written."""
 
     name: str
-    """The path relative to the checkpoint."""
+    """The path of the file, relative to the checkpoint."""
     value: Any
-    """The content. The suffix of the name decides the format."""
+    """The content to write. The suffix of the name determines the format."""
     optimizer: torch.optim.Optimizer | None = None
     """The torch optimizer if only its steps change the content, otherwise None."""
     write: Callable[[Any, Path, Any], dict[str, tuple[int, int]]] | None = None
@@ -51,9 +51,9 @@ def numbered(name: str, index: int, suffix: str) -> str:
     """Return the file name of the `index`-th object of a kind. The first one has no number.
 
     Args:
-        name: The kind, for example ``optimizer``.
+        name: The kind, such as ``optimizer``.
         index: The position of the object among the objects of its kind, counted from 0.
-        suffix: The file suffix with its dot, for example ``.bin``.
+        suffix: The file suffix including the dot, such as ``.bin``.
     """
     return f"{name}{suffix}" if index == 0 else f"{name}_{index}{suffix}"
 
@@ -90,7 +90,7 @@ def training_files(accelerator: AcceleratorProperties, with_optimizers: bool) ->
 
     Args:
         accelerator: The Accelerator whose objects are written.
-        with_optimizers: Whether to include the optimizers. Some strategies write them themselves.
+        with_optimizers: Whether to include the optimizers, which some strategies write themselves.
     """
     files = [
         StateFile(
@@ -125,7 +125,10 @@ def strategy_files(parts: Sequence[StatePart]) -> list[StateFile]:
 
 
 def _unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
-    """Return the torch optimizer inside a wrapper, whose step can run hooks, or None if there is no such optimizer."""
+    """Return the torch optimizer inside a wrapper, or None if there is none.
+
+    Only a torch optimizer's step can run hooks.
+    """
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
@@ -137,7 +140,7 @@ def custom_file(index: int) -> str:
 
 
 def loader_files(loader: Any, index: int) -> list[StateFile]:
-    """Return the files of a data loader: its epoch and sampler, and its position if it records the position.
+    """Return the files of a data loader, with its epoch and sampler, and its position if the loader keeps track of it.
 
     Args:
         loader: The prepared loader.
@@ -153,16 +156,16 @@ def loader_files(loader: Any, index: int) -> list[StateFile]:
 
 
 def sampler_state(loader: Any) -> dict[str, Any]:
-    """Return the epoch of a loader, and the state that decides the order of its samples.
+    """Return the epoch of a loader, and the state that determines the order of its samples.
 
     Args:
         loader: The prepared loader.
 
     Returns:
-        Plain data with the key `iteration`, and with keys that depend on the loader: `epoch` and `initial_seed` of a
-        seedable sampler, or the state `generator` of another sampler that has a generator; the sampler's `state_dict`
-        if it has one; within an epoch, the random state `order` that the order was drawn from; `exhausted` after the
-        last batch of an epoch; and `workers_seeded` if workers are persistent.
+        Plain data with the key `iteration`. Further keys depend on the loader: `epoch` and `initial_seed` of a seedable
+        sampler, or the state of the `generator` of another sampler; the sampler's `state_dict`; within an epoch,
+        `order`, the random state that the order was drawn from; `exhausted` after the last batch of an epoch; and
+        `workers_seeded` if workers are persistent.
     """
     state: dict[str, Any] = {"iteration": getattr(loader, "iteration", 0)}
     sampler = get_sampler(loader)
@@ -182,7 +185,7 @@ def sampler_state(loader: Any) -> dict[str, Any]:
 
 
 def restore_sampler(loader: Any, state: Any) -> None:
-    """Set a loader to the epoch and order of a checkpoint.
+    """Set a loader to the epoch and order that a checkpoint contains.
 
     Args:
         loader: The prepared loader.
@@ -210,7 +213,7 @@ def rng_file(rank: int) -> str:
 
 
 def rank_file(accelerator: AcceleratorProperties) -> StateFile:
-    """Return the file that each rank writes, with the number of its step and its random states.
+    """Return the file that each rank writes, with the rank's step number and random states.
 
     Args:
         accelerator: The Accelerator of this rank.
@@ -224,28 +227,31 @@ def count_files(names: Sequence[str], pattern: str) -> int:
     return sum(re.fullmatch(pattern, name) is not None for name in names)
 
 
-# ---- strategies that shard models and optimizers, and choose the files for the shards
+# ---- strategies that choose the files for models and optimizers, because they shard them
 
 
 class HasOwnLayout(Protocol):
-    """A strategy whose `checkpoint_layout` is not "whole". It is also a `SavesOwnState` or a `ReturnsStateParts`."""
+    """A strategy whose `checkpoint_layout` is not "whole".
+
+    Each one is also a `SavesOwnState` or a `ReturnsStateParts`.
+    """
 
     name: str
     checkpoint_layout: str
-    """The name of the layout. The manifest records it, because a checkpoint must be loaded with the same layout."""
+    """The name of the layout. The manifest contains it, because a checkpoint must be loaded with the same layout."""
 
     def load_state(self, folder: Path, models: list[Any], **options: Any) -> None:
         """Read models and optimizers from a folder; every rank calls this.
 
         Args:
-            folder: The checkpoint, which has been verified.
+            folder: The folder of the checkpoint, which has been verified.
             models: The prepared models that no hook has loaded.
             options: The additional arguments that the user passed to `load_state`.
         """
 
 
 class SavesOwnState(HasOwnLayout, Protocol):
-    """A strategy whose engine writes models and optimizers itself, in the foreground."""
+    """A strategy whose engine itself writes models and optimizers, in the foreground."""
 
     def save_state(self, folder: Path, safe_serialization: bool, **options: Any) -> None:
         """Write models and optimizers to files with any names in a folder; every rank calls this.
@@ -253,7 +259,7 @@ class SavesOwnState(HasOwnLayout, Protocol):
         All files must be complete when this method returns.
 
         Args:
-            folder: An existing staging folder, shared by all ranks on a file system.
+            folder: An existing staging folder, which is shared by all ranks on a file system.
             safe_serialization: Whether to prefer safetensors.
             options: The additional arguments that the user passed to `save_state`.
         """
@@ -285,12 +291,12 @@ def returns_state_parts(strategy: Strategy) -> TypeGuard[ReturnsStateParts]:
 
 
 def saves_own_state(strategy: Strategy) -> TypeGuard[SavesOwnState]:
-    """Return whether a strategy's engine writes models and optimizers itself."""
+    """Return whether a strategy's engine itself writes models and optimizers."""
     return strategy.checkpoint_layout != WHOLE and not returns_state_parts(strategy)
 
 
 def schedulers_to_save(schedulers: Sequence[Any]) -> list[Any]:
-    """Return the schedulers that the strategy does not save itself (those without `saved_by_strategy`).
+    """Return the schedulers that the strategy does not save itself, which are those without `saved_by_strategy`.
 
     Args:
         schedulers: The prepared schedulers.
@@ -298,33 +304,33 @@ def schedulers_to_save(schedulers: Sequence[Any]) -> list[Any]:
     return [scheduler for scheduler in schedulers if not getattr(scheduler, "saved_by_strategy", False)]
 
 
-# ---- the random states of one rank: those of Python, numpy, torch and the rank's device
+# ---- the random states of one rank, of Python, numpy, torch and the rank's device
 
 
 class _Generator(NamedTuple):
-    """The functions that read and set the state of a random generator."""
+    """The functions that read and set the state of a random number generator."""
 
     read: Callable[[], Any]
     restore: Callable[[Any], None]
 
 
-# The keys are the same as in Accelerate's files. Of numpy's generators, only the global one is saved, because training
-# code uses that one.
+# The keys are the same as in Accelerate's files. For numpy, only the global generator is saved, because that is the one
+# that training code uses.
 _HOST_GENERATORS = {
     "random_state": _Generator(random.getstate, random.setstate),
     "numpy_random_seed": _Generator(np.random.get_state, np.random.set_state),
     "torch_manual_seed": _Generator(torch.get_rng_state, torch.set_rng_state),
 }
 _DEVICES_WITH_ALL_STATES = {"cuda", "xpu", "npu", "mlu", "sdaa", "musa", "hpu", "neuron"}
-"""The device modules of torch that have get_rng_state_all."""
+"""The names of torch's device modules that have get_rng_state_all."""
 
 
 def rng_state(device_type: str) -> dict[str, Any]:
-    """Return the random states of this process in the form that Accelerate's files have.
+    """Return the random states of this process, in the form of Accelerate's files.
 
     Args:
         device_type: The type of the device that this rank trains on: "cpu", "cuda", ... The generators of a GPU or
-            another accelerator are read only if the rank trains on it, because reading them would initialize it.
+            another accelerator are only read if the rank trains on it, because reading them initializes the device.
     """
     states = {key: generator.read() for key, generator in _generators(device_type).items()}
     if device_type in _DEVICES_WITH_ALL_STATES:
@@ -358,7 +364,7 @@ def _own_device(device_type: str) -> str:
 
 
 def _restore_devices(state: dict[str, Any], device_type: str) -> None:
-    """Set the generators of the devices that this process sees, which may differ from the saved devices.
+    """Set the generators of the devices that this process sees, which need not be the devices that were saved.
 
     The rank's own device gets the state of the device that the rank used when the checkpoint was saved. Accelerate's
     files do not record which device this was.
@@ -398,6 +404,9 @@ def _restore_tpu(state: torch.Tensor) -> None:
 
 
 def _tpu_generator() -> torch.Generator:
-    """Return the generator of this process's TPU, because only torch may call ``torch.tpu.get_rng_state``."""
+    """Return the generator of this process's TPU.
+
+    It is used because only torch may call ``torch.tpu.get_rng_state``.
+    """
     accelerator: Any = torch.accelerator
     return torch.tpu.default_generators[accelerator.current_device_index()]  # type: ignore[attr-defined, no-any-return]

@@ -36,14 +36,14 @@ def save_accelerator_state(
         optimizers: The optimizers to save.
         schedulers: The schedulers to save.
         dataloaders: The prepared loaders whose states are saved.
-        process_index: The number of the rank, for the name of the file with its random states.
-        step: The number of batches, as in `Accelerator.step`.
-        scaler: The loss scaler, if there is one.
-        save_on_each_node: Whether to write on the first rank of each machine.
+        process_index: This process's rank, which is a part of the name of the file with its random states.
+        step: The number of batches so far, as in `Accelerator.step`.
+        scaler: The loss scaler, or None if there is none.
+        save_on_each_node: Whether the first rank of each machine writes, instead of only the main rank.
         safe_serialization: Whether to write models as safetensors.
 
     Returns:
-        The folder as a path.
+        The path to the folder.
     """
     folder, state = Path(output_dir), PartialState()
     objects: Any = _objects(optimizers, schedulers, dataloaders, scaler, process_index, step)
@@ -80,17 +80,17 @@ def load_accelerator_state(
         schedulers: The schedulers to load, in the order in which they were saved.
         dataloaders: The prepared loaders whose states are restored.
         process_index: The rank whose random states are restored.
-        scaler: The loss scaler, if there is one.
-        map_location: "cpu" or "on_device", which changes nothing.
-        load_kwargs: Arguments of torch.load.
-        load_model_func_kwargs: Arguments of ``model.load_state_dict``.
+        scaler: The loss scaler, or None if there is none.
+        map_location: "cpu" or "on_device". Neither value has an effect.
+        load_kwargs: Arguments for `torch.load`.
+        load_model_func_kwargs: Arguments for ``model.load_state_dict``.
 
     Returns:
-        The attributes of the Accelerator that the checkpoint contains. The only one is `step`.
+        The attributes of the Accelerator that the checkpoint contains, of which `step` is the only one.
 
     Raises:
-        TypeError: `map_location` has another value.
-        CheckpointError: A file is missing or broken, or contains more than plain data.
+        TypeError: `map_location` has any other value.
+        CheckpointError: A file is missing or corrupt, or contains more than plain data.
     """
     objects: Any = _objects(optimizers, schedulers, dataloaders, scaler, process_index, None)
     state_loading.load_files(objects, models, Path(input_dir), map_location, load_kwargs or {}, load_model_func_kwargs)
@@ -113,8 +113,8 @@ def save_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0, sa
     Args:
         obj: The object to save, which must have a `state_dict` method.
         path: The folder to write to.
-        index: The number of the object, for the name of the file.
-        save_on_each_node: Whether to write on the first rank of each machine.
+        index: The number of the object, which is a part of the file's name.
+        save_on_each_node: Whether the first rank of each machine writes, instead of only the main rank.
     """
     if is_writer(Path(path), PartialState(), save_on_each_node):
         with atomic_write(Path(path) / state_files.custom_file(index)) as temporary:
@@ -127,9 +127,9 @@ def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) ->
     Args:
         obj: The object to load, which must have a `load_state_dict` method.
         path: The folder that contains the file.
-        index: The number of the object, for the name of the file.
+        index: The number of the object, which is a part of the file's name.
 
     Raises:
-        CheckpointError: The file is broken, or contains more than plain data.
+        CheckpointError: The file is corrupt, or contains more than plain data.
     """
     obj.load_state_dict(read_torch(Path(path) / state_files.custom_file(index)))

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _CALL = "load_state"
 _STRUCTURE = (*(kind for kind in MALFORMED if kind is not ValueError), UnicodeError)
-"""The errors of objects that load a malformed state. torch's ValueError means that it is for other parameters."""
+"""The exceptions of objects that load a malformed state. torch's ValueError means that it has other parameters."""
 _UNREADABLE = (LookupError, UnicodeError, RecursionError, EOFError, pickle.UnpicklingError)
 _ATTEMPTS = 10
 """The maximum number of attempts to read a checkpoint that another process is replacing."""
@@ -53,25 +53,24 @@ def load_state(
     elastic: bool = False,
     **load_model_func_kwargs: Any,
 ) -> None:
-    """Load a checkpoint of `save_state` or of Accelerate into the same prepared objects; every rank must call this.
+    """Load a checkpoint, by `save_state` or Accelerate, into the same prepared objects; every rank must call this.
 
     Args:
         accelerator: The Accelerator whose objects are loaded.
-        input_dir: The folder, or a URL that fsspec supports. The files behind a URL are first downloaded to the
-            temporary folder of each machine, once per machine. If None, the newest automatically named checkpoint is
-            loaded.
-        load_kwargs: Arguments of torch.load, for example ``{"weights_only": False}`` for a folder that you trust.
-        elastic: Whether to accept a checkpoint that another number of ranks saved. Ranks that have no file in the
+        input_dir: The folder, or a URL that fsspec supports. Files at a URL are first downloaded to a temporary folder,
+            once per machine. If None, the newest automatically named checkpoint is loaded.
+        load_kwargs: Arguments for `torch.load`, such as ``{"weights_only": False}`` for a folder that you trust.
+        elastic: Whether to accept a checkpoint that a different number of ranks has saved. Ranks without a file in the
             checkpoint keep their random states.
-        load_model_func_kwargs: Arguments of ``model.load_state_dict``, for example ``strict=False``, and
-            ``map_location``, which can be "cpu" or "on_device" and has no effect, because weights are read into the
-            model's memory.
+        load_model_func_kwargs: Arguments for ``model.load_state_dict``, such as ``strict=False``, and ``map_location``,
+            which may be "cpu" or "on_device" but has no effect, because weights are read into the model's memory.
 
     Raises:
-        TypeError: ``map_location`` has another value.
+        TypeError: ``map_location`` has any other value.
         ValueError: The folder does not exist, or no folder was passed.
-        BrokenCheckpointError: The checkpoint was never finished, or files are damaged.
-        CheckpointMismatchError: The checkpoint belongs to another world size, strategy or set of registered objects.
+        BrokenCheckpointError: The checkpoint was never finished, or its files are damaged.
+        CheckpointMismatchError: The checkpoint was saved with another number of ranks, strategy or set of registered
+            objects.
     """
     _check_map_location(load_model_func_kwargs.pop("map_location", None))
     if state_files.has_own_layout(accelerator.strategy):
@@ -111,7 +110,7 @@ class _LoadAttempt:
         self._generation = self.store.generation()
 
     def has_changed(self) -> bool:
-        """Return whether another save has replaced files. Ranks call this once all of them have read their files."""
+        """Return whether another save has replaced files. Ranks call this once all have read their files."""
         return self._generation is not None and self.store.generation() != self._generation
 
 
@@ -151,10 +150,11 @@ class _Files:
     """The files of a checkpoint on this machine's disk.
 
     Attributes:
-        folder: The folder of the files.
+        folder: The folder that contains the files.
         names: The names of the files.
-        options: The arguments of torch.load.
-        verified: Whether the files match a manifest. If so, an error in `load_state_dict` is the object's own fault.
+        options: The arguments for `torch.load`.
+        verified: Whether the files match a manifest. If so, the object is to blame for an error in its
+            `load_state_dict`.
     """
 
     folder: Path
@@ -168,7 +168,7 @@ class _Files:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """List the files and folders in a folder, but not pipes and devices, because reading these could block forever."""
+    """List the files and folders in a folder. Pipes and devices, which could block a reader forever, are left out."""
     return [path.name for path in folder.iterdir() if path.is_file() or path.is_dir()]
 
 
@@ -178,7 +178,7 @@ def _check_map_location(given: object) -> None:
 
 
 def _find_checkpoint(accelerator: AcceleratorProperties, input_dir: AnyPath | None) -> AnyPath:
-    """Return the folder to load, after finishing an interrupted commit in it."""
+    """Return the folder to load, after finishing an interrupted commit to it."""
     with raising_on_all_ranks(_CALL, ValueError, CheckpointError, OSError):
         project = accelerator.project_configuration
         folder = _existing_folder(input_dir) if input_dir is not None else newest_automatic_checkpoint(project)
@@ -254,9 +254,9 @@ def _guess_layout(names: Sequence[str]) -> str:
 
 
 def _possible_world_sizes(names: Sequence[str]) -> set[int]:
-    """Return the world sizes that may have written a folder without a manifest.
+    """Return the numbers of ranks that may have written a folder without a manifest.
 
-    If machines have separate disks, a folder contains only the random states of the ranks on its machine.
+    If machines have separate disks, a folder only contains the random states of the ranks on its machine.
     """
     count = state_files.count_files(names, constants.RNG_STATE_NAME + r"_\d+\.pkl")
     world = world_from_environ()
@@ -301,12 +301,12 @@ def load_files(
     """Load a folder of single files into objects, without comparing the files with a manifest.
 
     Args:
-        accelerator: The Accelerator, or an object that has its lists. Its `step` is set.
+        accelerator: The Accelerator, or an object with its lists of prepared objects. Its `step` is set.
         models: The models to load.
         folder: The folder that contains the files.
         map_location: See `load_state`.
-        options: The arguments of torch.load.
-        model_options: The arguments of ``model.load_state_dict``.
+        options: The arguments for `torch.load`.
+        model_options: The arguments for ``model.load_state_dict``.
     """
     _check_map_location(map_location)
     files = _Files(folder, _names_in(folder), options, verified=False)
@@ -339,7 +339,7 @@ def load_model(model: torch.nn.Module, path: Path, options: dict[str, Any]) -> N
     Args:
         model: The model to load. If it is wrapped, the inner module is loaded.
         path: The file with the weights.
-        options: Further arguments of ``load_state_dict``.
+        options: Further arguments for ``load_state_dict``.
     """
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     with naming_file(path, _STRUCTURE if not options else (LookupError, AttributeError)):
@@ -348,7 +348,7 @@ def load_model(model: torch.nn.Module, path: Path, options: dict[str, Any]) -> N
 
 
 def _fitted(state: Mapping[str, Any], model: torch.nn.Module) -> dict[str, Any]:
-    """Return a state whose names fit the model, even if only the saved model or only this one is compiled."""
+    """Return a state whose names fit the model, even if either the saved model or this one is compiled."""
     names = fit_compiled_names(state, model.state_dict(keep_vars=True))
     return {names[name]: value for name, value in state.items()}
 
@@ -379,7 +379,7 @@ def _load_each(files: _Files, name: str, objects: Sequence[Any]) -> None:
 
 
 def _checked(state: Any, path: Path, kind: str) -> Any:
-    """Return a state after checking that it has the form of an optimizer's or scheduler's state."""
+    """Return a state, after checking that it has the form of an optimizer's or scheduler's state."""
     groups = state.get("param_groups") if isinstance(state, Mapping) else None
     correct = isinstance(state, Mapping)
     if kind == constants.OPTIMIZER_NAME and groups is not None:
@@ -402,7 +402,7 @@ def _load_loaders(accelerator: AcceleratorProperties, files: _Files) -> None:
 
 
 def _load_sampler(loader: Any, files: _Files, name: str) -> dict[str, Any]:
-    """Restore a loader's epoch and sampler. Return the additional values that a stateful loader needs."""
+    """Restore a loader's epoch and sampler, and return the additional values that a stateful loader needs."""
     try:
         state = files.read(name)
     except CheckpointError as error:
@@ -442,11 +442,11 @@ def _load_rank(accelerator: AcceleratorProperties, files: _Files) -> None:
 def resumed_checkpoint() -> str | None:
     """Return the checkpoint that this run continues from, or None if the launch starts a new training run.
 
-    Call this in the launched function. ``notebook_launcher(..., resume=run)`` chooses the newest complete checkpoint
-    of the earlier run, so the result is the same on all ranks.
+    Call this in the launched function. The result is the same on all ranks, because ``notebook_launcher(...,
+    resume=run)`` chooses the newest complete checkpoint of the earlier run.
 
     Returns:
-        The absolute path or the URL, to pass to ``accelerator.load_state`` or
+        The absolute path or the URL. Pass it to ``accelerator.load_state`` or
         ``Trainer.train(resume_from_checkpoint=...)``.
     """
     return environ.text(environ.RESUMED)

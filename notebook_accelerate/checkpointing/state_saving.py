@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 _CALL = "save_state"
 _View = tuple[bool, bool, ProcessIdentity]
-"""Whether a rank sees the main rank's folder, whether it is the first rank on its machine, and its process."""
+"""Whether a rank sees the main rank's folder, whether it is the first one on its machine, and its process."""
 _buffers = SnapshotBuffers()
 _pending: list[PendingSave] = []
 
 
 def _forget_parents_save() -> None:
-    """Drop the parent's checkpoint in a forked process, because only the parent writes it."""
+    """Forget the parent's checkpoint in a forked process, because only the parent writes it."""
     _pending.clear()
     _buffers.release()
 
@@ -69,26 +69,26 @@ def save_state(
     """Save the complete training state; every rank must call this.
 
     The state consists of models, optimizers, schedulers, loaders, the scaler, random states and registered objects. The
-    checkpoint is either complete or absent, because files are written under another name, and a manifest of sizes and
-    checksums is written last.
+    checkpoint is either complete or absent: files are written under another name, and a manifest of sizes and checksums
+    is written last.
 
     Args:
         accelerator: The Accelerator whose state is saved.
         output_dir: The folder, or a URL that fsspec supports (s3://, gs://, ...). For a URL, ranks write to the
-            temporary folders of their machines (TMPDIR) and upload from there. The argument is ignored with automatic
-            naming, and may be None only then.
+            temporary folders of their machines (TMPDIR) and upload from there. With automatic naming, and only then,
+            the argument is ignored and may be None.
         safe_serialization: Whether to write models as safetensors instead of torch's format.
-        blocking: Whether to return only when the checkpoint is complete. If False, the state is copied and a thread
-            writes it. The next save, load or `wait_for_saves` waits for the thread and raises its error. The copy takes
-            as much CPU memory as the files that this rank writes. The memory is kept for later saves, until
-            `end_training`.
-        save_model_func_kwargs: Arguments for strategies that write models themselves.
+        blocking: Whether to return only when the checkpoint is complete. If False, the state is copied, and a thread
+            writes the copy. The next save, load or `wait_for_saves` waits for the thread, and raises its error. The
+            copy takes up as much CPU memory as the files that this rank writes take up on disk. The memory is kept for
+            later saves, until `end_training`.
+        save_model_func_kwargs: Further arguments for strategies that write models themselves.
 
     Returns:
         The folder of the checkpoint.
 
     Raises:
-        ValueError: No folder was passed, or the automatic name is taken.
+        ValueError: No folder was passed, or the next automatic name is already taken.
         CheckpointError: This checkpoint, or an earlier one that a thread was writing, could not be written.
     """
     if has_own_layout(accelerator.strategy):
@@ -98,7 +98,7 @@ def save_state(
     project = accelerator.project_configuration
     target = _open_target(accelerator, next_target(project, output_dir))
     began = steady_time.now()
-    telemetry.send_soon()  # A run that resumes from this checkpoint must have everything that was logged before it.
+    telemetry.send_soon()  # A run that resumes from this checkpoint must have all that was logged before.
     background = not blocking or accelerator.device.type == "xla"  # XLA tensors have no memory to write from.
     group = rank_agreement.background_group() if background and returns_state_parts(accelerator.strategy) else None
 
@@ -125,7 +125,7 @@ def save_state(
 
 
 def _join_pending() -> None:
-    """Finish the checkpoint if the process exits without `end_training`, or because of an exception."""
+    """Finish the checkpoint if the process exits without calling `end_training`, or because of an exception."""
     for save in _pending:
         save.join()
 
@@ -143,18 +143,18 @@ def _warn_of_accumulated_gradients(accelerator: AcceleratorProperties) -> None:
 
 
 def wait_for_saves(call: str = "wait_for_saves", release: bool = False) -> None:
-    """Wait until the checkpoint of a background save is complete; every rank must call this.
+    """Wait until the background save is complete; every rank must call this.
 
     Args:
         call: The name of the function that the user called, for messages.
-        release: Whether to also free the memory for copies of states.
+        release: Whether to also free the memory that is kept for copies of states.
 
     Raises:
-        CheckpointError: The save failed on a rank.
+        CheckpointError: The save failed on at least one rank.
     """
     try:
         while _pending:
-            _pending[-1].join()  # After an interrupt, the save is still pending, so the next call waits again.
+            _pending[-1].join()  # After an interrupt, it stays pending, so the next call waits again.
             raise_on_all_ranks(_pending.pop().error, call)
     finally:
         if release:
@@ -163,7 +163,7 @@ def wait_for_saves(call: str = "wait_for_saves", release: bool = False) -> None:
 
 
 def _capture_on_all_ranks(target: SaveTarget, capture: Callable[[], PendingSave]) -> PendingSave:
-    """Capture the state. If this fails on one rank, discard the save and raise on all ranks."""
+    """Capture the state. If this fails on any rank, discard the save, and raise on all ranks."""
     try:
         with raising_on_all_ranks(_CALL, Exception):  # Hooks, strategies and objects may raise anything.
             save = capture()
@@ -174,7 +174,7 @@ def _capture_on_all_ranks(target: SaveTarget, capture: Callable[[], PendingSave]
 
 
 def _run_in_foreground(save: PendingSave) -> None:
-    """Write the files in the caller's thread. If an interrupt ends the save, the next call does not raise its error."""
+    """Write the files in the caller's thread. The next call does not raise the error of a save that was interrupted."""
     try:
         save.run()
     except BaseException:
@@ -183,7 +183,7 @@ def _run_in_foreground(save: PendingSave) -> None:
 
 
 def _path_for_user(accelerator: AcceleratorProperties, output_dir: Any, target: SaveTarget) -> str:
-    """Return the folder's path as Accelerate does: relative if the user's path was relative."""
+    """Return the path to the folder as Accelerate does: relative if the user passed a relative path."""
     project = accelerator.project_configuration
     if project.automatic_checkpoint_naming:
         return str(path_of(project.project_dir or "") / CHECKPOINTS_FOLDER / target.folder.name)
@@ -191,7 +191,7 @@ def _path_for_user(accelerator: AcceleratorProperties, output_dir: Any, target: 
 
 
 def _open_target(accelerator: AcceleratorProperties, folder: AnyPath) -> SaveTarget:
-    """Open the place of the checkpoint, and find out which ranks share it with the main rank."""
+    """Open the destination of the checkpoint, and find out which ranks share it with the main rank."""
     main, local_main, rank = accelerator.is_main_process, accelerator.is_local_main_process, accelerator.process_index
     store = store_for(folder)
 
@@ -219,26 +219,26 @@ def _open_target(accelerator: AcceleratorProperties, folder: AnyPath) -> SaveTar
 
 
 def _peers_of(rank: int, views: list[_View]) -> dict[int, ProcessIdentity]:
-    """Return the ranks that write to the same place: all ranks that see the main rank's folder, or one machine's ranks.
+    """Return the ranks that write to the same folder: all that see the main rank's folder, or those on one machine.
 
     Args:
-        rank: The number of this rank.
+        rank: This process's rank.
         views: The views of all ranks, by rank.
     """
-    nodes = list(itertools.accumulate(first for _, first, _ in views))  # The ranks of a machine are consecutive.
+    nodes = list(itertools.accumulate(first for _, first, _ in views))  # The ranks on a machine are consecutive.
     together = [sees for sees, _, _ in views] if views[rank][0] else [node == nodes[rank] for node in nodes]
     return {other: view[2] for other, view in enumerate(views) if together[other]}
 
 
 def _named_as_given(accelerator: AcceleratorProperties, model: nn.Module) -> dict[str, Any]:
-    """Return a model's state with the names that Accelerate writes, those of the model that was passed to `prepare`."""
+    """Return a model's state with the names that Accelerate writes: the names in the model that `prepare` was given."""
     state = accelerator.get_state_dict(model)
     compiled = model in accelerator.strategy.compiled_models
     return {compiled_name(name): tensor for name, tensor in state.items()} if compiled else state
 
 
 def _weights_after_hooks(accelerator: AcceleratorProperties, target: SaveTarget) -> list[dict[str, Any]]:
-    """Return the state of each model, after the user's hooks have changed the list or written files themselves."""
+    """Return the state of each model, after the user's hooks, which may change the list or write files themselves."""
     own_layout = has_own_layout(accelerator.strategy)
     weights = [] if own_layout else [_named_as_given(accelerator, model) for model in accelerator._models]
     for hook in list(accelerator._save_model_state_pre_hook.values()):
@@ -249,7 +249,7 @@ def _weights_after_hooks(accelerator: AcceleratorProperties, target: SaveTarget)
 def _write_engine_state(
     strategy: SavesOwnState, target: SaveTarget, safe: bool, blocking: bool, options: dict[str, Any]
 ) -> None:
-    """Have the strategy's engine write models and optimizers in the foreground. This blocks until they are written."""
+    """Have the strategy's engine write models and optimizers, and wait until they are written."""
     if not blocking:
         warn_once(
             f"save_state(blocking=False): the strategy {strategy.name!r} writes models and optimizers itself, in "
@@ -265,7 +265,7 @@ def _collect_files(
     safe: bool,
     options: dict[str, Any],
 ) -> list[StateFile]:
-    """Return the files that this rank has to write, with their values."""
+    """Return the files that this rank must write, with their values."""
     strategy = accelerator.strategy
     files = [state_files.rank_file(accelerator)]
     if returns_state_parts(strategy):
@@ -294,9 +294,9 @@ def _prepare_save(
 ) -> PendingSave:
     """Return this rank's part of a checkpoint, with copies of the state if a thread will write it.
 
-    Only an optimizer's own step changes its state, which is two thirds of all bytes with Adam. The thread therefore
-    copies this state, and the next step waits for the copy. Weights and other values, which any code may change, are
-    copied before this function returns.
+    Only an optimizer's own step changes its state, which makes up two thirds of all bytes with Adam. The thread
+    therefore copies this state, and the next step waits for the copy. Weights and other values, which any code may
+    change, are copied before this function returns.
     """
     save = PendingSave(target, _manifest_of(accelerator), files, _after_commit(accelerator, target, began))
     if background:
@@ -319,12 +319,12 @@ def _manifest_of(accelerator: AcceleratorProperties) -> Manifest:
 
 @functools.cache  # Reading the version takes 2 ms.
 def _producer() -> str:
-    version = installed_version("notebook-accelerate") or "(not installed)"  # The package may be used from a folder.
+    version = installed_version("notebook-accelerate") or "(not installed)"  # It may be imported from a folder.
     return f"notebook_accelerate {version}"
 
 
 def _after_commit(accelerator: AcceleratorProperties, target: SaveTarget, began: float) -> Callable[[], None]:
-    """Return a function to call after the commit, which reports the checkpoint and removes old ones above the limit."""
+    """Return a function to call after the commit. It reports the checkpoint, and removes old ones above the limit."""
     project, main = accelerator.project_configuration, accelerator.is_main_process
 
     def committed() -> None:
@@ -336,7 +336,7 @@ def _after_commit(accelerator: AcceleratorProperties, target: SaveTarget, began:
     return committed
 
 
-# ---- where checkpoints are
+# ---- the stores that contain checkpoints
 
 
 def store_for(target: AnyPath) -> CheckpointStore:
@@ -352,7 +352,7 @@ def store_for(target: AnyPath) -> CheckpointStore:
     return ObjectStore(target)
 
 
-# ---- automatically named checkpoints: checkpoints/checkpoint_0, checkpoint_1, ... in a project's folder
+# ---- automatically named checkpoints, which are checkpoints/checkpoint_0, checkpoint_1, ... in a project's folder
 
 
 def automatic_checkpoints(project_dir: AnyPath) -> list[AnyPath]:
@@ -370,14 +370,15 @@ def next_target(project: ProjectConfiguration, output_dir: str | os.PathLike[str
     """Return the folder of the next checkpoint.
 
     Args:
-        project: The project's settings. With `automatic_checkpoint_naming`, `output_dir` is ignored, as in Accelerate.
+        project: The settings of the project. With `automatic_checkpoint_naming`, `output_dir` is ignored, as in
+            Accelerate.
         output_dir: The folder that the user passed, or None.
 
     Returns:
-        The absolute path of the folder.
+        The absolute path to the folder.
 
     Raises:
-        ValueError: No folder was passed, or the automatic name is taken.
+        ValueError: No folder was passed, or the next automatic name is already taken.
     """
     if not project.automatic_checkpoint_naming:
         if output_dir is None:
@@ -401,7 +402,7 @@ def project_directory(project: ProjectConfiguration) -> AnyPath:
     """Return the absolute folder of a project with automatically named checkpoints.
 
     Args:
-        project: The project's settings.
+        project: The settings of the project.
 
     Raises:
         ValueError: The project has no folder.
@@ -419,7 +420,7 @@ def checkpoints_above_limit(project_dir: AnyPath, total_limit: int | None) -> li
 
     Args:
         project_dir: The folder of the project.
-        total_limit: How many checkpoints to keep. If None, all are kept.
+        total_limit: The number of checkpoints to keep. If None, all are kept.
     """
     if total_limit is None:
         return []
@@ -431,10 +432,10 @@ def newest_automatic_checkpoint(project: ProjectConfiguration) -> AnyPath:
     """Return the newest automatically named checkpoint of a project.
 
     Args:
-        project: The project's settings.
+        project: The settings of the project.
 
     Raises:
-        ValueError: There is no checkpoint, or checkpoints are not named automatically.
+        ValueError: There is no checkpoint yet, or checkpoints are not named automatically.
     """
     if not project.automatic_checkpoint_naming:
         raise ValueError(
@@ -451,10 +452,10 @@ def newest_automatic_checkpoint(project: ProjectConfiguration) -> AnyPath:
 
 
 def continue_numbering(project: ProjectConfiguration, loaded: AnyPath) -> None:
-    """Continue automatic names after the newest checkpoint, if an automatically named one was loaded.
+    """Continue numbering after the newest checkpoint, if an automatically named one was loaded.
 
     Args:
-        project: The project's settings.
+        project: The settings of the project.
         loaded: The checkpoint that was loaded.
     """
     if project.automatic_checkpoint_naming and loaded.parent.name == CHECKPOINTS_FOLDER:
