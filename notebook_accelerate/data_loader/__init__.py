@@ -1,4 +1,4 @@
-"""Loaders that give each rank its share of the data, move it to the device, and can resume within an epoch."""
+"""Loaders that give each rank its share of the data, move batches to the device, and can resume within an epoch."""
 
 from __future__ import annotations
 

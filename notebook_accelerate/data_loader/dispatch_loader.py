@@ -34,9 +34,9 @@ from notebook_accelerate.state import GradientState, PartialState
 from notebook_accelerate.telemetry import step_time
 
 Column: TypeAlias = "torch.Tensor | list[Any] | tuple[Any, ...]"
-"""A part of a batch that has one entry per sample."""
+"""The type of a part of a batch that has one entry per sample."""
 
-# The kinds of announcement that rank 0 broadcasts before a round.
+# The kinds of announcements that rank 0 broadcasts before a round.
 _END, _SAME_FORM, _NEW_FORM, _FAILED = range(4)
 
 
@@ -48,13 +48,13 @@ class DataLoaderDispatcher(PreparedDataLoader):
 
     Args:
         dataset: The dataset to load from, which only rank 0 uses.
-        split_batches: Whether a round is one batch that is split between the ranks. If False, a round has one batch for
-            each rank.
+        split_batches: Whether a round is one batch that is split between the ranks. If False, a round consists of one
+            batch for each rank.
         skip_batches: The number of rounds to skip at the start of each pass.
         use_stateful_dataloader: Whether to use torchdata's StatefulDataLoader.
         _drop_last: Whether to drop the last round if it is not full.
         _non_blocking: Whether to copy batches to the device asynchronously.
-        slice_fn: A function that returns a rank's part of a round. It is called in the same way as `slice_tensors`.
+        slice_fn: A function that returns a rank's part of a round. It is called like `slice_tensors`.
         torch_device_mesh: A device mesh. Ranks that differ only in model-parallel dimensions get the same part.
         iteration: The epoch of the first pass.
         **kwargs: Arguments for torch's DataLoader.
@@ -99,7 +99,7 @@ class DataLoaderDispatcher(PreparedDataLoader):
         self.device = self.state.device
         self._reads_dataset = self.state.process_index == 0
         self._reads_one_ahead = self.state.num_processes == 1
-        self._opening: list[Column] | None = None  # The first samples of this epoch, used to pad its last round.
+        self._opening: list[Column] | None = None  # The first samples of this epoch, which pad its last round.
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         batches = self._local_batches() if self.state.num_processes == 1 else self._dispatched_batches()
@@ -133,7 +133,10 @@ class DataLoaderDispatcher(PreparedDataLoader):
         return self.slice_fn(batch, own, process_index=self.dp_rank, num_processes=self.dp_size)
 
     def _mark_last_batch(self, batch: Any) -> None:
-        """Record that the next batch is the last one. With a single rank, count the samples in the batch itself."""
+        """Record that the next batch is the last one.
+
+        With a single rank, its samples are counted in the batch itself.
+        """
         super()._mark_last_batch(batch)
         size = ignorant_find_batch_size(batch)
         if self.is_only_rank and not self._drop_last and size is not None:
@@ -142,11 +145,11 @@ class DataLoaderDispatcher(PreparedDataLoader):
     # ---- sending and receiving
 
     def _send_rounds(self) -> Iterator[tuple[Any, int, bool]]:
-        """Read rounds on rank 0, one round ahead, and send them.
+        """Read rounds on rank 0, one round ahead, and send them to the other ranks.
 
         Yields:
-            A round on the device, its number of samples without padding (-1 if unknown), and whether it is the last
-            round.
+            Each round on the device, its number of samples without padding (-1 if unknown), and whether it is the last
+            one.
         """
         form = b""
         rounds = self._reporting_failure(self._open_rounds)
@@ -185,9 +188,9 @@ class DataLoaderDispatcher(PreparedDataLoader):
             yield _broadcast_tensors(initialize_tensors(pickle.loads(form))), size, bool(last)
 
     def _draw_as_reader(self) -> None:
-        """Draw the random numbers that rank 0 draws when it starts a pass.
+        """Draw the same random numbers as rank 0 does when it starts a pass.
 
-        Ranks with equal seeds therefore keep equal random states, so that dropout and shared decisions agree.
+        Ranks with equal seeds then keep equal random states, so that dropout and shared decisions agree.
         """
         resumed, self._order.resumed = self._order.resumed, None
         if self._is_over or self._loaded_position():
@@ -196,7 +199,7 @@ class DataLoaderDispatcher(PreparedDataLoader):
         if not is_drawn and not self.workers_seeded:
             torch.empty((), dtype=torch.int64).random_(generator=self.generator)
         self.workers_seeded = True
-        # With workers, or if the sampler is not wrapped, the order is drawn when the iterator is created.
+        # With workers, or if the sampler is not wrapped, creating the iterator draws the order.
         is_late = not self.num_workers and getattr(self._index_sampler, "draws_late", False)
         if resumed is None and (is_late or not is_drawn):
             draw_order(self)
@@ -205,7 +208,7 @@ class DataLoaderDispatcher(PreparedDataLoader):
         broadcast(torch.tensor([kind, size, int(last)], device=self.state.device))
 
     def _reporting_failure(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function on rank 0. If it fails, send the error to the other ranks, which are waiting."""
+        """Call a function on rank 0. If it raises, send the error to the other ranks, which are waiting."""
         try:
             return function(*args)
         except Exception as error:
@@ -231,9 +234,9 @@ class DataLoaderDispatcher(PreparedDataLoader):
                 yield joined
 
     def _pad_rounds(self, rounds: Iterator[Any]) -> Iterator[tuple[Any, int]]:
-        """Pad rounds that cannot be divided evenly, with the first samples of the epoch.
+        """Pad rounds that cannot be split evenly with the first samples of the epoch.
 
-        If the first samples have another form, such as longer sequences, a round is padded with its own samples.
+        If the first samples have a different form, such as longer sequences, a round is padded with its own samples.
 
         Yields:
             Each round, and its number of samples without padding.
@@ -269,13 +272,13 @@ class DataLoaderDispatcher(PreparedDataLoader):
 
 
 def _broadcast_tensors(batch: Any) -> Any:
-    """Broadcast the tensors of rank 0. All other leaves have already been sent with the description."""
+    """Broadcast the tensors of rank 0. Everything else has already been sent as a part of the description."""
     leaves = leaves_of(batch)
     return with_tensors(batch, broadcast(leaves)) if leaves else batch
 
 
 def _description(batch: Any) -> bytes:
-    """Return a description of a batch that can be compared, and does not contain the values of tensors."""
+    """Return a description of a batch without the values of its tensors. Descriptions can be compared."""
     return pickle.dumps(get_data_structure(batch))
 
 
@@ -291,10 +294,11 @@ def _size(batch: Any) -> int:
 
 
 def _is_column(node: Any, size: int) -> bool:
-    """Return whether a part of a batch has one entry for each sample: a tensor, or a list of strings or other objects.
+    """Return whether a part of a batch is a column: a tensor, or a list of objects, with one entry for each sample.
 
     torch's collate function keeps strings in lists. If the items of a list are tuples with one entry for each sample,
-    the list is a container of columns, one for each field. Any other list of this length is a column.
+    the list is not a column itself, but contains a column for each field. Any other list of the right length is a
+    column.
     """
     if isinstance(node, torch.Tensor):
         return True
@@ -304,12 +308,12 @@ def _is_column(node: Any, size: int) -> bool:
 
 
 def _map_columns(function: Callable[[Any], Any], batch: Any, size: int) -> Any:
-    """Replace each column of a batch with the result of a function."""
+    """Return a batch in which the result of a function replaces each column."""
     return recursively_apply(function, batch, test_type=lambda node: _is_column(node, size))
 
 
 def _columns(batch: Any, size: int) -> list[Column]:
-    """List the columns of a batch in order."""
+    """List the columns of a batch, in the batch's order."""
     columns: list[Column] = []
     _map_columns(columns.append, batch, size)
     return columns
@@ -321,7 +325,7 @@ def _first(column: Any, count: int) -> Any:
 
 
 def _padded(batch: Any, size: int, missing: int, opening: list[Column]) -> Any:
-    """Append samples to a batch: the first ones of the epoch if they have the same form, otherwise the batch's own."""
+    """Append samples to a batch: the first ones of the epoch if their form is the same, otherwise the batch's own."""
     own = _columns(batch, size)
     sources = opening if len(opening) == len(own) and all(map(_can_be_joined, own, opening)) else own
     padding = iter(sources)
@@ -363,7 +367,7 @@ def _concatenated(batches: list[Any]) -> Any:
 
 
 def _joined(nodes: list[Any], sizes: list[int]) -> Any:
-    """Concatenate the parts that have the same place in several batches."""
+    """Concatenate the parts that are in the same position in several batches."""
     if all(map(_is_column, nodes, sizes)):
         return _joined_column(nodes)
     if not is_container(nodes[0]):

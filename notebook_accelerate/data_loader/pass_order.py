@@ -24,7 +24,7 @@ from notebook_accelerate.state import PartialState
 from notebook_accelerate.state.warn_once import warn_once
 
 _KNOWN = ("torch.utils.data.", "torchdata.", f"{__package__}.", "builtins")
-"""Modules whose samplers draw random numbers only from torch, or from a generator in their attribute `generator`."""
+"""The modules whose samplers only draw random numbers from torch, or from their attribute `generator`."""
 
 
 class PassOrder:
@@ -32,11 +32,12 @@ class PassOrder:
 
     Attributes:
         numbers: The random numbers before the pass drew its order (see `read_numbers`), or None between passes.
-        last_read: The number of the last item read, and the item itself, if the user's class decides the order.
+        last_read: The number of the last item that was read, and the item itself, if the user's class determines the
+            order.
         resumed: The state of an interrupted pass whose order the next pass repeats, or None for a new order.
         exhausted: Whether the current pass has yielded its last batch.
         completed_epoch: The epoch of a resumed pass that had already yielded its last batch, or None. Only a copy of
-            the loader that skips all batches of this pass repeats the pass.
+            the loader that skips all batches of that pass repeats it.
     """
 
     def __init__(self) -> None:
@@ -47,12 +48,12 @@ class PassOrder:
         self.completed_epoch: int | None = None
 
     def state(self) -> Any:
-        """Return plain data for `resumed`: the random numbers, and an item to compare the order by."""
+        """Return plain data for `resumed`: the random numbers, and an item that shows whether the order is the same."""
         return with_last_read(self.numbers, self.last_read)
 
 
 def is_own_order(source: Any) -> bool:
-    """Return whether the user's class decides the order, and may therefore draw from any random numbers.
+    """Return whether the user's class determines the order, and may therefore draw from any random numbers.
 
     Args:
         source: A batch sampler or sampler, which may be inside BatchSamplerShard and SkipBatchSampler.
@@ -69,8 +70,8 @@ def draws_order(dataloader: DataLoader[Any]) -> bool:
         dataloader: A loader, prepared or not.
 
     Returns:
-        Whether there are such numbers. There are none for iterable datasets, and for torch's samplers whose order is
-        fixed or depends only on a seed and an epoch.
+        False for iterable datasets, and for torch's samplers whose order is fixed or depends only on a seed and an
+        epoch. Otherwise True.
     """
     if isinstance(dataloader.dataset, IterableDataset):
         return False
@@ -80,7 +81,7 @@ def draws_order(dataloader: DataLoader[Any]) -> bool:
 
 
 def draw_order(dataloader: DataLoader[Any]) -> None:
-    """Draw the global random numbers that the order of a pass would draw, without reading the pass.
+    """Draw the global random numbers that a pass would draw for its order, without reading the pass.
 
     Args:
         dataloader: A loader, prepared or not.
@@ -92,7 +93,7 @@ def draw_order(dataloader: DataLoader[Any]) -> None:
         getattr(sampler, "generator", None) is None
     )
     if isinstance(sampler, RandomSampler) and is_drawn and not is_own_order(index_source(dataloader)):
-        torch.empty((), dtype=torch.int64).random_()  # The sampler draws a seed, and derives the order from the seed.
+        torch.empty((), dtype=torch.int64).random_()  # The sampler draws a seed, and the order depends on it.
     elif is_drawn or is_own_order(index_source(dataloader)):
         next(iter(index_source(dataloader)), None)
 
@@ -101,14 +102,14 @@ def draw_order(dataloader: DataLoader[Any]) -> None:
 
 
 def read_numbers(source: Any) -> Any:
-    """Return the states of the random numbers that an order is drawn from.
+    """Return the states of the random number generators that an order is drawn from.
 
     Args:
         source: The loader's source of indices.
 
     Returns:
-        The state of the sampler's generator, or else of torch's. If the user's class decides the order, a dict of all
-        random states that the class may draw from.
+        The state of the sampler's generator, or of torch's if the sampler has none. If the user's class determines the
+        order, a dict of all random states that the class may draw from.
     """
     generator = _generator(source)
     if not is_own_order(source):
@@ -119,7 +120,7 @@ def read_numbers(source: Any) -> Any:
 
 @contextmanager
 def drawing_again(source: Any, numbers: Any) -> Iterator[None]:
-    """Draw an order from earlier random numbers inside the block, and restore the global numbers afterwards.
+    """Draw an order from earlier random numbers inside the block, and then restore the global ones.
 
     Args:
         source: The source of indices. If its sampler has a generator, the generator continues with the earlier numbers.
@@ -137,7 +138,7 @@ def drawing_again(source: Any, numbers: Any) -> Iterator[None]:
 
 @contextmanager
 def unchanged_numbers() -> Iterator[None]:
-    """Restore the random numbers of torch, Python and NumPy after the block."""
+    """Restore the random states of torch, Python and NumPy after the block."""
     numbers = _global_numbers()
     try:
         yield
@@ -171,9 +172,9 @@ def _set_global_numbers(numbers: dict[str, Any]) -> None:
 
 
 def _generator(source: Any) -> torch.Generator | None:
-    """Return the generator of the sampler that orders the indices, or None if there is no such generator.
+    """Return the generator of the sampler that orders the indices, or None if the sampler has none.
 
-    The generator of a seedable sampler does not count, because the sampler seeds it in each epoch.
+    The generator of a seedable sampler is not returned, because the sampler seeds it in each epoch.
     """
     bottom = innermost(source)
     sampler = getattr(bottom, "sampler", bottom)
@@ -198,10 +199,10 @@ def with_last_read(numbers: Any, last_read: tuple[int, Any] | None) -> Any:
 
 
 def expected_item(numbers: Any) -> int | None:
-    """Return the number of the item to compare a resumed order by, or None if this rank cannot compare.
+    """Return the number of the item that a resumed order is checked by, or None if this rank cannot check it.
 
-    One rank saves its last item for all ranks, but each rank reads different items, and which ones depends on the
-    number of ranks.
+    One rank saves its last item for all ranks. Each rank reads different items, which also depend on the number of
+    ranks.
 
     Args:
         numbers: The result of `with_last_read`.
@@ -218,7 +219,7 @@ def check_order(source: Any, numbers: Any, item: Any) -> None:
     Args:
         source: The loader's source of indices.
         numbers: The result of `with_last_read`.
-        item: The item that the pass has at the number that `expected_item` returned.
+        item: The item whose number `expected_item` has returned.
     """
     if _short(item) == numbers["last_read"][2]:
         return
@@ -244,7 +245,7 @@ def _short(item: Any) -> int:
 class RecordedSource:
     """A loader's source of indices that records the random numbers that each order is drawn from.
 
-    This object does not refer to the loader, because persistent workers exit when the last reference to the loader is
+    It has no reference to the loader, because persistent workers must exit when the last reference to the loader is
     dropped.
 
     Args:
@@ -252,7 +253,7 @@ class RecordedSource:
         order: The object that stores the random numbers.
 
     Attributes:
-        draws_late: Whether an order is drawn when its first item is read, instead of when torch creates the iterator.
+        draws_late: Whether an order is drawn when its first item is read, not when torch creates the iterator.
     """
 
     def __init__(self, source: Any, order: PassOrder) -> None:
@@ -266,15 +267,15 @@ class RecordedSource:
     def __iter__(self) -> Iterator[Any]:
         if self.draws_late or self.order.resumed is not None:
             return self._recorded()
-        # Draw at the same time as without this class, because an __iter__ that is not a generator function may draw
-        # when torch creates the iterator.
+        # Draw at the same time as without this class: an __iter__ that is not a generator function may draw when torch
+        # creates the iterator.
         self.order.numbers = read_numbers(self.source)
         items = iter(self.source)
         return self._watched(items, drawn=not _are_equal(self.order.numbers, read_numbers(self.source)))
 
     def _recorded(self) -> Iterator[Any]:
-        # This must be a generator, because torch creates the iterator, draws the seed of its workers, and only then
-        # reads the first item, which draws the order.
+        # This must be a generator: torch creates the iterator, draws the seed of its workers, and only then reads the
+        # first item, which draws the order.
         resumed, self.order.resumed = self.order.resumed, None
         items = self._items(resumed)
         yield from items if self.draws_late else self._watched(items, resumed)
@@ -290,7 +291,7 @@ class RecordedSource:
         return itertools.chain(first, items)
 
     def _watched(self, items: Iterator[Any], resumed: Any = None, drawn: bool = True) -> Iterator[Any]:
-        """Remember the last item read, and check the item that the interrupted pass had read last."""
+        """Remember the last item that was read, and check the item that the interrupted pass read last."""
         if not drawn:
             self.order.numbers = read_numbers(self.source)
         expected = expected_item(resumed)

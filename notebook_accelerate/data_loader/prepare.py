@@ -1,4 +1,4 @@
-"""Create this rank's loader from a torch DataLoader, and copies of loaders that skip their first batches."""
+"""Create this rank's loader from a torch DataLoader, and create copies of loaders that skip their first batches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from notebook_accelerate.data_loader.stateful_loaders import resumed_batches
 from notebook_accelerate.state import GradientState, PartialState
 from notebook_accelerate.torch_internals import sampler_length
 
-# The arguments that a new loader copies from the given loader, in addition to dataset, samplers and batch size.
+# The arguments that a new loader copies from the given one, in addition to the dataset, samplers and batch size.
 COPIED_ARGUMENTS = (
     "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
     "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order", "snapshot_every_n_steps",
@@ -45,11 +45,11 @@ def loader_arguments(dataloader: DataLoader[Any], stateful: bool) -> dict[str, A
     """Return the arguments for creating a copy of a loader.
 
     Args:
-        dataloader: The loader.
+        dataloader: The loader to copy.
         stateful: Whether to include arguments of torchdata's StatefulDataLoader.
 
     Returns:
-        The arguments of DataLoader that the installed torch supports.
+        The arguments for DataLoader that the installed version of torch supports.
     """
     own = {name: getattr(dataloader, name) for name in COPIED_ARGUMENTS if hasattr(dataloader, name)}
     if not stateful:
@@ -74,10 +74,10 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
 ) -> DataLoader[Any]:
-    """Create a loader that yields one rank's share of another loader's batches.
+    """Create a loader that yields a rank's share of another loader's batches.
 
     Args:
-        dataloader: The loader to divide.
+        dataloader: The loader whose data is shared.
         device: The device of the batches if `put_on_device` is True.
         num_processes: The number of ranks that share the data. None means the number in `PartialState`.
         process_index: The index of this rank. None means the index in `PartialState`.
@@ -85,13 +85,13 @@ def prepare_data_loader(
             batches, so that the global batch is `num_processes` times as large.
         put_on_device: Whether to move batches to `device`.
         rng_types: The random number generators to synchronise across ranks at the start of each pass.
-        dispatch_batches: Whether to read only on rank 0, and send each rank its part. None means to do so for iterable
-            datasets with `put_on_device`.
+        dispatch_batches: Whether to read only on rank 0, and send each rank its part. None means that this is done for
+            iterable datasets with `put_on_device`.
         even_batches: Whether to give all ranks the same number of equally large batches, by padding with samples from
             the start of the epoch.
-        slice_fn_for_dispatch: A function that returns a rank's part of a dispatched batch. It is called in the same way
-            as `slice_tensors`.
-        use_seedable_sampler: Whether to shuffle by a seed and the epoch (SeedableRandomSampler).
+        slice_fn_for_dispatch: A function that returns a rank's part of a dispatched batch. It is called like
+            `slice_tensors`.
+        use_seedable_sampler: Whether the order depends only on a seed and the epoch (SeedableRandomSampler).
         data_seed: The seed for `use_seedable_sampler`. None means torch's initial seed.
         non_blocking: Whether to copy batches to the device asynchronously.
         use_stateful_dataloader: Whether to use torchdata's StatefulDataLoader, whose position can be saved and
@@ -165,7 +165,7 @@ def _iterable_share(dataloader: DataLoader[Any], dp_size: int, dp_rank: int, spl
     if (shards := _own_shards(dataloader.dataset, dp_size, dp_rank)) is not None:
         part = size // dp_size if size is not None and split_batches else size
         return {"dataset": shards, "batch_size": part, **({} if size is None else {"drop_last": drop_last})}
-    # Without a batch size the dataset yields whole batches, which are given to the ranks in turn.
+    # Without a batch size, the dataset yields whole batches, which the ranks get in turn.
     shard = IterableDatasetShard(
         dataloader.dataset,  # type: ignore[arg-type]
         batch_size=size or 1,
@@ -181,11 +181,11 @@ def _iterable_share(dataloader: DataLoader[Any], dp_size: int, dp_rank: int, spl
 
 
 def _own_shards(dataset: Any, dp_size: int, dp_rank: int) -> Any:
-    """Return a rank's shards of a datasets.IterableDataset, or None if it has fewer shards than ranks.
+    """Return a rank's shards of a datasets.IterableDataset, or None if there are fewer shards than ranks.
 
-    For any other dataset, None is returned too.
+    None is also returned for any other dataset.
     """
-    datasets: Any = sys.modules.get("datasets")  # If the dataset belongs to this library, it has been imported.
+    datasets: Any = sys.modules.get("datasets")  # If the dataset is from this library, it has been imported.
     if datasets is None or not isinstance(dataset, datasets.IterableDataset) or dataset.n_shards < dp_size:
         return None
     return dataset.shard(num_shards=dp_size, index=dp_rank)
@@ -202,7 +202,7 @@ def _indexed_share(
 
 
 def _drops_last(dataloader: DataLoader[Any]) -> bool:
-    """Return whether a loader, or the user's batch sampler in it, drops the last incomplete batch."""
+    """Return whether a loader, or its custom batch sampler, drops the last incomplete batch."""
     return bool(dataloader.drop_last or getattr(innermost(index_source(dataloader)), "drop_last", False))
 
 
@@ -218,7 +218,7 @@ def _batching(dataloader: DataLoader[Any], source: Any) -> dict[str, Any]:
 def _shuffled(
     dataloader: DataLoader[Any], seedable: bool, data_seed: int | None, synchronized: bool
 ) -> DataLoader[Any]:
-    """Replace the sampler of a loader that shuffles with a sampler that has the same order on all ranks."""
+    """Return a loader whose order is the same on all ranks, by replacing the sampler of one that shuffles."""
     sampler = get_sampler(dataloader)
     if isinstance(sampler, SeedableRandomSampler):
         return dataloader
@@ -231,7 +231,7 @@ def _shuffled(
             data_seed=data_seed,
         )
     elif synchronized and not seedable and getattr(sampler, "generator", NOTHING) is None:
-        # A sampler without its own generator draws from torch's, whose state differs between ranks.
+        # A sampler without its own generator would draw from torch's, whose state differs between ranks.
         sampler = copy.copy(sampler)
         sampler.generator = torch.Generator()
         sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
@@ -241,14 +241,14 @@ def _shuffled(
 
 
 def _permutes(sampler: Any) -> bool:
-    """Return whether a sampler is the class that `shuffle=True` creates, from torch or torchdata."""
+    """Return whether a sampler has the class that `shuffle=True` creates, from torch or torchdata."""
     return isinstance(sampler, RandomSampler) or (
         type(sampler).__name__ == "RandomSampler" and type(sampler).__module__.startswith("torchdata.")
     )
 
 
 def _with_sampler(dataloader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
-    """Return a copy of a loader with another sampler. A batch sampler of the user's class is changed in place."""
+    """Return a copy of a loader with another sampler. A custom batch sampler is changed in place."""
     copied = copy.copy(dataloader)
     batches = innermost(index_source(dataloader))
     if batches is get_sampler(dataloader):
@@ -268,8 +268,8 @@ def _generator_of(dataloader: DataLoader[Any]) -> torch.Generator | None:
         sampler = get_sampler(dataloader)
         generator = NOTHING if isinstance(sampler, SeedableRandomSampler) else getattr(sampler, "generator", NOTHING)
         if generator is None:
-            # The sampler draws from torch's generator even though seedable sampling was requested, as the one for
-            # transformers' group_by_length does.
+            # The sampler draws from torch's generator even though seedable sampling was requested. An example is the
+            # sampler for group_by_length in transformers.
             return torch.default_generator
     return generator if isinstance(generator, torch.Generator) else None
 
@@ -308,14 +308,14 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """Return a copy of a loader that skips the first batches of each pass.
 
-    Use the copy for the rest of an interrupted epoch, and the loader itself from the next epoch on. The end of the
-    copy's pass moves both loaders to the next epoch. For map-style datasets, the skipped batches are not loaded.
+    Use the copy for the rest of an interrupted epoch, and the loader itself from the next epoch on. When the copy's
+    pass ends, both loaders move on to the next epoch. For map-style datasets, the skipped batches are not loaded.
 
-    A stateful loader that has loaded a state already skips some batches. They are included in `num_batches`, and the
+    A stateful loader that has loaded a state already skips some batches. These are included in `num_batches`, and the
     loaded state is passed on to the copy.
 
     Args:
-        dataloader: A prepared loader, or a torch DataLoader.
+        dataloader: A prepared loader, or any torch DataLoader.
         num_batches: The number of this rank's batches to skip.
 
     Returns:
@@ -357,10 +357,10 @@ def _copy_loader(dataloader: DataLoader[Any]) -> Any:
     copied = copy.copy(dataloader)
     vars(copied)["_iterator"] = None
     if getattr(dataloader, "next_iter_state", None) is not None:
-        # Otherwise the next pass of the original, which is the next epoch, would skip these batches again.
+        # Otherwise, the original's next pass, which is the next epoch, would skip these batches again.
         vars(dataloader)["next_iter_state"] = None
     if isinstance(dataloader, PreparedDataLoader):
-        for name in (  # These belong to the pass of the original.
+        for name in (  # These belong to the original's pass.
             "_read_ahead", "_state_before", "_first_numbers", "end_of_dataloader", "remainder",
         ):  # fmt: skip
             vars(copied).pop(name, None)

@@ -30,13 +30,13 @@ NOTHING: Any = object()
 
 
 class DataLoaderStateMixin:
-    """A mixin that reports to the gradient state which loader is being read, and whether its last batch was yielded.
+    """A mixin that reports to the gradient state which loader is being read, and whether it has yielded its last batch.
 
     Attributes:
         end_of_dataloader: Whether the last batch of this pass has been yielded.
-        remainder: The number of samples in the last round (one batch of each rank) that are not padding. 0 means all of
-            them. -1 means that the number is unknown, or that there is no padding.
-        gradient_state: The gradient state to which the loader reports.
+        remainder: The number of samples in the last round (one batch of each rank) that are not padding. 0 means that
+            all samples count. -1 means that the number is unknown, or that there is no padding.
+        gradient_state: The gradient state that the loader reports to.
     """
 
     end_of_dataloader = False
@@ -62,7 +62,7 @@ class DataLoaderStateMixin:
         self.gradient_state._remove_dataloader(self)
 
     def _samples_per_pass(self) -> int:
-        """Count the samples in one pass of all ranks together, without padding."""
+        """Return the number of samples in one pass, for all ranks together and without padding."""
         sampler = get_sampler(self)  # type: ignore[arg-type]
         length = getattr(sampler, "__len__", None)
         if length is None or isinstance(self.dataset, IterableDatasetShard):  # type: ignore[attr-defined]
@@ -102,14 +102,14 @@ class DataLoaderAdapter(DataLoader[Any]):
         self._loader_created()
 
     def _loader_created(self) -> None:
-        """Called at the end of torch's constructor. Stateful loaders draw random numbers here."""
+        """Run at the end of torch's constructor. Stateful loaders draw random numbers here."""
 
     @property
     def base_dataloader(self) -> DataLoader[Any]:
-        """The torch loader, which is this object itself. After an assignment, this object reads the new loader's data.
+        """The torch loader, which is this object itself. If a loader is assigned, this object reads that loader's data.
 
         Raises:
-            ValueError: The class of the assigned loader is user-defined, and its own way of iterating would be lost.
+            ValueError: The class of the assigned loader is user-defined, and the way it iterates would be lost.
         """
         return self
 
@@ -124,7 +124,7 @@ class DataLoaderAdapter(DataLoader[Any]):
                 "to Accelerator.prepare"
             )
         taken = {name: vars(value)[name] for name in vars(DataLoader(value.dataset)) if name in vars(value)}
-        vars(self).update(taken, _iterator=None)  # torch does not allow assigning to most of these attributes.
+        vars(self).update(taken, _iterator=None)  # torch forbids assigning most of these attributes.
 
     def batches(self) -> Iterator[Any]:
         """Return torch's own iterator without this package's additions."""
@@ -134,7 +134,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         """Return the position of this loader in its epoch.
 
         Returns:
-            The state of torchdata's StatefulDataLoader after the batches that have been yielded.
+            The state of torchdata's StatefulDataLoader after the batches that have been yielded so far.
 
         Raises:
             AttributeError: The loader is not based on torchdata's StatefulDataLoader.
@@ -164,13 +164,13 @@ _NOT_STATEFUL = (
 
 
 class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
-    """The base class of the loaders that `prepare` creates, which handles epochs, samplers and skipping.
+    """The base class of the loaders that `prepare` creates. It handles epochs, samplers and skipping.
 
     Attributes:
-        iteration: The epoch of the next pass. A finished pass adds one.
+        iteration: The epoch of the next pass. It increases by one when a pass is complete.
         device: The device of the batches. None means that batches are not moved.
         between_batches: A function that is called after each batch on the device has been used, or None.
-        skip_batches: The number of batches to read and drop at the start of each pass. `skip_first_batches` uses it
+        skip_batches: The number of batches to read and drop at the start of each pass. `skip_first_batches` sets it
             only if the sampler cannot skip.
         is_only_rank: Whether no other rank reads a share of the data.
     """
@@ -184,7 +184,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
     _order: PassOrder
     _original: PreparedDataLoader | None = None
     _resumes = False  # Whether this copy of `_original` reads the rest of a pass, instead of a separate pass.
-    _is_over = False  # Whether `_original` had yielded the last batch of that pass, so that nothing is left to read.
+    _is_over = False  # Whether `_original` had yielded the last batch of that pass, so nothing is left.
     _workers_seeded = False
     _reads_dataset = True  # Whether this rank reads the dataset itself.
     _reads_one_ahead = True  # Whether exactly one batch is read ahead.
@@ -206,8 +206,8 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Return the random numbers behind the order of an unfinished pass, for a checkpoint within an epoch.
 
         Returns:
-            Plain data for `load_order_state`. None between passes, and if the order does not depend on random numbers,
-            or depends only on a seed and an epoch.
+            Plain data for `load_order_state`. It is None between passes, and if the order does not depend on random
+            numbers other than a seed and an epoch.
         """
         return self._order.state()
 
@@ -221,7 +221,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self._order.exhausted = value
 
     def load_order_state(self, state: Any, exhausted: bool = False) -> None:
-        """Read the next pass of this loader, or of its copy from `skip_first_batches`, in a saved order.
+        """Make the next pass of this loader, or of a copy from `skip_first_batches`, read in a saved order.
 
         If the saved pass had yielded its last batch, there is nothing to resume. The next pass then belongs to the next
         epoch, unless a copy skips all batches.
@@ -243,11 +243,11 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self._order.resumed = None
         self._order.completed_epoch = None
         if telemetry.current_sink() is not None and len(self.gradient_state.dataloader_references) == 2:
-            # Report only the outermost loader, because a pass inside its loop, such as an evaluation, is not an epoch.
+            # Report only the outermost loader: a pass inside its loop, such as an evaluation, is not an epoch.
             self._report_pass()
 
     def _report_pass(self) -> None:
-        """Report the epoch, and the number of optimizer steps in its pass."""
+        """Report the epoch, and the number of optimizer steps in the pass."""
         steps = math.ceil(_length(self) / self.gradient_state.num_steps)
         telemetry.emit(EpochEvent(self.iteration, steps or None))
 
@@ -262,7 +262,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         completed = self._order.completed_epoch
         if completed is None:
             self._resumes = skipped > 0 or self._order.resumed is not None
-        else:  # The pass is complete, so a copy that skips all of its batches has nothing to read.
+        else:  # The pass is complete, so a copy that skips all batches has nothing to read.
             self._resumes = self._is_over = skipped >= max(_length(original), 1)
             self.iteration = completed if self._resumes else original.iteration
 
@@ -270,7 +270,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def workers_seeded(self) -> bool:
         """Whether persistent workers have been seeded, in this run or in the run that it resumes.
 
-        If so, no pass draws their seed again. Checkpoints contain this value.
+        If so, no pass draws the workers' seed again. Checkpoints contain this value.
         """
         return self.persistent_workers and (self._workers_seeded or self._iterator is not None)
 
@@ -299,9 +299,9 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return get_sampler(self)
 
     def set_sampler(self, sampler: Any) -> None:
-        """Replace the sampler that orders the indices, for example with a sampler from a checkpoint.
+        """Replace the sampler that orders the indices, for example with one from a checkpoint.
 
-        If the sampler is a SeedableRandomSampler, the next pass reads the sampler's epoch.
+        If the sampler is a SeedableRandomSampler, the next pass reads the epoch that the sampler is in.
 
         Args:
             sampler: The sampler to use from the next pass on.
@@ -310,7 +310,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         if hasattr(source, "sampler") or self.batch_sampler is not None:
             source.sampler = sampler
         else:
-            vars(self)["sampler"] = sampler  # torch forbids this assignment, but it is harmless here.
+            vars(self)["sampler"] = sampler  # torch forbids this, but it is harmless here.
         if isinstance(sampler, SeedableRandomSampler):
             self.iteration = sampler.epoch
 
@@ -324,18 +324,18 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return max(super().__len__() - self.skip_batches, 0)
 
     def _local_batches(self) -> Iterator[Any]:
-        """Yield the batches that this rank reads, reading one batch ahead so that the last one is known."""
+        """Yield the batches that this rank reads, reading one ahead to know which one is the last."""
         return self._device_batches() if _must_be_moved(self.device) else self._host_batches()
 
     def _host_batches(self) -> Iterator[Any]:
-        """Yield batches without moving them, reading one batch ahead. The loop adds 0.1 microseconds to each batch."""
+        """Yield batches without moving them, reading one ahead. The loop adds 0.1 microseconds per batch."""
         try:
             batches = self._start_pass()
             reading = self.gradient_state.dataloader_references
             depth = len(reading)
             current = next(batches, NOTHING)
             for upcoming in batches:
-                # Another loader that was not read to its end, for example after next(iter(loader)), must not stay the
+                # A loader that was not read to its end, for example after next(iter(loader)), must not remain the
                 # active one (https://github.com/huggingface/accelerate/issues/1050). Comparing lengths takes half as
                 # long as reading[-1].
                 if len(reading) != depth:
@@ -380,16 +380,16 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return advance(batches, self.skip_batches) if self.skip_batches else batches
 
     def _mark_last_batch(self, batch: Any) -> None:
-        """Record that the next batch, or this rank's round of batches, is the last one."""
+        """Record that the next batch, or the round that it belongs to, is the last one."""
         self.gradient_state._add_dataloader(self)
         self.end_of_dataloader = self.exhausted = True
 
     def _read_batches(self) -> Iterator[Any]:
         """Return torch's iterator.
 
-        A pass that resumes an earlier pass draws no random numbers at its start, because the earlier pass has drawn
-        them. Training therefore continues with the same numbers as an uninterrupted run. The same applies to starting
-        workers whose seed was drawn before the run was interrupted.
+        A pass that resumes an earlier one draws no random numbers at its start, because the earlier pass has already
+        drawn them. Training therefore continues with the same numbers as an uninterrupted run. For the same reason,
+        starting workers draws no seed if it was drawn before the run was interrupted.
         """
         if self._is_over:
             return iter(())
@@ -404,15 +404,15 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return rounds
 
     def _loaded_position(self) -> bool:
-        """Return whether the pass that starts is the rest of an earlier pass, because a state was loaded."""
+        """Return whether the pass that is starting is the rest of an earlier one, because a state was loaded."""
         return False
 
     def _has_drawn_seed(self) -> bool:
-        """Return whether the random numbers of the pass that starts were drawn when the loader was created."""
+        """Return whether the random numbers of the pass that is starting were drawn when the loader was created."""
         return False
 
     def _extra_state(self) -> dict[str, Any]:
-        """Return the state that is needed for resuming in addition to the position."""
+        """Return the state that resuming needs in addition to the position."""
         return {}
 
     def _load_extra_state(self, state: dict[str, Any]) -> None:
@@ -429,30 +429,30 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
 
 def _length(loader: DataLoader[Any]) -> int:
-    """Return the number of batches in a pass, or 0 if it is unknown."""
+    """Return the number of batches in a pass, or 0 if the number is unknown."""
     try:
         return len(loader)
-    except (TypeError, NotImplementedError):  # An iterable dataset or a sampler has no length.
+    except (TypeError, NotImplementedError):  # An iterable dataset or a sampler may have no length.
         return 0
 
 
 def _must_be_moved(device: torch.device | None) -> bool:
-    """Return whether batches may have to be moved. Without an accelerator, they are on the CPU already."""
+    """Return whether batches may have to be moved. Without an accelerator, batches are already on the CPU."""
     if device is None:
         return False
     return torch.device(device).type != "cpu" or device_table.accelerator_in_use()
 
 
-# ---- persistent workers, which follow the loader's epoch, and are started again without drawing random numbers
+# ---- persistent workers, which follow the loader's epoch, and can be restarted without drawing random numbers
 
 _READING = ("__iter__", "__getitem__", "__getitems__")
 
 
 class EpochFollower:
-    """A `worker_init_fn` that keeps a worker's copy of the dataset in the loader's epoch.
+    """A `worker_init_fn` that keeps a worker's copy of the dataset in the same epoch as the loader.
 
-    A persistent worker copies the dataset only once, so a later `set_epoch` in the loader's process does not reach the
-    copy. The epoch is therefore stored in shared memory, and the worker reads it before it reads samples.
+    A persistent worker copies the dataset only once, so a later `set_epoch` in the loader's process does not affect the
+    copy. The epoch is therefore stored in shared memory, where the worker looks it up before it reads samples.
 
     Args:
         function: The user's `worker_init_fn`, which is called first.
@@ -489,7 +489,7 @@ class EpochFollower:
 
 
 def _following(cls: type, epoch: torch.Tensor) -> type:
-    """Return a subclass whose objects switch to the shared epoch before they are read."""
+    """Return a subclass of a dataset's class. Its objects switch to the shared epoch before they are read."""
 
     def reading(name: str) -> Any:
         read = getattr(cls, name)
@@ -516,7 +516,7 @@ def follow_epochs(dataloader: DataLoader[Any]) -> None:
 
 
 def send_epoch(dataloader: DataLoader[Any], epoch: int) -> None:
-    """Send the epoch of the next pass to a loader's workers, which do not read between two passes.
+    """Send the epoch of the next pass to a loader's workers, which read nothing between passes.
 
     Args:
         dataloader: The loader whose workers follow its epoch.
@@ -530,8 +530,8 @@ def send_epoch(dataloader: DataLoader[Any], epoch: int) -> None:
 def separate_worker_seed(dataloader: DataLoader[Any], numbers: torch.Tensor | None = None) -> Iterator[None]:
     """Draw the seed of the workers from a separate generator.
 
-    torch would draw the seed from the loader's generator or from the global one, and so change the random numbers of
-    training and samplers.
+    torch itself would draw the seed from the loader's generator or from the global one, which would change the random
+    numbers of training and samplers.
 
     Args:
         dataloader: The loader that starts its workers inside the context.

@@ -1,4 +1,4 @@
-"""Samplers and streams that shuffle, divide and skip, and so decide which rank reads which samples."""
+"""Samplers and streams that shuffle, divide and skip, and thereby determine which rank reads which samples."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SeedableRandomSampler(RandomSampler):
     """A random sampler whose order depends only on its seed and epoch.
 
     The order of epoch `e` is drawn from a generator seeded with ``initial_seed + e``, on every rank and after every
-    restart. The end of an iteration moves the sampler to the next epoch.
+    restart. When an iteration ends, the sampler moves on to the next epoch.
 
     Args:
         *args: Arguments of torch's RandomSampler.
@@ -27,8 +27,9 @@ class SeedableRandomSampler(RandomSampler):
 
     Attributes:
         initial_seed: The seed of epoch 0.
-        is_seed_shared: Whether `initial_seed` is known to be the same on all ranks. Without `data_seed` it may differ
-            after ``set_seed(seed, device_specific=True)``. The first pass of a prepared loader then uses rank 0's seed.
+        is_seed_shared: Whether `initial_seed` is known to be the same on all ranks. Without `data_seed`, it may differ
+            after ``set_seed(seed, device_specific=True)``, in which case the first pass of a prepared loader uses rank
+            0's seed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -46,7 +47,7 @@ class SeedableRandomSampler(RandomSampler):
         self.set_epoch(self.epoch + 1)
 
     def share_seed(self) -> None:
-        """Use rank 0's seed unless `data_seed` was given; every rank must call this. Later calls do nothing."""
+        """Use rank 0's seed unless `data_seed` was given; every rank must call this. Further calls do nothing."""
         if not self.is_seed_shared:
             (self.initial_seed,) = broadcast_object_list([self.initial_seed])
             self.is_seed_shared = True
@@ -61,24 +62,24 @@ class SeedableRandomSampler(RandomSampler):
 
 
 class BatchSamplerShard(BatchSampler):
-    """One rank's share of the batches of a batch sampler.
+    """One rank's share of a batch sampler's batches.
 
     Without `split_batches`, rank `r` gets the batches `r`, `r + num_processes`, and so on. With `split_batches`, each
     batch is cut into `num_processes` equal parts. Batches are never changed in place.
 
     Args:
-        batch_sampler: The batch sampler to divide. Its `batch_size` (default: None) and `drop_last` (default: False)
-            decide how the last batches are divided.
+        batch_sampler: The batch sampler to divide. Its `batch_size` (by default None) and `drop_last` (by default
+            False) determine how the last batches are divided.
         num_processes: The number of ranks that share the batches.
         process_index: The index of this rank.
         split_batches: Whether to split each batch, instead of giving each rank whole batches.
-        even_batches: Whether to pad the last batches with indices from the start of the epoch if they are not enough
+        even_batches: Whether to pad the last batches with indices from the start of the epoch if there are not enough
             for all ranks, so that all ranks get the same number of equally large batches. If False, some ranks get a
             smaller batch, or one batch less.
 
     Attributes:
         last_round: After an iteration, the number of indices in its last round (one batch of each rank) that are not
-            padding, or 0 if nothing was padded. None before, and if items are not lists of indices.
+            padding, or 0 if nothing was padded. None before an iteration, and if items are not lists of indices.
 
     Raises:
         ValueError: With `split_batches`, the batch size is not a multiple of the number of processes.
@@ -100,13 +101,13 @@ class BatchSamplerShard(BatchSampler):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
-        self.batch_size: Any = batch_size  # None means that batches can have any size.
+        self.batch_size: Any = batch_size  # If None, batches can have any size.
         self.drop_last = getattr(batch_sampler, "drop_last", False)
         self.last_round: int | None = None
 
     @property
     def total_length(self) -> int:
-        """The number of batches of the divided batch sampler, for all ranks together."""
+        """The number of batches in the divided batch sampler, for all ranks together."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
@@ -118,7 +119,7 @@ class BatchSamplerShard(BatchSampler):
         return rounds + int(self.even_batches or self.process_index < left)
 
     def _gets_nothing_of_last_batch(self) -> bool:
-        """Return whether lower ranks use up a short last batch, or False if its size is not known."""
+        """Return whether lower ranks use up a short last batch, or False if the size of the batch is not known."""
         source: Any = innermost(self.batch_sampler)
         if self._pads or self.drop_last or not isinstance(source, BatchSampler) or not self.total_length:
             return False
@@ -129,25 +130,25 @@ class BatchSamplerShard(BatchSampler):
         return self.iterate_from(0)
 
     def iterate_from(self, skipped: int) -> Iterator[list[int]]:
-        """Iterate over this rank's share without its first batches.
+        """Iterate over this rank's share, skipping the first batches.
 
         Args:
             skipped: The number of this rank's batches to skip.
 
         Returns:
-            An iterator over the rest, with the same padding as without skipping.
+            An iterator over the remaining batches, with the same padding as without skipping.
         """
         return self._split_batches(skipped) if self.split_batches else self._whole_batches(skipped)
 
     def _whole_batches(self, skipped: int) -> Iterator[list[int]]:
-        """Yield this rank's batch of each round."""
+        """Yield this rank's batch from each round."""
         self.last_round = None
         count, rank = self.num_processes, self.process_index
         opening, batches = open_from(self.batch_sampler, skipped * count, count if self._pads else 0)
         current = list(itertools.islice(batches, count))
         while current:
             full = len(current) == count and (self.batch_size is None or len(current[-1]) >= self.batch_size)
-            # Some samplers draw random numbers at their end, so a pass that is left early must not have read that far.
+            # Some samplers draw random numbers when they end, so a pass that is left early must not have read that far.
             following = [] if full else list(itertools.islice(batches, count))
             if following or full:
                 self.last_round = 0
@@ -158,7 +159,7 @@ class BatchSamplerShard(BatchSampler):
             current = list(itertools.islice(batches, count)) if full else following
 
     def _last_round(self, batches: list[list[int]], opening: list[list[int]]) -> Iterator[list[int]]:
-        """Yield this rank's part of the last batches, which are not enough for all ranks."""
+        """Yield this rank's part of the last batches if there are not enough of them for all ranks."""
         rank = self.process_index
         if not self._pads:
             yield from batches[rank : rank + 1]
@@ -191,7 +192,7 @@ class BatchSamplerShard(BatchSampler):
 
 
 def _cycle(batches: list[list[int]], start: int, count: int) -> list[int]:
-    """Return `count` indices of endlessly repeated batches, starting at position `start`."""
+    """Return `count` indices from batches that are repeated endlessly, starting at position `start`."""
     indices = list(itertools.chain.from_iterable(batches))
     return [indices[position % len(indices)] for position in range(start, start + count)]
 
@@ -200,7 +201,7 @@ class SkipBatchSampler(BatchSampler):
     """A batch sampler that skips the first batches of another one, and otherwise has the other one's attributes.
 
     Args:
-        batch_sampler: The inner batch sampler.
+        batch_sampler: The batch sampler whose first batches are skipped.
         skip_batches: The number of batches to skip.
     """
 
@@ -209,13 +210,13 @@ class SkipBatchSampler(BatchSampler):
         self.skip_batches = skip_batches
 
     def __getattr__(self, name: str) -> Any:
-        if name == "batch_sampler":  # The attribute is not set yet while the object is unpickled.
+        if name == "batch_sampler":  # While the object is unpickled, it is not set yet.
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 
     @property
     def total_length(self) -> int:
-        """The number of batches, including skipped ones."""
+        """The number of batches, including the skipped ones."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
@@ -231,13 +232,13 @@ class SkipBatchSampler(BatchSampler):
             skipped: The number of batches to skip in addition to `skip_batches`.
 
         Returns:
-            An iterator over the rest.
+            An iterator over the remaining batches.
         """
         return iterate_from(self.batch_sampler, self.skip_batches + skipped)
 
 
 def innermost(batch_sampler: Any) -> Any:
-    """Return the batch sampler inside the batch samplers that divide and skip.
+    """Return the batch sampler inside all BatchSamplerShards and SkipBatchSamplers.
 
     Args:
         batch_sampler: A batch sampler, which may be inside BatchSamplerShard and SkipBatchSampler.
@@ -290,12 +291,12 @@ class IterableDatasetShard(IterableDataset[Any]):
         drop_last: Whether to drop a last window that is not full.
         num_processes: The number of ranks that share the dataset.
         process_index: The index of this rank.
-        split_batches: Whether `batch_size` counts the samples of all ranks together.
+        split_batches: Whether `batch_size` is the number of samples of all ranks together.
 
     Attributes:
         last_round: After an iteration, the number of samples in its last window that are not padding, or 0 if the
-            window was full. None before, and in a process that has started workers, unless `share_last_round` was
-            called.
+            window was full. None before an iteration, and in a process that has started workers, unless
+            `share_last_round` was called.
 
     Raises:
         ValueError: With `split_batches`, the batch size is not a multiple of the number of processes.
@@ -393,8 +394,8 @@ _JUMPING: tuple[type, ...] = (type(iter([])), type(iter(())), type(iter(range(0)
 def iterate_from(batches: Any, skipped: int) -> Iterator[Any]:
     """Iterate over a batch sampler, or any iterable, without its first batches.
 
-    A batch sampler that has a method `iterate_from` skips batches itself. For torch's own BatchSampler, the indices of
-    the sampler are skipped instead of batches.
+    A batch sampler with an `iterate_from` method skips batches itself. For torch's own BatchSampler, the indices of the
+    sampler are skipped instead of batches.
 
     Args:
         batches: A batch sampler, a sampler, or any other iterable.
@@ -420,10 +421,10 @@ def open_from(batches: Iterable[Any], skipped: int, kept: int) -> tuple[list[Any
     Args:
         batches: A batch sampler, or any iterable of batches.
         skipped: The number of batches that the iterator skips, 0 or more.
-        kept: The number of the epoch's first batches to return in the list, if the epoch has that many.
+        kept: The maximum number of the epoch's first batches to return in the list.
 
     Returns:
-        The epoch's first `kept` batches, and an iterator over the batches after the first `skipped`.
+        A list of the epoch's first `kept` batches, and an iterator over the batches after the first `skipped` ones.
     """
     if not kept:
         return [], iterate_from(batches, skipped)
@@ -464,13 +465,13 @@ def advance(iterator: Iterator[Item], count: int) -> Iterator[Item]:
 
 
 def _jump(iterator: Any, count: int) -> int:
-    """Move an iterator over a stored sequence forward by up to `count` items, and return the number of items."""
+    """Move an iterator over a stored sequence forward by at most `count` items, and return how many it was."""
     if type(iterator) not in _JUMPING:
         return 0
     stride: int = min(count, iterator.__length_hint__())
     if stride > 0:
-        # __setstate__ counts from the start of the sequence. Since Python 3.12, it counts from the current position for
-        # ranges.
+        # __setstate__ counts from the start of the sequence, but for ranges, since Python 3.12, from the current
+        # position.
         _, _, *position = iterator.__reduce__()
         iterator.__setstate__((position[0] if position and position[0] is not None else 0) + stride)
     return stride

@@ -1,4 +1,4 @@
-"""Loaders for ranks that read their own share of the data, and the choice of that share."""
+"""Loaders for ranks that read their own share of the data, and functions that determine that share."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from notebook_accelerate.telemetry import step_time
 
 
 class DataLoaderShard(PreparedDataLoader):
-    """A loader that moves batches to a device, and reads one batch ahead to know which batch is the last one.
+    """A loader that moves batches to a device, and reads one batch ahead to know which one is the last.
 
     Args:
         dataset: The dataset to load from.
@@ -37,7 +37,8 @@ class DataLoaderShard(PreparedDataLoader):
         use_stateful_dataloader: Whether to use torchdata's StatefulDataLoader.
         _drop_last: Whether the last incomplete round is dropped, so that there is no padding.
         _non_blocking: Whether to copy batches to the device asynchronously.
-        torch_device_mesh: Accepted for compatibility, because `prepare_data_loader` decides which rank reads what.
+        torch_device_mesh: Accepted for compatibility, but not used. `prepare_data_loader` determines what each rank
+            reads.
         iteration: The epoch of the first pass.
         **kwargs: Arguments for torch's DataLoader.
     """
@@ -84,7 +85,7 @@ class DataLoaderShard(PreparedDataLoader):
         """Record that the next batch is the last one, and how many samples of its round are not padding."""
         super()._mark_last_batch(batch)
         shard = self.dataset if isinstance(self.dataset, IterableDatasetShard) else self._batch_shard()
-        # A shard in this process or in a single worker has reached its end here. Shards in several workers do not share
+        # A shard in this process or in a single worker has now reached its end. Shards in several workers do not share
         # their last round with this process.
         if isinstance(shard, IterableDatasetShard | BatchSamplerShard):
             if shard.last_round is not None:
@@ -98,8 +99,8 @@ class DataLoaderShard(PreparedDataLoader):
     def _length_is_exact(self) -> bool:
         """Whether the length of the sampler is the number of samples in a pass.
 
-        A stream may have no length or a wrong one, and a batch sampler of the user's class may create batches of any
-        size. In these cases, the samples are counted in the last batch itself.
+        A stream may have no length or a wrong one, and a custom batch sampler may create batches of any size. In these
+        cases, samples are counted in the last batch itself.
         """
         batches = innermost(index_source(self))
         return (
@@ -109,7 +110,7 @@ class DataLoaderShard(PreparedDataLoader):
         )
 
     def _batch_shard(self) -> Any:
-        """Return the batch sampler that divides the data, inside the batch samplers that skip."""
+        """Return the batch sampler that divides the data, which may be inside others that skip batches."""
         batch_sampler: Any = index_source(self)
         while isinstance(batch_sampler, SkipBatchSampler):
             batch_sampler = batch_sampler.batch_sampler
@@ -126,14 +127,14 @@ class DataLoaderShard(PreparedDataLoader):
         return int(shard.batch_size) * (1 if shard.split_batches else shard.num_processes)
 
 
-# ---- sequence parallel ranks
+# ---- sequence-parallel ranks
 
 _NEEDED = ("input_ids", "position_ids", "labels")
 Splitter = Callable[[Iterable[Any]], Iterable[Any]]
 
 
 class SequenceLoader(DataLoader[Any]):
-    """A loader that yields this rank's piece of each sequence that the sequence-parallel ranks read.
+    """A loader that yields this rank's piece of every sequence that the sequence-parallel ranks read.
 
     Each rank reads its own batches. When all ranks have read a batch, this rank gets its piece of the first rank's
     batch, then of the second rank's, and so on. A pass therefore has `ranks` times as many batches. All other
@@ -143,8 +144,8 @@ class SequenceLoader(DataLoader[Any]):
         loader: The prepared loader of this rank's batches.
         split: A function that takes an iterable of this rank's batches, and returns an iterable of pieces.
         ranks: The number of ranks that share sequences.
-        rows: The number of sequences in each batch. None allows any number.
-        device: The device to which pieces are moved. If None, they are not moved.
+        rows: The number of sequences in each batch. If None, any number is allowed.
+        device: The device that pieces are moved to. If None, they are not moved.
         skipped: The number of pieces to skip at the start of each pass.
 
     Attributes:
@@ -160,13 +161,14 @@ class SequenceLoader(DataLoader[Any]):
         device: torch.device | None = None,
         skipped: int = 0,
     ) -> None:
-        # Don't call DataLoader.__init__, because this is a view of another loader, without a dataset and workers.
+        # Don't call DataLoader.__init__, because this loader is only a view of another one, and has no dataset or
+        # workers.
         self.loader, self.ranks, self.rows, self.device = loader, ranks, rows, device
         self._split, self._skipped = split, skipped
         loader.hands_out_pieces = True
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # The attribute is not set yet while the object is copied.
+        if name == "loader":  # While the object is copied, it is not set yet.
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -177,7 +179,7 @@ class SequenceLoader(DataLoader[Any]):
         ended = False
         for number, piece in enumerate(self._split(self._checked())):
             ended = ended or self.loader.end_of_dataloader
-            # The pass ends with the last rank's batch. Nothing in a piece says which of its samples are padding.
+            # The pass ends with the last rank's batch. A piece does not say which of its samples are padding.
             self.loader.end_of_dataloader = self.loader.exhausted = ended and number % self.ranks == self.ranks - 1
             self.loader.remainder = -1
             if number >= self._skipped:
@@ -189,7 +191,7 @@ class SequenceLoader(DataLoader[Any]):
             yield batch
 
     def skipping(self, skip: Callable[[Any, int], Any], count: int) -> SequenceLoader:
-        """Return a copy of this loader that skips more pieces at the start of every pass.
+        """Return a copy of this loader that skips `count` more pieces at the start of every pass.
 
         Args:
             skip: A function that returns a copy of the inner loader that skips batches.
@@ -225,7 +227,7 @@ def _check(batch: Any, rows: int | None) -> None:
 def _contiguous(piece: Any) -> Any:
     """Return a piece with contiguous tensors.
 
-    Models reshape the tensors, and a view would keep the full sequence in memory.
+    Models reshape these tensors, and a view would keep the whole sequence in memory.
     """
     return {name: value.contiguous() if isinstance(value, torch.Tensor) else value for name, value in piece.items()}
 
@@ -233,7 +235,7 @@ def _contiguous(piece: Any) -> Any:
 # ---- which ranks read different data
 
 # Ranks that differ only in these dimensions use the same samples, because they share a model, a sequence or a pipeline.
-# Ranks along "sp" share sequences too, but each of them reads different sequences, which `SequenceLoader` combines.
+# Ranks along "sp" share sequences, too, but each of them reads different ones, which `SequenceLoader` combines.
 MODEL_DIMENSIONS = frozenset({"tp", "cp", "pp", "ep"})
 
 
@@ -266,8 +268,8 @@ def synchronize_rng_state(
     """Copy the state of one random number generator from rank 0 to all ranks; every rank must call this.
 
     Args:
-        rng_type: A member of RNGType or its value: ``"torch"`` for the CPU's generator, ``"generator"`` for
-            `generator`, or the name of a device type for the device's generator.
+        rng_type: A member of RNGType, or its value: ``"torch"`` for the CPU's generator, ``"generator"`` for
+            `generator`, or a device type for the generator of this rank's device.
         generator: The generator to use for ``"generator"``.
         num_processes: The number of ranks. None means the number in `PartialState`. If 1, nothing is done.
 
@@ -299,7 +301,7 @@ def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.
     """Copy the states of random number generators from rank 0 to all ranks; every rank must call this.
 
     Args:
-        rng_types: Members of RNGType or their values.
+        rng_types: Members of RNGType, or their values.
         generator: The generator to use for ``"generator"``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Prepared loaders that use torchdata's StatefulDataLoader, whose position within an epoch can be saved."""
+"""Prepared loaders based on torchdata's StatefulDataLoader, whose position within an epoch can be saved."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def stateful_class(cls: type[DataLoaderAdapter]) -> type[DataLoaderAdapter]:
 class _Stateful(PreparedDataLoader):
     """The parts of a prepared loader that differ if it is based on StatefulDataLoader.
 
-    torchdata counts the batches that were read, but the loader reads one batch ahead of the batches that it yields. One
-    batch is subtracted from a state that consists only of a position. Otherwise the state is saved before reading
+    torchdata counts the batches that it has read, but the loader reads one batch ahead of those that it yields. If a
+    state consists only of a position, one batch is subtracted from it. Otherwise, the state is saved before reading
     ahead. A state that is saved with the last batch of a pass is the state between two passes, so the next pass is
     complete.
     """
@@ -66,7 +66,7 @@ class _Stateful(PreparedDataLoader):
     iteration: int = 0
     skip_batches: int = 0
     _state_before: dict[str, Any] | None = None
-    _read_ahead: int | None = None  # The number of batches read but not yielded; None between passes.
+    _read_ahead: int | None = None  # The number of batches read but not yielded, or None between passes.
     _first_numbers: torch.Tensor | None = None  # The random state before the loader drew numbers for its first pass.
     _is_inside = False  # Whether a pass has been started, and its last batch has not been yielded.
     _continues = False  # Whether the next pass is the rest of a saved pass.
@@ -83,7 +83,7 @@ class _Stateful(PreparedDataLoader):
     def _loader_created(self) -> None:
         """Draw the random numbers of the first pass now.
 
-        Accelerate draws them at the same time, because it starts the first pass to read the state of that pass.
+        Accelerate draws the numbers at the same time, because it starts the first pass to read that pass's state.
         """
         self._first_numbers = torch.get_rng_state() if self.generator is None else self.generator.get_state()
         torch.empty((), dtype=torch.int64).random_(generator=self.generator)
@@ -91,14 +91,14 @@ class _Stateful(PreparedDataLoader):
             draw_order(self)
 
     def _get_iterator(self) -> Any:
-        """Return torchdata's new iterator, and note how many batches it has counted twice."""
+        """Return a new iterator of torchdata, and record how many batches the iterator has counted twice."""
         loaded = _batches_of(self.next_iter_state or {})  # type: ignore[has-type]
         iterator = self._new_iterator()
         self._counted_twice = _batches_of(iterator.state_dict()) - loaded if loaded else 0
         return iterator
 
     def _new_iterator(self) -> Any:
-        """Return torchdata's new iterator. In the first pass, it uses the numbers that the constructor drew."""
+        """Return a new iterator of torchdata. In the first pass, it uses the numbers that the constructor drew."""
         numbers, self._first_numbers = self._first_numbers, None
         if numbers is None:
             return super(DataLoaderAdapter, self)._get_iterator()
@@ -117,7 +117,7 @@ class _Stateful(PreparedDataLoader):
         """Iterate as torchdata does, from the loaded state if there is one.
 
         Returns:
-            torchdata's own iterator. The random numbers that the interrupted pass drew at its start are not drawn
+            torchdata's own iterator. Random numbers that the interrupted pass has drawn at its start are not drawn
             again.
         """
         state = self.next_iter_state  # type: ignore[has-type]
@@ -162,12 +162,12 @@ class _Stateful(PreparedDataLoader):
         self._is_inside = False
 
     def _loaded_position(self) -> bool:
-        """Return whether the pass that starts is the rest of an earlier pass, and clear this mark."""
+        """Return whether the pass that is starting is the rest of an earlier one, and forget it."""
         continues, self._continues = self._continues, False
         return continues
 
     def _has_drawn_seed(self) -> bool:
-        """Return whether the random numbers of the pass that starts have already been drawn, and clear this mark."""
+        """Return whether the random numbers of the pass that is starting have already been drawn, and forget it."""
         numbers, self._first_numbers = self._first_numbers, None
         return numbers is not None
 
@@ -183,9 +183,10 @@ class _Stateful(PreparedDataLoader):
     def _torchdata_state(self) -> dict[str, Any]:
         """Return torchdata's own state.
 
-        To read its state before a pass, torchdata starts a pass, which draws the seed of the workers and, with workers,
-        the order of the samples. If that pass were kept, saving would change the order of the next pass, and only on
-        the ranks that save. The pass is therefore dropped, and the numbers are drawn again when a pass really starts.
+        To return its state between passes, torchdata starts a pass, which draws the seed of the workers and, with
+        workers, the order of the samples. If that pass were kept, saving would change the order of the next pass, and
+        only on ranks that save. The pass is therefore dropped, and the numbers are drawn again when a pass really
+        starts.
         """
         if self._iterator is not None:
             return self._counted_once(super(DataLoaderAdapter, self).state_dict())  # type: ignore[misc]
@@ -206,8 +207,8 @@ class _Stateful(PreparedDataLoader):
     def _counted_once(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return torchdata's state with the correct number of batches.
 
-        To resume a stream that has no `state_dict`, torchdata reads it from the start, and counts these batches a
-        second time. A state that is saved afterwards would skip batches that were never read.
+        To resume a stream that has no `state_dict`, torchdata reads it from the start, and counts the skipped batches a
+        second time. A state saved afterwards would then skip batches that were never read.
         """
         if not self._counted_twice:
             return state
@@ -221,8 +222,8 @@ class _Stateful(PreparedDataLoader):
         """Return the position of this loader in its epoch.
 
         Returns:
-            The state of torchdata's StatefulDataLoader after the batches that have been yielded, as a `LoaderState`. On
-            a rank that does not read the dataset, this is empty.
+            The state of torchdata's StatefulDataLoader after the batches that have been yielded so far, as a
+            `LoaderState`. It is empty on a rank that does not read the dataset.
         """
         own = {
             "iteration": self.iteration,
@@ -268,13 +269,13 @@ def resumed_batches(dataloader: Any) -> int:
     """Count the batches that the next pass of a loader skips, because a state was loaded.
 
     Args:
-        dataloader: Any loader.
+        dataloader: The loader to check, of any class.
     """
     return _batches_of(getattr(dataloader, "next_iter_state", None) or {})
 
 
 def _batches_of(state: dict[str, Any]) -> int:
-    """Count the batches of an unfinished pass that had been read when its state was saved."""
+    """Return the number of batches of an unfinished pass that had been read when its state was saved."""
     if state.get(_FINISHED):
         return 0
     if "_snapshot" in state:
@@ -289,7 +290,7 @@ _COUNT = "_num_yielded"
 
 
 def _rewound(state: dict[str, Any], batches: int) -> dict[str, Any]:
-    """Subtract batches from the state of a loader without workers that consists only of a position."""
+    """Subtract batches from a state that consists only of a position, which is saved by a loader without workers."""
     position = state[_SAMPLER]
     return {
         **state,
@@ -303,7 +304,7 @@ def _rewound(state: dict[str, Any], batches: int) -> dict[str, Any]:
 def _with_position(state: dict[str, Any], position: dict[str, Any] | None) -> dict[str, Any]:
     """Add the position in the sampler to a state that has no position.
 
-    By default, this is the position after as many items as the state counts, in a sampler with the same order.
+    By default, the position is after as many items as the state counts, in a sampler with the same order.
     """
     if "_snapshot" in state:
         snapshot = state["_snapshot"]
@@ -315,7 +316,7 @@ def _with_position(state: dict[str, Any], position: dict[str, Any] | None) -> di
 
 
 def _without_position(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Split a state into the part that torchdata records, and the position in the sampler."""
+    """Split a state into the part that torchdata itself records, and the position in the sampler."""
     if "_snapshot" in state:
         snapshot = state["_snapshot"]
         main, position = _without_position(snapshot["_main_snapshot"])
@@ -328,9 +329,9 @@ class LoaderState(dict[str, Any]):
 
     Args:
         state: torchdata's state.
-        own: The additional values, such as the epoch and the random numbers that the order was drawn from. A pickle
-            contains them under an additional key, which torchdata and Accelerate ignore. `save_state` writes them to
-            another file.
+        own: The additional values, such as the epoch and the random numbers that the order was drawn from. In a pickle,
+            they are under an additional key, which torchdata and Accelerate ignore. `save_state` writes them to a
+            separate file.
     """
 
     def __init__(self, state: dict[str, Any], own: dict[str, Any]) -> None:
@@ -346,10 +347,10 @@ class ResumableSampler:
 
     Args:
         source: A batch sampler or sampler.
-        sampler: The innermost sampler, whose random numbers decide the order, or None if there is no sampler.
+        sampler: The innermost sampler, whose random numbers determine the order, or None if there is no sampler.
     """
 
-    draws_late = True  # An order is drawn with its first item.
+    draws_late = True  # An order is drawn when its first item is read.
 
     def __init__(self, source: Any, sampler: Any) -> None:
         self.source = source
@@ -363,7 +364,7 @@ class ResumableSampler:
 
 
 class ResumableIterator(Iterator[Any]):
-    """An iterator over indices whose state is the number of yielded items, and the random numbers at its start.
+    """An iterator over indices. Its state consists of the number of yielded items, and the random numbers at its start.
 
     Args:
         source: A batch sampler or sampler.
@@ -378,7 +379,7 @@ class ResumableIterator(Iterator[Any]):
         self.items: Iterator[Any] | None = None
         self.is_own = is_own_order(source)
         self.last_read: tuple[int, Any] | None = None
-        self.expected: int | None = None  # The number of the item to compare with the interrupted pass.
+        self.expected: int | None = None  # The number of the item that must match the interrupted pass.
 
     def __next__(self) -> Any:
         if self.items is None:
@@ -391,7 +392,7 @@ class ResumableIterator(Iterator[Any]):
         return item
 
     def _watch(self, number: int, item: Any) -> None:
-        """Remember the last item read, and check the item that the interrupted pass had read last."""
+        """Remember the last item that was read, and check the item that the interrupted pass read last."""
         self.last_read = number, item
         if number == self.expected:
             check_order(self.source, self.numbers, item)
@@ -425,10 +426,10 @@ class ResumableIterator(Iterator[Any]):
             self._watch(number, next(items, None))
         first = list(itertools.islice(items, 1))
         if isinstance(self.sampler, SeedableRandomSampler):
-            self.sampler.set_epoch(epoch)  # If the sampler reached its end, it has moved to the next epoch.
+            self.sampler.set_epoch(epoch)  # At its end, the sampler has moved on to the next epoch.
         return itertools.chain(first, items)
 
     def _read_numbers(self) -> Any:
-        """Return the random numbers that the order is drawn from, or None if it depends only on the epoch."""
+        """Return the random numbers that the order is drawn from, or None if the order depends only on the epoch."""
         is_fixed = self.sampler is None or isinstance(self.sampler, SequentialSampler | SeedableRandomSampler)
         return None if is_fixed and not self.is_own else read_numbers(self.source)

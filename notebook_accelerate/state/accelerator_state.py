@@ -1,4 +1,4 @@
-"""The state of the current `Accelerator`, its precision and plugins, and functions that reset a process's state."""
+"""The state of the current `Accelerator`: its precision and plugins. Functions that reset a process's state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.config.parallelism_config import TorchTensorParallelPlugin
 
 
-# The distributed type that a plugin implies.
+# The distributed type that each plugin implies.
 _TYPE_OF_PLUGIN = {
     "deepspeed_plugins": DistributedType.DEEPSPEED,
     "fsdp_plugin": DistributedType.FSDP,
@@ -34,27 +34,27 @@ _TYPE_OF_PLUGIN = {
 class AcceleratorState(PartialState):
     """`PartialState` plus precision and plugins. All instances share one dictionary per process.
 
-    Creating another instance with other settings changes the shared settings, and a warning lists the changes. Settings
-    that are not passed stay the same, and objects that are already prepared keep working as before.
+    Creating another instance with different settings changes the shared settings, and a warning lists the changes.
+    Settings that are not passed stay the same, and objects that have already been prepared keep working as before.
 
     Args:
         mixed_precision: The precision: no, fp16, bf16 or fp8. None means the value of ACCELERATE_MIXED_PRECISION, or no
-            if it is not set.
+            if the variable is not set.
         cpu: Whether to use the CPU.
         dynamo_plugin: How models are compiled (`TorchDynamoPlugin`).
-        deepspeed_plugin: A `DeepSpeedPlugin`, or a dict of several by name, of which the first is active.
+        deepspeed_plugin: A `DeepSpeedPlugin`, or a dict of several plugins by name. The first one is active.
         fsdp_plugin: A `FullyShardedDataParallelPlugin`.
         torch_tp_plugin: A `TorchTensorParallelPlugin`.
         megatron_lm_plugin: A `MegatronLMPlugin`.
-        parallelism_config: The parallel layout, a `ParallelismConfig`.
+        parallelism_config: The parallel layout (`ParallelismConfig`).
         _from_accelerator: Whether an `Accelerator` is creating this object.
         kwargs: Arguments for `torch.distributed.init_process_group`.
 
     Attributes:
         dynamo_plugin: How models are compiled, or None if they are not compiled.
         fsdp_plugin: The active FSDP plugin, or None if FSDP is not used.
-        parallelism_config: The parallel layout, or None if ranks use data parallelism only.
-        device_mesh: The mesh of ranks of the parallel layout, or None if there is no layout.
+        parallelism_config: The parallel layout, or None if ranks only use data parallelism.
+        device_mesh: The device mesh of the parallel layout, or None if there is no layout.
     """
 
     _shared_state: ClassVar[Slots] = SharedDict()
@@ -136,7 +136,7 @@ class AcceleratorState(PartialState):
         """Clear the shared dictionary, so that the next instance reads the environment again.
 
         Args:
-            reset_partial_state: Whether to reset `PartialState` too.
+            reset_partial_state: Whether to reset `PartialState`, too.
         """
         AcceleratorState._shared_state.clear()
         if reset_partial_state:
@@ -166,7 +166,7 @@ class AcceleratorState(PartialState):
             name: The key of the plugin in the dict that was passed to the `Accelerator`.
 
         Returns:
-            The plugin, whether or not it is the active one.
+            The plugin, which need not be the active one.
 
         Raises:
             ValueError: No plugin has that name.
@@ -219,12 +219,12 @@ def check_precision(name: Any) -> str | None:
 
 
 def precision_from_environ() -> str:
-    """Return the precision that the launch has set in ACCELERATE_MIXED_PRECISION, or "no" if it has not set one."""
+    """Return the precision that the launch has set in ACCELERATE_MIXED_PRECISION, or "no" if it has set none."""
     return check_precision(environ.text("ACCELERATE_MIXED_PRECISION")) or "no"
 
 
 def _by_name(plugin: Any) -> dict[str, Any] | None:
-    """Return DeepSpeed plugins by name, after making sure that one of them is selected."""
+    """Return DeepSpeed plugins by name, and make sure that one of them is selected."""
     if plugin is None:
         return None
     plugins: dict[str, Any] = plugin if isinstance(plugin, dict) else {"default": plugin}
@@ -241,7 +241,7 @@ def _deciding_plugin(slots: Slots) -> str:
     """Return the name of the plugin that determines the distributed type, or "" if there is no such plugin.
 
     Raises:
-        ValueError: Several plugins determine the type, and so contradict each other.
+        ValueError: Several plugins determine the type, and therefore contradict each other.
     """
     given = [name for name in _TYPE_OF_PLUGIN if slots.get(name) is not None]
     if len(given) > 1:
@@ -267,12 +267,12 @@ def _describe_change(name: str, old: Any, new: Any) -> str:
 def reset_shared_state() -> None:
     """Clear this process's state, so that the next `Accelerator` or `PartialState` reads the environment again.
 
-    A process group that this process has started is destroyed. A group that it has inherited in a fork is only dropped,
-    because the group's threads and sockets belong to the parent.
+    A process group that this process has started is destroyed. A group that was inherited in a fork is only dropped,
+    because its threads and sockets belong to the parent.
     """
     AcceleratorState._shared_state.clear()
     PartialState._shared_state.clear()
-    # Start a new dictionary instead of clearing the old one, which objects that are already prepared keep.
+    # Start a new dictionary instead of clearing the old one, which objects that have already been prepared keep.
     GradientState._shared_state = {}
     process_group.forget_group()
     reset_warnings()
@@ -282,7 +282,8 @@ def replace_shared_state(with_: tuple[Slots, Slots, Slots] | None = None) -> tup
     """Replace the dictionaries of the state classes. Existing objects keep the previous dictionaries.
 
     Args:
-        with_: The dictionaries of `PartialState`, `AcceleratorState` and `GradientState`. If None, new empty ones.
+        with_: The dictionaries of `PartialState`, `AcceleratorState` and `GradientState`. If None, they are new and
+            empty.
 
     Returns:
         The previous dictionaries.
@@ -294,7 +295,7 @@ def replace_shared_state(with_: tuple[Slots, Slots, Slots] | None = None) -> tup
 
 
 def start_afresh() -> None:
-    """Discard the state that an inline run leaves behind if that run was the first to import this package."""
+    """Discard the state of an inline run that was the first to import this package."""
     process_group.end_group_of_one()
     replace_shared_state()
 

@@ -10,17 +10,17 @@ from notebook_accelerate.state.partial_state import SharedDict, Slots
 class GradientState:
     """The state of gradient accumulation: whether gradients are complete, and which loaders are being read.
 
-    Instances share one dictionary. An `Accelerator` whose accumulation settings differ from the previous one's starts a
-    new dictionary. Objects that the previous one prepared keep the old dictionary, and `GradientState()` uses the
-    latest one.
+    Instances share one dictionary. An `Accelerator` whose accumulation settings differ from those of the previous one
+    starts a new dictionary. Objects that the previous `Accelerator` has prepared keep the old dictionary, and
+    `GradientState()` uses the newest one.
 
     Args:
         gradient_accumulation_plugin: A `GradientAccumulationPlugin`. If None, the current settings are kept.
 
     Attributes:
-        sync_gradients: Whether this step completes a window, so that gradients are reduced and the optimizer steps.
+        sync_gradients: Whether this step completes a window. If so, gradients are reduced and the optimizer steps.
         active_dataloader: The innermost loader that is being read, or None outside of loops.
-        dataloader_references: All loaders that are being read, the outermost first, after a leading None.
+        dataloader_references: None, followed by all loaders that are being read, the outermost first.
         plugin_kwargs: The accumulation settings that differ from the defaults.
         is_xla_gradients_synced: Whether gradients have been reduced since the last step (XLA only).
     """
@@ -74,12 +74,12 @@ class GradientState:
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """Whether the last batch of a loader completes the window, even if the window has fewer batches than usual."""
+        """Whether the last batch of a loader completes the window, even one with fewer batches than usual."""
         return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
 
     @property
     def sync_each_batch(self) -> bool:
-        """Whether gradients are exchanged for every batch, not only for the one that completes the window."""
+        """Whether gradients are exchanged for every batch, not only for the batch that completes the window."""
         return bool(self.plugin_kwargs.get("sync_each_batch", False))
 
     @property
@@ -102,14 +102,13 @@ class GradientState:
     def remainder(self) -> int:
         """The number of samples in the active loader's last round that are not padding.
 
-        A value of 0 means that none are padding. A value of -1 means that the number is unknown, or that no loader is
-        being read.
+        0 means that no sample is padding. -1 means that the number is unknown, or that no loader is being read.
         """
         loader = self.dataloader_references[-1]
         return -1 if loader is None else loader.remainder
 
     def count_batch(self, step: int) -> int:
-        """Count a batch, and set `sync_gradients` to whether it completes its window.
+        """Count a batch, and set `sync_gradients` to whether the batch completes its window.
 
         Args:
             step: The number of batches before this one.
@@ -129,7 +128,7 @@ class GradientState:
 
     def _add_dataloader(self, dataloader: Any) -> None:
         """Register a loader whose iteration has started."""
-        # Register a loader only once, even if it is read again before its end.
+        # Register a loader only once, even if it is read again before it has reached its end.
         self._remove_dataloader(dataloader)
         self.dataloader_references.append(dataloader)
 

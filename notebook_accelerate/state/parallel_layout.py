@@ -1,6 +1,6 @@
-"""The parallel layout of ranks: the plugins that the launch requests or a layout implies, and the device mesh.
+"""The parallel layout of ranks: plugins that the launch requests or the layout implies, and the device mesh.
 
-Plugin classes are imported only when they are used, because importing their modules takes milliseconds.
+Plugin classes are only imported when they are used, because importing their modules takes milliseconds.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ _FROM_ENVIRON: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 def plugins_from_environ(requested: Slots) -> Slots:
-    """Create the plugins that the launch requests in environment variables and that the user has not passed.
+    """Create the plugins that the launch requests in environment variables, unless the user has passed them.
 
     Args:
         requested: The plugins that the user has passed, by name.
 
     Returns:
-        The new plugins by name.
+        The new plugins, by name.
     """
     return {
         name: create()
@@ -59,7 +59,7 @@ def plugins_from_environ(requested: Slots) -> Slots:
 
 
 def offloads_gradients(requested: Slots) -> bool:
-    """Return whether FSDP 2 offloads gradients, so that clipping them needs collectives on the CPU (pytorch#148532).
+    """Return whether FSDP 2 offloads gradients. Clipping them then needs collectives on the CPU (pytorch#148532).
 
     Args:
         requested: The plugins that the user has passed, by name.
@@ -69,13 +69,13 @@ def offloads_gradients(requested: Slots) -> bool:
         from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
 
         check_type("fsdp_plugin", plugin, FullyShardedDataParallelPlugin, "FullyShardedDataParallelPlugin(...)")
-    if plugin is None:  # A parallel layout may imply a plugin, which then takes its settings from the environment.
+    if plugin is None:  # A layout may imply a plugin with settings from the environment.
         return requested.get("parallelism_config") is not None and environ.flag("FSDP_OFFLOAD_PARAMS")
     return plugin.fsdp_version == 2 and bool(getattr(plugin, "offloads", False))
 
 
 def arrange_ranks(slots: Slots) -> Slots:
-    """Check the parallel layout against the world size, and create its mesh; every rank must call this.
+    """Check that the parallel layout fits the number of ranks, and create its mesh; every rank must call this.
 
     Args:
         slots: The settings of the `AcceleratorState`.
@@ -84,7 +84,7 @@ def arrange_ranks(slots: Slots) -> Slots:
         The layout, the mesh, and the FSDP plugin, which the layout may imply if the user has not passed one.
 
     Raises:
-        ValueError: The layout's degrees do not match the world size, or need another plugin.
+        ValueError: The sizes in the layout do not match the number of ranks, or need another plugin.
     """
     layout, tp_plugin = slots.get("parallelism_config"), slots.get("torch_tp_plugin")
     if layout is None and tp_plugin is not None and tp_plugin.tp_size > 1:
@@ -120,7 +120,7 @@ def arrange_ranks(slots: Slots) -> Slots:
 
 
 def _check_no_engine(layout: ParallelismConfig, slots: Slots) -> None:
-    """Check that the layout does not arrange ranks that a plugin's engine also arranges."""
+    """Check that no plugin is given whose engine arranges ranks itself, as the layout does."""
     given = [name for name in ("deepspeed_plugins", "megatron_lm_plugin") if slots.get(name) is not None]
     if given and layout.total_size > 1:
         name = given[0].removesuffix("s")

@@ -24,7 +24,7 @@ Slots = dict[str, Any]
 
 
 SharedDict: Callable[[], Slots] = dict
-"""The type of the dictionary that all instances of a state class in a process share."""
+"""The type of the dictionary that all instances of a state class share within a process."""
 
 _Inputs = TypeVar("_Inputs")
 
@@ -33,7 +33,7 @@ class PartialState(RankExecution):
     """The rank, the world size and the device. All instances share one dictionary per process.
 
     The first instance reads RANK, WORLD_SIZE and other environment variables, which torchrun and this package's
-    launchers set. With several ranks, it starts the process group, so every rank must create an instance.
+    launchers set. If there are several ranks, it starts the process group, so every rank must create an instance.
 
     Args:
         cpu: Whether to use the CPU.
@@ -42,13 +42,13 @@ class PartialState(RankExecution):
 
     Attributes:
         device: The `torch.device` of this rank.
-        distributed_type: How the ranks are distributed, a `DistributedType`.
+        distributed_type: The type of distributed training (`DistributedType`).
         num_processes: The number of ranks.
         process_index: The index of this rank, counted from 0.
         local_process_index: The index of this rank on its machine.
-        backend: The name of the process group's backend, or None without a group.
+        backend: The name of the process group's backend, or None if there is no group.
         communicator: The name of the implementation of collectives: none, torch or xla.
-        debug: Whether the arguments of collectives are compared between ranks before they run (ACCELERATE_DEBUG_MODE).
+        debug: Whether ranks compare the arguments of each collective before it runs (ACCELERATE_DEBUG_MODE).
         fork_launched: Whether a notebook launch forked this process.
     """
 
@@ -80,7 +80,7 @@ class PartialState(RankExecution):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # When an instance is unpickled in another process, it becomes the state of that process.
+        # An instance that is unpickled in another process becomes the state of that process.
         return type(self), ()
 
     def __getattr__(self, name: str) -> Any:
@@ -94,7 +94,7 @@ class PartialState(RankExecution):
 
     @staticmethod
     def _reset_state() -> None:
-        """Clear the shared dictionary, so that the next instance reads the environment. Keep the process group."""
+        """Clear the shared dictionary, so that the next instance reads the environment, but keep the process group."""
         PartialState._shared_state.clear()
 
     @property
@@ -120,7 +120,7 @@ class PartialState(RankExecution):
         self.device = select_device(device_row(cpu=self._cpu, world=world), world)
 
     def wait_for_everyone(self) -> None:
-        """Wait until all ranks reach this call; every rank must call this."""
+        """Wait until all ranks have reached this call; every rank must call this."""
         process_group.BARRIERS[self.communicator](self.device)
 
     @contextmanager
@@ -129,8 +129,9 @@ class PartialState(RankExecution):
 
         Args:
             inputs: A list, a tuple, a tensor, a dict of these with equal lengths, or a datasets.Dataset.
-            apply_padding: Whether to repeat the last item of `inputs` so that all shares have the same length and
-                results can be gathered. Drop the repeated results afterwards. Without padding, a share may be empty.
+            apply_padding: Whether to repeat the last item of `inputs`, so that all shares have the same length and
+                results can be gathered. The caller must then drop the repeated results. Without padding, a share may be
+                empty.
 
         Yields:
             The share of this rank. With a single rank, `inputs` itself.
@@ -157,8 +158,8 @@ class PartialState(RankExecution):
         """Destroy a process group; every rank in the group must call this.
 
         Args:
-            group: The group to destroy. None means the default group, which is kept if a notebook launch forked this
-                process, because the launch destroys it.
+            group: The group to destroy. None means the default group. It is kept if a notebook launch has forked this
+                process, because the launch itself destroys it.
         """
         if self.fork_launched and group is None:
             return
@@ -174,7 +175,7 @@ def _initialize(state: PartialState, cpu: bool, kwargs: dict[str, Any]) -> None:
     state.__dict__.update(
         _cpu=cpu,
         device=device,
-        # Even a single rank has a distributed type on XLA, because it must mark its steps.
+        # On XLA, even a single rank has a distributed type, because it must mark its steps.
         distributed_type=row.distributed_type if world.size > 1 or row.type == "xla" else DistributedType.NO,
         num_processes=world.size,
         process_index=world.rank,
@@ -197,7 +198,7 @@ def _world_of_group() -> World | None:
 
 
 def _start_group(world: World, row: Row, device: torch.device, kwargs: dict[str, Any]) -> str | None:
-    """Start the process group unless one exists or the device does not use one, and return the backend's name."""
+    """Start the process group, unless one exists or the device does not use one. Return the name of the backend."""
     if row.communicator != "torch":
         return row.backend
     wait_for_idle_at_exit()
@@ -212,7 +213,7 @@ def _start_group(world: World, row: Row, device: torch.device, kwargs: dict[str,
 
 
 def _existing_backend(backend: str, row: Row, with_cpu: bool) -> str:
-    """Return the backend of the existing process group, and warn if the group lacks a backend for the CPU."""
+    """Return the backend of the existing process group. Warn if the group lacks a backend for the CPU."""
     if with_cpu and "gloo" not in backend:
         wanted = choose_backend(row, None, with_cpu)
         warn_once(
@@ -224,7 +225,7 @@ def _existing_backend(backend: str, row: Row, with_cpu: bool) -> str:
 
 
 def _apply_settings(state: PartialState, cpu: bool, kwargs: dict[str, Any]) -> None:
-    """Apply the settings with which a later instance is created, if they differ from the current ones."""
+    """Apply the settings that a later instance is created with, if they differ from the current ones."""
     requested = kwargs.get("backend")
     row = device_row(cpu=cpu or state._cpu)
     usable = choose_backend(row, requested) if requested and state.backend else state.backend
@@ -251,15 +252,16 @@ Row = device_table.DeviceRow
 
 
 def device_row(*, cpu: bool, world: World | None = None) -> Row:
-    """Return the row of this process's device type in the table of devices.
+    """Return the entry of the device table for this process's device type.
 
     Args:
         cpu: Whether to use the CPU.
-        world: The rank and world size, if known. If there are several ranks but devices of this type cannot be
-            connected, the CPU is used.
+        world: The rank and world size, if known. If there are several ranks, but devices of this type cannot
+            communicate, the CPU is used.
 
     Returns:
-        The row of the type in ACCELERATE_TORCH_DEVICE if it is set, otherwise of this machine's accelerator or the CPU.
+        The entry for the type in ACCELERATE_TORCH_DEVICE if it is set, otherwise for this machine's accelerator or the
+        CPU.
     """
     requested = _requested_device()
     kind = hardware.detect().accelerator if requested is None else requested.type
@@ -271,7 +273,7 @@ def device_row(*, cpu: bool, world: World | None = None) -> Row:
 
 
 def select_device(row: Row, world: World) -> torch.device:
-    """Select this rank's device and make it the current device.
+    """Select this rank's device, and make it the current device.
 
     Args:
         row: The entry of the device table for the type to use.
@@ -298,7 +300,7 @@ def select_device(row: Row, world: World) -> torch.device:
 
 
 def _requested_device() -> torch.device | None:
-    """Return the device in ACCELERATE_TORCH_DEVICE, for example "cuda:1", or None if the variable is not set.
+    """Return the device in ACCELERATE_TORCH_DEVICE, such as "cuda:1", or None if the variable is not set.
 
     Raises:
         ValueError: The value is not a device.
@@ -317,9 +319,9 @@ def choose_backend(row: Row, requested: str | None, with_cpu: bool = False) -> s
     """Return the backend that connects the ranks.
 
     Args:
-        row: The row of the device type.
-        requested: The backend that the user has chosen. "nccl" is the default of `InitProcessGroupKwargs`, and means
-            the default of the device type.
+        row: The entry of the device table for the device type.
+        requested: The backend that the user has chosen. "nccl", which is the default in `InitProcessGroupKwargs`, means
+            the default for the device type.
         with_cpu: Whether ranks on accelerators also exchange tensors in CPU memory, which NCCL does not support.
 
     Returns:
@@ -331,14 +333,14 @@ def choose_backend(row: Row, requested: str | None, with_cpu: bool = False) -> s
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Accept any arguments and do nothing. This replaces a function on the ranks that must not run it."""
+    """Accept any arguments, and do nothing. This function replaces others on ranks that must not run them."""
 
 
 class ThreadLocalSharedDict(threading.local):
     """A descriptor with one dictionary per thread, because XLA runs one rank per thread.
 
     Args:
-        thread_local: Accepted for compatibility. Each thread always has its own dictionary.
+        thread_local: Accepted for compatibility, but not used. Each thread always has its own dictionary.
     """
 
     def __init__(self, thread_local: bool = False) -> None:

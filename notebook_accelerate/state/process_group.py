@@ -1,4 +1,4 @@
-"""Start, wait for and destroy the process group, and read the rank and world size from the environment."""
+"""Start and destroy the process group, wait for its ranks, and read the rank and world size from the environment."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.torch_internals import drop_process_groups
 from notebook_accelerate.worker import collective_timeouts
 
-# Whether this process has inherited the default group in a fork. It must then never use the group's handles, because
+# Whether this process has inherited the default group in a fork. If so, it must never use the group's handles, because
 # their sockets and threads belong to the parent.
 _inherited = False
 
@@ -49,9 +49,9 @@ def start_group(backend: str, world: World, device: torch.device, **kwargs: Any)
     """Start the default process group; every rank must call this.
 
     Args:
-        backend: The backend's name: gloo, nccl, xccl, ...
-        world: The rank and world size. If a single launch has started all ranks on one machine, the ranks find each
-            other in its private folder. Otherwise they find each other at MASTER_ADDR and MASTER_PORT.
+        backend: The name of the backend: gloo, nccl, xccl, ...
+        world: The rank and world size. If a single launch has started all ranks on one machine, they find each other in
+            the launch's private folder. Otherwise, they find each other at MASTER_ADDR and MASTER_PORT.
         device: The rank's device. If it is an accelerator, the group is bound to it.
         kwargs: Further arguments for `torch.distributed.init_process_group`.
     """
@@ -64,7 +64,7 @@ def start_group(backend: str, world: World, device: torch.device, **kwargs: Any)
     if folder and not {"store", "init_method"} & set(kwargs):
         kwargs["store"] = _file_store(folder, number, world, timeout)
     dist.init_process_group(backend=backend, rank=world.rank, world_size=world.size, **kwargs)
-    if _is_launched() and backend != "mpi":  # The backend mpi has no store.
+    if _is_launched() and backend != "mpi":  # mpi does not use a store.
         _wait_for_all(number, world)
     if telemetry.current_sink() is not None:
         _let_kernel_time_out()
@@ -83,11 +83,11 @@ def _avoid_peer_to_peer() -> None:
 
 
 _numbers = itertools.count()
-"""Numbers for this process's groups, each of which needs its own keys or store. All ranks create them in this order."""
+"""The numbers of groups, each of which needs its own keys or store. All ranks create groups in the same order."""
 
 
 def _is_launched() -> bool:
-    """Return whether a single launch started all ranks, without torchrun and without other notebooks."""
+    """Return whether a single launch has started all ranks, without torchrun and without other notebooks."""
     return telemetry.current_sink() is not None and "TORCHELASTIC_USE_AGENT_STORE" not in os.environ
 
 
@@ -106,8 +106,8 @@ def _file_store(folder: str, number: int, world: World, timeout: timedelta) -> A
 def _wait_for_all(number: int, world: World) -> None:
     """Wait until every rank has connected to the group.
 
-    With gloo, creating the group returns as soon as the rank's own connections exist. If the rank's function ended at
-    this point, ranks that are still connecting could not connect to the rank. Rank 0, which may serve the store, also
+    With gloo, the group is created as soon as the rank's own connections exist. If the rank's function ended at this
+    point, ranks that are still connecting could no longer connect to this rank. Rank 0, which may serve the store, also
     waits until no other rank needs the store.
     """
     from notebook_accelerate.torch_internals import default_store
@@ -125,12 +125,12 @@ def start_group_of_one(backend: str, device: torch.device) -> None:
     """Start a default process group with a single rank, for libraries that require a group.
 
     Args:
-        backend: The backend's name: gloo, nccl, xccl, ...
+        backend: The name of the backend: gloo, nccl, xccl, ...
         device: The rank's device. If it is an accelerator, the group is bound to it.
     """
     global _group_of_one  # noqa: PLW0603 - there is one default group per process
-    # Import this before the group exists, because it imports functions with the current group as a default argument.
-    # These would keep the group open.
+    # Import this before the group exists: it imports functions that have the current group as a default argument, and
+    # would keep the group open.
     from notebook_accelerate.torch_internals import HashStore
 
     store = HashStore()
@@ -143,7 +143,7 @@ _group_of_one: Any = None
 
 
 def end_group_of_one() -> None:
-    """Destroy the default group if `start_group_of_one` has started it."""
+    """Destroy the default group, if `start_group_of_one` has started it."""
     if _group_of_one is not None and group_exists() and dist.group.WORLD is _group_of_one():
         end_group()
 
@@ -152,9 +152,9 @@ DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 def _let_kernel_time_out() -> None:
-    """Let the kernel enforce the time limit of collectives, because it can pause the limit at a breakpoint.
+    """Let the kernel enforce the time limit for collectives, because the kernel can pause the limit at a breakpoint.
 
-    torch cannot extend the limit of an operation that is already waiting, so torch's own limit is increased before the
+    torch cannot extend the limit of an operation that is already waiting, so torch's own limit is raised before the
     first operation. The rendezvous has already used the requested limit.
     """
     if (requested := collective_timeouts.lengthen(dist.group.WORLD)) is not None:
@@ -175,17 +175,19 @@ def end_group(group: Any = None) -> None:
         _end_callbacks.pop()()
     dist.destroy_process_group(group)
     if has_callbacks:
-        gc.collect()  # Groups in reference cycles would keep their sockets open.
+        gc.collect()  # Otherwise, groups in cycles would keep their sockets open.
 
 
 _end_callbacks: list[Callable[[], None]] = []
 
 
 def call_before_group_ends(release: Callable[[], None]) -> None:
-    """Register a function that makes a library release the default group. It is called once, before the group ends.
+    """Register a function that makes a library release the default group.
+
+    It is called once, before the group is destroyed.
 
     Args:
-        release: A function that takes no arguments.
+        release: The function to call, without arguments.
     """
     _end_callbacks.append(release)
 
@@ -195,7 +197,8 @@ def keep_group_for(group: Any, *owners: Any) -> None:
 
     The Python object releases the GIL before it destroys the group, but an owner in C++ does not. gloo's destructor
     joins a thread that, right after a collective, may still need the GIL to free the collective's tensors. If the last
-    owner is DDP's reducer, which is freed after `destroy_process_group`, both wait forever (torch 2.13 and earlier).
+    owner is DDP's reducer, which is freed after `destroy_process_group`, the two threads wait for each other forever
+    (torch 2.13 and earlier).
 
     Args:
         group: The process group to keep.
@@ -210,7 +213,7 @@ def _drop_reference(group: Any) -> None:
 
 
 def forget_group() -> None:
-    """Destroy this process's own default group, or drop an inherited group.
+    """Destroy this process's own default group, or drop an inherited one.
 
     Destroying an inherited group would wait for threads that the fork has not copied, and shut down sockets that the
     parent still uses.
@@ -250,34 +253,34 @@ BARRIERS: dict[str, Callable[[torch.device], None]] = {
 """The barrier of each communicator."""
 
 
-# ---- gloo's threads, which must be idle before the interpreter exits or their process group is destroyed
+# ---- gloo's threads. They must be idle before the interpreter exits, or their process group is destroyed.
 
 _NAME = "pt_gloo_runloop"
-"""The name of the threads in torch 2.13 and later. In torch 2.9, the threads have no name."""
+"""The name of gloo's threads in torch 2.13 and later. In torch 2.9, the threads have no name."""
 _TASKS = Path("/proc/self/task")
 _CHECK_PERIOD = 0.001
-"""Seconds between two checks of the threads. In this time, the threads can acquire the GIL."""
+"""Seconds between two checks of the threads, during which a thread can acquire the GIL."""
 _IDLE_CHECKS = 2
-"""The number of consecutive checks that must find all threads asleep."""
+"""The number of consecutive checks in which all threads must be asleep."""
 LIMIT = 5.0
-"""Seconds after which threads that are still busy are ignored."""
+"""Seconds after which threads that are still busy are no longer waited for."""
 _GRACE = 0.02
-"""Seconds to wait if no thread has this name: on other systems, with an older torch, or without gloo."""
+"""Seconds to wait if no thread has this name: on other systems, with older versions of torch, or without gloo."""
 
 
-@functools.cache  # The cache makes sure that the function is registered only once per process.
+@functools.cache  # The cache ensures that the function is registered only once per process.
 def wait_for_idle_at_exit() -> None:
     """Make this process wait until gloo's threads are idle before it exits."""
     atexit.register(wait_for_idle)
 
 
 def wait_for_idle(limit: float = LIMIT) -> None:
-    """Wait until gloo's threads are idle. If they already are, this takes one to two milliseconds.
+    """Wait until gloo's threads are idle. If they already are, this takes one or two milliseconds.
 
     A thread that has run a collective frees the collective's tensors after `wait` has returned, and needs the GIL to do
-    so. If the interpreter is exiting, Python terminates the thread, and this kills the process ("terminate called
-    without an active exception"). If the group's destructor holds the GIL and joins the thread, both wait forever.
-    See https://github.com/pytorch/pytorch/issues/190489 (torch 2.13 and earlier).
+    so. If the interpreter is exiting, Python terminates the thread, which kills the process ("terminate called without
+    an active exception"). If the group's destructor holds the GIL and joins the thread, the two wait for each other
+    forever. See https://github.com/pytorch/pytorch/issues/190489 (torch 2.13 and earlier).
 
     Args:
         limit: The maximum number of seconds to wait.
@@ -286,7 +289,7 @@ def wait_for_idle(limit: float = LIMIT) -> None:
     threads = _threads()
     asleep = 0
     while threads and asleep < _IDLE_CHECKS and time.monotonic() < end:
-        time.sleep(_CHECK_PERIOD)  # Sleeping releases the GIL, so that a thread that waits for it can run.
+        time.sleep(_CHECK_PERIOD)  # Sleeping releases the GIL, so threads waiting for it can run.
         asleep = asleep + 1 if all(_is_asleep(thread) for thread in threads) else 0
     if not threads:
         time.sleep(_GRACE)
@@ -320,7 +323,7 @@ class World:
     size: int = 1
     """The number of processes in the run."""
     local_rank: int = 0
-    """The index of this process on its machine."""
+    """The index of this process among those on its machine."""
     local_size: int = 1
     """The number of processes of the run on this machine."""
 
@@ -349,7 +352,7 @@ def _first(value_name: str, default: int) -> int:
     return environ.get_int_from_env(RANK_VARIABLES[value_name], default)
 
 
-# The variables of torchrun come first, followed by those of Intel MPI and MPICH, Open MPI, and MVAPICH2.
+# torchrun's variables come first, followed by those of Intel MPI and MPICH, Open MPI, and MVAPICH2.
 RANK_VARIABLES = {
     "rank": ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"),
     "world_size": ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"),
@@ -371,7 +374,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
     Args:
         local_process_index: The index of this rank on its machine.
-        verbose: Whether to print the cores. If None, they are printed only with ACCELERATE_DEBUG_MODE.
+        verbose: Whether to print the cores. If None, they are only printed if ACCELERATE_DEBUG_MODE is set.
     """
     cores = _near_cores(local_process_index)
     if not cores or not hasattr(os, "sched_setaffinity"):
@@ -382,7 +385,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
 
 def _near_cores(local_process_index: int) -> set[int]:
-    """Return the allowed cores near a GPU, which Linux lists for the GPU's PCI slot, or an empty set without a list."""
+    """Return the allowed cores near a GPU, as Linux lists them for its PCI slot, or an empty set if there is no list."""
     if not device_counts.count("cuda"):
         return set()
     gpu = nvml.visible_gpu(local_process_index)

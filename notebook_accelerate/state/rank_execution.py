@@ -16,7 +16,10 @@ _R = TypeVar("_R")
 
 
 class RankDecorator(Protocol):
-    """A decorator that makes a function run on some ranks only. On the others, it does nothing and returns None."""
+    """A decorator that makes a function run only on some ranks.
+
+    On other ranks, the function does nothing and returns None.
+    """
 
     def __call__(self, function: Callable[_P, _R], /) -> Callable[_P, _R | None]:
         """Return the guarded function."""
@@ -39,7 +42,7 @@ class RankExecution:
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is the first rank of its machine."""
+        """Whether this is the first rank on its machine."""
         return self.local_process_index == 0
 
     @property
@@ -55,15 +58,16 @@ class RankExecution:
         """Let rank 0 run the block before the others; every rank must enter it.
 
         Returns:
-            A context manager. The other ranks start when rank 0 has left the block, even by an exception.
+            A context manager. The other ranks start once rank 0 has left the block, even if it did so with an
+            exception.
         """
         return self._runs_first(self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Let the first rank of each machine run the block before the others; every rank must enter it.
+        """Let the first rank on each machine run the block before the others; every rank must enter it.
 
         Returns:
-            A context manager. The other ranks start when the first one has left the block.
+            A context manager. The other ranks on the machine start once the first one has left the block.
         """
         return self._runs_first(self.is_local_main_process)
 
@@ -87,7 +91,7 @@ class RankExecution:
         """Make `function` run only on rank 0.
 
         Args:
-            function: The function to decorate. If None, the decorator is returned.
+            function: The function to decorate. If None, a decorator is returned.
 
         Returns:
             The decorated function. On other ranks, it does nothing and returns None.
@@ -104,7 +108,7 @@ class RankExecution:
         """Make `function` run only on the first rank of each machine.
 
         Args:
-            function: The function to decorate. If None, the decorator is returned.
+            function: The function to decorate. If None, a decorator is returned.
 
         Returns:
             The decorated function. On other ranks, it does nothing and returns None.
@@ -134,8 +138,9 @@ class RankExecution:
         """Make `function` run only on one rank.
 
         Args:
-            function: The function to decorate. If None, the decorator is returned.
-            process_index: The rank that runs the function. None means every rank. With a single rank, it always runs.
+            function: The function to decorate. If None, a decorator is returned.
+            process_index: The rank that runs the function. None means every rank. If there is only one rank, it always
+                does.
 
         Returns:
             The decorated function. On other ranks, it does nothing and returns None.
@@ -164,9 +169,9 @@ class RankExecution:
         """Make `function` run only on one rank of each machine.
 
         Args:
-            function: The function to decorate. If None, the decorator is returned.
-            local_process_index: The index of that rank on its machine. None means every rank. With a single rank, the
-                function always runs.
+            function: The function to decorate. If None, a decorator is returned.
+            local_process_index: The index of that rank on its machine. None means every rank. If there is only one
+                rank, it always runs the function.
             local_process_idx: The deprecated name of local_process_index.
 
         Returns:
@@ -182,7 +187,7 @@ class RankExecution:
 def _only_if(condition: Callable[[], bool], function: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return a function that calls `function` only if `condition` is true.
 
-    The condition is evaluated at each call, because the process may be forked after it has decorated the function.
+    The condition is evaluated in each call, because the process may be forked after the function was decorated.
     """
     if function is None:
         return functools.partial(_only_if, condition)
@@ -223,7 +228,7 @@ def split_share(inputs: Any, rank: int, size: int, *, padding: bool, device: tor
         rank: The rank, counted from 0.
         size: The number of ranks.
         padding: Whether to repeat the last item of `inputs` until all shares have the same length.
-        device: The device to which a tensor is moved if `padding` is true, so that it can be gathered.
+        device: The device that a tensor is moved to if `padding` is True, so that results can be gathered.
 
     Returns:
         The share, which has the same type as `inputs` and may be empty without padding. As in Accelerate, strings and

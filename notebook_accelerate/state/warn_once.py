@@ -1,4 +1,4 @@
-"""Issue warnings that point at the user's code, each time or once per process."""
+"""Issue warnings that point to the user's code, every time or once per process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _shown: set[str] = set()
 
 
 def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning that points at the user's code, unless this process has shown the same message before.
+    """Issue a warning that points to the user's code, unless this process has already issued the same message.
 
     Args:
         message: The text of the warning.
@@ -24,7 +24,7 @@ def warn_once(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
-    """Issue a warning that points at the user's code.
+    """Issue a warning that points to the user's code.
 
     Args:
         message: The text of the warning.
@@ -35,7 +35,7 @@ def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def reset_warnings() -> None:
-    """Allow all warnings to be shown again."""
+    """Forget which warnings have been issued, so that all may be issued again."""
     _shown.clear()
 
 
