@@ -1,6 +1,6 @@
-"""Collectives over nested containers of tensors, and tools for these containers.
+"""Collectives for nested containers of tensors, and tools for these containers.
 
-A call sends all tensors of one dtype in one collective. With a single rank, it sends nothing.
+A call sends all tensors of the same dtype in one collective. With a single rank, nothing is sent.
 """
 
 from __future__ import annotations

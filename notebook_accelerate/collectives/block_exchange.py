@@ -1,9 +1,10 @@
-"""Check the arguments of a collective on all ranks, and transfer small data, in one collective of a known size.
+"""Compare the arguments of a collective across ranks, and transfer small data, in one collective of a known size.
 
 If ranks send different amounts, gloo kills the process ("op.preamble.length <= op.nbytes") or returns uninitialized
-memory. Comparing sizes first would cost as much as a small collective itself. Ranks therefore send blocks of equal
-size: a header that describes their arguments, followed by the data. The block size is derived from the previous
-exchanges, so every rank knows it. In a loop that sends the same tensors repeatedly, one collective does both.
+memory. Comparing sizes first would take as long as a small collective itself. Ranks therefore send blocks of equal
+size: a header that describes their arguments, followed by the data. Every rank knows the size of blocks, because it is
+derived from the previous exchanges. In a loop that sends the same tensors repeatedly, one collective compares the
+arguments and transfers the data.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ _MAX_BLOCK = 1 << 16
 _MAX_TOTAL = 1 << 20
 """The maximum size in bytes of all ranks' blocks together."""
 _HISTORY = 8
-"""The number of past exchanges that determine the size of the next block. Loops alternate between a few collectives."""
+"""The number of past exchanges that determine the size of the next block, because loops may alternate collectives."""
 
 
 class BlockViews:
-    """Views of an exchange's memory for one layout.
+    """Views of an exchange's memory, for one layout.
 
     Args:
         layout: The layout of the tensors.
@@ -67,7 +68,7 @@ class BlockViews:
 
     @cached_property
     def by_rank(self) -> list[tuple[torch.Tensor, ...]]:
-        """The packed tensors of each rank, for each segment."""
+        """For each rank, the packed tensors of each segment."""
         with torch.inference_mode(mode=False):
             return [rows.unbind(0) for rows in self.rows]
 
@@ -80,11 +81,11 @@ class BlockViews:
 
     @cached_property
     def _gather_sources(self) -> list[list[torch.Tensor]]:
-        """The views of the rows that a gather copies, for each segment."""
+        """For each segment, the views of the rows that a gather copies."""
         found = []
         with torch.inference_mode(mode=False):
             for part, rows in zip(self._layout.segments, self.rows, strict=True):
-                if part.same_shape:  # A single copy is enough for all tensors.
+                if part.same_shape:  # One copy suffices for all tensors.
                     found.append([rows.view(len(rows), len(part.shapes), part.sizes[0]).transpose(0, 1)])
                 else:
                     found.append(list(rows.split_with_sizes(part.sizes, dim=1)))
@@ -103,7 +104,7 @@ class BlockViews:
                 foreach_copy(self.leaves, leaves)
 
     def allocate_joined(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return new memory for `join`, and the results of the gather as views of that memory."""
+        """Return new memory for `join`, and views of that memory as the results of the gather."""
         targets, results = [], []
         for part, sources, rows in zip(self._layout.segments, self._gather_sources, self.rows, strict=True):
             memory = [torch.empty(source.shape, dtype=part.dtype, device="cpu") for source in sources]
@@ -132,7 +133,8 @@ class CollectiveCall:
         operation: The name of the collective.
         data: The user's argument, for messages.
         leaves: The tensors to send, on the rank's device.
-        free_dim: A dimension whose size may differ between ranks. If given, the tensors to send are these sizes.
+        free_dim: A dimension whose size may differ between ranks. If given, these sizes are sent instead of the
+            tensors.
 
     Attributes:
         layout: The layout of the tensors.
@@ -149,9 +151,9 @@ class CollectiveCall:
 
 
 class BlockExchange:
-    """Exchanges blocks within a process group, using memory that it owns.
+    """Exchanges blocks within a process group, in memory that it owns.
 
-    The memory is reused, so results must be copied before the next exchange.
+    Because the memory is reused, results must be copied before the next exchange.
 
     Args:
         group: The process group whose ranks exchange blocks.
@@ -174,7 +176,7 @@ class BlockExchange:
             prepare: A function that is called with the views while the data is in transit, if the data fits.
 
         Returns:
-            Views of all ranks' tensors and the result of `prepare`, or None if the data did not fit.
+            Views of all ranks' tensors and the result of `prepare`, or None if the data did not fit into the block.
 
         Raises:
             DistributedOperationException: Ranks passed different tensors, or called different operations.
@@ -196,11 +198,11 @@ class BlockExchange:
 
         Args:
             call: This rank's arguments.
-            source: The index of this rank.
+            source: This process's rank.
             prepare: A function that is called while the data is in transit.
 
         Returns:
-            Whether the data fitted into the block, and the result of `prepare`.
+            Whether the data fit into the block, and the result of `prepare`.
         """
         views = self._write(call)
         prepared = self._communicator.broadcast_in(self.group, self._block, source, prepare)
@@ -218,7 +220,7 @@ class BlockExchange:
                 other result.
 
         Returns:
-            Views of the source's tensors (None if the data did not fit), and the results of `prepare`.
+            Views of the source's tensors, or None if the data did not fit into the block, and the results of `prepare`.
 
         Raises:
             DistributedOperationException: This rank and the source passed different tensors.
@@ -251,20 +253,20 @@ class BlockExchange:
         if views is None:
             if len(self._views) >= MAX_LAYOUTS:
                 self._views.clear()
-            # The views are reused after an evaluation, so they must not become inference tensors.
+            # The views may be reused after an evaluation, so they must not be inference tensors.
             with torch.inference_mode(mode=False):
                 views = self._views[layout] = BlockViews(layout, self._block, self._rows)
         return views
 
     def _adapt_size(self, size: int) -> None:
-        """Set the size of the next block to the largest that recent exchanges needed, which is the same on every rank.
+        """Set the size of the next block to the largest that a recent exchange needed, which is the same on every rank.
 
         Args:
-            size: The size in bytes of the data in this exchange, on the rank that had the most data.
+            size: The size of the data in this exchange in bytes, on the rank that had the most data.
         """
         needed = _DATA_OFFSET + size
         self._recent_sizes.append(needed if needed <= self._max_block else 1)
-        if self._length < 2 * needed and needed <= self._length:  # The largest recent size is also in this range.
+        if self._length < 2 * needed and needed <= self._length:  # The largest recent size is in this range, too.
             return
         length = max(_MIN_BLOCK, 1 << (max(self._recent_sizes) - 1).bit_length())
         if length != self._length:
@@ -284,7 +286,7 @@ _exchange: BlockExchange | None = None
 
 
 def exchange_for(state: PartialState) -> BlockExchange | None:
-    """Return the block exchange for the ranks, or None unless the ranks are connected by gloo on the CPU.
+    """Return the block exchange for the ranks, or None if they are not connected by gloo on the CPU.
 
     Args:
         state: The state with the ranks to connect.
@@ -316,7 +318,7 @@ def gather_blocks(
 
 
 def check_arguments(operation: str, data: Any, state: PartialState, free_dim: int | None = None) -> None:
-    """Check that all ranks call the same operation with the same tensors; every rank must call this.
+    """Check that all ranks call the same operation with matching tensors; every rank must call this.
 
     Args:
         operation: The name of the collective.
@@ -325,7 +327,7 @@ def check_arguments(operation: str, data: Any, state: PartialState, free_dim: in
         free_dim: A dimension whose size may differ between ranks.
 
     Raises:
-        DistributedOperationException: Ranks disagree. The message shows each rank's tensors and line of code.
+        DistributedOperationException: The calls do not match. The message shows each rank's tensors and line of code.
     """
     mine = (operation, describe_tensors(data), describe_tensors(data, free_dim), caller_line())
     reports = COMMUNICATORS[state.communicator].all_gather_object(mine, state.num_processes)
@@ -346,7 +348,7 @@ def describe_tensors(data: Any, free_dim: int | None = None) -> str:
         free_dim: A dimension whose size is shown as "*".
 
     Returns:
-        The description, for example ``{'x': float32[2, 4]}``.
+        The description, such as ``{'x': float32[2, 4]}``.
     """
 
     def format_tensor(tensor: Any) -> _Unquoted:
@@ -361,7 +363,7 @@ def describe_tensors(data: Any, free_dim: int | None = None) -> str:
 
 
 class _Unquoted(str):
-    """A string whose representation has no quotes."""
+    """A string whose `repr` has no quotes."""
 
     __slots__ = ()
 

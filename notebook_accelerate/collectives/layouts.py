@@ -1,4 +1,4 @@
-"""Walk nested containers of tensors, and pack their tensors by dtype, so that each dtype costs one collective."""
+"""Walk nested containers of tensors, and pack their tensors by dtype, so that each dtype needs only one collective."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ def is_container(node: Any) -> bool:
 
 
 def _rebuild_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Build a mapping with the type of `data` (UserDict, a transformers output, ...) and new values."""
+    """Build a mapping with the type of `data` (UserDict, a transformers output, ...), but with new values."""
     if type(data) is dict:
         return items
     try:
         return type(data)(items)  # type: ignore[call-arg]
     except TypeError:
-        rebuilt: Any = copy.copy(data)  # Copy the mapping, because its constructor does not accept a dict.
+        rebuilt: Any = copy.copy(data)  # The constructor of its class does not accept a dict.
         for key, value in items.items():
             rebuilt[key] = value
         return rebuilt
 
 
 def map_children(node: Any, convert: Callable[[Any, Any], Any]) -> Any:
-    """Build a container of the same type with converted children. A leaf is returned unchanged.
+    """Build a container of the same type, but with converted children. A leaf is returned unchanged.
 
     Args:
         node: A list, a tuple, a mapping, a dataclass instance (which may be frozen), or a leaf.
@@ -99,13 +99,13 @@ def recursively_apply(
     Args:
         func: The function to apply, called as `func(leaf, *args, **kwargs)`.
         data: Nested lists, tuples, namedtuples, mappings and dataclasses.
-        args: Further arguments for `func`.
-        test_type: A test that selects the leaves to which the function is applied.
+        args: Further positional arguments for `func`.
+        test_type: A test that selects the leaves that the function is applied to.
         error_on_other_type: Whether to raise a TypeError if a leaf fails the test, instead of keeping the leaf.
         kwargs: Keyword arguments for `func`.
 
     Returns:
-        A structure with the same types, and with the function's results as leaves.
+        A structure of the same types, with the function's results as leaves.
 
     Raises:
         TypeError: A leaf fails the test, and `error_on_other_type` is True.
@@ -145,11 +145,11 @@ def _iterate_leaves(node: Any) -> Iterator[torch.Tensor]:
 
 
 def require_tensors(data: Any, operation: str) -> list[torch.Tensor]:
-    """List the tensors of a nested structure in order. The structure must not contain anything else.
+    """List the tensors of a nested structure in order, and check that it contains nothing else.
 
     Args:
         data: Nested lists, tuples, namedtuples, mappings and dataclasses.
-        operation: The name of the collective, for the error.
+        operation: The name of the collective, for the error message.
 
     Raises:
         TypeError: A leaf is not a tensor.
@@ -180,7 +180,7 @@ def _collect_tensors(node: Any, operation: str, found: list[torch.Tensor]) -> No
 
 
 def _are_tensors(nodes: Iterable[Any]) -> bool:
-    """Return whether all nodes are plain tensors, in a quarter of the time that checking each of them takes."""
+    """Return whether all nodes are plain tensors, in a quarter of the time that it takes to check them one by one."""
     return _TENSOR_TYPES.issuperset(map(type, nodes))
 
 
@@ -209,7 +209,7 @@ def with_tensors(data: Nested, leaves: Iterable[torch.Tensor]) -> Nested:
 def _with_tensors(node: Any, leaves: Iterator[torch.Tensor]) -> Any:
     if isinstance(node, torch.Tensor):
         return next(leaves)
-    # Handling the common containers without a call for each tensor takes an eighth of the time.
+    # Handling common containers without a call for each tensor takes an eighth of the time.
     if type(node) is dict:
         if _are_tensors(node.values()):
             return dict(zip(node, leaves, strict=False))
@@ -223,7 +223,7 @@ def ignorant_find_batch_size(data: Any) -> int | None:
     """Return the first dimension of the first tensor in a nested structure, or None if it contains no tensor.
 
     Args:
-        data: Any object.
+        data: The structure to search, which may be any object.
     """
     return next((tensor.shape[0] for tensor in _iterate_leaves(data) if tensor.ndim), None)
 
@@ -240,19 +240,19 @@ def find_device(data: Any) -> torch.device | None:
     return next((tensor.device for tensor in _iterate_leaves(data)), None)
 
 
-# ---- packing: a layout is computed only once for each combination of shapes and dtypes, because loops repeat them
+# ---- packing. Loops repeat combinations of shapes and dtypes, so the layout of each is only computed once.
 
 ALIGNMENT = 64
-"""Segments start at multiples of this many bytes."""
-# Up to this size in bytes, results are views of one buffer, which is 3 times as fast as copies for 50 tensors of
-# 64 x 4. Larger results are copies, so that a single result does not keep a large buffer in memory.
+"""The alignment of segments in bytes."""
+# Up to this size in bytes, results are views of one buffer, which is 3 times as fast as copying for 50 tensors of 64 x
+# 4. Larger results are copies, so that a single result does not keep a large buffer in memory.
 _VIEW_LIMIT = 1 << 20
 MAX_LAYOUTS = 256
-"""The maximum number of layouts to keep. Batches of text have many lengths, and each length needs its own layout."""
+"""The maximum number of layouts to keep. Batches of text have many lengths, and each of them needs its own layout."""
 
 
 class Segment:
-    """The tensors of one dtype in a layout, packed one after the other.
+    """The tensors of one dtype in a layout, packed one after another.
 
     Args:
         dtype: The dtype of all tensors in the segment.
@@ -286,7 +286,7 @@ class Segment:
         with torch.no_grad():
             if self.same_shape:
                 return torch.stack(chosen).view(-1)
-            # DDP's helper takes a third of the time of reshape and cat called from Python.
+            # DDP's helper takes a third of the time that calling reshape and cat from Python takes.
             packed: torch.Tensor = flatten_dense_tensors(chosen)  # type: ignore[no-untyped-call]
             return packed
 
@@ -295,10 +295,10 @@ class Segment:
         return torch.empty(self.count, dtype=self.dtype, device=device)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return views of a packed tensor that have the shapes of the tensors.
+        """Return views of a packed tensor that have the shapes of the original tensors.
 
         Args:
-            flat: A packed tensor of shape (count,), which may have another dtype.
+            flat: A packed tensor of shape (count,), which may have a different dtype.
         """
         if len(self.shapes) == 1:
             return [flat.view(self.shapes[0])]
@@ -308,10 +308,10 @@ class Segment:
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def unpack(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Split a packed tensor into results: views of a small tensor, or copies of a large one.
+        """Split a packed tensor into results, which are views of a small tensor, or copies from a large one.
 
         Args:
-            flat: A packed tensor of shape (count,), which may have another dtype.
+            flat: A packed tensor of shape (count,), which may have a different dtype.
         """
         if len(self.shapes) == 1 or is_small(flat.nbytes):
             return self.views(flat)
@@ -326,7 +326,7 @@ class Segment:
         return [(ranks * shape[0], *shape[1:]) if shape else (ranks,) for shape in self.shapes]
 
     def unpack_rows(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """Split the packed tensors of all ranks, and join each tensor across ranks along its first dimension.
+        """Split the packed tensors of all ranks, and join each tensor across ranks, along the first dimension.
 
         Args:
             rows: One packed tensor per rank, of shape (ranks, count). The results may share its memory.
@@ -351,12 +351,12 @@ def split_equally(packed: torch.Tensor, count: int, shape: tuple[int, ...]) -> l
     """
     if not shape:
         return list(packed.view(count).unbind(0))
-    # This takes only 0.9 times as long as unbind.
+    # This takes 10% less time than unbind.
     return list(packed.view(count * shape[0], *shape[1:]).split_with_sizes([shape[0]] * count))
 
 
 def _split_copies(packed: torch.Tensor, sizes: list[int]) -> list[torch.Tensor]:
-    # torch's stubs declare only the form that writes into given tensors.
+    # torch's stubs only declare the form that writes to given tensors.
     copies: Any = torch.split_with_sizes_copy(packed, sizes, dim=-1)  # type: ignore[func-returns-value]
     return list(copies)
 
@@ -376,9 +376,9 @@ class Layout:
     Attributes:
         shapes: The shapes of the tensors.
         segments: The segments, in the order of the first tensor of each dtype.
-        same_shape: Whether there is only one segment, and its tensors have the same shape.
+        same_shape: Whether there is only one segment, whose tensors have the same shape.
         bytes: The size of the buffer in bytes.
-        fingerprint: A number that is equal on all ranks that have the same number, shapes and dtypes of tensors.
+        fingerprint: A number that is the same on all ranks whose tensors have the same shapes and dtypes.
     """
 
     __slots__ = ("bytes", "fingerprint", "same_shape", "segments", "shapes")
@@ -400,7 +400,7 @@ class Layout:
         self.fingerprint = hash((shapes, tuple(zlib.crc32(str(dtype).encode()) for dtype in dtypes)))
 
     def in_order(self, results: list[list[torch.Tensor]]) -> list[torch.Tensor]:
-        """Return results that are grouped by segment in the order of the tensors."""
+        """Return results, which are grouped by segment, in the order of the tensors."""
         if len(results) == 1:
             return results[0]
         found: dict[int, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""Operations on nested tensors that need no other ranks: move, slice, join, describe and convert them."""
+"""Operations on nested tensors that do not involve other ranks: moving, slicing, joining, describing, converting."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from notebook_accelerate.config.kwargs_handlers import TensorInformation
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """Issued for a tensor with a nested layout, which cannot be padded and is left unchanged."""
+    """Issued for a tensor with a nested layout, which cannot be padded, and is left unchanged."""
 
 
 def send_to_device(
@@ -68,9 +68,9 @@ def slice_tensors(
 
     Args:
         data: Nested containers of tensors.
-        tensor_slice: The slice to take of the first dimension.
-        process_index: Not used. It is part of Accelerate's signature.
-        num_processes: Not used. It is part of Accelerate's signature.
+        tensor_slice: The slice to take along the first dimension.
+        process_index: Not used, but a part of Accelerate's signature.
+        num_processes: Not used, but a part of Accelerate's signature.
 
     Returns:
         The structure with slices in place of the tensors.
@@ -84,13 +84,13 @@ def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
 
     Args:
         data: The structures to join, in order.
-        dim: The dimension along which tensors are joined.
+        dim: The dimension to join tensors along.
 
     Returns:
         A single structure of the same form.
 
     Raises:
-        TypeError: A leaf is not a tensor, and there are several structures.
+        TypeError: There are several structures, and a leaf is not a tensor.
     """
     first = data[0]
     if isinstance(first, torch.Tensor):
@@ -155,7 +155,7 @@ def _is_half(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.dtype in {torch.float16, torch.bfloat16}
 
 
-# ---- forward methods that return float32, as objects instead of closures, so that models can still be pickled
+# ---- forward methods that return float32. They are objects, not closures, so that models can still be pickled.
 
 
 class ConvertOutputsToFp32:

@@ -1,1 +1,1 @@
-"""Access to files: at URLs, with weights, from untrusted sources, protected from other users, and temporary."""
+"""Access to files: remote ones, weights, files from untrusted sources or other users, and temporary files."""

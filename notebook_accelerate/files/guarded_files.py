@@ -1,8 +1,9 @@
 """Safe access to files and folders that other users may have created, or that may be damaged.
 
-Folders are checked before use, and reads are bounded. A folder is the user's only if no other user can replace it:
-every folder on the way to it must belong to the user or to root, and no other user may write to it. In a folder with
-the sticky bit, such as /tmp, others can create entries but cannot replace the user's.
+Folders are checked before use, and reads are limited in size. A folder only counts as the user's if no other user can
+replace it: every folder in its path must belong to the user or to root, and other users must not be able to write to
+any of them. In a folder with the sticky bit, such as /tmp, others can create entries but cannot replace the user's
+entries.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from pathlib import Path
 from typing import Any
 
 MAX_LINKS = 40
-"""The maximum number of symbolic links on the way to a folder, as in Linux."""
+"""The maximum number of symbolic links in the path of a folder, as in Linux."""
 MAX_DEPTH = 50
 """The maximum nesting depth of JSON."""
 MIN_CONTAINERS = 1 << 16
-"""The number of lists and objects that is always allowed. Longer JSON may have one per eight bytes."""
+"""The number of lists and objects that is always allowed. Long JSON may have more, one per eight bytes."""
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
-"""A JSON string, terminated or not. Matching unterminated ones keeps the search linear."""
+"""Matches a JSON string, terminated or not. Matching unterminated strings keeps the time of a search linear."""
 
 
 class ForeignFileError(PermissionError):
-    """Another user owns a file or folder, or can replace it."""
+    """Raised if another user owns a file or folder, or can replace it."""
 
 
 # ---- folders
@@ -40,10 +41,10 @@ def make_folder(folder: Path, *, private: bool = True) -> None:
 
     Args:
         folder: The folder to create or check.
-        private: Whether to require that other users cannot read it either.
+        private: Whether to require that other users cannot read the folder either.
 
     Raises:
-        OSError: The folder cannot be created, another user owns it, or other users can replace its contents.
+        OSError: The folder cannot be created, belongs to another user, or has contents that other users can replace.
     """
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     for each in reversed(missing):
@@ -57,11 +58,11 @@ def check_folder(folder: Path, *, private: bool = False) -> None:
 
     Args:
         folder: The folder to check.
-        private: Whether to require that other users cannot read it either.
+        private: Whether to require that other users cannot read the folder either.
 
     Raises:
         FileNotFoundError: There is no such folder.
-        ForeignFileError: Another user can modify or replace the folder. The message says what to do.
+        ForeignFileError: Another user can modify or replace the folder. The message suggests a solution.
     """
     here = Path(folder.absolute().anchor)
     found = here.stat()
@@ -92,7 +93,7 @@ def check_folder(folder: Path, *, private: bool = False) -> None:
 
 
 def is_own_folder(folder: Path) -> bool:
-    """Return whether a folder exists, and only the user can replace it or its contents; see `check_folder`."""
+    """Return whether a folder exists that only the user can replace or modify; see `check_folder`."""
     try:
         check_folder(folder)
     except OSError:
@@ -115,8 +116,8 @@ def _check_writers(folder: Path, found: os.stat_result) -> None:
 def _is_trusted(owner: int, *, shared: bool) -> bool:
     """Return whether an owner is the user or root.
 
-    In a user namespace without root, as in some containers, root's files belong to the "overflow" user, like other
-    users' files. In a folder that only root can write to, root has created them.
+    In a user namespace without root, as in some containers, root's files belong to the "overflow" user, and so do the
+    files of other users. In a folder that only root can write to, they must be root's.
     """
     return owner in (0, os.getuid()) or (not shared and owner == _overflow_user())
 
@@ -134,7 +135,7 @@ _OVERFLOW = Path("/proc/sys/kernel/overflowuid")
 
 
 def _has_access_list(folder: Path) -> bool:
-    """Return whether a folder has an access list of users. If so, the group's bits cover all users in the list."""
+    """Return whether a folder has an access list. If so, the group's permission bits cover all users in the list."""
     # The file system does not support access lists, or the system is not Linux.
     with suppress(OSError, AttributeError):
         return "system.posix_acl_access" in os.listxattr(folder)
@@ -144,14 +145,14 @@ def _has_access_list(folder: Path) -> bool:
 def _is_private_group(number: int) -> bool:
     """Return whether a group is the user's private one, which has no members except the user and root.
 
-    Many systems create this group for each user. A group does not list the users whose primary group it is, and the
-    users of a directory such as LDAP cannot always be listed. Any other group therefore counts as shared, whatever
+    Many systems create such a group for each user. A group does not list the users whose primary group it is, and the
+    users of a directory such as LDAP cannot always be listed. Any other group is therefore considered shared, whatever
     members it has on this machine.
     """
     user = os.getuid()
     try:
         group = grp.getgrgid(number)
-    except KeyError:  # This happens, for example, in a container that runs with an arbitrary user ID.
+    except KeyError:  # For example, a container may run with an arbitrary user ID.
         return number == os.getgid() == user
     is_users = (number == 0) if user == 0 else _name_of(user) == group.gr_name
     return is_users and all(_uid_of(name) in (user, 0) for name in group.gr_mem)
@@ -202,22 +203,22 @@ def read_limited(path: Path, most: int, *, own: bool = False) -> bytes:
 
 
 def open_regular(path: Path, *, own: bool = False) -> int:
-    """Open a regular file for reading, because opening a pipe would block and some devices never end.
+    """Open a file for reading. Only regular files are allowed, because pipes would block, and some devices never end.
 
-    The checks are made on the open file, so that nobody can replace it in between.
+    The open file is checked, so that it cannot be replaced between the check and the read.
 
     Args:
         path: The file to open.
         own: Whether to require that the file belongs to the user or root, and is not a symbolic link.
 
     Returns:
-        The file's descriptor.
+        The descriptor of the open file.
 
     Raises:
         ForeignFileError: The file belongs to another user.
         OSError: The path is not a regular file, or the file cannot be opened.
     """
-    # Check before opening too, because opening some devices changes their state.
+    # Check before opening, too, because opening some devices changes their state.
     if not stat.S_ISREG((path.lstat() if own else path.stat()).st_mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     follow = os.O_NOFOLLOW if own else 0
@@ -236,15 +237,16 @@ def open_regular(path: Path, *, own: bool = False) -> int:
 
 
 def parse_json(data: bytes, most_containers: int | None = None) -> Any:
-    """Parse JSON, limiting memory in proportion to its length.
+    """Parse JSON, limiting the memory in proportion to the length of the data.
 
     Args:
         data: The JSON, in UTF-8.
-        most_containers: The maximum number of lists and objects. If None, only the limit based on the length applies.
+        most_containers: The maximum number of lists and objects. If None, only the limit that depends on the length
+            applies.
 
     Raises:
-        ValueError: The data is not JSON, is nested too deeply, or has too many lists and objects, each of which takes
-            at least 64 bytes.
+        ValueError: The data is not JSON, is nested too deeply, or contains too many lists and objects, each of which
+            takes up at least 64 bytes.
     """
     limit = max(MIN_CONTAINERS, len(data) // 8)
     limit = limit if most_containers is None else min(limit, most_containers)
@@ -259,7 +261,7 @@ def parse_json(data: bytes, most_containers: int | None = None) -> Any:
 
 
 def check_depth(value: Any, most: int = MAX_DEPTH) -> None:
-    """Check how deeply a value from JSON is nested.
+    """Check that a value from JSON is not nested too deeply.
 
     Args:
         value: The value to check.

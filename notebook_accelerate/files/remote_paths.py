@@ -1,4 +1,4 @@
-"""Files and folders at URLs that fsspec supports (s3://, gs://, ...), with the pathlib methods that are used here."""
+"""Files and folders at URLs that fsspec supports (s3://, gs://, ...), with the methods of pathlib that are needed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _STORES = {
     "oss": ("ossfs", "its credentials"),
     "oci": ("ocifs", "its credentials"),
 }
-"""The package and the credentials for each protocol. These stores have no folders, so making one may make a bucket."""
+"""The package and credentials for each protocol. These stores have no folders, so creating one may create a bucket."""
 _REFUSALS = (
     "AccessDenied",
     "Access Denied",
@@ -41,7 +41,7 @@ _REFUSALS = (
 
 
 class RemotePath:
-    """A file or folder at a URL. Nothing is cached, because other ranks change the store.
+    """A file or folder at a URL. Nothing is cached, because other ranks may change the store.
 
     Args:
         url: The URL of the file or folder, in a form that fsspec accepts.
@@ -51,7 +51,7 @@ class RemotePath:
         match = _URL.match(url)
         assert match is not None
         rest = url[match.end() :]
-        self._scheme = match[0] + "/" * rest.startswith("/")  # For example hdfs:///folder.
+        self._scheme = match[0] + "/" * rest.startswith("/")  # The URL may be hdfs:///folder.
         self._parts = [part for part in rest.split("/") if part]
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class RemotePath:
 
     @property
     def suffix(self) -> str:
-        """The end of the name, including its dot."""
+        """The end of the name, including the dot."""
         return Path(self.name).suffix
 
     @property
@@ -96,7 +96,7 @@ class RemotePath:
     # ---- queries
 
     def exists(self) -> bool:
-        """Return whether this is a file, or has files below it."""
+        """Return whether this is a file, or a folder with files below it."""
         with self._access("look for") as (fs, path):
             return bool(fs.exists(path))
 
@@ -165,7 +165,7 @@ class RemotePath:
             fs.get_file(path, str(target))
 
     def upload(self, source: Path) -> None:
-        """Copy a file from the disk. In an object store, it exists only when it is complete.
+        """Copy a file from the disk to this path. In an object store, a file only exists once it is complete.
 
         Args:
             source: The path on the disk.
@@ -185,8 +185,8 @@ class RemotePath:
         """Copy files from this folder to another folder in the same store.
 
         Args:
-            names: The paths of the files relative to this folder.
-            target: The other folder.
+            names: The paths of the files, relative to this folder.
+            target: The folder to copy to.
         """
         for name in names:
             with (target / name)._access("write") as (fs, path):
@@ -225,7 +225,9 @@ class RemotePath:
     # ---- fsspec
 
     def filesystem(self) -> tuple[Any, str]:
-        """Return fsspec's file system and the path in it. Neither is cached, because a forked process needs its own.
+        """Return fsspec's file system, and the path in that.
+
+        Neither is cached, because forked processes need their own.
 
         Raises:
             ImportError: The protocol needs a package that is not installed.
@@ -251,7 +253,7 @@ class RemotePath:
 
     @contextmanager
     def _access(self, what: str) -> Iterator[tuple[Any, str]]:
-        """Yield the file system and the path, and convert exceptions of the stores' packages to `CheckpointError`."""
+        """Yield the file system and the path. Convert exceptions of the stores' packages to `CheckpointError`."""
         fs, path = self.filesystem()
         try:
             fs.invalidate_cache()
@@ -286,9 +288,9 @@ class RemotePath:
 
 @contextmanager
 def _same_randomness() -> Iterator[None]:
-    """Restore the state of Python's random numbers, because the stores' packages draw some on import and for retries.
+    """Restore Python's random state, because the stores' packages draw random numbers on import and for retries.
 
-    This has no effect outside the main thread, where it could undo the training's own draws.
+    Outside of the main thread, nothing is restored, because this could undo draws of the training itself.
     """
     is_main = threading.current_thread() is threading.main_thread()
     state = random.getstate() if is_main else None
@@ -303,7 +305,7 @@ AnyPath = Path | RemotePath
 
 
 def path_of(location: str | os.PathLike[str] | RemotePath) -> AnyPath:
-    """Return a path on the disk or at a URL.
+    """Return the object for a path on the disk or a URL.
 
     Args:
         location: A path or a URL. A ``file://`` URL means a path on the disk.
@@ -321,5 +323,5 @@ def path_of(location: str | os.PathLike[str] | RemotePath) -> AnyPath:
     if match[0][:-3].lower() in _ON_DISK:
         return Path(text[match.end() :])
     remote = RemotePath(text)
-    remote.filesystem()  # This raises if fsspec cannot use the protocol.
+    remote.filesystem()  # It raises if fsspec cannot use the protocol.
     return remote

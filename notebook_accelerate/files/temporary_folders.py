@@ -1,7 +1,7 @@
-"""Private temporary folders for the ranks of a run, for traces, and for files in transit to or from remote stores.
+"""Private temporary folders for the ranks of a run, for traces, and for files on their way to or from remote stores.
 
-Each folder is locked by its process. The next process that creates such a folder removes those of killed processes,
-which may contain gigabytes.
+Each folder is locked by its process. The next process that creates such a folder removes the folders of killed
+processes, which may contain gigabytes.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _locks: dict[Path, int] = {}
 
 
 def make_private_folder(parent: Path | None = None) -> Path:
-    """Create an empty folder with mode 0700, and remove the folders of exited processes.
+    """Create an empty folder with mode 0700, and remove the folders of processes that have exited.
 
     See `remove_private_folder`.
 
     Args:
-        parent: The parent folder. If None, the system's folder for temporary files.
+        parent: The parent folder. If None, the system's folder for temporary files is used.
     """
     parent = parent or Path(tempfile.gettempdir())
     _remove_abandoned(parent)
@@ -35,11 +35,11 @@ def make_private_folder(parent: Path | None = None) -> Path:
         folder = Path(name.removesuffix(_LOCK))
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if os.fstat(descriptor).st_nlink:  # Otherwise another process removed it before it was locked.
+            if os.fstat(descriptor).st_nlink:  # Otherwise, another process has removed it before the lock.
                 folder.mkdir(mode=0o700)
                 _locks[folder] = descriptor
                 return folder
-        except FileExistsError:  # Another user has seen the name of the lock, and taken the folder's name.
+        except FileExistsError:  # Another user has seen the lock's name, and taken the folder's.
             pass
         finally:
             if folder not in _locks:
@@ -63,7 +63,7 @@ def remove_private_folder(folder: Path) -> None:
     """Remove a folder and its contents.
 
     Args:
-        folder: A folder from `make_private_folder`, which may already be gone.
+        folder: A folder from `make_private_folder`, which may already have been removed.
     """
     shutil.rmtree(folder, ignore_errors=True)
     descriptor = _locks.pop(folder, None)
@@ -74,7 +74,7 @@ def remove_private_folder(folder: Path) -> None:
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Create a folder that exists for the duration of a context."""
+    """Create a folder that exists inside the block."""
     folder = make_private_folder()
     try:
         yield folder
@@ -88,10 +88,10 @@ def _lock_of(folder: Path) -> Path:
 
 def _remove_abandoned(parent: Path) -> None:
     for lock in parent.glob(f"{_PREFIX}{os.getuid()}-*{_LOCK}"):
-        with suppress(OSError):  # The folder may be in use, or another process may be removing it, too.
+        with suppress(OSError):  # The folder may be in use, or another process may be removing it.
             descriptor = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
             try:
-                if os.fstat(descriptor).st_uid != os.getuid():  # Other users can create files in /tmp too.
+                if os.fstat(descriptor).st_uid != os.getuid():  # Other users can create files in /tmp, too.
                     continue
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(lock.with_name(lock.name.removesuffix(_LOCK)), ignore_errors=True)

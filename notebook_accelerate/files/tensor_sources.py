@@ -1,4 +1,4 @@
-"""The sources from which offloaded tensors are read: memory, or a part of a file."""
+"""The sources that offloaded tensors are read from: memory, or a part of a file."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from notebook_accelerate.errors import BrokenCheckpointError
 from notebook_accelerate.torch_internals import tensor_version
 
 _ALIGNMENT = 64
-"""The alignment in bytes of torch's CPU allocator. With safetensors' 8 bytes, MKL's dot products round differently."""
+"""The alignment in bytes of torch's CPU allocator. MKL's dot products round differently with safetensors' 8 bytes."""
 
 
 class TensorSource:
-    """A tensor that can be read repeatedly.
+    """A tensor that can be read any number of times.
 
     Args:
         shape: The shape of the tensor.
@@ -35,7 +35,7 @@ class TensorSource:
     pinned: torch.Tensor | None = None
     """The tensor in pinned memory, or None if it is not pinned."""
     mappable = False
-    """Whether `map` is possible and faster than `read_into`."""
+    """Whether `map` is possible, and faster than `read_into`."""
     address: int | None = None
     """The address of a tensor in memory, or None for a tensor in a file."""
 
@@ -54,7 +54,7 @@ class TensorSource:
         return tensor
 
     def version(self) -> Any:
-        """Return a value that changes with the tensor, so that an outdated read is not used."""
+        """Return a value that changes whenever the tensor does, so that outdated reads are not used."""
         return None
 
     def map(self, *, read_ahead: bool = True) -> torch.Tensor:
@@ -69,7 +69,8 @@ class TensorSource:
         """Move the tensor to pinned memory if it is in memory.
 
         Args:
-            known: The tensors that are pinned already, by their former address, so that tied weights are pinned once.
+            known: The tensors that are already pinned, by their former address, so that tied weights are pinned only
+                once.
 
         Raises:
             RuntimeError: The system cannot pin more memory.
@@ -84,7 +85,7 @@ class MemorySource(TensorSource):
     """A tensor in memory.
 
     Args:
-        tensor: The tensor.
+        tensor: The tensor in CPU memory.
         state: The dictionary that contains the tensor. `pin` replaces the tensor there.
         name: The name of the tensor in `state`.
     """
@@ -95,7 +96,7 @@ class MemorySource(TensorSource):
         self.address = tensor.data_ptr()
 
     def version(self) -> Any:
-        """Return the identity and version of the tensor, which may have been replaced in its dictionary."""
+        """Return the identity and version of the tensor that is now in the dictionary."""
         found = self._state.get(self._name) if isinstance(self._state, dict) else None
         if found is not None and found is not self._tensor:
             super().__init__(tuple(found.shape), found.dtype)
@@ -107,7 +108,7 @@ class MemorySource(TensorSource):
         tensor.data.copy_(self._tensor.detach())
 
     def pin(self, known: dict[int, torch.Tensor]) -> None:
-        """Pin the tensor, and replace it in its dictionary, so that memory does not double."""
+        """Pin the tensor, and replace it in the dictionary, so that its memory is not needed twice."""
         self.version()
         if self.pinned is not None:
             return
@@ -115,7 +116,7 @@ class MemorySource(TensorSource):
         other = known.get(own.data_ptr())
         if other is None or (other.shape, other.stride(), other.dtype) != (own.shape, own.stride(), own.dtype):
             other = own.contiguous().pin_memory()
-            if own.is_contiguous() and own.data_ptr():  # Tensors that wrap others have no memory, and address 0.
+            if own.is_contiguous() and own.data_ptr():  # Tensors that wrap others have no memory, and the address 0.
                 known[own.data_ptr()] = other
         self.pinned = self._tensor = other
         if isinstance(self._state, dict) and self._name in self._state:
@@ -140,7 +141,7 @@ class FileSource(TensorSource):
     def __init__(self, path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         super().__init__(shape, dtype)
         self.path, self.offset = path, offset
-        # Kernels are chosen by the alignment of tensors, so it affects the last bits of results.
+        # The choice of kernels depends on the alignment of tensors, which therefore affects the last bits of results.
         self._is_aligned = offset % _ALIGNMENT == 0
         large = self.nbytes >= MIN_BYTES
         self.mappable = large and self._is_aligned and can_read_ahead()
@@ -149,7 +150,8 @@ class FileSource(TensorSource):
         """Read the tensor without holding the GIL."""
         if not self.nbytes:
             return
-        # Use .data, because the tensor may be a parameter. This is safe because nothing computes with the tensor now.
+        # Use .data, because the tensor may be a parameter. This is safe, because nothing is computing with the tensor
+        # now.
         flat: Any = tensor.data.reshape(-1).view(torch.uint8).numpy()
         view = memoryview(flat)
         done = 0
@@ -168,25 +170,28 @@ class FileSource(TensorSource):
         return data.view(self.dtype).view(self.shape)
 
     def load(self, device: torch.device) -> torch.Tensor:
-        """Return the tensor on a device. On the CPU, map the file if its alignment makes no difference to kernels."""
+        """Return the tensor on a device.
+
+        On the CPU, map the file, unless its alignment would change the choice of kernels.
+        """
         return self.map(read_ahead=False) if device.type == "cpu" and self._is_aligned else super().load(device)
 
 
-# ---- mapping parts of files into memory, so that tensors are in the page cache without a copy
-#
-# Each tensor has a separate mapping. Mappings at fixed addresses of an arena (MAP_FIXED through libc) are not faster: a
-# 1 GB model of 30 blocks took 376 ms per forward of 32 tokens and 79 ms of one token, against 378 ms and 75 ms, with
-# the same peak memory (305 MB). Copying into an arena took 1.6 and 2.6 times as long (2 cores, ext4, warm page cache).
+# ---- mapping parts of files into memory, so that tensors are used directly from the page cache
+# Each tensor has a separate mapping. Mappings at fixed addresses in an arena (MAP_FIXED through libc) are not faster:
+# with them, a 1 GB model of 30 blocks took 376 ms for a forward pass of 32 tokens, and 79 ms for one token, compared
+# with 378 ms and 75 ms without, at the same peak memory (305 MB). Copying into an arena took 1.6 and 2.6 times as long
+# (2 cores, ext4, warm page cache).
 
 MIN_BYTES = 2**21
-"""Smaller tensors are copied, which takes less time than the system calls for a mapping."""
+"""Tensors smaller than this are copied, which takes less time than the system calls for a mapping."""
 _MEMORY_WITH_A_NAME = ("/dev/shm/", "/memfd:", "/SYSV")  # noqa: S108 - names found in /proc; no file is created there
-_POPULATE_READ = 22  # MADV_POPULATE_READ of madvise(2), since Linux 5.14. The mmap module has no name for it.
+_POPULATE_READ = 22  # MADV_POPULATE_READ of madvise(2), which Linux has since 5.14, but not the mmap module.
 
 
 @functools.cache
 def can_read_ahead() -> bool:
-    """Return whether the system reads a mapping into memory on request."""
+    """Return whether the system can read a mapping into memory on request."""
     try:
         with mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
             memory.madvise(_POPULATE_READ)
@@ -196,7 +201,7 @@ def can_read_ahead() -> bool:
 
 
 def mapped_addresses() -> Callable[[int], bool]:
-    """Return a predicate that says whether an address of this process is in a mapped file (False without /proc)."""
+    """Return a function that says whether an address of this process is in a mapped file (False without /proc)."""
     starts, ends = [], []
     with suppress(OSError):
         for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
@@ -223,7 +228,7 @@ def _madvise() -> Any:
 
 @functools.cache
 def _has_large_folios() -> bool:
-    """Return whether the system reads mappings marked as huge in folios of 2 MB, if the file system supports this.
+    """Return whether the system reads mappings that are marked as huge in folios of 2 MB, if the file system can do so.
 
     With such folios, reading 1 GB from disk took 20 ms of CPU time instead of 285 ms with MADV_WILLNEED, mapping the
     file again took 1 ms instead of 70 ms, and removing the mapping took 1 ms instead of 30 ms (Linux 6.18, ext4).
@@ -236,8 +241,8 @@ def _has_large_folios() -> bool:
 def opened(path: Path) -> Iterator[int]:
     """Open a file for reading, and yield its descriptor.
 
-    Files are opened anew for each read. A descriptor that stayed open would outlive the model, and keep a file that has
-    been replaced.
+    Files are opened again for each read. A descriptor that stayed open could outlive the model, and would keep
+    referring to a file that has been replaced.
 
     Args:
         path: The file to open.
@@ -250,7 +255,7 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def map_file(path: Path, offset: int, nbytes: int, *, read_ahead: bool = False) -> torch.Tensor:
-    """Map a part of a file into memory. The mapping is private: writes to it do not reach the file.
+    """Map a part of a file into memory. The mapping is private: writing to it does not change the file.
 
     Args:
         path: The file to map.
@@ -277,7 +282,7 @@ def map_file(path: Path, offset: int, nbytes: int, *, read_ahead: bool = False) 
     if size >= MIN_BYTES and _has_large_folios():
         _madvise()(begin, size, mmap.MADV_HUGEPAGE)
     elif read_ahead:
-        # Request the whole part at once, because populating alone reads only a little at a time.
+        # Request the whole part first, because populating alone only reads a little at a time.
         _madvise()(begin, size, mmap.MADV_WILLNEED)
     if read_ahead and _madvise()(begin, size, _POPULATE_READ):
         code = ctypes.get_errno()

@@ -47,27 +47,27 @@ MALFORMED: tuple[type[Exception], ...] = (
 """The errors that readers raise for unexpected content, in addition to their own exception classes."""
 UNREADABLE: tuple[type[Exception], ...] = (OSError, *MALFORMED)
 MAX_JSON_BYTES = 1 << 26
-"""The size of the largest index or manifest to read. 64 MiB are enough for half a million files."""
+"""The maximum size of an index or manifest. 64 MiB are enough for half a million files."""
 _EXPANSION = 1 << 26
-"""By how many bytes the content of a file in torch's format may exceed the file's size. torch does not compress."""
+"""The maximum number of bytes that the stated content may have beyond the file's size. torch does not compress."""
 _ENTRY = re.compile(rb"PK\x01\x02.{20}(.{4})", re.DOTALL)
 ZIP_BEGIN = b"PK\x03\x04"
-"""The first bytes of a file in torch's format. Files from before torch 1.6 have another format."""
+"""The first bytes of a file in torch's format. Files from before torch 1.6 have a different format."""
 _END = b"PK\x05\x06"
 _END_64 = b"PK\x06\x06"
 _LOCATOR_64 = b"PK\x06\x07"
 _END_BYTES = (1 << 16) + 22
 _UNKNOWN = 0xFFFFFFFF
-"""The size stated for an entry above 4 GiB, whose actual size is in an extension of the directory."""
+"""The size stated for an entry above 4 GiB. The actual size is in an extension of the directory."""
 
 
 @contextmanager
 def naming_file(path: object, kinds: tuple[type[Exception], ...] = MALFORMED) -> Iterator[None]:
-    """Convert the errors that malformed content causes to one class, with the name of the file.
+    """Convert the errors that malformed content causes to one class, and add the name of the file.
 
     Args:
         path: The file or folder that is read in the block.
-        kinds: The errors that mean malformed content in this block.
+        kinds: The errors that malformed content causes in this block.
 
     Raises:
         BrokenCheckpointError: The block raised one of these errors.
@@ -113,14 +113,14 @@ def read_json(path: AnyPath) -> Any:
 def check_expansion(file: str | Path | BinaryIO) -> None:
     """Reject a zip file whose content is much larger than the file, and accept all other files.
 
-    Before it reads anything, torch allocates the size that the file's directory states. With 2 MB of compressed zeros,
-    this took 4 GB.
+    Before torch reads anything, it allocates the size that the file's directory states. With 2 MB of compressed zeros,
+    this took 4 GB of memory.
 
     Args:
         file: The file, in any form that `torch.load` accepts.
 
     Raises:
-        BrokenCheckpointError: The content is too large.
+        BrokenCheckpointError: The content is much larger than the file.
     """
     if not isinstance(file, (str, Path)):
         return
@@ -140,7 +140,7 @@ def check_expansion(file: str | Path | BinaryIO) -> None:
 
 
 def _read_directory(file: BinaryIO, size: int) -> bytes:
-    """Return the directory of a zip file, which the last bytes locate, or b"" if the file has no directory."""
+    """Return the directory of a zip file, whose location is in the last bytes, or b"" if the file has no directory."""
     file.seek(max(size - _END_BYTES, 0))
     tail = file.read()
     at = tail.rfind(_END)
@@ -158,16 +158,16 @@ def _read_directory(file: BinaryIO, size: int) -> bytes:
 
 
 def _stated_bytes(directory: bytes) -> int | None:
-    """Return at least the sum of the sizes that a directory states, or None if it does not state an entry's size."""
+    """Return at least the sum of the sizes that a directory states, or None if the size of an entry is not stated."""
     sizes = np.frombuffer(b"".join(_ENTRY.findall(directory)), dtype="<u4")
     return None if (sizes == _UNKNOWN).any() else int(sizes.sum(dtype=np.uint64))
 
 
 # ---- a restricted unpickler
-#
 # The unpickler creates plain values, and never imports or calls anything else that a file names. With pickle, a
 # checkpoint could run its author's code. torch.load with `weights_only` reads tensors, numbers and dictionaries, but
-# rejects other data of a training state, such as dates, paths, deques and enum members. This unpickler reads them, too.
+# rejects other data in a training state, such as dates, paths, deques and enum members. This unpickler also reads
+# those.
 
 _BUILTINS = (
     "set", "frozenset", "complex", "bytearray", "slice", "range",
@@ -178,7 +178,7 @@ _CLASSES: tuple[type, ...] = (
     dt.datetime, dt.date, dt.time, dt.timedelta, dt.timezone,
     decimal.Decimal, uuid.UUID,
 )  # fmt: skip
-"""Creating an instance takes time and memory in proportion to the arguments. This is not true of, say, Fraction."""
+"""Classes whose instances take time and memory in proportion to the arguments. Fraction, for example, is not one."""
 _PATHS = ("PurePath", "PurePosixPath", "PureWindowsPath", "Path", "PosixPath", "WindowsPath")
 _CONTAINERS = {
     list, tuple, set, frozenset, collections.deque, torch.Size,
@@ -204,8 +204,8 @@ def load_plain(file: BinaryIO, known: Mapping[str, Any]) -> Any:
 
     Args:
         file: The pickle, open for reading.
-        known: Additional classes and functions that the file may call, by the dotted name in the file. They must be
-            harmless with any arguments.
+        known: Additional classes and functions that the file may call, by their dotted names in the file. They must be
+            harmless, whatever their arguments are.
 
     Raises:
         UnsafePickleError: The file contains more than plain data.
@@ -217,14 +217,14 @@ class PlainUnpickler(_PythonUnpickler):  # type: ignore[misc]
     """The standard library's unpickler in Python, restricted to calling and filling instances of known classes.
 
     The unpickler in C cannot be restricted in this way: a file could assign attributes to the known classes, or make
-    it allocate gigabytes for an index.
+    the unpickler allocate gigabytes for an index.
 
     Args:
         file: The pickle, open for reading.
-        options: Further arguments of `pickle.Unpickler`.
+        options: Further arguments for `pickle.Unpickler`.
 
     Attributes:
-        known: The known classes and functions (see `load_plain`), set in a subclass.
+        known: The known classes and functions (see `load_plain`), which a subclass sets.
     """
 
     known: ClassVar[Mapping[str, Any]] = {}
@@ -248,14 +248,14 @@ class PlainUnpickler(_PythonUnpickler):  # type: ignore[misc]
         return value
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a known class or function, or a stand-in for a class of the user.
+        """Return a known class or function, or a stand-in for a class in the user's code.
 
         Args:
             module: The module that the file names.
             name: The name in the module.
 
         Raises:
-            UnsafePickleError: The name is not known.
+            UnsafePickleError: The name is not allowed.
         """
         full = f"{module}.{name}"
         if full in {"builtins.getattr", "__builtin__.getattr"}:
@@ -268,7 +268,7 @@ class PlainUnpickler(_PythonUnpickler):  # type: ignore[misc]
         return found
 
     def _attribute(self, owner: Any, name: str) -> Any:
-        """Return a nested class or, in some versions of Python, an enum member, which are pickled as attributes."""
+        """Return a nested class or an enum member. Some versions of Python pickle enum members as attributes."""
         if not isinstance(owner, _UserClass):
             raise UnsafePickleError("GLOBAL builtins.getattr is not plain data.")
         found = owner.attribute(name)
@@ -285,7 +285,7 @@ class PlainUnpickler(_PythonUnpickler):  # type: ignore[misc]
         if id(function) not in self._found:
             raise UnsafePickleError(f"GLOBAL: the file calls {function!r:.100}.")
         for argument in args:
-            # With arguments of these types, a small file could create a value of any size.
+            # With arguments of these types, a small file could create values of any size.
             if type(argument) in _COSTLY.get(function, ()) or type(argument) is range:
                 raise UnsafePickleError(
                     f"GLOBAL: the file calls {function!r:.100} with an argument of {type(argument)}."
@@ -322,7 +322,7 @@ class PlainUnpickler(_PythonUnpickler):  # type: ignore[misc]
 
 @functools.cache
 def plain_classes() -> dict[str, Any]:
-    """Return the classes of plain data, by the names in pickles of all protocols and versions of Python."""
+    """Return the classes of plain data, by their names in the pickles of any protocol and version of Python."""
     found = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in _CLASSES}
     for name in _BUILTINS:
         found[f"builtins.{name}"] = found[f"__builtin__.{name}"] = getattr(builtins, name)
@@ -364,7 +364,7 @@ class _UserClass:
             if type(member.value) is type(value) and member.value == value:
                 return member
         if issubclass(self._cls, enum.Flag) and type(value) is int:
-            return self._cls(value)  # The value is a combination of flags.
+            return self._cls(value)  # The value may be a combination of flags.
         raise UnsafePickleError(f"GLOBAL {self._cls.__qualname__} has no member with the value {value!r:.100}.")
 
     def attribute(self, name: str) -> Any:

@@ -59,30 +59,30 @@ _DTYPES = {
     "C64": torch.complex64,
 }
 _MAX_PART = 255
-"""The maximum length of a file name in bytes. Systems report longer names with different errors."""
+"""The maximum length of a file name in bytes. For longer names, systems raise different errors."""
 _CALLERS = (TypeError, AttributeError, ValueError)
 _MAX_HEADER_BYTES = 100_000_000
 """The maximum size of a header, which is also the limit of safetensors' own reader."""
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Resolve a file name from an index or a manifest, and reject names outside the folder.
+    """Resolve a file name from an index or a manifest, and reject names that lead out of the folder.
 
     Args:
         folder: The folder of the checkpoint.
         name: The name of the file, a path relative to the folder.
 
     Returns:
-        The path of the file.
+        The path to the file.
 
     Raises:
-        CheckpointError: The name is absolute, or leaves the folder through ".." or a link.
+        CheckpointError: The name is absolute, or leads out of the folder through ".." or a link.
     """
     path = folder / name
     try:
         within = not Path(name).is_absolute() and path.resolve().is_relative_to(folder.resolve())
         within = within and all(len(os.fsencode(part)) <= _MAX_PART for part in path.parts)
-    except (OSError, ValueError, RuntimeError):  # The name is too long or has a null character, or links are circular.
+    except (OSError, ValueError, RuntimeError):  # A long name, a null character, or circular links.
         within = False
     if not within:
         raise CheckpointError(
@@ -93,10 +93,10 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def indexed_files(index: AnyPath, folder: Path) -> dict[str, Path]:
-    """Return the file of each name in an index.
+    """Return the file for each name in an index.
 
     Args:
-        index: The index, which is the map from names to files, or an object that has the map as its `weight_map`.
+        index: The index file. It contains a map from names to files, or an object with the map as its `weight_map`.
         folder: The folder of the files, which do not have to exist.
 
     Raises:
@@ -115,10 +115,10 @@ def read_index(path: Path) -> dict[str, Path]:
     """Read an index file.
 
     Args:
-        path: The index, for example ``model.safetensors.index.json``.
+        path: The index, such as ``model.safetensors.index.json``.
 
     Returns:
-        The file of each name.
+        The file for each name.
 
     Raises:
         CheckpointError: The index lists a file outside its folder.
@@ -137,7 +137,7 @@ def safetensors_sources(path: Path) -> Mapping[str, FileSource]:
         path: The safetensors file.
 
     Raises:
-        BrokenCheckpointError: The file is broken, truncated or missing.
+        BrokenCheckpointError: The file is corrupt, truncated or missing.
     """
     try:
         stat = path.stat()
@@ -148,7 +148,7 @@ def safetensors_sources(path: Path) -> Mapping[str, FileSource]:
 
 @functools.lru_cache(maxsize=64)
 def _sources(path: Path, _modified: int, size: int) -> dict[str, FileSource]:
-    # Don't use safetensors' own reader, which maps the whole file as writable to read the header.
+    # Don't use safetensors' own reader, which maps the whole file as writable just to read the header.
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(_MAX_HEADER_BYTES, size - 8):
@@ -175,7 +175,7 @@ def read_torch(file: str | Path | BinaryIO, map_location: Any = "cpu", **options
     Args:
         file: The file, in any form that `torch.load` accepts.
         map_location: The device to put the tensors on.
-        options: Further arguments of `torch.load`, for example ``weights_only=False`` for a file that you trust.
+        options: Further arguments for `torch.load`, such as ``weights_only=False`` for a file that you trust.
 
     Raises:
         BrokenCheckpointError: The file cannot be read completely.
@@ -194,12 +194,12 @@ def read_torch(file: str | Path | BinaryIO, map_location: Any = "cpu", **options
         raise BrokenCheckpointError(f"{file} is broken: {detail}") from error
     except MALFORMED as error:
         if isinstance(error, _CALLERS) and (not options["weights_only"] or options.keys() - {"weights_only", "mmap"}):
-            raise  # The error comes from a class in the file, or is about the options.
+            raise  # A class in the file, or an option, caused the error.
         raise broken_file(file, error) from error
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        raise broken_file(file, error) from error  # torch has followed a wrong offset that the file states.
+        raise broken_file(file, error) from error  # torch has followed a wrong offset in the file.
 
 
 _torch_load = torch.load
@@ -229,7 +229,7 @@ def _read_plain(file: Any, map_location: Any, options: dict[str, Any]) -> Any:
 
 
 def _is_zip_of_torch_save(file: BinaryIO) -> bool:
-    """Return whether torch reads a file as one pickle, unlike files in the old format and TorchScript programs."""
+    """Return whether torch reads a file as a single pickle, unlike files in the old format and TorchScript programs."""
     if file.read(len(ZIP_BEGIN)) != ZIP_BEGIN:
         return False
     with zipfile.ZipFile(file) as archive:
@@ -245,7 +245,7 @@ def _known_to_torch() -> dict[str, Any]:
     return known
 
 
-# ---- restricting the loading of other libraries
+# ---- restricting what other libraries load
 
 _loading = threading.RLock()
 _trusted = threading.local()
@@ -253,10 +253,10 @@ _trusted = threading.local()
 
 @contextmanager
 def plain_data_only() -> Iterator[None]:
-    """Make other libraries (torch's distributed checkpoints, DeepSpeed, Megatron-LM) read only plain data.
+    """Make other libraries (torch's distributed checkpoint, DeepSpeed, Megatron-LM) read only plain data.
 
-    They pass ``weights_only=False`` and unpickle metadata, so a checkpoint could run its author's code. Inside the
-    block, torch.load and torch's metadata reader reject the same objects as `read_torch` in this thread.
+    These libraries pass ``weights_only=False``, and unpickle metadata, so a checkpoint could run its author's code.
+    Inside the block, torch.load and torch's metadata reader in this thread reject the same objects as `read_torch`.
     """
     reader: Any = import_module("torch.distributed.checkpoint.filesystem")
     if getattr(_trusted, "files", False):
@@ -283,7 +283,7 @@ def plain_data_only() -> Iterator[None]:
 
 @contextmanager
 def trusted_files() -> Iterator[None]:
-    """Allow this thread to read any object inside the block, because the user has passed ``weights_only=False``."""
+    """Let this thread read any object inside the block, because the user has passed ``weights_only=False``."""
     _trusted.files = True
     try:
         yield
@@ -292,13 +292,13 @@ def trusted_files() -> Iterator[None]:
 
 
 def read_metadata(file: BinaryIO) -> Any:
-    """Read the metadata of a torch distributed checkpoint, which is a pickle of instances of a few torch classes.
+    """Read the metadata of torch's distributed checkpoint, which is a pickle of instances of a few torch classes.
 
     Args:
         file: The file ``.metadata``, open for reading.
 
     Raises:
-        CheckpointError: The file contains other objects.
+        CheckpointError: The file contains objects of other classes.
         BrokenCheckpointError: The file cannot be read.
     """
     from torch.distributed.checkpoint import metadata
@@ -331,11 +331,11 @@ def _refusal(file: Any, error: Exception) -> str:
 
 
 def numpy_globals() -> list[Any]:
-    """List the globals in pickled numpy arrays and numbers, under the names that numpy 1 and 2 use."""
+    """List the globals that pickled numpy arrays and numbers refer to, by the names in numpy 1 and 2."""
     core = np._core if hasattr(np, "_core") else np.core
     multiarray: Any = core.multiarray
     dtypes = {type(np.dtype(code)) for code in "?bhilqBHILQefdFDUS"}
     found: list[Any] = [np.ndarray, np.dtype, *sorted(dtypes, key=str)]
     for function in (multiarray._reconstruct, multiarray.scalar):
         found += [(function, f"numpy.{package}.multiarray.{function.__name__}") for package in ("core", "_core")]
-    return [*found, codecs.encode]  # numpy numbers are pickled with their bytes as encoded text.
+    return [*found, codecs.encode]  # Pickles of numpy numbers contain their bytes as encoded text.

@@ -1,4 +1,4 @@
-"""The precisions that a model can compute in, selected from a table by name: float32, autocast, or fp8."""
+"""The precisions that a model can compute in, which a table maps to their names: float32, autocast and fp8."""
 
 from __future__ import annotations
 

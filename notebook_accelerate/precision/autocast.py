@@ -1,4 +1,4 @@
-"""Full precision, and bf16 and fp16 with torch's own autocast."""
+"""Full precision, and bf16 and fp16 with torch's autocast."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from notebook_accelerate.config.kwargs_handlers import AutocastKwargs, GradScale
 
 
 class Precision:
-    """Full precision, and the base class of the other precisions, which use torch's autocast to `compute_dtype`.
+    """Full precision, and the base class of other precisions, which use torch's autocast to `compute_dtype`.
 
     Args:
         device_type: The type of the computing device: cpu, cuda, ...
-        autocast_handler: `AutocastKwargs`. None means torch's defaults.
-        scaler_handler: `GradScalerKwargs`. None means torch's defaults.
-        fp8_recipe: The recipe for the fp8 library. None in other precisions.
+        autocast_handler: The settings for autocast (`AutocastKwargs`). None means torch's defaults.
+        scaler_handler: The settings for the loss scaler (`GradScalerKwargs`). None means torch's defaults.
+        fp8_recipe: The recipe for the fp8 library, or None for other precisions.
 
     Attributes:
         native_amp: Whether models and `autocast` use torch's autocast. If this precision has no `compute_dtype`,
-            autocast uses its default dtype for the device.
+            torch's default dtype for the device is used.
     """
 
     name: ClassVar[str] = "no"
     compute_dtype: ClassVar[torch.dtype | None] = None
-    """The dtype in which the model computes. None means the dtype of its parameters."""
+    """The dtype that models compute in. None means the dtype of their parameters."""
 
     def __init__(
         self, device_type: str, autocast_handler: Any = None, scaler_handler: Any = None, fp8_recipe: Any = None
@@ -43,32 +43,32 @@ class Precision:
     def join(
         self, models: Sequence[torch.nn.Module], optimizers: Sequence[torch.optim.Optimizer]
     ) -> tuple[Sequence[Any], Sequence[Any]]:
-        """Replace models and optimizers that can only be replaced together, before any other preparation.
+        """Replace models and optimizers that can only be replaced together. `prepare` calls this first.
 
         Args:
             models: The models of a `prepare` call.
             optimizers: The optimizers of the same call.
 
         Returns:
-            Their replacements in the same order.
+            The replacements, in the same order.
         """
         return models, optimizers
 
     def convert_layers(self, model: torch.nn.Module) -> None:
-        """Make a model's layers compute in this precision, in place, for an engine that casts all other tensors.
+        """Make a model's layers compute in this precision, in place, for an engine that itself casts all other tensors.
 
         Args:
             model: The model before it is passed to the engine. Its parameters stay the same objects.
         """
 
     def wrap_model(self, model: torch.nn.Module, sharded: bool = False) -> torch.nn.Module:
-        """Make the model compute in this precision, in place, after undoing the changes of another precision.
+        """Make a model compute in this precision, in place, after undoing the changes of another precision.
 
         With autocast, outputs are converted to float32, and `_original_forward` is the model's own forward method.
 
         Args:
             model: The model before it is wrapped for several ranks.
-            sharded: Whether FSDP 2 will shard its parameters. If so, this method may replace them.
+            sharded: Whether FSDP 2 will shard the model's parameters. If so, this method may replace them.
 
         Returns:
             The same model.
@@ -83,7 +83,7 @@ class Precision:
         """Return a context manager that makes code outside of a prepared model compute in this precision.
 
         Args:
-            handler: `AutocastKwargs` for this block. None means those passed to the constructor.
+            handler: The `AutocastKwargs` for this block. None means the ones that were passed to the constructor.
         """
         return torch.autocast(**self._settings(handler)) if self.native_amp else nullcontext()
 
@@ -105,14 +105,14 @@ class Precision:
 
 
 class Bf16Precision(Precision):
-    """bfloat16, which has the exponent range of float32 and therefore needs no loss scaling."""
+    """bfloat16, which has the exponent range of float32, and therefore needs no loss scaling."""
 
     name: ClassVar[str] = "bf16"
     compute_dtype: ClassVar[torch.dtype | None] = torch.bfloat16
 
 
 class Fp16Precision(Precision):
-    """float16, with losses scaled up and gradients scaled down again, because small gradients would underflow."""
+    """float16. Losses are scaled up and gradients down again, because small gradients would otherwise underflow."""
 
     name: ClassVar[str] = "fp16"
     compute_dtype: ClassVar[torch.dtype | None] = torch.float16
@@ -127,7 +127,7 @@ def require_cuda(library: str, device_type: str) -> None:
     """Check that the device is an NVIDIA GPU, which an fp8 library needs.
 
     Args:
-        library: The name of the library, for the error.
+        library: The name of the library, for the error message.
         device_type: The type of the computing device.
 
     Raises:
@@ -166,12 +166,12 @@ class AutocastForward(ConvertOutputsToFp32):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickle the original method instead, so that a process without this package can load the model. copy.copy
-        # returns a function unchanged. A bound method is looked up in the class of the unpickled object.
+        # returns a function unchanged. Bound methods are looked up in the class of the unpickled object.
         return copy.copy, (self.model_forward,)
 
 
 def restore_forward(model: torch.nn.Module) -> None:
-    """Restore the forward method that a precision has replaced. A model that is not wrapped does not change.
+    """Restore the forward method that a precision has replaced. A model that is not wrapped is not changed.
 
     Args:
         model: The model to restore.

@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
 
 
-# ---- torchao: linear layers multiply matrices in fp8 and keep their weights in full precision
+# ---- torchao, whose linear layers multiply matrices in fp8, and keep their weights in full precision
 
 _MULTIPLE = 16
-"""The dimensions of a matrix must be multiples of this number for torch's multiplication in fp8."""
+"""torch's multiplication in fp8 requires that the dimensions of matrices are multiples of this number."""
 
 
 class AOPrecision(Bf16Precision):
-    """Autocast to bfloat16, and linear layers of torchao that compute in fp8.
+    """Autocast to bfloat16, with torchao's linear layers, which compute in fp8.
 
     Args:
         device_type: The type of the computing device. On a CPU, fp8 is emulated.
         autocast_handler: `AutocastKwargs`. None means torch's defaults.
         scaler_handler: Not used, because bfloat16 needs no scaler.
-        fp8_recipe: `AORecipeKwargs`. None means its defaults.
+        fp8_recipe: The recipe (`AORecipeKwargs`). None means the defaults.
     """
 
     name: ClassVar[str] = "fp8"
@@ -60,8 +60,8 @@ class AOPrecision(Bf16Precision):
             emulate=recipe.config.emulate or self.device_type == "cpu",
         )
         if not has_ao_layers(model):
-            # Call the module's function: axolotl replaces it to keep the routers of mixture-of-experts models in high
-            # precision.
+            # Call the function through the module, because axolotl replaces it to keep the routers of
+            # mixture-of-experts models in high precision.
             convert_model_to_fp8_ao(model, config, recipe.module_filter_func)
 
     def after_step(self, model: nn.Module) -> None:
@@ -73,7 +73,7 @@ class AOPrecision(Bf16Precision):
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
-    """Return the names of a model's first and last linear layers in order of registration, or None if it has none.
+    """Return the names of the linear layers that were registered first and last in a model, or None if there are none.
 
     Args:
         model: The model to inspect.
@@ -89,9 +89,9 @@ def filter_linear_layers(
 
     Args:
         module: The module to check.
-        fqn: The name of the module in the model.
-        first_layer_name: The name of a layer to exclude.
-        last_layer_name: The name of another layer to exclude.
+        fqn: The full name of the module in the model.
+        first_layer_name: The full name of the first layer, which is excluded.
+        last_layer_name: The full name of the last layer, which is excluded.
     """
     if not isinstance(module, nn.Linear) or fqn in {first_layer_name, last_layer_name}:
         return False
@@ -99,25 +99,25 @@ def filter_linear_layers(
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """Return whether a layer can compute in fp8 and is neither the first nor the last linear layer of the model.
+    """Return whether a layer can compute in fp8, and is neither the first nor the last linear layer of the model.
 
-    The first and the last layer are the most sensitive. If they compute in fp8, training often does not converge.
+    The first and last layers are the most sensitive ones. If they compute in fp8, training often does not converge.
 
     Args:
         module: The model that contains the layer.
-        fqn: The name of the layer in the model.
+        fqn: The full name of the layer in the model.
     """
     first, last = find_first_last_linear_layers(module)
     return filter_linear_layers(module.get_submodule(fqn), fqn, first, last)
 
 
 def has_ao_layers(model: nn.Module) -> bool:
-    """Return whether a model has layers of torchao that compute in fp8.
+    """Return whether a model has torchao's layers, which compute in fp8.
 
     Args:
         model: The model to inspect.
     """
-    # Compare names, because importing torchao is slow. Search the MRO, because FSDP 2 derives its own classes.
+    # Compare names, because importing torchao is slow. Search the MRO, because FSDP 2 creates subclasses.
     return any(
         kind.__module__.startswith("torchao.float8") for module in model.modules() for kind in type(module).__mro__
     )
@@ -128,19 +128,19 @@ def convert_model_to_fp8_ao(
     config: Float8LinearConfig | None = None,
     module_filter_func: Callable[..., Any] | None = None,
 ) -> None:
-    """Make linear layers compute in fp8, in place. Their parameters stay the same objects, in full precision.
+    """Make linear layers compute in fp8, in place. Parameters stay the same objects, in full precision.
 
-    With `config.enable_fsdp_float8_all_gather`, parameters are wrapped so that FSDP 2 can gather them in fp8. In this
+    With `config.enable_fsdp_float8_all_gather`, parameters are wrapped, so that FSDP 2 can gather them in fp8. In this
     case, create the optimizer afterwards.
 
     Args:
         model: The model to convert.
-        config: torchao's settings. None means its defaults.
+        config: The settings of torchao. None means torchao's defaults.
         module_filter_func: A function that is called with a module and its name, and returns whether to convert it.
             None means all linear layers whose dimensions are multiples of 16, except the first and the last.
 
     Raises:
-        ImportError: torchao is missing.
+        ImportError: torchao is not installed.
     """
     if not is_torchao_available():
         raise ImportError("convert_model_to_fp8_ao needs torchao, which is not installed: pip install 'torchao>=0.6.1'")
@@ -152,19 +152,19 @@ def convert_model_to_fp8_ao(
     convert_to_float8_training(model, module_filter_fn=module_filter_func, config=config)
 
 
-# ---- NVIDIA's Transformer Engine: its layers replace torch's, and its autocast wraps the forward method
+# ---- NVIDIA's Transformer Engine, whose layers replace torch's, and whose autocast wraps the forward method
 #
 # API: https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html
 
 
 class TEPrecision(Bf16Precision):
-    """Autocast to bfloat16, and layers of Transformer Engine that compute in fp8.
+    """Autocast to bfloat16, with Transformer Engine's layers, which compute in fp8.
 
     Args:
         device_type: Must be cuda.
         autocast_handler: `AutocastKwargs`. None means torch's defaults.
         scaler_handler: Not used, because bfloat16 needs no scaler.
-        fp8_recipe: `TERecipeKwargs`, or `FP8RecipeKwargs`. None means defaults.
+        fp8_recipe: The recipe (`TERecipeKwargs`, or `FP8RecipeKwargs`). None means the defaults.
 
     Raises:
         ValueError: The device is not an NVIDIA GPU.
@@ -202,7 +202,7 @@ def _te() -> Any:
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
-    """Return whether a model has layers of Transformer Engine.
+    """Return whether a model has any of Transformer Engine's layers.
 
     Args:
         model: The model to inspect.
@@ -213,7 +213,7 @@ def has_transformer_engine_layers(model: nn.Module) -> bool:
 def convert_model(
     model: nn.Module, to_transformer_engine: bool = True, _convert_linear: bool = True, _convert_ln: bool = True
 ) -> None:
-    """Replace torch's linear layers and layer norms with Transformer Engine's, or the reverse, in place.
+    """Replace torch's linear layers and layer norms with Transformer Engine's, or vice versa, in place.
 
     The new layers have the same parameter objects, so existing optimizers stay valid.
 
@@ -224,7 +224,7 @@ def convert_model(
         _convert_ln: Whether to replace layer norms.
 
     Raises:
-        ImportError: Transformer Engine is missing.
+        ImportError: Transformer Engine is not installed.
     """
     te = _te()
     for name, child in model.named_children():
@@ -264,11 +264,11 @@ def contextual_fp8_autocast(
 
     Args:
         model_forward: The module's bound forward method.
-        fp8_recipe: A recipe of Transformer Engine.
-        use_during_eval: Whether evaluation runs in fp8 too.
+        fp8_recipe: A recipe, as an object of Transformer Engine.
+        use_during_eval: Whether evaluation also runs in fp8.
 
     Returns:
-        A function that takes the module and the arguments of its forward method.
+        A function that takes the module, and the arguments of its forward method.
     """
     te = _te()
 
@@ -284,13 +284,13 @@ def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
 
     Args:
         model: The model, already converted by `convert_model`.
-        fp8_recipe_handler: `TERecipeKwargs`. None means Transformer Engine's own defaults.
+        fp8_recipe_handler: The recipe (`TERecipeKwargs`). None means Transformer Engine's own defaults.
 
     Returns:
         The same model.
 
     Raises:
-        ImportError: Transformer Engine is missing.
+        ImportError: Transformer Engine is not installed.
     """
     use_during_eval = bool(getattr(fp8_recipe_handler, "use_autocast_during_eval", False))
     forward = contextual_fp8_autocast(model.forward, _recipe(fp8_recipe_handler), use_during_eval)
@@ -317,7 +317,7 @@ def _recipe(handler: Any) -> Any:
     )
 
 
-# ---- Microsoft's MS-AMP: weights, gradients and optimizer states in fp8
+# ---- Microsoft's MS-AMP, which keeps weights, gradients and optimizer states in fp8
 #
 # API: https://azure.github.io/MS-AMP/docs/user-tutorial/usage
 
@@ -329,10 +329,10 @@ class MSAMPPrecision(Bf16Precision):
         device_type: Must be cuda.
         autocast_handler: `AutocastKwargs`. None means torch's defaults.
         scaler_handler: Not used.
-        fp8_recipe: `MSAMPRecipeKwargs`, or `FP8RecipeKwargs`. None means defaults.
+        fp8_recipe: The recipe (`MSAMPRecipeKwargs`, or `FP8RecipeKwargs`). None means the defaults.
 
     Raises:
-        ImportError: MS-AMP is missing.
+        ImportError: MS-AMP is not installed.
         ValueError: The device is not an NVIDIA GPU.
     """
 

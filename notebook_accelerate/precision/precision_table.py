@@ -1,4 +1,4 @@
-"""The table that maps names to precisions."""
+"""The table that maps each name to a precision."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from notebook_accelerate.precision.autocast import Bf16Precision, Fp16Precision,
 PrecisionFactory = Callable[..., Precision]
 
 _LIBRARIES = {AORecipeKwargs: "AO", TERecipeKwargs: "TE", MSAMPRecipeKwargs: "MSAMP"}
-"""The fp8 library of each recipe, named as in `FP8BackendType`."""
+"""The fp8 library for each class of recipes, named as in `FP8BackendType`."""
 
 
 def _fp8(device_type: str, autocast_handler: Any, scaler_handler: Any, fp8_recipe: Any) -> Precision:
@@ -26,11 +26,11 @@ def _fp8(device_type: str, autocast_handler: Any, scaler_handler: Any, fp8_recip
 def fp8_library(device_type: str, recipe: Any) -> str:
     """Return the fp8 library to use.
 
-    This is the library of the recipe, or else the one in ACCELERATE_FP8_BACKEND, or else the first one installed.
+    It is the recipe's library, otherwise the one in ACCELERATE_FP8_BACKEND, and otherwise the first one installed.
 
     Args:
         device_type: The type of the computing device.
-        recipe: A recipe, or None.
+        recipe: The user's recipe, or None.
 
     Returns:
         AO, TE or MSAMP.
@@ -58,16 +58,16 @@ def fp8_library(device_type: str, recipe: Any) -> str:
 
 
 PRECISIONS: dict[str, PrecisionFactory] = {"no": Precision, "bf16": Bf16Precision, "fp16": Fp16Precision, "fp8": _fp8}
-"""The factory of each precision, by the name passed as `mixed_precision`."""
+"""The function that creates each precision, by the name that is passed as `mixed_precision`."""
 
 
 def register_precision(name: str, factory: PrecisionFactory) -> None:
-    """Register a precision, replacing the one that was registered under the same name.
+    """Register a precision. It replaces the precision that was registered under the same name.
 
     Args:
         name: The name to pass as `mixed_precision`.
-        factory: A function that creates the precision. It is called with the device type, and with the
-            `AutocastKwargs`, the `GradScalerKwargs` and the fp8 recipe, each of which may be None.
+        factory: A function that creates the precision. It is called with the device type, the `AutocastKwargs`, the
+            `GradScalerKwargs` and the fp8 recipe. All but the device type may be None.
     """
     PRECISIONS[name] = factory
 
@@ -82,10 +82,10 @@ def make_precision(
         device_type: The type of the computing device: cpu, cuda, ...
         autocast_handler: `AutocastKwargs`. None means torch's defaults.
         scaler_handler: `GradScalerKwargs`. None means torch's defaults.
-        fp8_recipe: `AORecipeKwargs`, `TERecipeKwargs` or `MSAMPRecipeKwargs`. None means defaults.
+        fp8_recipe: The recipe (`AORecipeKwargs`, `TERecipeKwargs` or `MSAMPRecipeKwargs`). None means the defaults.
 
     Raises:
-        ValueError: The name is unknown, or the precision is not available here.
+        ValueError: The name is unknown, or the precision is not available on this machine.
     """
     if name not in PRECISIONS:
         raise ValueError(f"mixed_precision={name!r} is not known; pass one of {', '.join(map(repr, PRECISIONS))}")

@@ -385,7 +385,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
 
 def _near_cores(local_process_index: int) -> set[int]:
-    """Return the allowed cores near a GPU, as Linux lists them for its PCI slot, or an empty set if there is no list."""
+    """Return the allowed cores near a GPU, as listed by Linux for its PCI slot, or an empty set without such a list."""
     if not device_counts.count("cuda"):
         return set()
     gpu = nvml.visible_gpu(local_process_index)
