@@ -150,7 +150,7 @@ def _stop_unread(entry: DetachedEntry, grace: float) -> None:
     """Stop a run that cannot be read, for example because its folder was deleted."""
     process = parse_identity(entry.process)
     try:
-        client = ControlClient(Path(entry.socket), process, entry.version)
+        client = ControlClient(Path(entry.socket), process)
     except BlockingIOError:  # The process is suspended, and many connections are waiting.
         if process is not None:
             warn(silence_text(process, grace))

@@ -19,7 +19,6 @@ from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.hardware.process_liveness import this_process
 from notebook_accelerate.launch import run_registry
 from notebook_accelerate.launch.detached import run_directory
-from notebook_accelerate.launch.detached.control_protocol import VERSION
 from notebook_accelerate.launch.detached.control_service import ControlService
 from notebook_accelerate.launch.detached.run_directory import DetachedEntry
 from notebook_accelerate.launch.kept.opened_run import open_run
@@ -119,7 +118,6 @@ class DetachedRun:
             origin=self._order.origin,
             accelerator=accelerator,
             visible=run_registry.visible_devices(accelerator, run.config.env),
-            version=VERSION,
         )
 
     def _watch_kernel(self, run: Run) -> None:

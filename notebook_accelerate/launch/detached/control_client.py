@@ -54,8 +54,6 @@ class ControlClient:
         path: The socket of the run's process.
         process: The run's process, which is killed if it does not answer while the run is being stopped. If None,
             no process is killed.
-        version: The `control_protocol.VERSION` of the process. A process of version 0 does not reply to pings, so it is
-            killed only if it stays suspended.
 
     Raises:
         BlockingIOError: The process does not accept connections at the moment.
@@ -67,9 +65,9 @@ class ControlClient:
 
     refusal = ""
 
-    def __init__(self, path: Path, process: ProcessIdentity | None = None, version: int = protocol.VERSION) -> None:
+    def __init__(self, path: Path, process: ProcessIdentity | None = None) -> None:
         self._path, self._channel = path, _connected(path)
-        self._process, self._version = process, version
+        self._process = process
         self._reader: JournalReader | None = None
         self._on_end: Callable[[], None] = lambda: None
         self.report: Callable[[str], None] = warn
@@ -94,12 +92,6 @@ class ControlClient:
         Returns:
             Whether the run's history has arrived in time. If not, the process may still send it later.
         """
-        if self._version < 2:
-            self.requests.elsewhere = (
-                "this run was launched with an earlier version of notebook_accelerate: from here it can only be "
-                "watched and stopped; restart its launch to use the debugger"
-            )
-            return False
         self._reader, self._on_end = reader, on_end
         self._send(protocol.FollowCommand(reader.restart()))
         deadline = time.monotonic() + STATE_SECONDS
@@ -137,23 +129,19 @@ class ControlClient:
     def _watch_stop(self, process: ProcessIdentity, grace: float) -> None:
         silent = 0.0
         while self.connected and silent < grace + ANSWER_SECONDS:
-            before, silent = silent, 0.0 if self._replies(process) else silent + PING_SECONDS
+            before, silent = silent, 0.0 if self._replies() else silent + PING_SECONDS
             if before < ANSWER_SECONDS <= silent:
                 self.report(silence_text(process, grace + ANSWER_SECONDS - silent))
         if self.connected:
             process.kill_tree()
         self._stop_watched = False
 
-    def _replies(self, process: ProcessIdentity) -> bool:
-        """Wait `PING_SECONDS`.
-
-        Return whether the supervisor replied, or, for version 0, whether it is not suspended.
-        """
+    def _replies(self) -> bool:
+        """Return whether the supervisor replies within `PING_SECONDS`."""
         heard = self._heard
-        if self._version >= 1:
-            self._send(protocol.PingCommand())
+        self._send(protocol.PingCommand())
         time.sleep(PING_SECONDS)
-        return heard != self._heard or not (self._version >= 1 or process.is_suspended())
+        return heard != self._heard
 
     def interrupt(self, ranks: Iterable[int]) -> None:
         """See ``RunCommands.interrupt``."""
@@ -202,9 +190,8 @@ class ControlClient:
                             self._handle(event)
             if self._left or not self._connect_again():
                 break
-        if not self.requests.elsewhere:
-            for rank in self.requests.open_ranks():
-                self.requests.close(rank)
+        for rank in self.requests.open_ranks():
+            self.requests.close(rank)
         self.prompts.close()
         self._use(self._channel, over=True)
         self._channel.close()

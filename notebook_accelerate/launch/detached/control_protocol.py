@@ -17,12 +17,6 @@ from typing import Any, cast
 
 from notebook_accelerate.telemetry import Event, Stamped, encode, steady_time
 
-VERSION = 2
-"""The version of these messages, which is part of a run's entry.
-
-Version 1 added `PingCommand`, version 2 `FollowCommand`. Processes ignore unknown events, so the version matters only
-for messages that need a reply.
-"""
 _CREDENTIALS = struct.Struct("3i")
 
 

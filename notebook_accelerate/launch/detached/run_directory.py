@@ -39,7 +39,6 @@ class DetachedEntry:
         origin: Where it was launched: "folder", and "notebook" and "pid" if they are known.
         accelerator: Device type of its ranks.
         visible: The variables that restrict its devices, such as CUDA_VISIBLE_DEVICES.
-        version: The version of the messages that its process understands; see ``control_protocol.VERSION``.
     """
 
     name: str
@@ -50,7 +49,6 @@ class DetachedEntry:
     origin: Mapping[str, Any] = field(default_factory=dict)
     accelerator: str = "cpu"
     visible: Mapping[str, str] = field(default_factory=dict)
-    version: int = 0
 
     @property
     def lives(self) -> bool:
@@ -280,8 +278,7 @@ def _read(path: Path) -> DetachedEntry | None:
         return None
     texts = all(isinstance(text, str) for text in (entry.name, entry.folder, entry.socket, entry.accelerator))
     maps = all(isinstance(each, dict) for each in (entry.origin, entry.process, entry.visible))
-    numbers = isinstance(entry.created, (int, float)) and math.isfinite(entry.created) and type(entry.version) is int
-    if not texts or not maps or not numbers:
+    if not texts or not maps or not (isinstance(entry.created, (int, float)) and math.isfinite(entry.created)):
         return None
     paths = all("\0" not in text for text in (entry.folder, entry.socket)) and Path(entry.folder).is_absolute()
     return entry if paths and entry.name == Path(entry.name).name and "\0" not in entry.name else None

@@ -99,7 +99,7 @@ def _connect(folder: Path) -> tuple[ControlClient | None, str]:
         if entry.folder == str(folder) and not entry.has_ended:
             process = parse_identity(entry.process)
             try:
-                return ControlClient(Path(entry.socket), process, entry.version), ""
+                return ControlClient(Path(entry.socket), process), ""
             except BlockingIOError:
                 return None, (
                     f"{process or UNKNOWN}, which supervises run {entry.name}, does not accept connections; "
