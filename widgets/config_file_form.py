@@ -1,4 +1,4 @@
-"""Conversion between the forms and Accelerate's configuration file."""
+"""Convert between the values of the forms and Accelerate's configuration file."""
 
 from __future__ import annotations
 

@@ -19,12 +19,12 @@ is busy cannot ask for the messages that it missed."""
 class Feed(anywidget.AnyWidget):
     """A widget that sends numbered messages; see ``static/feed.js``.
 
-    ``full`` holds everything. ``delta`` continues the message whose number is its ``prev``. A view that missed one
-    asks for a new ``full``. A view that has been drawn reports it: see ``front_end``.
+    ``full`` holds everything. ``delta`` continues the message whose number is its ``prev``. A view that has missed a
+    message asks for a new ``full``, and a view that has been drawn reports this; see ``front_end``.
 
     Args:
         period: Seconds between messages with everything, after those at ``REFRESH_AGES``.
-        traits: Values of the traits.
+        traits: The initial values of the widget's traits, by name.
     """
 
     full: Any = traitlets.Dict().tag(sync=True)

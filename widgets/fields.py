@@ -352,7 +352,7 @@ def content_of(field: Field, entry: Any) -> str | bool:
     """Return the content of a field's input for an entry.
 
     Args:
-        field: The field.
+        field: The field whose input is filled.
         entry: A text, a choice, whether the box is checked, or the value of a field of the kind code.
     """
     if field.kind == "code":

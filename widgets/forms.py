@@ -51,7 +51,7 @@ class Form:
         lock: A lock that is held during a change. If None, a new lock is created.
 
     Attributes:
-        fields: The fields.
+        fields: The fields that the form shows.
         entries: Texts, choices, and whether boxes are checked, by field.
         view: The widget that shows the form, or None if it has not been created.
     """
@@ -194,7 +194,7 @@ class Form:
 
     @property
     def errors(self) -> dict[str, str]:
-        """Errors by field."""
+        """The errors of the entries, by field."""
         return dict(self.checked.errors)
 
     def changed(self) -> dict[str, Any]:
@@ -315,7 +315,7 @@ class Checked:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A part of a view, which the method of ``static/forms.js`` that is named after the part's kind draws."""
+    """A part of a view. Its kind is the name of the method of ``static/forms.js`` that draws it."""
 
     kind: str
     """fields, text, button, copy, box, or tabs with a tab for each of its parts."""
@@ -326,9 +326,9 @@ class Part:
     hint: str = ""
     """A description of what a click does."""
     style: str = ""
-    """Classes of the style sheet."""
+    """The CSS classes of the part."""
     names: tuple[str, ...] = ()
-    """The fields, in their order."""
+    """The names of the fields, in order."""
     parts: tuple[Part, ...] = ()
     """The parts inside this one."""
 
@@ -340,7 +340,7 @@ class FormView(anywidget.AnyWidget):
     ``entries`` is modified in place, and sent only if the entries of the forms differ from it after the change.
 
     Args:
-        forms: The forms by name.
+        forms: The forms to show, by name.
         parts: The parts, from the top.
         on_click: Called with the id of the button that was clicked.
     """
@@ -355,7 +355,7 @@ class FormView(anywidget.AnyWidget):
     version: Any = traitlets.Int(0).tag(sync=True)
     """The number of times ``entries`` was sent, which shows if an entry was typed before the latest ones arrived."""
     errors: Any = traitlets.Dict().tag(sync=True)
-    """Errors by path."""
+    """The errors of the entries, by path."""
     suggestions: Any = traitlets.Dict().tag(sync=True)
     """Values that are offered while typing, by path."""
     texts: Any = traitlets.Dict().tag(sync=True)

@@ -76,7 +76,7 @@ def show(profile: Profile) -> bool:
     """Show a profile live in the running cell, or return False if there are no live widgets.
 
     Args:
-        profile: The profile.
+        profile: The profile to show.
     """
     output = current_output()
     if output is None or no_widgets(output):
@@ -264,7 +264,7 @@ def _shortest(tracks: Sequence[Track], limit: int) -> float:
 
 
 def _order(track: Track, shortest: float, collective: int) -> np.ndarray:
-    """Return the indices of the events of a track that are sent, in the order of sending."""
+    """Return the indices of the events of a track that are sent, sorted by depth and start."""
     order = np.argsort(np.asarray(track.depth), kind="stable")
     if not shortest:
         return order

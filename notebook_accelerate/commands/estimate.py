@@ -39,7 +39,7 @@ def estimate_command_parser(subparsers: Subparsers | None = None) -> argparse.Ar
 
 
 def estimate_command(args: argparse.Namespace) -> None:
-    """Print the table.
+    """Print the estimated memory as a table.
 
     Raises:
         ImportError: The model's library is not installed.
@@ -55,7 +55,7 @@ def estimate_command(args: argparse.Namespace) -> None:
 def gather_data(args: argparse.Namespace) -> list[list[Any]]:
     """Return a row for each dtype: its name, and the bytes of the largest layer, all weights and the peak of training.
 
-    The peak is None for integers.
+    The peak is None for integer dtypes.
     """
     from notebook_accelerate.big_modeling.module_tree import calculate_maximum_sizes
 

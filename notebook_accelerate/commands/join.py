@@ -41,7 +41,7 @@ def join_command(args: argparse.Namespace) -> None:
     if args.num_processes < 0:
         raise ValueError(f"--num_processes {args.num_processes} is not allowed; pass a number of at least 1")
     secret = secret_for_command(args.secret_file)
-    before = signal.signal(signal.SIGTERM, _on_termination)  # Schedulers end a command with SIGTERM.
+    before = signal.signal(signal.SIGTERM, _on_termination)  # Job schedulers end a command with SIGTERM.
     try:
         join((address.strip("[]"), int(port)), secret, args.num_processes, seconds=args.join_timeout, show=_print_line)
     finally:

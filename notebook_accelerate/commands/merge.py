@@ -33,7 +33,7 @@ def merge_command_parser(subparsers: Subparsers | None = None) -> argparse.Argum
 
 
 def merge_command(args: argparse.Namespace) -> None:
-    """Merge sharded weights."""
+    """Merge the sharded weights in a folder."""
     from notebook_accelerate.checkpointing.model_weights import merge_fsdp_weights
 
     merge_fsdp_weights(

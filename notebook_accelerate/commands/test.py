@@ -26,7 +26,7 @@ def test_command_parser(subparsers: Subparsers | None = None) -> argparse.Argume
 
 
 def test_command(args: argparse.Namespace) -> None:
-    """Run the checks.
+    """Run the checks in ranks, with the settings of a configuration file.
 
     Raises:
         SystemExit: A check failed.
@@ -77,7 +77,7 @@ _passed: set[str] = set()
 
 def _check(accelerator: Accelerator, what: str, passed: bool) -> None:
     if not passed:
-        raise RuntimeError(f"process {accelerator.process_index}: this does not hold: {what}")
+        raise RuntimeError(f"a check failed in process {accelerator.process_index}: {what}")
     if accelerator.is_main_process and what not in _passed:
         _passed.add(what)
         print(f"ok: {what}", flush=True)

@@ -60,7 +60,7 @@ class RayCluster:
         for name in ("cpus", "wait", "start_timeout"):
             check_number(name, getattr(self, name), most=MAX_SECONDS, zero=name == "cpus")
         if self.gpus is not None and (isinstance(self.gpus, bool) or not isinstance(self.gpus, int) or self.gpus < 0):
-            raise ValueError(f"gpus={self.gpus!r} is not allowed; pass a whole number: ranks do not share a GPU")
+            raise ValueError(f"gpus={self.gpus!r} is not allowed; pass a whole number, as ranks do not share a GPU")
         _check_resources(self.resources)
         _check_runtime_env(self.runtime_env)
 
@@ -113,7 +113,7 @@ def _check_runtime_env(runtime_env: object) -> None:
         return
     try:
         if not isinstance(runtime_env, Mapping):
-            raise TypeError("it is not a dict")
+            raise TypeError("the value is not a dict")
         json.dumps(dict(runtime_env))
     except TypeError as error:
         raise ValueError(

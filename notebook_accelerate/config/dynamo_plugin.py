@@ -1,4 +1,4 @@
-"""How ``torch.compile`` compiles prepared models."""
+"""Settings of ``torch.compile`` for prepared models."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_wrapper: Literal[DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16] = (
         DDPCommunicationHookType.NO
     )
-    """Dtype of the hook's messages."""
+    """Dtype that the hook's messages are converted to: no (not converted), fp16 or bf16."""
     comm_state_option: dict[str, Any] = field(default_factory=dict)
     """Arguments of ``PowerSGDState`` for the power_sgd hooks, such as ``matrix_approximation_rank``."""
 

@@ -257,8 +257,8 @@ def _check_rendezvous(config: LaunchConfig) -> None:
             _check_above_zero(name, value)
     if config.num_nodes > 1 and config.rendezvous_address[1] == 0:
         raise ValueError(
-            f"use_port={config.use_port!r} is not allowed with num_nodes={config.num_nodes}: every node must know "
-            "the port; pass a port that is free on the first one, such as use_port=29500"
+            f"use_port={config.use_port!r} is not allowed with num_nodes={config.num_nodes}, because every node must "
+            "know the port; pass a port that is free on the first node, such as use_port=29500"
         )
     if config.min_nodes is None:
         return
@@ -313,7 +313,7 @@ def _check_detached(config: LaunchConfig) -> None:
         return
     if config.num_nodes > 1 or config.on is not None:
         other = f"num_nodes={config.num_nodes}" if config.num_nodes > 1 else f"on={config.on!r}"
-        raise ValueError(f"detach=True is not allowed with {other}: detached runs use this machine only")
+        raise ValueError(f"detach=True is not allowed with {other}, because detached runs use this machine only")
     if config.start_method in ("inline", "fork"):
         raise ValueError(
             f"detach=True is not allowed with start_method={config.start_method!r}, whose ranks come from the kernel; "

@@ -208,7 +208,7 @@ class ParallelismConfig:
         """Return the settings as plain data.
 
         Returns:
-            A dict by field, with handlers as dicts or None.
+            The value of each field by name, with handlers as dicts or None.
         """
         return asdict(self)
 
@@ -237,7 +237,7 @@ class ParallelismConfig:
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Whether there are replicas."""
+        """Whether there are several replicas of the model."""
         return self._degree("dp_replicate") > 1
 
     @property
@@ -305,7 +305,7 @@ class ParallelismConfig:
     # -- the mesh -----------------------------------------------------------------------------------------------------
 
     def check_world_size(self, world_size: int) -> None:
-        """Compare the product of the degrees with the number of ranks.
+        """Check that the product of the degrees is the number of ranks.
 
         Args:
             world_size: Number of ranks.

@@ -164,7 +164,7 @@ def redact(text: str, settings: DataclassInstance) -> str:
     """Hide the secrets of a dataclass in the text of another program, such as an error of Ray.
 
     Args:
-        text: Any text.
+        text: The text of the other program.
         settings: The dataclass with the secrets.
     """
     text = hide_credentials(text)
@@ -324,7 +324,7 @@ def given_folder(path: str | os.PathLike[str]) -> Path:
         raise ValueError(f"{shown} begins with the home of a user that does not exist") from None
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
-            raise ValueError(f"{shown} is not a path: a name in it is too long") from None
+            raise ValueError(f"{shown} is not a path, because it contains a name that is too long") from None
     except ValueError:
-        raise ValueError(f"{shown} is not a path: it has a character that no path can have") from None
+        raise ValueError(f"{shown} is not a path, because it contains a character that no path can have") from None
     return found

@@ -39,7 +39,7 @@ OUTPUT, OTHER = "Environment and output", "Other options of Accelerate"
 
 @dataclass(frozen=True)
 class SettingsSection:
-    """The names under which the settings of a class appear; the class attribute ``settings``.
+    """The names under which the settings of a class appear. It is the value of the class attribute ``settings``.
 
     The attribute has no annotation. An annotated one would be listed in ``__dataclass_fields__``, which clients read.
 

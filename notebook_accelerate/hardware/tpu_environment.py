@@ -47,7 +47,7 @@ def generation(environment: Mapping[str, str], on_bus: Iterable[str] = ()) -> st
     """Return the generation of this machine's TPU, such as "v5e", or "" if it is unknown.
 
     Args:
-        environment: Environment variables. Colab and Kaggle set TPU_ACCELERATOR_TYPE.
+        environment: The environment variables of the processes. Colab and Kaggle set TPU_ACCELERATOR_TYPE.
         on_bus: The result of `pci_generations`, which takes precedence over the variables.
     """
     name, _ = accelerator_type(environment)
@@ -101,7 +101,7 @@ def layout(environment: Mapping[str, str], chips: int) -> XlaLayout:
     """Return the runtime's processes and devices.
 
     Args:
-        environment: Environment variables.
+        environment: The environment variables of the processes.
         chips: Number of devices of this machine.
     """
     if environment.get("PJRT_DEVICE", "").upper() == "CPU":
@@ -117,7 +117,7 @@ def chips_of_host(environment: Mapping[str, str]) -> int:
     Bounds are not used, because Colab's machine with one chip sets TPU_CHIPS_PER_HOST_BOUNDS=2,2,1.
 
     Args:
-        environment: Environment variables.
+        environment: The environment variables of the processes.
 
     Returns:
         The number, or 0 without a TPU.

@@ -23,7 +23,7 @@ def is_package(name: str, distribution: str | None = None, minimum: str | None =
         name: The import name of the package.
         distribution: Name of its distribution. If None, the import name. A folder with the package's name (such as
             the logs of wandb) does not count.
-        minimum: The minimum version.
+        minimum: The minimum version that counts as available.
 
     Returns:
         Whether the package is installed, in the minimum version or later.
@@ -39,7 +39,8 @@ def is_package(name: str, distribution: str | None = None, minimum: str | None =
 
 def _spec(name: str) -> Any:
     if name in sys.modules:
-        return getattr(sys.modules[name], "__spec__", None)  # None hides the package.
+        # An import may have been blocked by None in place of the module. The package then counts as missing.
+        return getattr(sys.modules[name], "__spec__", None)
     try:
         return importlib.util.find_spec(name)
     except (ModuleNotFoundError, ValueError):
@@ -64,7 +65,7 @@ def is_torchao_available() -> bool:
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
-    """Compare a package's version, or a version, with another.
+    """Compare the version of a package, or a given version, with another version.
 
     Args:
         library_or_version: Name of an installed package, or a version.

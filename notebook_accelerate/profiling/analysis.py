@@ -65,7 +65,7 @@ class Analysis:
 
     @cached_property
     def findings(self) -> list[Finding]:
-        """The findings, ordered by time."""
+        """The findings, starting with those that cost the most time."""
         return apply_rules(self.facts)
 
     @cached_property
@@ -254,7 +254,7 @@ def small_operations(ranks: Sequence[RankFacts]) -> list[Finding]:
 
 
 def barriers(ranks: Sequence[RankFacts]) -> list[Finding]:
-    """Report barriers in each step.
+    """Report barriers that ranks call in each step.
 
     The smallest time of all ranks is reported. The last rank to enter does not wait for others, so its time is the cost
     of the barrier itself.

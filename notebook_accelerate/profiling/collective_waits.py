@@ -172,7 +172,7 @@ def join(calls: Mapping[int, Sequence[TracedCall]]) -> list[Joined]:
     whose ranks do not agree are omitted.
 
     Args:
-        calls: The calls of each rank, in the order of time.
+        calls: The calls of each rank, in chronological order.
     """
     groups = sorted({call.group for row in calls.values() for call in row})
     found: list[Joined] = []
@@ -264,7 +264,7 @@ class TracedCall:
 
 
 def calls_of(trace: RankTrace, clock: float) -> list[TracedCall]:
-    """Return the collectives that a rank has called, in the order of time.
+    """Return the collectives that a rank has called, in chronological order.
 
     Args:
         trace: The rank's trace.

@@ -209,7 +209,7 @@ def _unpacked(data: bytes) -> bytes:
     with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
         unpacked = file.read(most + 1)
     if len(unpacked) > most:
-        raise ValueError(f"its {len(data):,} bytes unpack to more than {most:,}")
+        raise ValueError(f"{len(data):,} bytes unpack to more than {most:,}")
     return unpacked
 
 
@@ -230,7 +230,7 @@ def parse(head: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], rank: int 
         _add(trace, row, names, threads)
     trace.names, trace.threads = list(names), list(threads)
     if not isfinite(trace.base) or not all(isfinite(row["ts"]) for row in rows if row.get("name") == "[memory]"):
-        raise ValueError("it contains a time that is not a number")
+        raise ValueError("a time is not a number")
     allocations = [row for row in rows if row.get("name") == "[memory]" and row.get("args")]
     on_devices = [row for row in allocations if row["args"].get("Device Type", _CPU) != _CPU]
     trace.memory = sorted(
@@ -282,9 +282,9 @@ def _facts(value: object) -> Mapping[str, Any]:
     if not all(0 <= index < len(stacks) for index in which) or not all(
         0 <= each < len(frames) for each in stack_frames
     ):
-        raise ValueError("its samples refer to a stack or a frame that it does not contain")
+        raise ValueError("the samples refer to a stack or a frame that does not exist")
     if len(which) != len(samples.get("times", ())):
-        raise ValueError("the number of its samples differs from the number of their times")
+        raise ValueError("the number of samples differs from the number of their times")
     return facts
 
 
@@ -297,7 +297,7 @@ def _of_types(values: dict[str, Any], types: Mapping[str, Any]) -> dict[str, Any
     found = {name: value for name, value in values.items() if value is not None}
     for name in types.keys() & found.keys():
         if not _fits(found[name], types[name]):
-            raise ValueError(f"the type of {name!r} in its facts is wrong")
+            raise ValueError(f"the fact {name!r} has the wrong type")
     return found
 
 
@@ -325,7 +325,7 @@ def _add(trace: RankTrace, row: Mapping[str, Any], names: dict[str, int], thread
     event = len(trace.start)
     start, duration = float(row["ts"]), float(row.get("dur", 0.0))
     if not isfinite(start) or not isfinite(duration):
-        raise ValueError(f"its event {name[:80]!r} has no time")
+        raise ValueError(f"the event {name[:80]!r} has no time")
     trace.start.append(start)
     trace.duration.append(duration)
     trace.name.append(names.setdefault(name, len(names)))

@@ -150,7 +150,7 @@ def _decode_frame(text: bytes | bytearray, payload: bytes | bytearray, found: li
     document = text.decode()
     rows, end = _parse(document)
     if end != len(document):
-        raise ValueError("there is text after its JSON")
+        raise ValueError("there is text after the JSON")
     if "\\ud" in document:  # Python's JSON may contain lone surrogates, which neither UTF-8 nor a front end supports.
         rows = escape_surrogates(rows)
     for name, stamp, *values in rows:
@@ -158,7 +158,7 @@ def _decode_frame(text: bytes | bytearray, payload: bytes | bytearray, found: li
         if kind is None:  # Skip an event that only a newer version of this package has.
             continue
         if type(stamp) not in _TIMES:
-            raise ValueError(f"a {name} has the time {stamp!r:.80}")
+            raise ValueError(f"a {name} has the time {stamp!r:.80}, which is not a number")
         names = kind.field_names
         if kind.has_payload:
             arguments = {**dict(zip(names, values, strict=False)), "payload": bytes(payload)}
@@ -315,7 +315,7 @@ class Channel:
         """Send as much as fits into the socket. A thread sends the rest as the other end reads."""
         waits = bool(self._unsent)
         if waits and self._unsent_bytes - len(self._unsent[0]) + len(data) > MAX_UNSENT_BYTES:
-            raise ChannelClosedError("the other end does not read")
+            raise ChannelClosedError("the other end has stopped reading")
         self._unsent.append(memoryview(data))
         self._unsent_bytes += len(data)
         if waits:

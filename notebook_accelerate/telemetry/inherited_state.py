@@ -63,7 +63,7 @@ _entered: list[AbstractContextManager[Any]] = []
 
 @dataclass
 class InheritedState:
-    """The state of a kernel and of one of its threads. Fields are None or empty if the library is not loaded.
+    """The state of a kernel and of one of its threads. Fields are None or empty if their library is not loaded.
 
     Attributes:
         python_rng: The state of ``random``.

@@ -396,7 +396,7 @@ def dump(value: Any, what: str, *, keep_device: bool = True, purpose: Purpose = 
 
     Args:
         value: Any value that cloudpickle supports.
-        what: How an error names the value, such as "the function or its arguments".
+        what: The description of the value in errors, such as "the function or its arguments".
         keep_device: Whether tensors are restored on their devices rather than on the CPU.
         purpose: The purpose of the pickle; see `Purpose`.
 

@@ -52,7 +52,7 @@ def dump_result(value: object, what: str, in_channel: int | None) -> PickledResu
 
     Args:
         value: Any value that cloudpickle supports.
-        what: How an error names the value.
+        what: The description of the value in errors.
         in_channel: The maximum size in bytes of a pickle that is not written to files. If None, files are never used.
 
     Raises:
@@ -81,7 +81,7 @@ class _Spool:
 
     Args:
         limit: The number of bytes to keep in memory, or None for no limit.
-        what: How an error names the value.
+        what: The description of the value in errors.
     """
 
     def __init__(self, limit: int | None, what: str) -> None:
@@ -131,7 +131,7 @@ class _File:
     """Writes to an anonymous file as long as there is enough memory.
 
     Args:
-        what: How an error names the value.
+        what: The description of the value in errors.
     """
 
     def __init__(self, what: str) -> None:

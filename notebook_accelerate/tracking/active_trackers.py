@@ -42,7 +42,7 @@ class LiveTracker(GeneralTracker):
 
         Args:
             values: The values by name. Text and media are left to the other trackers.
-            step: The training step.
+            step: The number of the training step.
             kwargs: Not used.
         """
         if telemetry.current_sink() is None:
@@ -138,7 +138,7 @@ def log(
     Args:
         accelerator: The Accelerator whose trackers are used.
         values: Numbers by name. Some trackers also accept text and other values.
-        step: The training step.
+        step: The number of the training step.
         log_kwargs: The arguments for each tracker's `log`, by its name.
 
     Raises:

@@ -20,7 +20,7 @@ def profiled(settings: ProfileKwargs, rank: int, wait: Callable[[], None]) -> It
     Args:
         settings: The settings of the profiler, including the folder of the traces.
         rank: The number of this rank.
-        wait: Waits for all ranks.
+        wait: A function that waits for all ranks.
 
     Yields:
         The profiler. With `output_trace_dir`, each rank writes its trace there at the end and waits for the others. If

@@ -82,7 +82,7 @@ class GeneralTracker:
 
         Args:
             values: Numbers by name. Some trackers also accept text and other values.
-            step: The training step.
+            step: The number of the training step.
             kwargs: Arguments of the vendor's own function.
         """
 
@@ -210,7 +210,7 @@ class RunTracker(VendorTracker):
 
         Args:
             values: Numbers, strings, and the vendor's own media by name.
-            step: The training step.
+            step: The number of the training step.
             kwargs: Arguments of the vendor's `log`.
         """
         self.tracker.log(plain_numbers(values), step=step, **kwargs)
@@ -230,7 +230,7 @@ class ImageRunTracker(RunTracker):
 
         Args:
             values: Lists of images (arrays, tensors, PIL images, paths) by name.
-            step: The training step.
+            step: The number of the training step.
             kwargs: Arguments of the vendor's `Image`, for instance `caption`.
         """
         make_image = import_module(self.name).Image
@@ -298,7 +298,7 @@ def by_kind(
     """Return the values that a tracker can record, with their kinds. Other values are left out, with one warning each.
 
     Args:
-        values: The logged values.
+        values: The values passed to `log`, by name.
         tracker: The name of the vendor, for the warning.
         kinds: The kinds of values that the tracker can record.
 
@@ -339,7 +339,7 @@ def scalars(values: Mapping[str, Any], tracker: str, texts: bool) -> dict[str, A
     Other values are left out, with a warning.
 
     Args:
-        values: The logged values.
+        values: The values passed to `log`, by name.
         tracker: The name of the vendor, for the warning.
         texts: Whether the tracker also records text.
     """
@@ -354,6 +354,6 @@ def plain_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert numpy numbers and tensors with one element to plain numbers, and keep all other values.
 
     Args:
-        values: The logged values.
+        values: The values passed to `log`, by name.
     """
     return {name: value if (number := plain_number(value)) is None else number for name, value in values.items()}

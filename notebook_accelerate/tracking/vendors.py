@@ -62,11 +62,11 @@ class AimTracker(VendorTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Record values.
+        """Record the values of one step.
 
         Args:
             values: Numbers and Aim's own objects by name.
-            step: The training step.
+            step: The number of the training step.
             kwargs: Arguments of `Run.track`, for instance `context`.
         """
         for name, value in plain_numbers(values).items():
@@ -80,7 +80,7 @@ class AimTracker(VendorTracker):
 
         Args:
             values: Images (arrays, tensors, PIL images) by name. A tuple contains an image and its caption.
-            step: The training step.
+            step: The number of the training step.
             kwargs: The arguments of `aim.Image` under ``aim_image``, and those of `Run.track` under ``track``.
         """
         import aim
@@ -143,7 +143,8 @@ class ClearMLTracker(VendorTracker):
 
         Args:
             values: Numbers by name; ``eval_loss`` becomes the series ``eval`` of the plot ``loss``.
-            step: The training step. Without one, a number is recorded as the task's single value of that name.
+            step: The number of the training step. If None, a number is recorded as the task's single value of that
+                name.
             kwargs: Arguments of `report_scalar` or `report_single_value`.
         """
         numbers = scalars(values, "ClearML", texts=False)
@@ -160,7 +161,7 @@ class ClearMLTracker(VendorTracker):
 
         Args:
             values: Images (arrays, PIL images, paths) by name.
-            step: The training step.
+            step: The number of the training step.
             kwargs: Arguments of `report_image`.
         """
         logger = self.tracker.get_logger()
@@ -240,8 +241,8 @@ class CometMLTracker(VendorTracker):
         """Record numbers as metrics, text as other values, and dictionaries of numbers as several metrics.
 
         Args:
-            values: The values by name.
-            step: The training step.
+            values: The values to record, by name.
+            step: The number of the training step.
             kwargs: Arguments of `log_metric`, `log_other` or `log_metrics`.
         """
         if step is not None:
@@ -259,7 +260,7 @@ class CometMLTracker(VendorTracker):
 
 
 class DVCLiveTracker(VendorTracker):
-    """Records with DVCLive.
+    """Records a run with DVCLive.
 
     Args:
         run_name: Name of the project, which DVCLive does not use.
@@ -300,8 +301,8 @@ class DVCLiveTracker(VendorTracker):
         """Record numbers and text, and advance to the next step. Leave out other values, with one warning.
 
         Args:
-            values: The values by name.
-            step: The training step. If None, the step after the last one.
+            values: The values to record, by name.
+            step: The number of the training step. If None, the step after the last one.
             kwargs: Arguments of `log_metric`.
         """
         recorded = scalars(values, "DVCLive", texts=True)
@@ -399,8 +400,8 @@ class MLflowTracker(VendorTracker):
         """Record numbers. Leave out text, with one warning.
 
         Args:
-            values: The values by name.
-            step: The training step.
+            values: The values to record, by name.
+            step: The number of the training step.
             kwargs: Arguments of `mlflow.log_metrics`.
         """
         import mlflow
@@ -513,8 +514,8 @@ class TensorBoardTracker(VendorTracker):
         """Record numbers as scalars, strings as text, and dictionaries of numbers as one group of curves.
 
         Args:
-            values: The values by name.
-            step: The training step.
+            values: The values to record, by name.
+            step: The number of the training step.
             kwargs: Arguments of `add_scalar`, `add_text` or `add_scalars`.
         """
         writers = {
@@ -532,7 +533,7 @@ class TensorBoardTracker(VendorTracker):
 
         Args:
             values: Arrays or tensors of N images by name.
-            step: The training step.
+            step: The number of the training step.
             kwargs: Arguments of `add_images`, for instance ``dataformats="NHWC"``.
         """
         for name, images in values.items():
@@ -592,7 +593,7 @@ class WandBTracker(ImageRunTracker):
             columns: Names of the columns.
             data: The rows.
             dataframe: A pandas DataFrame, in place of columns and rows.
-            step: The training step.
+            step: The number of the training step.
             kwargs: Arguments of the run's `log`.
         """
         import wandb

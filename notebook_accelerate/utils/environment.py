@@ -197,11 +197,11 @@ class CPUInformation:
     """The ranks and world sizes of a process on a CPU."""
 
     rank: int = 0
-    """The index among all ranks."""
+    """The index of the process among all ranks."""
     world_size: int = 1
-    """The number of all ranks."""
+    """The number of ranks on all machines."""
     local_rank: int = 0
-    """The index among the ranks of this machine."""
+    """The index of the process among the ranks of this machine."""
     local_world_size: int = 1
     """The number of ranks on this machine."""
 

@@ -244,7 +244,7 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parameters under names without the prefixes that wrappers add.
 
     Args:
-        named_params: The parameters by name.
+        named_params: The parameters by their names in the model.
     """
     return {plain_name(name): parameter for name, parameter in named_params.items()}
 

@@ -97,7 +97,7 @@ def is_bnb_available(min_version: str | None = None) -> bool:
     """Return whether bitsandbytes is installed.
 
     Args:
-        min_version: The minimum version.
+        min_version: The minimum version that counts as available.
     """
     return is_package("bitsandbytes", minimum=min_version)
 
@@ -138,7 +138,7 @@ def is_numpy_available(min_version: str = "1.25.0") -> bool:
     """Return whether numpy is installed.
 
     Args:
-        min_version: The minimum version.
+        min_version: The minimum version that counts as available.
     """
     return is_package("numpy", minimum=min_version)
 

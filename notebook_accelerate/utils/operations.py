@@ -151,7 +151,7 @@ _DTYPES = (
 TENSOR_TYPE_TO_INT = {dtype: number for number, dtype in enumerate(_DTYPES, start=1)}
 """The number of each dtype, which ranks send instead of the dtype itself."""
 TENSOR_INT_TO_DTYPE = dict(enumerate(_DTYPES, start=1))
-"""The dtype of each number."""
+"""The dtype for each number in `TENSOR_TYPE_TO_INT`."""
 
 
 def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Size | None, int | None]:

@@ -52,7 +52,7 @@ def get_pretty_name(obj: Any) -> str:
     """Return the qualified name of a class or function, or of an object's class.
 
     Args:
-        obj: Any object.
+        obj: The class, the function, or any other object.
     """
     if not hasattr(obj, "__qualname__") and not hasattr(obj, "__name__"):
         obj = type(obj)

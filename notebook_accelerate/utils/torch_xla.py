@@ -33,7 +33,7 @@ def install_xla(upgrade: bool = False, dry_run: bool = False) -> list[str]:
     if not found or sys.platform != "linux":
         raise LaunchError(
             f"there is no torch_xla for Python {python[0]}.{python[1]} on {sys.platform}: it is built for Linux and "
-            f"Python {_dotted(_XLA_RELEASES[-1][1])} to {_dotted(_XLA_RELEASES[0][2])}; use such a notebook"
+            f"Python {_dotted(_XLA_RELEASES[-1][1])} to {_dotted(_XLA_RELEASES[0][2])}; use a notebook with these"
         )
     version = found[0][0]
     wanted = [f"torch=={version}.*", f"torch_xla[tpu]=={version}.*"]

@@ -85,7 +85,7 @@ class Agent:
         finally:  # The prompt ends even if it is interrupted.
             self.sink.send(AnsweredEvent(number))
         if reply.text is None:
-            raise EOFError("the notebook gave no answer")
+            raise EOFError("the notebook sent no answer")
         return reply.text
 
     def _run(self) -> None:

@@ -223,7 +223,7 @@ class DebugAgent:
     # ---- the main thread
 
     def hold(self, traceback: TracebackType) -> None:
-        """Wait, with the frames of a failure, until the user quits the debugger or the kernel ends this process."""
+        """Keep the frames of a failure until the user quits the debugger or the kernel ends this process."""
         self._traceback = traceback
         self._paused = "failed; its frames are kept"
         with suppress(KeyboardInterrupt):  # The kernel sends an interrupt to release the rank.

@@ -238,11 +238,11 @@ class _DeviceReadings:
 
 
 class _BatchCounter:
-    """A hook on a prepared model that sends its first training batches and then removes itself.
+    """A hook on a prepared model that sends fingerprints of the first training batches and then removes itself.
 
     Args:
         gradient_state: See `SanityFacts`. While a prepared loader is being read, inputs are not compared, because
-            models may be given equal noise on all ranks.
+            a function may give models the same noise on all ranks.
     """
 
     def __init__(self, gradient_state: Any) -> None:

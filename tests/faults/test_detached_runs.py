@@ -212,7 +212,7 @@ def test_only_the_user_of_the_run_can_attach_and_stop(
 def test_a_function_that_cannot_be_launched_detached_raises_an_error(state: Path, tmp_path: Path) -> None:
     with pytest.raises(SerializationError, match="the function or its arguments"):
         notebook_launcher(print, ((number for number in range(1)),), num_processes=1, detach=True, panel=False)
-    with pytest.raises(ValueError, match="detached runs use this machine only"):
+    with pytest.raises(ValueError, match="because detached runs use this machine only"):
         notebook_launcher(int, (), num_processes=1, detach=True, num_nodes=2)
     with pytest.raises(ValueError, match="start_method='inline'"):
         notebook_launcher(int, (), num_processes=1, detach=True, start_method="inline")

@@ -69,7 +69,7 @@ def config_command(args: argparse.Namespace) -> None:
 
 
 def get_cluster_input(read: Callable[[str], str]) -> ClusterConfig:
-    """Ask for a configuration.
+    """Ask the user for the contents of a configuration file.
 
     Args:
         read: A function like ``input``, which shows a prompt and returns the line that the user types.

@@ -39,7 +39,7 @@ def test_unknown_values_of_on_raise_with_the_allowed_ones(on: Any) -> None:
         ("wait", 0, "above 0"),
         ("start_timeout", "soon", "above 0"),
         ("runtime_env", {"pip": object()}, "plain values"),
-        ("runtime_env", "pip", "it is not a dict"),
+        ("runtime_env", "pip", "the value is not a dict"),
     ],
 )
 def test_errors_name_the_wrong_field(field: str, value: Any, words: str) -> None:
