@@ -245,7 +245,7 @@ class ConfigPanel(Panel):
 
         Args:
             function: The training function. If None, the one chosen in the panel.
-            args: Its arguments. If None, those chosen in the panel.
+            args: The function's arguments. If None, those entered in the panel.
 
         Returns:
             The run, which is also appended to ``runs``.

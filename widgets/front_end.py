@@ -37,7 +37,7 @@ class FrontEnd:
     """The facts about the front end that messages from it have shown.
 
     Attributes:
-        drawn: Whether it has drawn a live view.
+        drawn: Whether the front end has drawn a live view.
     """
 
     def __init__(self) -> None:

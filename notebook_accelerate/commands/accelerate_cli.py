@@ -27,7 +27,7 @@ def parser_for(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """Create the parser of a command line, with only the command that it names, or with all commands if it names none.
 
     Args:
-        arguments: The command line.
+        arguments: The arguments of the command line, without the program's name.
     """
     parser = argparse.ArgumentParser(
         PROGRAM,

@@ -227,13 +227,13 @@ def _check_devices(args: argparse.Namespace, found: ClusterConfig) -> None:
     gpus = str(found.gpu_ids or "all")
     several = kind.startswith("MULTI_") and kind != "MULTI_CPU" and found.num_machines < 2
     if several and gpus != "all" and "," not in gpus:
-        raise ValueError(f"several GPUs are needed, and gpu_ids={gpus} selects one; pass --gpu_ids all")
+        raise ValueError(f"several GPUs are needed, but gpu_ids={gpus} selects one; pass --gpu_ids all")
     if kind == "XLA" and option(args, "no_python", False):
         raise ValueError("--no_python is not possible on a TPU; pass a Python script or, with --module, a module")
 
 
 def log_streams(args: argparse.Namespace) -> dict[int, int] | int:
-    """Return the streams that ``--tee`` selects, as in torchrun: 0 to 3 (default: 3), or one of these by local rank.
+    """Return the streams that ``--tee`` selects, as in torchrun: 0 to 3 (by default 3), or one of these by local rank.
 
     Raises:
         ValueError: The text is not in this format.

@@ -100,7 +100,7 @@ class SageMakerDistributedType(_NamedEnum):
 
 
 class ComputeEnvironment(_NamedEnum):
-    """Environments in which training runs."""
+    """Environments that training can run in."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"

@@ -253,7 +253,7 @@ class FullyShardedDataParallelPlugin:
             override: Whether to replace an earlier policy.
 
         Raises:
-            ValueError: The precision is not known.
+            ValueError: The precision is unknown.
         """
         if (
             self.mixed_precision_policy is not None
@@ -334,13 +334,13 @@ class FullyShardedDataParallelPlugin:
         )
 
     def set_state_dict_type(self, state_dict_type: str | StateDictType | None = None) -> None:
-        """Set the type of state dicts, as torch's objects.
+        """Set the type of state dicts, and torch's settings for this type.
 
         Args:
             state_dict_type: FULL_STATE_DICT, LOCAL_STATE_DICT or SHARDED_STATE_DICT. If None, the type is kept.
 
         Raises:
-            ValueError: The type is not one of this FSDP version.
+            ValueError: This version of FSDP does not have the type.
         """
         from torch.distributed import fsdp
 

@@ -234,7 +234,7 @@ def _check_port(value: object) -> None:
 def _endpoint(value: str) -> tuple[str, int]:
     address, _, port = value.rpartition(":")
     if not address or not port.isdigit():
-        raise ValueError(f"rdzv_endpoint={value!r} is not host:port; write rdzv_endpoint='10.0.0.1:29500'")
+        raise ValueError(f"rdzv_endpoint={value!r} is not host:port; pass one, such as '10.0.0.1:29500'")
     return address.strip("[]"), int(port)
 
 

@@ -191,8 +191,8 @@ class MegatronLMPlugin:
                 check_whole_number(name, value)
         if self.sequence_parallelism and self.tp_degree == 1:
             raise ValueError(
-                "sequence_parallelism=True splits sequences over the ranks that share tensors, and tp_degree=1 has "
-                "none; set tp_degree above 1, or leave sequence_parallelism out"
+                "sequence_parallelism=True splits sequences across the ranks that share tensors, but with tp_degree=1 "
+                "no ranks do; set tp_degree above 1, or leave sequence_parallelism out"
             )
         if (self.context_parallel_size or 1) > 1:
             raise ValueError(

@@ -243,7 +243,7 @@ class RankReader:
         self._read_items([(trace.start[event], trace.end(event)) for event in reads if event not in scaler])
 
     def _small_names(self, events: Sequence[int]) -> dict[int, bool]:
-        """Return the names of the operations, each with whether it is small.
+        """Return whether each operation counts as small, by the operation's name.
 
         The median is used because a single call takes long if the thread is interrupted.
         """

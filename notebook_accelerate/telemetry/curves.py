@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class MetricSeries(NamedTuple):
-    """The points of one metric on all ranks, in order of time.
+    """The points of one metric on all ranks, in chronological order.
 
     Attributes:
         name: The name of the metric.

@@ -344,7 +344,7 @@ def size_cell(nbytes: float) -> str:
 
 
 def memory_rows(report: Mapping[str, Any]) -> list[tuple[str, int]]:
-    """Return the names and bytes of what a rank's memory contains, without empty ones."""
+    """Return the names of the parts of a rank's memory and their sizes in bytes, without empty parts."""
     rows = [(str(name), int(nbytes)) for name, nbytes in report["parts"].items()]
     if peak := report.get("activations at the peak"):
         rows.append(("activations at the peak", int(peak)))

@@ -66,7 +66,7 @@ class ResourceSampler:
         self._thread.join()
 
     def _run(self) -> None:
-        # Take the first sample early, for short runs. psutil needs two readings for a CPU rate.
+        # Take the first sample early, because runs may be short, and psutil needs two readings for a CPU rate.
         if self._stop.wait(min(0.2, self._period)):
             return
         gpus = GpuReader()

@@ -1,6 +1,6 @@
 """Checks for packages, devices and precisions, which do not import large packages.
 
-The package itself uses `hardware.packages` and `hardware.device_counts` instead.
+The package itself uses `hardware.versions` and `hardware.device_counts` instead.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ def install_tpu(upgrade: bool = False, dry_run: bool = False) -> list[str]:
     if python < _TPU_PYTHON or sys.platform != "linux":
         raise LaunchError(
             f"there is no torch_tpu for Python {_dotted(python)} on {sys.platform}: it is built for Linux and Python "
-            f"{_dotted(_TPU_PYTHON)} or later; use such a notebook, or torch_xla: "
+            f"{_dotted(_TPU_PYTHON)} or later; use a notebook with these, or torch_xla: "
             "notebook_accelerate.utils.install_xla()"
         )
     oldest, newest = _TPU_TORCH

@@ -443,7 +443,7 @@ class DebugAgent:
             self._queue(serve, refuse, key=key)
 
     def _find(self, name: str, frame: FrameType | None) -> FrameType | None:
-        """Return the requested function's frame. Without a name, the debugger's, the failure's or the function's."""
+        """Return the frame of the function that a request names, or else of the debugger, failure or function."""
         stopped = breakpoints.stopped_frame()
         if stopped is not None:
             return stopped if not name else stacks.find_frame(stopped, name, self._code)

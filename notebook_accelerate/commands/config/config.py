@@ -64,7 +64,7 @@ def config_command(args: argparse.Namespace) -> None:
     """
     print("Press Enter to accept the answer in brackets.\n")
     config = get_cluster_input(input)
-    config.to_launch_arguments()  # Raise the errors that a launch would raise before writing the file.
+    config.to_launch_arguments()  # Before the file is written, this raises the errors that a launch would raise.
     print(f"\nthe configuration is in {_write(config, args.config_file)}")
 
 
