@@ -19,7 +19,10 @@ BEHIND_SHARE = 0.1
 BEHIND_SECONDS = 3.0
 """A rank is far behind if it is 20 steps and a tenth of its steps behind the leading rank for this many seconds."""
 CONFIRMED_BATCH = 2
-
+_SAME_DATA = (
+    "every rank trains on the same data (batches 1 and 2 are equal everywhere); for data from a loader: "
+    "loader = accelerator.prepare(loader); for random data: set_seed(42, device_specific=True) gives each rank its own"
+)
 
 _NUMBERS = {
     "loss": ("loss", "backward"),
@@ -113,8 +116,7 @@ class SanityChecks:
         first, second = (next(iter(rows.values())) for rows in batches)
         if first == second or len(set(first[1:])) < 2:  # The data may be constant or equal on purpose.
             return []
-        fix = "loader = accelerator.prepare(loader) gives each rank its share"
-        return self._once("batch", f"every rank trains on the same data (batches 1 and 2 are equal everywhere); {fix}")
+        return self._once("batch", _SAME_DATA)
 
     def _not_finite(self, check: str) -> list[str]:
         numbers = self._numbers[check]

@@ -1,9 +1,10 @@
 """The part of the kernel's state that every rank starts with, whichever way it is started.
 
-A rank starts as a function called in the cell would: with the state of the kernel's random number generators, and with
-the torch and numpy settings of the process and of the cell's thread. All ranks start from the same random state, so a
-model built in the function is the same on every rank, and a run in a seeded kernel can be repeated. A launch does not
-advance the kernel's own generators.
+A rank starts as a function called in the cell would: with the torch and numpy settings of the process and of the cell's
+thread. If the user has seeded one of the kernel's random number generators, all ranks start from the state of all of
+them, so a run can be repeated. A launch does not advance the kernel's own generators. If nothing was seeded, each rank
+of each launch seeds its generators from the system, as processes started by torchrun do. Otherwise all ranks would
+train on the same random numbers, and every launch would repeat the one before.
 
 Two settings are not inherited: the number of threads, which the launch plan decides, and the index of the default
 device, which would put all ranks on one device.
@@ -57,6 +58,24 @@ _PYTHON_SETTINGS: dict[str, str] = {
 }
 """Functions of the standard library that change a setting, each with the function that returns the setting."""
 
+_LARGEST_SEED, _LARGEST_DEVICE_SEED = 1 << 48, 1 << 32
+"""Seeds below these count as chosen. Torch draws its first seed from 64 random bits, and of CUDA devices from 53."""
+_REFILLS = 100
+"""Number of blocks of 624 draws from ``random`` to follow. After more draws, the generator counts as seeded."""
+
+_torch_seed_at_import: int | None = sys.modules["torch"].initial_seed() if "torch" in sys.modules else None
+_python_at_start: Any = None
+"""The state of ``random`` when this module was imported, or when this process was forked later."""
+
+
+def _note_python_state() -> None:
+    global _python_at_start  # noqa: PLW0603 - a process has one
+    _python_at_start = random.getstate()
+
+
+_note_python_state()
+os.register_at_fork(after_in_child=_note_python_state)  # Python seeds `random` again in a forked process.
+
 _entered: list[AbstractContextManager[Any]] = []
 """Contexts that this rank never leaves. They are kept, because inference mode ends when its guard is collected."""
 
@@ -64,6 +83,8 @@ _entered: list[AbstractContextManager[Any]] = []
 @dataclass
 class InheritedState:
     """The state of a kernel and of one of its threads. Fields are None or empty if their library is not loaded.
+
+    The states of random number generators are also None if the user has seeded none of them.
 
     Attributes:
         python_rng: The state of ``random``.
@@ -93,41 +114,123 @@ def capture_inherited_state() -> InheritedState:
 
     This neither imports a module nor starts an accelerator.
     """
-    state = InheritedState(random.getstate(), _python_settings(), _umask())
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and hasattr(numpy, "random"):
-        state.numpy_rng, state.numpy_errors = numpy.random.get_state(), numpy.geterr()
-    torch: Any = sys.modules.get("torch")
-    if torch is not None and hasattr(torch, "get_default_device"):
-        state.torch_rng = torch.get_rng_state().numpy().tobytes()
-        state.device_seed = cuda_seed()
+    state = InheritedState(python=_python_settings(), umask=_umask())
+    numpy, torch = _loaded("numpy", "geterr"), _loaded_torch()
+    if numpy is not None:
+        state.numpy_errors = numpy.geterr()
+    if torch is not None:
         state.settings = _process_settings(torch)
         state.thread = _thread_settings(torch)
+    if _is_seeded(_loaded_numpy_random(), torch):
+        state.python_rng = random.getstate()
+        state.numpy_rng = None if numpy is None else numpy.random.get_state()
+        if torch is not None:
+            state.torch_rng = torch.get_rng_state().numpy().tobytes()
+            state.device_seed = cuda_seed()
     return state
+
+
+def _loaded(name: str, attribute: str) -> Any:
+    """Return a module, or None if it is not loaded. It lacks the attribute if a thread is still importing it."""
+    module = sys.modules.get(name)
+    return module if hasattr(module, attribute) else None
+
+
+def _loaded_torch() -> Any:
+    return _loaded("torch", "get_default_device")
+
+
+def _loaded_numpy_random() -> Any:
+    return _loaded("numpy.random", "get_bit_generator")
 
 
 def apply_inherited_state(state: InheritedState) -> None:
     """Apply the captured state to this process and the calling thread."""
-    random.setstate(state.python_rng)
+    _apply_random_state(state)
     for name, value in state.python.items():
         module, _, setting = name.partition(".")
         getattr(import_module(module), setting)(value)
     if state.umask is not None:
         os.umask(state.umask)
-    if state.numpy_rng is not None:
-        import numpy as np
+    if state.numpy_errors:
+        import_module("numpy").seterr(**state.numpy_errors)
+    if state.settings:
+        torch = import_module("torch")
+        _apply_process_settings(torch, state.settings)
+        _apply_thread_settings(torch, state.thread)
 
-        np.random.set_state(state.numpy_rng)  # noqa: NPY002 - users share the legacy generator
-        np.seterr(**state.numpy_errors)
+
+# ---- random numbers
+
+
+def _is_seeded(numpy_random: Any, torch: Any) -> bool:
+    """Return whether the user has seeded a random number generator of this process.
+
+    Args:
+        numpy_random: The module, or None if it is not loaded.
+        torch: The module, or None if it is not loaded.
+    """
+    return (
+        (torch is not None and _is_torch_seeded(torch))
+        or (numpy_random is not None and _is_numpy_seeded(numpy_random))
+        or not _has_only_drawn(_python_at_start, random.getstate())
+    )
+
+
+def _is_torch_seeded(torch: Any) -> bool:
+    seed = torch.initial_seed()
+    if _torch_seed_at_import is not None and seed != _torch_seed_at_import:
+        return True
+    device = cuda_seed()
+    if device is not None and (device < _LARGEST_DEVICE_SEED or not torch.cuda.is_initialized()):
+        return True
+    return bool(min(seed, (1 << 64) - seed) < _LARGEST_SEED)  # Torch adds 2**64 to a negative seed.
+
+
+def _is_numpy_seeded(numpy_random: Any) -> bool:
+    # A generator that numpy has seeded from the system at its import has a seed sequence, until the user seeds it.
+    # numpy 1.24 does not show the sequence.
+    generator = numpy_random.get_bit_generator()
+    return type(generator) is not numpy_random.MT19937 or getattr(generator, "seed_seq", None) is None
+
+
+def _has_only_drawn(before: Any, now: Any) -> bool:
+    """Return whether drawing numbers from ``random`` leads from one of its states to another, within `_REFILLS`."""
+    walk = random.Random()  # noqa: S311 - it only repeats the numbers of another generator
+    walk.setstate(before)
+    for _ in range(_REFILLS):
+        *block, position = walk.getstate()[1]
+        if tuple(block) == now[1][:-1]:
+            return bool(position <= now[1][-1])
+        # Draw the rest of the block, and one number of the next block, which is computed at this moment.
+        walk.getrandbits(32 * (len(block) - position + 1))
+    return False
+
+
+def _apply_random_state(state: InheritedState) -> None:
+    """Set the random number generators to the captured states, or seed the loaded ones from the system."""
+    if state.python_rng is None:
+        _seed_from_system(_loaded_numpy_random(), _loaded_torch())
+        return
+    random.setstate(state.python_rng)
+    if state.numpy_rng is not None:
+        import_module("numpy").random.set_state(state.numpy_rng)
     if state.torch_rng is not None:
-        torch: Any = import_module("torch")
+        torch = import_module("torch")
         numbers = torch.frombuffer(bytearray(state.torch_rng), dtype=torch.uint8)
         torch.set_rng_state(numbers)
         if state.device_seed is not None:
             torch.manual_seed(state.device_seed)  # The seed is used once a device is initialised.
             torch.set_rng_state(numbers)
-        _apply_process_settings(torch, state.settings)
-        _apply_thread_settings(torch, state.thread)
+
+
+def _seed_from_system(numpy_random: Any, torch: Any) -> None:
+    random.seed()
+    if numpy_random is not None:
+        numpy_random.seed()
+    if torch is not None:
+        # Devices that were not seeded in the kernel are seeded from the system on their first use in this process.
+        torch.default_generator.seed()
 
 
 def _python_settings() -> dict[str, Any]:

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from tests.support import pages
 from tests.support.kernel import Kernel
 from tests.support.launching import alive, children, ready_kernel, said
 
@@ -119,6 +120,31 @@ def test_all_start_methods_give_the_same_random_numbers(kernel: Kernel) -> None:
     )
     kernel.check("drawn = [launch(draw, start_method=m).results for m in ('fork', 'zygote', 'spawn')]")
     assert kernel.check("set(sum(drawn, ())) == {draw()}").result_text == "True"
+
+
+@pytest.mark.parametrize("method", ["fork", "zygote", "spawn"])
+def test_ranks_of_an_unseeded_kernel_draw_different_numbers_in_every_launch(method: str) -> None:
+    with Kernel() as kernel:
+        kernel.check(
+            "import random, numpy as np, torch\nfrom notebook_accelerate import notebook_launcher\n"
+            "random.random(), np.random.rand(), torch.rand(1)\ndef draw():\n"
+            "    return random.random(), float(np.random.rand()), torch.rand(1).item()\n"
+            f"options = dict(num_processes=2, use_port=0, start_method={method!r})"
+        )
+        kernel.check("rows = [row for _ in range(2) for row in notebook_launcher(draw, **options).results]")
+        assert kernel.value("[len(set(numbers)) for numbers in zip(*rows)]") == [4, 4, 4]
+
+
+@pytest.mark.parametrize("seed", ["", "torch.manual_seed(0)"], ids=["unseeded", "seeded"])
+def test_the_first_cell_of_the_readme_warns_only_if_the_ranks_have_one_seed(seed: str) -> None:
+    with Kernel() as kernel:
+        kernel.check(f"import torch; {seed}")
+        cell = kernel.check(pages.first_cell())
+        warnings = kernel.value("run.warnings")
+    assert [re.sub(r"^.*; for random data: ", "", text) for text in warnings] == (
+        ["set_seed(42, device_specific=True) gives each rank its own"] if seed else []
+    )
+    assert ("⚠" in cell.stderr) == bool(seed)
 
 
 def test_tensors_sent_to_a_zygote_rank_are_copies(kernel: Kernel) -> None:

@@ -70,6 +70,11 @@ def pages() -> list[Path]:
     return sorted(DOCS.rglob("*.md"))
 
 
+def first_cell() -> str:
+    """Return the first cell of the README, which a new user pastes into a notebook."""
+    return next(block.source for block in blocks(README.read_text()) if block.language == "python")
+
+
 def packages_needed(text: str) -> str:
     """Return the packages that a page needs, separated by commas."""
     return ", ".join(value for kind, name, value in _COMMENT.findall(text) if (kind, name) == ("page", "needs"))

@@ -94,7 +94,8 @@ def test_equal_data_is_reported_after_two_batches() -> None:
     assert _send(found, "batch", 1, [2.0, 1.0, 2.0], [2.0, 1.0, 2.0]) == []
     [text] = _send(found, "batch", 2, [2.0, 3.0, 4.0], [2.0, 3.0, 4.0])
     assert text.startswith("every rank trains on the same data")
-    assert "accelerator.prepare(loader)" in text
+    assert "for data from a loader: loader = accelerator.prepare(loader)" in text
+    assert "for random data: set_seed(42, device_specific=True)" in text
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,7 @@ def test_inference_mode_is_inherited() -> None:
 
 
 def test_the_random_state_is_inherited_and_the_kernels_own_is_unchanged() -> None:
+    torch.manual_seed(0)
     state = capture_inherited_state()
     expected = torch.rand(3).tolist(), np.random.rand(3).tolist()  # noqa: NPY002 - the generator that is inherited
     apply_inherited_state(state)
@@ -128,13 +129,23 @@ else:
 """
 
 
-def _in_processes(interpreters: InterpreterServer, setup: str, expression: str) -> Any:
-    """Set something in one interpreter and apply its state in another. Return the value of an expression there."""
+def _captured(interpreters: InterpreterServer, setup: str) -> str:
+    """Run ``setup`` in an interpreter and return its state."""
     kernel = interpreters.run("-c", _RANK, "kernel", setup, env=os.environ)
     assert kernel.returncode == 0, kernel.stderr
-    rank = interpreters.run("-c", _RANK, "rank", expression, env=os.environ, answers=kernel.stdout)
+    return kernel.stdout
+
+
+def _applied(interpreters: InterpreterServer, state: str, expression: str) -> Any:
+    """Apply a state in an interpreter and return the value of ``expression`` there."""
+    rank = interpreters.run("-c", _RANK, "rank", expression, env=os.environ, answers=state)
     assert rank.returncode == 0, rank.stderr
     return json.loads(rank.stdout)
+
+
+def _in_processes(interpreters: InterpreterServer, setup: str, expression: str) -> Any:
+    """Set something in one interpreter and apply its state in another. Return the value of an expression there."""
+    return _applied(interpreters, _captured(interpreters, setup), expression)
 
 
 def test_a_process_that_is_not_forked_inherits_the_settings_of_the_process(interpreters: InterpreterServer) -> None:
@@ -161,6 +172,44 @@ torch.set_float32_matmul_precision("medium")
     )
     expected = [True, False, False, 1, True, "torch.float64", True, False, "medium"]
     assert _in_processes(interpreters, setup, f"[{', '.join(names)}]") == expected
+
+
+_NUMBERS = "[torch.rand(1).item(), __import__('numpy').random.rand(), __import__('random').random()]"
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        "torch.manual_seed(0)",
+        "torch.manual_seed(-1)",
+        "torch.manual_seed(1 << 60)",
+        "torch.cuda.manual_seed(0)",
+        "import numpy; numpy.random.seed(0)",
+        "import random; random.seed(0)",
+        "import random; random.setstate(random.getstate()); random.random(); random.seed(0); random.random()",
+        "import notebook_accelerate.utils; notebook_accelerate.utils.set_seed(0)",
+    ],
+)
+def test_ranks_of_a_seeded_kernel_draw_the_same_numbers(interpreters: InterpreterServer, setup: str) -> None:
+    setup = f"import numpy.random\n{setup}"
+    state = _captured(interpreters, setup)
+    first, second = (_applied(interpreters, state, _NUMBERS) for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    "setup",
+    [
+        "pass",
+        "import numpy; torch.rand(10_000); numpy.random.rand(10_000)",
+        "import random; [random.random() for _ in range(10_000)]",
+        "torch.set_rng_state(torch.get_rng_state())",
+    ],
+)
+def test_ranks_of_a_kernel_that_was_not_seeded_draw_other_numbers(interpreters: InterpreterServer, setup: str) -> None:
+    state = _captured(interpreters, setup)
+    first, second = (_applied(interpreters, state, _NUMBERS) for _ in range(2))
+    assert all(one != other for one, other in zip(first, second, strict=True))
 
 
 def test_precisions_set_with_the_newer_settings_are_inherited(interpreters: InterpreterServer) -> None:
