@@ -62,7 +62,7 @@ class Worker:
         self._model: Any = None
 
     def small(self, how: str) -> float:
-        """Return the seconds that hooks add to a forward pass of 100 small layers."""
+        """Return how many seconds hooks add to a forward pass of 100 small layers."""
         model, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(100)]).eval(), torch.randn(2, 8)
         plain = _median(lambda: model(x), 30)
         if how == "align":
@@ -79,7 +79,7 @@ class Worker:
         return seconds
 
     def read(self) -> float:
-        """Return the seconds that it takes to read all files of the offloaded model into one buffer."""
+        """Return how many seconds it takes to read all files of the offloaded model into one buffer."""
         buffer = bytearray(4 * WIDTH * WIDTH * 4)
         begin = time.perf_counter()
         for path in sorted((self._folder / "offloaded").glob("*.dat")):
@@ -88,7 +88,7 @@ class Worker:
         return time.perf_counter() - begin
 
     def disk(self) -> float:
-        """Return the seconds of a forward pass of the 1 GB model that is offloaded to disk."""
+        """Return how many seconds a forward pass takes with the 1 GB model offloaded to disk."""
         x = torch.randn(TOKENS, WIDTH)
         if self._model is None:
             with self._package.init_empty_weights():
@@ -98,12 +98,12 @@ class Worker:
         return _median(lambda: self._model(x), 1)
 
     def gpu_compute(self) -> float:
-        """Return the seconds of a forward pass of the 1 GB model that is completely on the GPU."""
+        """Return how many seconds a forward pass takes with the 1 GB model completely on the GPU."""
         model, x = self._filled().to("cuda"), torch.randn(TOKENS, WIDTH, device="cuda")
         return _median(lambda: _on_gpu(model, x), 10)
 
     def gpu_transfer(self) -> float:
-        """Return the seconds that it takes to copy the 1 GB model's weights from pinned memory to the GPU."""
+        """Return how many seconds it takes to copy the 1 GB model's weights from pinned memory to the GPU."""
         weights = [parameter.detach().pin_memory() for parameter in self._filled().parameters()]
         places = [torch.empty_like(weight, device="cuda") for weight in weights]
 
@@ -115,7 +115,7 @@ class Worker:
         return _median(copy, 10)
 
     def gpu(self) -> float:
-        """Return the seconds of a forward pass on the GPU, with the 1 GB model offloaded to CPU memory."""
+        """Return how many seconds a forward pass takes on the GPU, with the 1 GB model offloaded to CPU memory."""
         x = torch.randn(TOKENS, WIDTH, device="cuda")
         if self._model is None:
             self._model = self._package.cpu_offload(self._filled(), torch.device("cuda", 0))
@@ -123,7 +123,7 @@ class Worker:
         return _median(lambda: _on_gpu(self._model, x), 1)
 
     def map(self, layout: str) -> dict[str, float]:
-        """Return the seconds that a device map for 128,000 modules takes, and those of traversing the modules once."""
+        """Return how many seconds a device map for 128,000 modules and one traversal of the modules take."""
         with torch.device("meta"):
             model = _flat(128_000) if layout == "flat" else nn.ModuleList([_flat(31) for _ in range(4000)])
         total = 40 * 128_000

@@ -128,7 +128,7 @@ def train(size: tuple[int, int, int]) -> list[list[list[float]]]:
 
 
 def checks() -> float:
-    """Return the seconds that the checks alone take in one step."""
+    """Return how many seconds the checks alone take in one step."""
     import torch
 
     from notebook_accelerate.worker.sanity_facts import SanityFacts

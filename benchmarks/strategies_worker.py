@@ -244,7 +244,7 @@ class Worker:
         return resident("VmHWM") - int(self.training.before)
 
     def save(self, folder: str, blocking: str) -> dict[str, float]:
-        """Save the state. Return the seconds of the call, and those including the slowdown of the next two steps."""
+        """Save the state. Return how many seconds the call takes, alone and with the slowdown of the next two steps."""
         options = {} if blocking == "yes" else {"blocking": False}
         if dist.get_rank() == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -258,7 +258,7 @@ class Worker:
         return {"call": call, "stall": call + (longer if options else 0.0)}
 
     def load(self, folder: str) -> float:
-        """Load the state. Return the seconds of the call."""
+        """Load the state. Return the duration of the call in seconds."""
         dist.barrier()
         return self._timed(lambda: self.training.accelerator.load_state(folder))
 

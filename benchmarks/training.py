@@ -270,7 +270,7 @@ def saving() -> Iterator[Figure]:
 
 
 def time_saves(folder: str) -> list[list[float]]:
-    """Return the seconds of each side's `save_state`, which here does not block. The disk is idle before each save."""
+    """Return the time of each side's `save_state`, here with `blocking=False`. The disk is idle before each save."""
     import os
 
     import torch
@@ -305,7 +305,7 @@ def imports() -> Iterator[Figure]:
 
 
 def import_seconds(package: str) -> float:
-    """Return the seconds of the import in a new interpreter that has already imported torch."""
+    """Return how many seconds the import takes in a new interpreter that has already imported torch."""
     code = (
         "import time, torch; begin = time.perf_counter()\n"
         f"from {package} import Accelerator\nprint(time.perf_counter() - begin)"

@@ -31,7 +31,7 @@ def preparing() -> Iterator[Figure]:
 
 
 def time_preparing() -> list[list[float]]:
-    """Return the seconds of a call on a rank, by side."""
+    """Return the duration in seconds of a call on a rank, by side."""
     import torch
 
     def side(accelerator: Any) -> Callable[[], float]:
@@ -56,7 +56,7 @@ def clipping() -> Iterator[Figure]:
 
 
 def time_clipping() -> list[list[float]]:
-    """Return the seconds of a call on a rank, by side (torch, here, peer)."""
+    """Return the duration in seconds of a call on a rank, by side (torch, here, peer)."""
     import torch
 
     parameters = [torch.nn.Parameter(torch.ones(64, 64)) for _ in range(200)]
@@ -98,7 +98,7 @@ def objects() -> Iterator[Figure]:
 
 
 def time_objects() -> list[list[float]]:
-    """Return the seconds of a call on a rank, by side."""
+    """Return the duration in seconds of a call on a rank, by side."""
     accelerators()
     values = [{"id": index, "text": f"sample {index}"} for index in range(10_000)]
     utils = [import_module(f"{name}.utils") for name in (HERE, PEER)]
@@ -169,7 +169,7 @@ def small_tensors() -> Iterator[Figure]:
 
 
 def time_small_tensors(folder: str) -> list[list[list[float]]]:
-    """Return the seconds for saving and for loading, each by side. The disk is idle before each save."""
+    """Return how many seconds saving and loading take, each by side. The disk is idle before each save."""
     import torch
 
     saves, loads = [], []

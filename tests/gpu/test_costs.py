@@ -47,7 +47,7 @@ def seconds(step: Callable[[], None]) -> float:
 
 
 def both(strategy: str) -> tuple[float, float]:
-    """Return the seconds of a step in a prepared and in a plain training run, measured in turns."""
+    """Return the duration of a step, in seconds, in a prepared and in a plain training run, measured in turns."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1000)
     accelerator = Accelerator(fsdp_plugin=plugin if strategy == "fsdp" else None)
     device = accelerator.device
@@ -77,7 +77,7 @@ def test_a_step_costs_as_much_as_in_plain_torch(world: int, strategy: str, figur
 
 
 def offloaded() -> tuple[float, float, float]:
-    """Return the seconds of a forward pass with offloaded weights, of copying alone, and of computing alone."""
+    """Return how many seconds a forward pass with offloaded weights, copying alone, and computing alone take."""
     device = Accelerator().device
     inputs = gpu.batch(0, ROWS, WIDTH).to(device)
     model = gpu.network(WIDTH, DEPTH).eval()

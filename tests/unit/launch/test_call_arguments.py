@@ -75,7 +75,7 @@ class _FromFile:
         self.arguments = {"lr": 0.1}
 
     def stop(self, grace: float = 5.0, wait: bool = True) -> None:
-        raise AssertionError("its row has no Stop")
+        raise AssertionError("the row of this run has no Stop button")
 
 
 def test_a_record_of_a_run_is_enough_for_the_table() -> None:
