@@ -1,7 +1,7 @@
 """The Accelerate training API, launched, watched and debugged from a notebook cell.
 
-The public names are imported on first use (PEP 562), so that `import notebook_accelerate` takes milliseconds and does
-not import torch, because kernels, planners and panels import this package long before anything is trained.
+Public names are imported on first use (PEP 562), so that `import notebook_accelerate` takes milliseconds and does not
+import torch. Kernels, planners and panels import this package long before anything is trained.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from notebook_accelerate._lazy import reexport
 
 if TYPE_CHECKING:
-    # Submodules that scripts use as attributes after `import notebook_accelerate`.
+    # The submodules that scripts use as attributes after `import notebook_accelerate`.
     from notebook_accelerate import (
         accelerator as accelerator,
         big_modeling as big_modeling,
@@ -97,11 +97,11 @@ __version__ = "0.1.0"
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Register ``%%ranks`` and the other magics when a user runs ``%load_ext notebook_accelerate``."""
+    """Register ``%%ranks`` and the other magics, when a user runs ``%load_ext notebook_accelerate``."""
     from notebook_accelerate.magics import load
 
     load(shell)
 
 
-# `from notebook_accelerate import *` in a notebook must not hide the user's own variables of these common names.
+# `from notebook_accelerate import *` in a notebook must not hide the user's own variables with these common names.
 reexport(__name__, without={"attach", "configure", "debug", "runs", "shutdown"})

@@ -10,18 +10,18 @@ from contextlib import contextmanager
 
 
 class _Blocks:
-    """The blocks, in all threads of this process, that currently pause garbage collection."""
+    """Counts the blocks that currently pause garbage collection, in all threads of this process."""
 
     def __init__(self) -> None:
         self._reset()
 
     def _reset(self) -> None:
-        self._lock = RLock()  # The lock is reentrant, because a signal handler or a finalizer may also enter a block.
+        self._lock = RLock()  # It is reentrant, because a signal handler or finalizer may enter a block, too.
         self._entered = 0
         self._switched_off = False
 
     def resume_in_child(self) -> None:
-        """Resume garbage collection in a process forked inside a block, because other threads do not exist there."""
+        """Resume garbage collection in a process forked inside a block, where the other threads do not exist."""
         if self._switched_off:
             gc.enable()
         self._reset()
@@ -49,11 +49,11 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause automatic garbage collection in all threads inside the block, which creates objects but drops few.
+    """Pause automatic garbage collection in all threads inside a block that creates many objects, but drops few.
 
-    The collector runs whenever a number of new objects exist, and a full collection inspects all objects of the
-    process, which takes 0.1 s once torch is imported. If collection is already off, it stays off. If another thread
-    calls ``gc.disable()`` inside the block, collection is on again after the block.
+    The collector runs whenever there is a certain number of new objects, and a full collection inspects all objects of
+    the process, which takes 0.1 s once torch is imported. If collection is already off, it stays off. If another thread
+    calls ``gc.disable()`` inside the block, collection is nevertheless on after the block.
     """
     process = os.getpid()
     _blocks.enter()

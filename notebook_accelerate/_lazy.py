@@ -1,4 +1,4 @@
-"""Modules that only re-export names, and import each name from its home on first use (PEP 562)."""
+"""Modules that only re-export names, and import each name from the module that defines it on first use (PEP 562)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from notebook_accelerate._collection import gc_paused
 
 
 class _LazyModule(ModuleType):
-    """A module that imports its exports on first use. If a client replaces a name here, it is replaced in its home."""
+    """A module that imports its exports on first use. Replacing a name here also replaces it in the defining module."""
 
     def __getattr__(self, name: str) -> Any:
         homes, submodules = exports(self.__name__)
@@ -30,7 +30,7 @@ class _LazyModule(ModuleType):
         return value
 
     def __setattr__(self, name: str, value: object) -> None:
-        # Importing a submodule sets it as an attribute of its package, but must not hide an export: utils.tqdm is both.
+        # Importing a submodule sets an attribute of its package, which must not hide an export: utils.tqdm is both.
         if isinstance(value, ModuleType) and name in exports(self.__name__).homes:
             return
         if name in exports(self.__name__).homes:
@@ -42,15 +42,15 @@ class _LazyModule(ModuleType):
         return sorted({*vars(self), *homes, *submodules})
 
     def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
-        """Pickle the module by name, as cloudpickle does with plain modules, because cells refer to this package."""
+        """Pickle the module by name, as cloudpickle does for plain modules, because cells refer to this package."""
         return import_module, (self.__name__,)
 
 
 def replace_everywhere(home: ModuleType, name: str, value: object) -> None:
-    """Bind a function's name to another value in its home, and in all modules of this package that imported it.
+    """Bind a name to another value in the module that defines it, and in all modules of this package that imported it.
 
-    Libraries replace functions of Accelerate in the module that exports them, but callers in this package look them up
-    in their own modules.
+    Libraries replace functions of Accelerate in the module that exports them, but callers in this package look
+    functions up in their own modules.
 
     Args:
         home: The module that defines the name.
@@ -59,7 +59,7 @@ def replace_everywhere(home: ModuleType, name: str, value: object) -> None:
     """
     original = getattr(home, name, value)
     if original is value or not (isinstance(original, FunctionType) or isinstance(value, FunctionType)):
-        return  # An object that replaced a function, such as a mock, is replaced when the function is restored.
+        return  # Only functions, and objects in their place, such as mocks, are replaced elsewhere.
     for module in _modules_of_this_package():
         if vars(module).get(name) is original:
             vars(module)[name] = value
@@ -77,8 +77,8 @@ def _modules_of_this_package() -> list[ModuleType]:
 def reexport(module_name: str, without: Collection[str] = ()) -> None:
     """Make a module re-export its type-checking imports, and list its exports in ``__all__``.
 
-    Type checkers see ordinary imports. At run time the same lines, read from the source, are the table of names. (The
-    package lazy_loader reads stub files for this.) The module looks like this::
+    Type checkers see ordinary imports. At run time, the same lines, read from the source, are the table of names. (The
+    package lazy_loader reads stub files for this purpose.) The module looks like this::
 
         if TYPE_CHECKING:
             from notebook_accelerate.batch_size_search import release_memory as release_memory
@@ -88,11 +88,11 @@ def reexport(module_name: str, without: Collection[str] = ()) -> None:
     ``from <this package> import submodule as submodule`` makes a submodule an attribute that is not in ``__all__``.
     ``import *`` re-exports the exports of another module of this kind, or the definitions of an ordinary module. As for
     type checkers, an import without ``as`` is not re-exported, and an import outside the block, which the module itself
-    uses, may be. Public definitions below the call are exports too.
+    uses, may be re-exported. Public definitions below the call are exports, too.
 
     Args:
         module_name: The module's ``__name__``.
-        without: Exports that are imported by name only. They are not in ``__all__``.
+        without: Exports that can only be imported by name. They are not in ``__all__``.
     """
     module: Any = sys.modules[module_name]
     module.__all__ = sorted(exports(module_name).homes.keys() - set(without))
@@ -108,7 +108,7 @@ class Exports(NamedTuple):
 
 @cache
 def exports(module_name: str) -> Exports:
-    """Read the exports of a module from its source: its definitions, and its re-exports if it calls `reexport`."""
+    """Read a module's exports from its source: its definitions, and its re-exports if it calls `reexport`."""
     source = _source(module_name)
     head, call, body = source.partition(_CALL)
     homes = dict.fromkeys(_DEFINITION.findall(body if call else source), module_name)
@@ -128,7 +128,7 @@ def exports(module_name: str) -> Exports:
 
 
 _CALL = "\nreexport(__name__"
-# Matches definitions at the start of a line, because parsing all of utils.imports would take 4 ms.
+# Matches definitions at the start of a line. Parsing all of utils.imports would take 4 ms.
 _DEFINITION = re.compile(r"^(?:class |def |(?=\w+ = ))([A-Za-z]\w*)", re.MULTILINE)
 
 

@@ -1,9 +1,9 @@
-"""Show a user's mistake as the user's line and one sentence, without the frames of this package in between.
+"""Show a user's mistake as the user's line and one sentence, without this package's frames in between.
 
-A mistake is an exception that this package raises on purpose: its innermost frame is in this package and stopped at a
-``raise`` statement. Any other exception is a fault, of this package or of code that it calls, and keeps its traceback.
-The public functions and methods are the boundary: they raise mistakes again, without the frames below them. IPython
-also leaves out the frame of the boundary.
+A mistake is an exception that this package raises on purpose: its innermost frame is in this package, and stopped at a
+``raise`` statement. Any other exception is a fault, either of this package or of code that it calls, and keeps its
+traceback. Public functions and methods are the boundary: they raise mistakes again, without the frames below them.
+IPython also leaves out the frame of the boundary itself.
 """
 
 from __future__ import annotations
@@ -61,16 +61,17 @@ def reports_mistakes_of_methods(cls: _Class) -> _Class:
 
 
 def _is_mistake(error: Exception) -> bool:
-    """Return whether this package raised the error on purpose, or its caller passed arguments that do not fit.
+    """Return whether this package raised the error on purpose, or was called with arguments that do not fit.
 
-    An error that passed through the user's code, such as a callback, keeps its traceback, which has the user's lines.
+    An error that has passed through the user's code, such as a callback, keeps its traceback, which shows the user's
+    lines.
     """
     entries = list(_entries_of(error.__traceback__))
     frames = [each.tb_frame for each in entries]
     if not frames or isinstance(error, AssertionError) or not all(map(_is_internal, frames)):
         return False
     if isinstance(error, TypeError) and all(frame.f_locals.get("__tracebackhide__") for frame in frames):
-        return True  # The call in the boundary failed: the arguments do not fit the signature.
+        return True  # The call in the boundary failed, because the arguments do not fit the signature.
     return _is_own(frames[-1]) and frames[-1].f_code.co_code[entries[-1].tb_lasti] == _RAISE
 
 
@@ -92,7 +93,7 @@ def _is_internal(frame: FrameType) -> bool:
 
 
 def _prepared(error: Exception) -> Exception:
-    """Return the error itself, which IPython then shows without the frames of this package."""
+    """Return the error itself, prepared so that IPython shows it without this package's frames."""
     if ipython_shell() is not None and not hasattr(type(error), "_render_traceback_"):
         error._render_traceback_ = render_mistake  # type: ignore[attr-defined]
     return error
@@ -101,8 +102,8 @@ def _prepared(error: Exception) -> Exception:
 def render_mistake() -> list[str]:
     """Return the lines that IPython shows for the mistake that it is handling.
 
-    IPython calls this function as an attribute of the exception. It is not a bound method, because the exception would
-    then refer to itself, and the local variables of its frames would stay alive until a garbage collection.
+    IPython calls this function as an attribute of the exception. If it were a bound method, the exception would refer
+    to itself, and the local variables in its frames would stay alive until the next garbage collection.
     """
     error = sys.exc_info()[1] or sys.last_value
     assert error is not None, "IPython shows an exception"
@@ -113,7 +114,7 @@ def render_mistake() -> list[str]:
 
 
 def without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without its last frames that belong to this package, or to IPython, which calls magics."""
+    """Return a traceback without those last frames that belong to this package, or to IPython, which calls magics."""
     entries = list(_entries_of(traceback))
     while len(entries) > 1 and _is_own_or_ipython(entries[-1].tb_frame):
         entries.pop()

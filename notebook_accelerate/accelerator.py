@@ -61,12 +61,12 @@ class Accelerator(AcceleratorProperties):
     Args:
         device_placement: Whether to move models, batches and optimizer states to the rank's device.
         split_batches: Deprecated; use `DataLoaderConfiguration(split_batches=...)`.
-        mixed_precision: "no", "fp16", "bf16" or "fp8". None means the launch's setting, or "no" if it has none.
+        mixed_precision: "no", "fp16", "bf16" or "fp8". None means the setting of the launch, or "no" if it has none.
         gradient_accumulation_steps: The number of batches per optimizer step. The environment variable
             ACCELERATE_GRADIENT_ACCUMULATION_STEPS overrides it.
         cpu: Whether to train on the CPU even if there are GPUs or other accelerators.
         dataloader_config: How the batches of loaders are divided among ranks.
-        deepspeed_plugin: A `DeepSpeedPlugin`, or a dict of several by name.
+        deepspeed_plugin: A `DeepSpeedPlugin`, or a dict of several plugins by name.
         fsdp_plugin: A `FullyShardedDataParallelPlugin`.
         torch_tp_plugin: A `TorchTensorParallelPlugin`.
         megatron_lm_plugin: A `MegatronLMPlugin`.
@@ -75,19 +75,19 @@ class Accelerator(AcceleratorProperties):
         log_with: The trackers to log with, by name or as objects. "all" selects all installed trackers.
         project_dir: The folder for checkpoints and logs.
         project_config: The folders, checkpoint names and limits (`ProjectConfiguration`).
-        gradient_accumulation_plugin: How to accumulate gradients, instead of `gradient_accumulation_steps`.
+        gradient_accumulation_plugin: The settings for gradient accumulation, instead of `gradient_accumulation_steps`.
         step_scheduler_with_optimizer: Whether schedulers step only when optimizers do.
         kwargs_handlers: Settings for autocast, DDP, the scaler, the process group and the profiler, at most one of each
             kind.
         dynamo_backend: The backend of `torch.compile`.
-        dynamo_plugin: How models are compiled, instead of `dynamo_backend`.
+        dynamo_plugin: The settings for compiling models, instead of `dynamo_backend`.
         deepspeed_plugins: An alias of `deepspeed_plugin`.
-        parallelism_config: The parallel layout, a `ParallelismConfig`.
+        parallelism_config: The parallel layout (`ParallelismConfig`).
 
     Attributes:
         state: The shared `AcceleratorState`.
-        gradient_state: The position in the accumulation window.
-        project_configuration: The folders, checkpoint names and limits.
+        gradient_state: The shared `GradientState`, with the position in the accumulation window.
+        project_configuration: The project's folders, checkpoint names and limits.
         scaler: The loss scaler, or None if the precision does not need one.
         step: The number of batches that `accumulate` has counted in this window.
         trackers: The trackers that `init_trackers` has started.
@@ -179,7 +179,7 @@ class Accelerator(AcceleratorProperties):
         self.fp8_enabled = self.has_fp8_handler = self.state.mixed_precision == "fp8"
         self.delayed_fp8_autocast = False
         self.scaler = self.strategy.setup.scaler  # FSDP 1 has its own scaler.
-        # These lists belong to the strategy. Libraries built on Accelerate read them under these names.
+        # These lists are the strategy's. Libraries built on Accelerate read them under these names.
         self._models = self.strategy.models
         self._optimizers = self.strategy.optimizers
         self._schedulers = self.strategy.schedulers
@@ -208,15 +208,15 @@ class Accelerator(AcceleratorProperties):
     # ---- preparing
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare any number of models, optimizers, loaders and schedulers in any order; every rank must call this.
+        """Prepare any number of models, optimizers, loaders and schedulers, in any order; every rank must call this.
 
         Args:
-            args: The objects to prepare. Models, optimizers, loaders and schedulers are prepared, and all other objects
-                are returned unchanged.
-            device_placement: Whether each object is moved to the device. None means the Accelerator's setting.
+            args: The objects to prepare. Objects that are not models, optimizers, loaders or schedulers are returned
+                unchanged.
+            device_placement: Whether to move each object to the device. None means the Accelerator's setting.
 
         Returns:
-            The prepared objects in the same order, as a tuple, or the object itself if only one was given.
+            The prepared objects, as a tuple in the same order, or a single object if only one was given.
 
         Raises:
             AttributeError: The shared state was reset after this Accelerator was created.
@@ -240,7 +240,7 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             model: The model to prepare.
-            device_placement: Whether the model is moved to the device. None means the Accelerator's setting.
+            device_placement: Whether to move the model to the device. None means the Accelerator's setting.
             evaluation_mode: Whether to prepare the model only for inference. If so, the model is neither wrapped for
                 several ranks nor saved.
 
@@ -257,8 +257,7 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             optimizer: The optimizer to prepare.
-            device_placement: Whether the optimizer's state is moved to the device. None means the Accelerator's
-                setting.
+            device_placement: Whether to move the optimizer's state to the device. None means the Accelerator's setting.
 
         Returns:
             The prepared optimizer.
@@ -290,7 +289,7 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             data_loader: The loader to prepare.
-            device_placement: Whether batches are moved to the device. None means the Accelerator's setting.
+            device_placement: Whether to move batches to the device. None means the Accelerator's setting.
             slice_fn_for_dispatch: A function that returns a rank's part of a batch that rank 0 has read. If None, the
                 first dimension is sliced.
 
@@ -299,7 +298,7 @@ class Accelerator(AcceleratorProperties):
         """
         return self.strategy.prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
 
-    # ---- private methods of Accelerate that downstream libraries call
+    # ---- Accelerate's private methods that downstream libraries call
 
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
         """Prepare objects as `prepare` does, but return a tuple even for a single object."""
@@ -316,13 +315,13 @@ class Accelerator(AcceleratorProperties):
         }
 
     def _prepare_device_mesh(self) -> Any:
-        """Return the mesh that divides loaders among ranks."""
+        """Return the device mesh that determines how loaders are divided among ranks."""
         return self.torch_device_mesh
 
     # ---- training
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of a loss, divided by the accumulation steps and scaled for the precision.
+        """Compute the gradients of a loss, which is divided by the accumulation steps, and scaled if necessary.
 
         Args:
             loss: The loss of one batch.
@@ -344,7 +343,7 @@ class Accelerator(AcceleratorProperties):
             self._backward(loss, **kwargs)
 
     def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[None]:
-        """Accumulate gradients, so that they are exchanged and optimizers step only in the last batch of a window.
+        """Accumulate gradients, so that they are exchanged, and optimizers step, only in the last batch of a window.
 
         Args:
             models: The prepared models that are trained in the block.
@@ -359,14 +358,14 @@ class Accelerator(AcceleratorProperties):
         return self.strategy.accumulating(models)
 
     def _do_sync(self) -> None:
-        """Count a batch, and decide whether it completes its window."""
+        """Count a batch, and determine whether it completes its window."""
         self.step = self.gradient_state.count_batch(self.step)
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[None]:
         """Skip the exchange of a model's gradients in the backward pass.
 
         Args:
-            model: A prepared model.
+            model: The prepared model whose gradients stay local.
 
         Returns:
             A context manager for the backward pass.
@@ -402,20 +401,20 @@ class Accelerator(AcceleratorProperties):
     def unscale_gradients(
         self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None
     ) -> None:
-        """Divide gradients by the scale of the loss, at most once per step. Without loss scaling, do nothing.
+        """Divide gradients by the scale of the loss, at most once per step. Without loss scaling, nothing is done.
 
         Args:
-            optimizer: One or several prepared optimizers. None means all of them.
+            optimizer: One or more prepared optimizers. None means all of them.
         """
         self.strategy.unscale_gradients(optimizer)
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Scale gradients so that their norm over all parameters is at most `max_norm`.
+        """Scale gradients, so that their norm over all parameters is at most `max_norm`.
 
         Args:
-            parameters: The parameters whose gradients to scale.
+            parameters: The parameters whose gradients are scaled.
             max_norm: The maximum norm.
             norm_type: The type of the norm, such as 2 for the 2-norm.
 
@@ -430,13 +429,13 @@ class Accelerator(AcceleratorProperties):
         """Clip each gradient to [-clip_value, clip_value].
 
         Args:
-            parameters: The parameters whose gradients to clip.
+            parameters: The parameters whose gradients are clipped.
             clip_value: The maximum absolute value.
         """
         self.strategy.clip_grad_value(parameters, clip_value)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
-        """Compute in this Accelerator's precision outside of prepared models, for example a loss.
+        """Compute something outside of prepared models, such as a loss, in this Accelerator's precision.
 
         Args:
             autocast_handler: The settings for this block. None means the settings in `kwargs_handlers`.
@@ -469,7 +468,7 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             profile_handler: The settings for the profiler. None means the handler in `kwargs_handlers`, or torch's
-                defaults without one.
+                defaults if there is none.
 
         Returns:
             A context manager that yields the profiler. With `output_trace_dir`, each rank writes its trace to that
@@ -498,7 +497,7 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             inputs: A list, a tuple, a tensor, a dict of these with equal lengths, or a datasets.Dataset.
-            apply_padding: Whether to repeat the last item so that all shares have the same length.
+            apply_padding: Whether to repeat the last item, so that all shares have the same length.
 
         Returns:
             A context manager that yields this rank's share.
@@ -512,7 +511,7 @@ class Accelerator(AcceleratorProperties):
             tensor: Nested containers of tensors with the same shapes on every rank.
 
         Returns:
-            The structure, the same on every rank.
+            The resulting structure, which is the same on every rank.
         """
         return collectives.gather(tensor)
 
@@ -521,7 +520,7 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             input_data: Nested containers of tensors, or a list of picklable objects.
-            use_gather_object: Whether to treat the data as Python objects even though it contains tensors.
+            use_gather_object: Whether to treat the data as Python objects, even if it contains tensors.
 
         Returns:
             The results, with each sample of the dataset once.
@@ -534,15 +533,15 @@ class Accelerator(AcceleratorProperties):
         Args:
             tensor: Nested containers of tensors with the same shapes on every rank.
             reduction: "sum", "mean", "max" or "none".
-            scale: A factor for the result, on XLA only.
+            scale: A factor for the result, which only has an effect on XLA.
 
         Returns:
-            The structure, the same on every rank.
+            The resulting structure, which is the same on every rank.
         """
         return collectives.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: _T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> _T:
-        """Pad every tensor of a nested structure to the largest size among ranks; every rank must call this.
+        """Pad every tensor of a nested structure to the largest size across ranks; every rank must call this.
 
         Args:
             tensor: Nested containers of tensors.
@@ -580,8 +579,8 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             model: The prepared model to unwrap.
-            keep_fp32_wrapper: Whether to keep the forward method in mixed precision. If False, the original method is
-                restored in place.
+            keep_fp32_wrapper: Whether to keep the forward method that computes in mixed precision. If False, the
+                original method is restored in place.
             keep_torch_compile: Whether to keep a compiled model compiled.
 
         Returns:
@@ -590,21 +589,21 @@ class Accelerator(AcceleratorProperties):
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
-        """Return whether a device map spreads a model over several devices.
+        """Return whether a device map spreads a model across several devices.
 
         Args:
-            model: A model, which may have a device map.
+            model: The model to check, with or without a device map.
         """
         return is_on_several_devices(model)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Drop all prepared objects, and release memory.
+        """Drop all prepared objects, and release their memory.
 
         Args:
-            objects: Further objects to drop.
+            objects: Further objects whose memory is released.
 
         Returns:
-            A None for each object, to assign to its name, as in
+            A None for each object, to assign to the object's name, as in
             ``model, optimizer = accelerator.free_memory(model, optimizer)``.
         """
         self.strategy.clear()
@@ -620,7 +619,7 @@ class Accelerator(AcceleratorProperties):
     # ---- files
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Write an object to a file, once, or once per machine if `save_on_each_node` is set.
+        """Write an object to a file, only once, or once per machine if `save_on_each_node` is set.
 
         Args:
             obj: The object to write.
@@ -636,10 +635,10 @@ class Accelerator(AcceleratorProperties):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write a model's weights into a folder; every rank must call this.
+        """Write a model's weights to a folder; every rank must call this.
 
         Args:
-            model: A prepared model.
+            model: The model to save, prepared or not.
             save_directory: The folder to write to.
             max_shard_size: The maximum size of a file, in bytes or as a string such as "10GB".
             safe_serialization: Whether to write safetensors instead of torch's format.
@@ -654,14 +653,16 @@ class Accelerator(AcceleratorProperties):
         Args:
             output_dir: The folder, or a URL that fsspec supports. Leave it out with automatic checkpoint naming.
             safe_serialization: Whether to write models as safetensors instead of torch's format.
-            save_model_func_kwargs: Additional arguments for the strategy. `blocking=False` writes in the background.
+            save_model_func_kwargs: Additional arguments for the strategy, and `blocking=False` to write in the
+                background.
 
         Returns:
             The checkpoint's folder.
 
         Raises:
             ValueError: No folder was passed, or the automatic name is already taken.
-            CheckpointError: This checkpoint, or an earlier one in the background, could not be written.
+            CheckpointError: This checkpoint, or an earlier one that was written in the background, could not be
+                written.
         """
         return checkpointing.save_state(self, output_dir, safe_serialization, **save_model_func_kwargs)
 
@@ -676,21 +677,21 @@ class Accelerator(AcceleratorProperties):
         Args:
             input_dir: The folder, or a URL that fsspec supports. None means the latest automatically named checkpoint.
             load_kwargs: Additional arguments for loading custom objects and states.
-            load_model_func_kwargs: Additional arguments for the strategy, `strict` for models (default: True), and
-                `elastic=True` to accept a checkpoint from a different number of ranks (default: False).
+            load_model_func_kwargs: Additional arguments for the strategy, `strict` for models (True by default), and
+                `elastic=True` to accept a checkpoint from a different number of ranks.
 
         Raises:
             ValueError: The folder does not exist, or no folder was passed without automatic checkpoint naming.
             BrokenCheckpointError: The checkpoint was never finished, or some of its files are damaged.
-            CheckpointMismatchError: The checkpoint belongs to another world size, strategy or set of objects.
+            CheckpointMismatchError: The checkpoint was saved with another number of ranks, strategy or set of objects.
         """
         checkpointing.load_state(self, input_dir, load_kwargs, **load_model_func_kwargs)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Include objects in the checkpoints of `save_state` and `load_state`, in this order.
+        """Include objects in the checkpoints that `save_state` writes and `load_state` reads, in this order.
 
         Args:
-            objects: Objects with `state_dict` and `load_state_dict`.
+            objects: Objects with the methods `state_dict` and `load_state_dict`.
 
         Raises:
             ValueError: Some objects do not have these methods.
@@ -708,8 +709,8 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             hook: A function that is called as `hook(models, weights, output_dir)`. It may remove weights that it writes
-                itself. Files that it writes to `output_dir` are part of the checkpoint. Don't keep the path of this
-                folder, because the folder is moved to its final place when the checkpoint is complete.
+                itself. Files that it writes to `output_dir` become a part of the checkpoint. Don't keep the path to
+                this folder, which is moved to its final location when the checkpoint is complete.
 
         Returns:
             A handle whose `remove()` unregisters the function.
@@ -728,14 +729,14 @@ class Accelerator(AcceleratorProperties):
         return _registered(self._load_model_state_pre_hook, hook)
 
     def skip_first_batches(self, dataloader: DataLoader[_T], num_batches: int = 0) -> DataLoader[_T]:
-        """Return a loader without the first batches of its epoch.
+        """Return a copy of a loader that skips the first batches of an epoch.
 
         Args:
             dataloader: A prepared loader.
             num_batches: The number of batches to skip.
 
         Returns:
-            A copy of the loader that skips these batches.
+            The copy. Use the original loader from the next epoch on.
         """
         return skip_first_batches(dataloader, num_batches=num_batches)
 
@@ -747,16 +748,16 @@ class Accelerator(AcceleratorProperties):
         config: dict[str, Any] | None = None,
         init_kwargs: dict[str, dict[str, Any]] | None = None,
     ) -> None:
-        """Start the trackers of `log_with` on rank 0. If a tracker fails to start, a warning is issued.
+        """Start the trackers in `log_with`, on rank 0. If a tracker fails to start, a warning is issued.
 
         Args:
             project_name: The name of the project.
-            config: The hyperparameters to record.
+            config: The hyperparameters that the trackers record.
             init_kwargs: Additional arguments for each tracker, by its name.
 
         Raises:
             ValueError: `init_kwargs` names an unknown tracker.
-            TypeError: A tracker does not take one of its `init_kwargs`.
+            TypeError: A tracker does not accept one of its `init_kwargs`.
         """
         tracking.init_trackers(self, project_name, config, init_kwargs or {})
 
@@ -771,7 +772,7 @@ class Accelerator(AcceleratorProperties):
 
         Args:
             name: The name of the tracker.
-            unwrap: Whether to return the vendor's own run object.
+            unwrap: Whether to return the run object of the vendor's library instead.
 
         Returns:
             The tracker. On ranks without trackers, a tracker that does nothing.
@@ -787,10 +788,10 @@ class Accelerator(AcceleratorProperties):
         step: int | None = None,
         log_kwargs: dict[str, dict[str, Any]] | None = None,
     ) -> None:
-        """Record the values of a step: with the trackers on rank 0, and from every rank in the run's metrics.
+        """Record the values of a step: rank 0's with the trackers, and every rank's in the run's metrics.
 
         Args:
-            values: The numbers by name.
+            values: The numbers to record, by name.
             step: The number of the step. In the run's metrics, None means the number of optimizer steps so far.
             log_kwargs: Additional arguments for each tracker, by its name.
 
@@ -800,7 +801,7 @@ class Accelerator(AcceleratorProperties):
         tracking.log(self, values, step, log_kwargs)
 
     def end_training(self) -> None:
-        """Finish trackers and background saves, and destroy the process group; every rank must call this at the end."""
+        """Finish trackers and background saves, and destroy the process group. Every rank must call this at the end."""
         tracking.finish(self)
         checkpointing.wait_for_saves("end_training", release=True)
         self.state.destroy_process_group()
@@ -814,7 +815,7 @@ class Accelerator(AcceleratorProperties):
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> Iterator[None]:
-        """Split sequences between ranks inside the block, if the parallel layout has a context dimension.
+        """Split sequences across ranks inside the block, if the parallel layout has a context dimension.
 
         Args:
             buffers: The tensors to split in place.
@@ -832,12 +833,12 @@ class Accelerator(AcceleratorProperties):
 
         Loaders that are prepared together with the model already do so. Batches have input_ids, position_ids and
         labels, and slices have shift_labels instead of labels. The loss of a sequence is the mean of the losses of its
-        slices, each weighted by the number of its labels other than -100 and gathered over
+        slices, each weighted by its number of labels other than -100, and gathered over
         `accelerator.torch_device_mesh["sp"].get_group()` by `torch.distributed.nn.functional.all_gather`.
 
         Args:
             dl: The prepared loader.
-            model: Not used, because batches are moved to this rank's device.
+            model: Not used, because batches are always moved to this rank's device.
 
         Returns:
             The loader of slices, or the loader itself if it already yields slices or the layout has no sequence
@@ -857,7 +858,7 @@ def _registered(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Return a public name of `utils`, because libraries import or patch many of these in Accelerate's module."""
+        """Return a public name of `utils`. Libraries import or patch many of these names in Accelerate's module."""
         utils = import_module("notebook_accelerate.utils")
         if name not in utils.__all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,7 +26,7 @@ _OUT_OF_MEMORY = (
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Release the memory that torch caches on devices this process has used.
+    """Release the memory that torch caches on the devices that this process has used.
 
     Args:
         garbage_collection: Whether to run Python's garbage collector first, which takes milliseconds to seconds.
@@ -41,7 +41,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def _is_in_use(device_type: str, module: Any) -> bool:
-    """Return whether this process has used such devices, because emptying the cache must not create a context."""
+    """Return whether this process has used such devices. If not, emptying the cache would create a context."""
     if module is None:
         return False
     if hasattr(module, "is_initialized"):
@@ -52,13 +52,13 @@ def _is_in_use(device_type: str, module: Any) -> bool:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Delete objects and release their memory.
+    """Delete objects, and release their memory.
 
     Args:
         objects: The objects to delete. Assign the result to their names: ``a, b = release_memory(a, b)``.
 
     Returns:
-        A list with a None for each object.
+        A list that contains None for each object.
     """
     number = len(objects)
     del objects
@@ -95,7 +95,7 @@ def _search(function: Callable[..., Any], start: int, reduce: Callable[[], int] 
             except Exception as error:
                 if not should_reduce_batch_size(error):
                     raise
-            # Do this outside the handler, where no traceback keeps the function's tensors alive any more.
+            # Do this outside of the handler, where no traceback keeps the function's tensors alive.
             clear_device_cache(garbage_collection=True)
             batch_size = int(batch_size * 0.9) if reduce is None else int(reduce())
         batch_size = start
@@ -107,7 +107,7 @@ def _search(function: Callable[..., Any], start: int, reduce: Callable[[], int] 
 
 
 def _refuse_batch_size(function: Callable[..., Any], name: str, args: tuple[Any, ...]) -> None:
-    """Raise an error if the call itself passes a batch size, and so has one argument too many."""
+    """Raise an error if a call passes a batch size itself, and therefore has one argument too many."""
     parameters = list(inspect.signature(function).parameters.values())
     names = [parameter.name for parameter in parameters if parameter.kind is not parameter.KEYWORD_ONLY]
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
@@ -144,16 +144,17 @@ def find_executable_batch_size(
     """Call a function with smaller and smaller batch sizes until it fits in memory.
 
     Args:
-        function: A function whose first parameter is ``batch_size``. If None, a decorator is returned.
+        function: The function, whose first parameter is ``batch_size``. If None, a decorator is returned.
         starting_batch_size: The batch size of the first attempt.
-        reduce_batch_size_fn: Returns the next size to try. If None, nine tenths of the last size are tried.
+        reduce_batch_size_fn: A function that returns the next size to try. If None, each size is nine tenths of the
+            last.
 
     Returns:
-        The function without its first parameter. Its next call starts with the size that fitted.
+        The function without its first parameter. Its next call starts with the size that fit.
 
     Raises:
-        RuntimeError: No size above 0 fits (raised by the call).
-        TypeError: The call passes a batch size itself.
+        RuntimeError: No size above 0 fits. The call raises this.
+        TypeError: The call itself passes a batch size.
 
     Examples:
         >>> @find_executable_batch_size(starting_batch_size=128)

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 PAGES = "https://notebook-accelerate.github.io/notebook-accelerate/e/"
-"""The permanent short address of the documentation's pages on exceptions, to which the name of a class is appended."""
+"""The permanent short address of the documentation's pages on exceptions, without the name of the class at its end."""
 
 
 class FrameInfo(NamedTuple):
@@ -48,7 +48,7 @@ class FrameInfo(NamedTuple):
 
 
 class ExceptionInfo(NamedTuple):
-    """An exception in a chain. ``link`` says how it led to the next one: "cause", "context", or "" for the last."""
+    """An exception in a chain. ``link`` says how it led to the next one: "cause", "context", or "" for the last one."""
 
     type: str
     message: str
@@ -62,10 +62,12 @@ class RankFailure:
 
     Attributes:
         rank: The global index of the rank.
-        kind: "exception", "exit" (``sys.exit``, ``os._exit``), "signal", "interrupted" or "lost" (with its machine).
-        time: When the rank failed, in seconds since the epoch.
+        kind: "exception", "exit" (``sys.exit``, ``os._exit``), "signal", "interrupted" or "lost" (together with its
+            machine).
+        time: The time of the failure, in seconds since the epoch.
         message: The reason in one sentence.
-        chain: The exceptions, ending with the one that left the function. Empty if the process ended without one.
+        chain: The exceptions, ending with the one that left the function. Empty if the process ended without an
+            exception.
         exception: The original exception, if it could be transferred to the kernel.
         signal: The number of the signal that killed the process.
         consequence: Whether another rank's failure caused this failure.
@@ -82,7 +84,7 @@ class RankFailure:
 
 
 class RankOutcome(Protocol):
-    """What is known of a rank of a `FailedRun`."""
+    """The facts that are known about a rank of a `FailedRun`."""
 
     @property
     def rank(self) -> int:
@@ -94,11 +96,11 @@ class RankOutcome(Protocol):
 
     @property
     def exit(self) -> str:
-        """How its process ended, such as "exit 0" or "SIGKILL", or "" while it is running."""
+        """How the rank's process ended, such as "exit 0" or "SIGKILL", or "" while it is running."""
 
     @property
     def last_step(self) -> int | None:
-        """The last step that it logged, or None if it has not logged a step."""
+        """The last step that the rank logged, or None if it has not logged a step."""
 
     @property
     def result(self) -> Any:
@@ -106,7 +108,7 @@ class RankOutcome(Protocol):
 
 
 class RunReport(Protocol):
-    """The report on a run, as static HTML and as text."""
+    """The report on a run, as static HTML or as plain text."""
 
     @property
     def text(self) -> str:
@@ -121,7 +123,7 @@ class RunReport(Protocol):
 
 
 class FailedRun(Protocol):
-    """The run of an error, which is a `notebook_accelerate.Run`.
+    """The run that an error belongs to, which is a `notebook_accelerate.Run`.
 
     This class lists the attributes that are useful after a failure. ``isinstance(error.run, Run)`` gives type checkers
     all attributes.
@@ -165,7 +167,7 @@ class FailedRun(Protocol):
 
 
 def page_of(kind: type[BaseException]) -> str:
-    """Return the address of the page on an exception's class, or on its nearest base class in this module."""
+    """Return the address of the page on an exception's class, or on the nearest base class in this module."""
     documented = next(each for each in kind.__mro__ if each.__module__ == __name__)
     return f"{PAGES}{documented.__name__}"
 
@@ -173,14 +175,15 @@ def page_of(kind: type[BaseException]) -> str:
 def with_page(lines: list[str], kind: type[BaseException]) -> list[str]:
     """Return the lines that IPython shows for an error, followed in a notebook by the address of its page.
 
-    A terminal shows only the lines, because an error is often a single line there, and a log does not need the address.
+    In a terminal, only the lines are shown, because an error is often a single line there, and logs do not need the
+    address.
     """
     in_notebook = getattr(ipython_shell(), "kernel", None) is not None
     return [*lines, f"see {page_of(kind)}"] if in_notebook else lines
 
 
 def ipython_shell() -> Any:
-    """Return IPython's shell in this process, or None outside of IPython. IPython is not imported for this."""
+    """Return IPython's shell in this process, or None outside of IPython. This does not import IPython."""
     ipython = sys.modules.get("IPython")
     return ipython.get_ipython() if ipython is not None and hasattr(ipython, "get_ipython") else None
 
@@ -200,7 +203,7 @@ class LaunchError(NotebookAccelerateError):
     """Raised when a launch cannot be planned, or its processes cannot be started."""
 
     def _render_traceback_(self) -> list[str]:
-        """Return the only line that IPython shows, because the launcher's own frames explain nothing."""
+        """Return the single line that IPython shows, because the launcher's own frames explain nothing."""
         return with_page([f"{type(self).__name__}: {self}"], type(self))
 
 
@@ -217,7 +220,7 @@ class AuthenticationError(LaunchError):
 
 
 class _Results(Mapping[int, Any]):
-    """The return values by rank. Each value is unpickled only when it is read."""
+    """The return values, by rank. Each value is unpickled only when it is read."""
 
     def __init__(self, infos: Mapping[int, RankOutcome]) -> None:
         self._infos = infos
@@ -239,13 +242,13 @@ class WorkerError(NotebookAccelerateError):
     """Raised when a run ends without success.
 
     Args:
-        message: A description of what happened, in one paragraph.
+        message: A description of the failure, in one paragraph.
         run: The run that ended without success.
         failures: One entry for each rank that failed.
 
     Attributes:
         run: The run, with its logs, metrics, ranks and report.
-        failures: One `RankFailure` for each rank that failed, in order of time. Empty if no rank failed.
+        failures: One `RankFailure` for each rank that failed, in chronological order. Empty if no rank failed.
     """
 
     def __init__(self, message: str, run: FailedRun | None = None, failures: Sequence[RankFailure] = ()) -> None:
@@ -277,7 +280,7 @@ class WorkerError(NotebookAccelerateError):
 
     @property
     def documented_kind(self) -> type[BaseException]:
-        """The class whose page to show: that of the first rank's exception if it is in this module, else this class."""
+        """The class whose page is shown: the first rank's exception class if it is in this module, otherwise this one."""
         chain = self.failures[0].chain if self.failures else ()
         kind = globals().get(chain[-1].type.rpartition(".")[2]) if chain else None
         return kind if isinstance(kind, type) and issubclass(kind, NotebookAccelerateError) else type(self)
@@ -299,11 +302,11 @@ class RunInterrupted(KeyboardInterrupt):
     """Raised when the user interrupts a launch, after all ranks have ended.
 
     This is a KeyboardInterrupt, so it still interrupts the cell. An interrupt that arrives while a run is ending is
-    raised too, so that the code after the launch does not continue. In that case, ``run.status`` says how the run
+    raised, too, so that the code after the launch does not continue. In that case, ``run.status`` says how the run
     ended.
 
     Attributes:
-        run: The interrupted run.
+        run: The run that was interrupted.
     """
 
     def __init__(self, run: FailedRun) -> None:
@@ -347,7 +350,7 @@ class BrokenCheckpointError(CheckpointError):
 
 
 class CheckpointMismatchError(CheckpointError):
-    """Raised when a checkpoint belongs to another world size, strategy or set of objects."""
+    """Raised when a checkpoint was saved with another number of ranks, strategy or set of objects."""
 
 
 class SerializationError(NotebookAccelerateError):

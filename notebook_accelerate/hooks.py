@@ -1,4 +1,4 @@
-"""Re-exports Accelerate's module hooks."""
+"""Re-exports the module hooks under Accelerate's module name."""
 
 from __future__ import annotations
 

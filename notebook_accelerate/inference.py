@@ -27,25 +27,26 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool | None = False,
 ) -> nn.Module:
-    """Divide the layers of a model among ranks for inference; every rank must call this, and then the model.
+    """Divide a model's layers among ranks for inference; every rank must call this function, and then the model.
 
     A batch is split into chunks. While one rank computes a chunk, the rank before it computes the next chunk (GPipe,
     https://arxiv.org/abs/1811.06965). Rank 0 passes the batch, which may have any number of rows. The arguments of
     other ranks are ignored.
 
-    With `ParallelismConfig(pp_size=...)`, layers are divided only among the ranks along that dimension: there are as
-    many pipelines as replicas, and the first rank of each pipeline passes its batch.
+    With `ParallelismConfig(pp_size=...)`, layers are only divided among the ranks along that dimension. There are then
+    as many pipelines as replicas, and the first rank of each pipeline passes its batch.
 
     Args:
-        model: The model, on the CPU. `torch.export` traces it, so its forward method must not branch on values.
-        split_points: The names of the submodules that start a new rank's part, one fewer than there are ranks. "auto"
-            minimizes the size of the largest part in bytes of parameters and buffers.
+        model: The model, which must be on the CPU. `torch.export` traces it, so its forward method must not branch on
+            values.
+        split_points: The names of the submodules that the parts of all ranks but the first start with. "auto" minimizes
+            the size of the largest part, in bytes of parameters and buffers.
         no_split_module_classes: The names of classes whose modules stay whole. None means `model._no_split_modules`.
-        example_args: Example positional arguments. Tensors must have the rows of one chunk, and all other values are
-            fixed to the values given here.
+        example_args: Example positional arguments. Tensors must have as many rows as one chunk. All other values are
+            fixed to those given here.
         example_kwargs: Example keyword arguments, like `example_args`.
-        num_chunks: The number of chunks in the pipeline at a time. None means the number of ranks.
-        gather_output: Whether every rank gets the outputs. If False, only the last rank gets them, and the others get
+        num_chunks: The number of chunks that are in the pipeline at a time. None means the number of ranks.
+        gather_output: Whether every rank gets the outputs. If False, only the last rank gets them, and other ranks get
             None.
 
     Returns:
@@ -53,7 +54,7 @@ def prepare_pippy(
 
     Raises:
         ValueError: The example or an output has no batch dimension, the model has fewer parts than there are ranks, or
-            there are too many, too few or unknown split points.
+            the number or the names of split points are wrong.
     """
     group = _pipeline_group()
     parts = len(group.ranks)
@@ -97,11 +98,11 @@ def build_pipeline(
     """Build this rank's part of a pipeline; every rank must call this.
 
     Args:
-        model: The model, on the CPU.
-        split_points: The names of the submodules that start a new rank's part, one fewer than there are ranks.
+        model: The model, which must be on the CPU.
+        split_points: The names of the submodules that the parts of all ranks but the first start with.
         args: The positional arguments for one chunk.
         kwargs: The keyword arguments for one chunk.
-        num_chunks: The number of chunks in the pipeline at a time.
+        num_chunks: The number of chunks that are in the pipeline at a time.
 
     Returns:
         The `forward` argument of `pippy_forward`.
@@ -120,13 +121,13 @@ def generate_device_map(
     no_split_module_classes: list[str] | None = None,
     max_memory: dict[Any, Any] | None = None,
 ) -> dict[str, Any]:
-    """Assign a model's modules to ranks in the order of their registration.
+    """Assign a model's modules to ranks, in the order of their registration.
 
     Args:
         model: The model to divide.
         num_processes: The number of ranks.
         no_split_module_classes: The names of classes whose modules stay whole.
-        max_memory: The limit of each rank, as in `infer_auto_device_map`. None divides the bytes evenly.
+        max_memory: The limit of each rank, as in `infer_auto_device_map`. If None, the bytes are divided evenly.
 
     Returns:
         The rank of each module.
@@ -152,16 +153,17 @@ def pippy_forward(forward: Any, num_chunks: int, gather_output: bool | None, *ar
 
     Args:
         forward: This rank's part of the pipeline, from `build_pipeline`.
-        num_chunks: The number of chunks in the pipeline at a time.
+        num_chunks: The number of chunks that are in the pipeline at a time.
         gather_output: Whether every rank gets the outputs.
         args: The model's positional arguments on rank 0. Other ranks may leave them out.
         kwargs: The model's keyword arguments on rank 0.
 
     Returns:
-        The outputs, with as many rows as rank 0 passed, on the last rank or on all ranks. None on other ranks.
+        On the last rank or on all ranks, the outputs, with as many rows as rank 0 passed. None on other ranks.
 
     Raises:
-        ValueError: Rank 0 passed no tensor with a batch dimension, or passed other non-tensor values than were traced.
+        ValueError: Rank 0 passed no tensor with a batch dimension, or passed values, other than tensors, that differ
+            from the traced ones.
     """
     if not isinstance(forward, _Stage):
         return forward(*args, **kwargs)
@@ -185,8 +187,8 @@ def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] 
     """Return the number of rows of the first tensor that has a batch dimension, or None if there is no such tensor.
 
     Args:
-        args: The positional arguments of a model.
-        kwargs: The keyword arguments of the model.
+        args: The positional arguments for the model.
+        kwargs: The keyword arguments for the model.
     """
     for value in (*(args or ()), *(kwargs or {}).values()):
         found = ignorant_find_batch_size(value)
@@ -229,7 +231,7 @@ def _pipeline_group() -> _PipelineGroup:
 
 @dataclass(frozen=True)
 class _Structure:
-    """The nested containers around a flat list of tensors, and the leaves that are not tensors."""
+    """The nested containers around a flat list of tensors, with the leaves that are not tensors."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
@@ -259,7 +261,7 @@ class _Structure:
 class _FlatModel(nn.Module):
     """A model that takes and returns flat lists of tensors.
 
-    Every input passes through the first part, because torch passes the pipeline's inputs only to the first rank.
+    Every input passes through the first part, because torch only passes the pipeline's inputs to the first rank.
     """
 
     def __init__(self, model: nn.Module, inputs: _Structure, batched: Sequence[bool]) -> None:
@@ -268,7 +270,7 @@ class _FlatModel(nn.Module):
         self._inputs, self._batched = inputs, tuple(batched)
 
     def call_model(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Call the model, and return its outputs in the containers that it returns."""
+        """Call the model, and return its outputs in their original containers."""
         inputs = [each.clone() if batched else each[0] for each, batched in zip(tensors, self._batched, strict=True)]
         args, kwargs = self._inputs.unflatten(inputs)
         return self.model(*args, **kwargs)
@@ -291,7 +293,7 @@ class _TracedModel:
         self._outputs, self._fake_outputs = self._run_example()
 
     def _run_example(self) -> tuple[_Structure, list[torch.Tensor]]:
-        """Run the example on fake tensors to record the order of first calls, and return the outputs."""
+        """Run the example on fake tensors to record the order of the modules' first calls, and return the outputs."""
         from notebook_accelerate.torch_internals import FakeTensorMode
 
         handles = [
@@ -314,7 +316,7 @@ class _TracedModel:
         return structure, tensors
 
     def balanced_split_points(self, parts: int, whole: set[str]) -> list[str]:
-        """Return the modules that start a new part, so that parts have about the same size in bytes."""
+        """Return the names of the modules that start a new part, so that parts have about the same size in bytes."""
         sizes = dict(_smallest_parts(self._model, whole))
         called = [name for name in self._call_order if name in sizes]
         if len(called) < parts:
@@ -353,7 +355,7 @@ class _TracedModel:
 
 @dataclass(frozen=True, eq=False)
 class _Stage:
-    """A rank's part of a pipeline, which runs chunks with a fixed number of rows."""
+    """A rank's part of a pipeline. It runs chunks with a fixed number of rows."""
 
     schedule: Any
     inputs: _Structure
@@ -365,7 +367,7 @@ class _Stage:
     group: _PipelineGroup
 
     def describe_mismatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Describe how the arguments differ from the traced ones, or return None if only tensors differ."""
+        """Describe how the arguments differ from the traced ones. Return None if only values of tensors differ."""
         inputs, _ = _Structure.flatten((args, kwargs))
         if inputs == self.inputs:
             return None
@@ -375,7 +377,7 @@ class _Stage:
         )
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, chunks: int) -> list[torch.Tensor] | None:
-        """Run a batch through the pipeline, in as many passes as its rows need.
+        """Run a batch through the pipeline, in as many passes as its number of rows requires.
 
         Returns:
             The outputs on the last rank, and None on other ranks.
@@ -411,13 +413,13 @@ def _with_rows(tensors: Sequence[torch.Tensor], batched: Sequence[bool], rows: i
     return [
         torch.cat([tensor, tensor[-1:].expand(rows - len(tensor), *tensor.shape[1:])])
         if has_batch
-        else tensor.expand(rows, *tensor.shape).contiguous()  # torch compares the strides with those in the trace.
+        else tensor.expand(rows, *tensor.shape).contiguous()  # torch compares strides with those in the trace.
         for tensor, has_batch in zip(tensors, batched, strict=True)
     ]
 
 
 def _smallest_parts(module: nn.Module, whole: set[str], name: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the smallest modules that a model can be divided into, and their sizes in bytes."""
+    """Yield the names of the smallest modules that a model can be divided into, and their sizes in bytes."""
     children = dict(module.named_children())
     if name and (not children or type(module).__name__ in whole):
         tensors = itertools.chain(module.parameters(), module.buffers())

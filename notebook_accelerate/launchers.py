@@ -1,6 +1,7 @@
 """``notebook_launcher`` and ``debug_launcher``, with Accelerate's parameters.
 
-Importing this module in a notebook starts the server process of the start method "zygote", once the cell has ended.
+Importing this module in a notebook starts the server process of the start method "zygote" as soon as the cell has
+finished.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ _R = TypeVar("_R")
 
 
 def _defaults_from_config(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Make a launcher take from ``config`` the arguments that the caller leaves out.
+    """Make a launcher take from ``config`` all arguments that the caller leaves out.
 
-    An argument that the caller passes takes precedence, even if it equals the parameter's default.
+    An argument that the caller passes takes precedence, even if it is equal to the parameter's default.
 
     Args:
         launcher: A function with a keyword argument ``config``.
@@ -59,7 +60,7 @@ def _defaults_from_config(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
 def _documented(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
     """Add the texts of LaunchConfig's fields to a launcher's docstring, in the order of its parameters.
 
-    The parameters after ``config`` are documented with `LaunchConfig` only.
+    The parameters after ``config`` are only documented in `LaunchConfig`.
     """
     texts = help_texts(LaunchConfig)
     names = list(inspect.signature(launcher).parameters)
@@ -112,26 +113,27 @@ def notebook_launcher(  # noqa: D417 - `_documented` adds the texts of the setti
     output: str = "cell",
     tags: Sequence[str] = (),
 ) -> Run:
-    """Run ``function(*args)`` in ``num_processes`` processes started from this notebook.
+    """Run ``function(*args)`` in ``num_processes`` processes that are started from this notebook.
 
     Args:
         function: The function that every rank runs. It may be defined in a cell.
         args: The function's positional arguments.
-        resume: An ended run, whose training continues from its newest complete checkpoint, with its history. The
+        resume: A run that has ended. Its training continues from the newest complete checkpoint, with its history. The
             function must load the checkpoint:
             ``if notebook_accelerate.resumed_checkpoint(): accelerator.load_state(...)``.
-        config: All settings in one object. An argument passed to this function overrides the field of the same name.
+        config: All settings in one object. An argument that is passed to this function overrides the field of the same
+            name.
 
     Returns:
         The run, with ``results`` (one value per rank), ``metrics``, ``logs()`` and ``report()``.
 
     Raises:
         ValueError: An argument is not allowed, or does not fit this machine.
-        LaunchError: No rank could be started, or the devices (DeviceBusyError) or the port (PortInUseError) are taken.
+        LaunchError: No rank could be started, or the devices (DeviceBusyError) or the port (PortInUseError) are in use.
         SerializationError: The function or an argument cannot be sent to the ranks.
         WorkerError: A blocking run failed, was stopped (RunStoppedError) or reached a time limit (RunTimeoutError).
             ``.run`` is the run, and ``.__cause__`` the original exception.
-        KeyboardInterrupt: The blocking cell was interrupted. Every rank has ended.
+        KeyboardInterrupt: The blocking cell was interrupted. All ranks have ended.
     """
     arguments = dict(locals())
     values = {name: arguments[name] for name in LaunchConfig.__dataclass_fields__ if name in arguments}
@@ -151,7 +153,7 @@ def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_p
         num_processes: The number of ranks.
 
     Returns:
-        The run that ``notebook_launcher`` returns, which has ended.
+        The run, which has ended.
 
     Raises:
         ValueError: An argument is not allowed.
@@ -162,14 +164,14 @@ def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_p
 
 
 def test_launch() -> None:
-    """Check that the process group works, with a sum to which every rank contributes; every rank must call this.
+    """Check that the process group works, by adding up a number from each rank; every rank must call this.
 
     Raises:
-        RuntimeError: The sum is wrong.
+        RuntimeError: The sum is not the number of ranks.
     """
     import torch
 
-    from notebook_accelerate.state import PartialState  # imported here, because the kernel's side must not load it
+    from notebook_accelerate.state import PartialState  # Import this here, because the kernel must not load it.
 
     state = PartialState()
     if state.num_processes == 1:
@@ -184,7 +186,7 @@ test_launch.__test__ = False  # type: ignore[attr-defined]  # pytest would colle
 
 
 def _warm_up_after_cell() -> None:
-    """Start the server process of the zygote method when the kernel has run the current cell.
+    """Start the server process of the zygote method once the kernel has run the current cell.
 
     Importing torch in that process takes longer than a launch. Scripts and ranks run no cells, so they start nothing.
     """

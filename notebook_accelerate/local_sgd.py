@@ -1,4 +1,4 @@
-"""`LocalSGD`, which lets ranks train independently for some steps before they average their parameters."""
+"""`LocalSGD`, which lets ranks train independently for a number of steps before they average their parameters."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class LocalSGD:
 
     Args:
         accelerator: The `Accelerator` that has prepared the model.
-        model: The prepared model.
+        model: The prepared model whose parameters are averaged.
         local_sgd_steps: The number of optimizer steps between two averages.
-        enabled: Whether to train in this way. If False, this object does nothing.
+        enabled: Whether to train in this way. If False, nothing is done.
 
     Raises:
         ValueError: The model is sharded, or `local_sgd_steps` is less than 1.

@@ -1,4 +1,4 @@
-"""Loggers that know their rank, and a progress bar that is shown by one rank per machine."""
+"""Loggers that know which rank they run on, and a progress bar that is shown by one rank per machine."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from notebook_accelerate.config import environ
 from notebook_accelerate.hardware.versions import is_package
 from notebook_accelerate.state import PartialState
 
-# The number of frames between the caller of `info` and the logger. Python 3.11 and later do not count the logging
-# module's frames.
+# The number of frames between the caller of `info` and the logger. Python 3.11 and later do not count the frames of the
+# logging module.
 _STACKLEVEL = 2 if sys.version_info >= (3, 11) else 3
 
 
 class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
-    """A logger that emits records on the main process, on all ranks, or on all ranks in order.
+    """A logger that emits records on the main process only, on all ranks, or on all ranks in order.
 
-    Each method accepts two additional keywords: ``main_process_only`` (default True) and ``in_order`` (default False).
-    With ``in_order``, ranks log one after the other, and every rank must call the method.
+    Each method accepts two additional keywords: ``main_process_only`` (True by default) and ``in_order`` (False by
+    default). With ``in_order``, ranks log one after the other, and every rank must call the method.
     """
 
     def __init__(self, logger: logging.Logger, extra: Mapping[str, object] | None = None) -> None:
@@ -74,14 +74,14 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
         self.logger.log(level, msg, *args, **rest)
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Prefix a message with its rank.
+        """Prefix a message with this process's rank.
 
         Args:
             msg: The message to prefix.
             kwargs: The keyword arguments of the call.
 
         Returns:
-            The message with its prefix, and the keywords.
+            The message with its prefix, and the keyword arguments.
         """
         msg, rest = super().process(msg, dict(kwargs))
         return f"[RANK {PartialState().process_index}] {msg}", rest
@@ -101,12 +101,12 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """Return a logger that knows its rank.
+    """Return a logger that knows which rank it runs on.
 
     Args:
         name: The name of the logger, usually ``__name__``.
-        log_level: The level of this logger and of the root logger, such as "INFO". None means ACCELERATE_LOG_LEVEL or,
-            if it is not set, no change.
+        log_level: The level for this logger and the root logger, such as "INFO". None means the value of
+            ACCELERATE_LOG_LEVEL or, if it is not set, no change.
 
     Returns:
         The logger, which can log once an Accelerator or a PartialState exists.
@@ -124,7 +124,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
     Args:
         args: Positional arguments for ``tqdm.tqdm``.
-        main_process_only: Whether the bar is disabled on the other ranks.
+        main_process_only: Whether the bar is only shown by that rank. If False, every rank shows one.
         kwargs: Keyword arguments for ``tqdm.tqdm``.
 
     Returns:
@@ -132,7 +132,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
     Raises:
         ImportError: tqdm is not installed.
-        ValueError: The first argument is a bool (Accelerate's old way to pass main_process_only).
+        ValueError: The first argument is a bool, which was Accelerate's old way to pass main_process_only.
     """
     if not is_package("tqdm"):
         raise ImportError("tqdm is not installed: pip install tqdm")
@@ -140,6 +140,6 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         raise ValueError(f"tqdm({args[0]}, ...) is not allowed; pass main_process_only={args[0]} as a keyword")
     if main_process_only and not kwargs.get("disable", False):
         kwargs["disable"] = not PartialState().is_local_main_process
-    # A rank has no front end, so it draws bars as text. Each bar that it draws is reported.
+    # A rank has no front end, so it draws bars as text. Each bar that is drawn is also reported.
     module = "tqdm.auto" if telemetry.current_sink() is None else "tqdm.std"
     return import_module(module).tqdm(*args, **kwargs)

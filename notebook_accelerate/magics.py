@@ -1,7 +1,8 @@
 """Cell magics for warm ranks: ``%%ranks``, ``%%rank``, ``%rank_start``, ... (``%load_ext notebook_accelerate``).
 
-Several notebooks that share a secret, in the variable NOTEBOOK_ACCELERATE_SECRET or in a ``LaunchConfig``, can share
-warm ranks: the cells of the first notebook run on all ranks, and the cells of another notebook on its own ranks.
+Several notebooks that share a secret, in the environment variable NOTEBOOK_ACCELERATE_SECRET or in a ``LaunchConfig``,
+can share warm ranks: cells of the first notebook run on all ranks, and cells of another notebook on that notebook's
+ranks.
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ class RankMagics(Magics):
         ``%rank_start``.
 
         Raises:
-            ValueError: An option is not allowed, or warm ranks are running and ``-n`` is another number.
+            ValueError: An option is not allowed, or ``-n`` is not the number of warm ranks that are running.
             LaunchError: The ranks could not be started.
-            WorkerError: The cell failed on a rank, and the ranks keep running, or a rank died (WorkerDiedError).
+            WorkerError: The cell failed on a rank (the ranks keep running), or a rank died (WorkerDiedError).
         """
         options = _with_variables(_start_parser("%%ranks")).parse_args(shlex.split(line))
         group = self._group(options)
@@ -56,7 +57,7 @@ class RankMagics(Magics):
 
         Raises:
             ValueError: An option or a rank is not allowed, or there are no warm ranks.
-            WorkerError: The cell failed on a rank, and the ranks keep running, or a rank died (WorkerDiedError).
+            WorkerError: The cell failed on a rank (the ranks keep running), or a rank died (WorkerDiedError).
         """
         parser = _Parser("%%rank", add_help=False)
         parser.add_argument("ranks")
@@ -72,11 +73,11 @@ class RankMagics(Magics):
     def rank_start(self, line: str) -> None:
         """Start the warm ranks without running a cell. The options are the same as for ``%%ranks``.
 
-        If several notebooks share ranks, all except the first use this, and their ranks then run the first notebook's
+        If several notebooks share ranks, all but the first one use this, and their ranks then run the first notebook's
         cells.
 
         Raises:
-            ValueError: An option is not allowed, or warm ranks are running.
+            ValueError: An option is not allowed, or warm ranks are already running.
             LaunchError: The ranks could not be started.
         """
         if self.group is not None and self.group.alive:
@@ -100,7 +101,7 @@ class RankMagics(Magics):
     @line_magic
     @reports_mistakes
     def rank_restart(self, line: str) -> None:
-        """End the warm ranks, and start the same number again. Their variables are lost.
+        """End the warm ranks, and start the same number again. The variables of the ranks are lost.
 
         Raises:
             ValueError: There are no warm ranks.
@@ -159,7 +160,7 @@ class RankMagics(Magics):
         user = self.shell.user_ns
         if missing := [name for name in inputs if name not in user]:
             raise ValueError(f"-i {','.join(missing)}: not a variable of the kernel; assign a value in a cell first")
-        source = "\n" + cell  # The line with the magic counts as the first line of the cell.
+        source = "\n" + cell  # The line with the magic counts as the cell's first line.
         filename = self.shell.compile.cache(source, self.shell.execution_count)
         result = group.execute(source, filename, ranks, {name: user[name] for name in inputs}, outputs)
         for name in outputs:
@@ -168,7 +169,7 @@ class RankMagics(Magics):
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises ValueError where argparse would exit the kernel."""
+    """A parser that raises ValueError in cases where argparse would exit the kernel."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}; {self.format_usage().strip()}")

@@ -1,4 +1,4 @@
-"""The former name of `utils.memory` in Accelerate."""
+"""Re-exports `utils.memory` under the former name of that module in Accelerate."""
 
 from __future__ import annotations
 

@@ -34,11 +34,11 @@ def move_to_device(state: Any, device: torch.device) -> Any:
 
 
 def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an optimizer's step so that it records each call in the optimizer's wrapper.
+    """Wrap an optimizer's step, so that it records each call in the optimizer's wrapper.
 
     Args:
-        accelerated_optimizer: The wrapper, whose `_accelerate_step_called` each call sets.
-        method: The optimizer's step.
+        accelerated_optimizer: The wrapper. Each call sets its `_accelerate_step_called`.
+        method: The `step` method of the optimizer.
 
     Returns:
         The wrapped step.
@@ -55,7 +55,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     """An optimizer that steps and clears gradients only when a gradient accumulation window is complete.
 
     Args:
-        optimizer: The wrapped optimizer.
+        optimizer: The torch optimizer to wrap.
         device_placement: Whether to move the optimizer's state to this rank's device.
         scaler: The loss scaler, or None if the precision does not need one.
     """
@@ -86,10 +86,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._accelerate_step_called = True
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Step if this batch completes a window. Otherwise do nothing.
+        """Step if this batch completes a window. Otherwise, do nothing.
 
         Args:
-            closure: A function that recomputes the loss, for optimizers that need one. Not allowed with a scaler.
+            closure: A function that recomputes the loss, for optimizers that need one. It is not allowed with a scaler.
 
         Returns:
             The result of the optimizer's step, or None if it did not step.
@@ -121,7 +121,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return result
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients if this batch completes a window. Otherwise do nothing.
+        """Clear gradients if this batch completes a window. Otherwise, do nothing.
 
         Args:
             set_to_none: Whether to set gradients to None instead of zero. None means the optimizer's default.
@@ -139,7 +139,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The optimizer's state."""
+        """The state of the wrapped optimizer."""
         return self.optimizer.state
 
     @state.setter
@@ -148,7 +148,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's parameter groups."""
+        """The parameter groups of the wrapped optimizer."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -157,7 +157,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The optimizer's defaults."""
+        """The default settings of the wrapped optimizer's parameter groups."""
         return self.optimizer.defaults
 
     @defaults.setter
@@ -165,7 +165,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.defaults = defaults
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group to the optimizer.
+        """Add a parameter group to the wrapped optimizer.
 
         Args:
             param_group: See `torch.optim.Optimizer.add_param_group`.
@@ -173,7 +173,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer's state.
+        """Load the state of the wrapped optimizer.
 
         Args:
             state_dict: The result of `state_dict`.
@@ -181,7 +181,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state.
+        """Return the state of the wrapped optimizer.
 
         Returns:
             The result of `torch.optim.Optimizer.state_dict`.
@@ -189,20 +189,21 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return self.optimizer.state_dict()
 
     def train(self) -> None:
-        """Switch to the training mode, if the optimizer has one, as schedule-free optimizers do."""
+        """Switch to training mode, if the optimizer has modes, as schedule-free ones do."""
         switch = getattr(self.optimizer, "train", None)
         if callable(switch):
             switch()
 
     def eval(self) -> None:
-        """Switch to the evaluation mode, if the optimizer has one, as schedule-free optimizers do."""
+        """Switch to evaluation mode, if the optimizer has modes, as schedule-free ones do."""
         switch = getattr(self.optimizer, "eval", None)
         if callable(switch):
             switch()
 
     def __getattr__(self, name: str) -> Any:
-        # All other attributes belong to the wrapped optimizer. Hooks are registered there, and only run in real steps.
-        if name == "optimizer" or name.startswith("__"):  # A copy has no attributes yet.
+        # All other attributes are those of the wrapped optimizer. Hooks are registered there, and only run in real
+        # steps.
+        if name == "optimizer" or name.startswith("__"):  # A copy does not have attributes yet.
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 

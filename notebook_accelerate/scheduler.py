@@ -17,12 +17,12 @@ class AcceleratedScheduler:
     Schedules are written for one process. If ranks read different batches, each step here is therefore as many steps of
     the wrapped scheduler as there are such ranks. Ranks that work on the same batch (tensor, context, sequence or
     pipeline parallelism) count as one, because they do not shorten the loader. (Accelerate 1.15 counts all ranks, and
-    reaches the end of the schedule before the end of the data.) Accumulated batches are not steps: a schedule for the
-    whole training has as many steps as there are windows, regardless of the plugin's `adjust_scheduler`.
+    reaches the end of the schedule before the end of the data.) Accumulated batches are not steps: a schedule for a
+    whole training run has as many steps as there are windows, regardless of the plugin's `adjust_scheduler`.
 
     Args:
-        scheduler: The wrapped scheduler.
-        optimizers: The prepared optimizer or optimizers that it belongs to.
+        scheduler: The torch scheduler to wrap.
+        optimizers: The prepared optimizer or optimizers that the scheduler belongs to.
         step_with_optimizer: Whether to step only with the optimizers. If False, each call is one step.
         split_batches: Whether ranks share each batch, so that one step here is one step of the wrapped scheduler.
     """
@@ -35,7 +35,7 @@ class AcceleratedScheduler:
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
         self.gradient_state = GradientState()
-        # A metric does not depend on the number of ranks, so more ranks do not reach a plateau in fewer steps.
+        # Metrics do not depend on the number of ranks, so more ranks do not reach a plateau in fewer steps.
         once = split_batches or isinstance(scheduler, ReduceLROnPlateau)
         self._repeats = 1 if once else _data_parallel_size(AcceleratorState())
         self._is_accelerate_prepared = False
@@ -66,7 +66,8 @@ class AcceleratedScheduler:
     def _step_for_all_ranks(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         total = getattr(self.scheduler, "total_steps", None)
         for _ in range(self._repeats):
-            # OneCycleLR raises an error after its last step, which would be exceeded if the last batches are padded.
+            # OneCycleLR raises an error after its last step. Without this check, padded last batches would exceed that
+            # step.
             if total is None or scheduler_steps(self.scheduler) <= total:
                 self.scheduler.step(*args, **kwargs)
 

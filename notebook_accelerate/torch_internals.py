@@ -1,7 +1,7 @@
-"""The undocumented parts of torch that this package uses. No other module uses a private name of torch.
+"""The undocumented parts of torch that this package uses. No other module uses torch's private names.
 
-Tried with torch 2.9 to 2.15: ``tests/unit/test_torch_internals.py`` tries each, and `make test-matrix` runs it with the
-oldest, a middle and the newest torch. Importing this module imports no torch.
+They work with torch 2.9 to 2.15: ``tests/unit/test_torch_internals.py`` tries each of them, and `make test-matrix` runs
+that test with the oldest version, the newest one, and one in between. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class PrivateName(NamedTuple):
     """A private name that this module exports under another name.
 
     Attributes:
-        name: The module in torch, a colon, and the name. For the module itself, the part after the colon is empty.
-        use: What the name is used for, and what replaces it if a version of torch does not have it.
+        name: The module in torch, a colon, and the name. The part after the colon is empty for a whole module.
+        use: The purpose of the name, and its replacement if a version of torch does not have it.
     """
 
     name: str
@@ -84,7 +84,7 @@ def __getattr__(name: str) -> Any:
 
     Raises:
         AttributeError: This module does not have the name.
-        ImportError: This version of torch does not have it.
+        ImportError: This version of torch does not have the name.
     """
     if name not in NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -102,7 +102,7 @@ def __getattr__(name: str) -> Any:
 
 
 def weights_only_globals() -> dict[str, Any]:
-    """Return the objects that torch.load with `weights_only` may create and call, by the dotted names in files."""
+    """Return the objects that torch.load with `weights_only` may create or call, by their dotted names in files."""
     found: dict[str, Any] = import_module("torch._weights_only_unpickler")._get_allowed_globals()
     return found
 
@@ -110,20 +110,20 @@ def weights_only_globals() -> dict[str, Any]:
 def import_inductor() -> None:
     """Import the modules that torch's profiler imports when it starts, which takes seconds.
 
-    Two of these packages import each other. The first optimizer imports them too, beginning with the same package. If
-    another thread began with the other package, both imports would fail.
+    Two of these packages import each other. Creating the first optimizer imports them, too, starting with the same one.
+    If another thread started with the other package, both imports would fail.
     """
     import_module("torch._dynamo")
     import_module("torch._inductor.config")
 
 
 def profiler_enabled() -> bool:
-    """Return whether a profiler of torch is recording this thread."""
+    """Return whether one of torch's profilers is recording this thread."""
     return bool(import_module("torch.autograd")._profiler_enabled())
 
 
 def trace_only() -> dict[str, Any]:
-    """Return arguments that keep ``torch.profiler.profile`` from creating objects for events, or {} before 2.13."""
+    """Return arguments that make ``torch.profiler.profile`` create no objects for events, or {} before torch 2.13."""
     config: Any = import_module("torch._C._profiler")._ExperimentalConfig
     try:
         return {"experimental_config": config(trace_only=True)}
@@ -132,10 +132,10 @@ def trace_only() -> dict[str, Any]:
 
 
 def before_profilers_start(call: Callable[[Any], None]) -> Callable[[], None]:
-    """Call a function with each `torch.autograd.profiler.profile` before the profiler prepares to record.
+    """Arrange for a function to be called with each `torch.autograd.profiler.profile` before it prepares to record.
 
     Returns:
-        A function to call when this should end.
+        A function that stops these calls.
     """
     kind: Any = import_module("torch.autograd.profiler").profile
     original = kind._prepare_trace
@@ -161,7 +161,7 @@ _TABLES_OF_GROUPS = (
 
 
 def process_groups() -> list[Any]:
-    """Return this process's groups in the order of their creation, in about a microsecond."""
+    """Return this process's groups in the order of their creation. This takes about a microsecond."""
     world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     return list(getattr(world, "pg_map", None) or ())
 
@@ -180,10 +180,10 @@ def group_timeouts(group: Any) -> dict[str, timedelta]:
 
 
 def set_group_timeout(timeout: timedelta, group: Any = None) -> None:
-    """Set the time limit for operations of a group that start from now on.
+    """Set the time limit for all operations of a group that start from now on.
 
-    torch 2.15 has `torch.distributed.set_timeout`, and warns about the private name. Earlier versions can set the limit
-    only for nccl and gloo, and warn about other backends, whose limit does not change.
+    torch 2.15 has `torch.distributed.set_timeout`, and warns about the private name. Earlier versions can only set the
+    limit for nccl and gloo. They warn about other backends, whose limit does not change.
 
     Args:
         timeout: The new time limit.
@@ -191,7 +191,7 @@ def set_group_timeout(timeout: timedelta, group: Any = None) -> None:
     """
     distributed: Any = import_module("torch.distributed")
     public = getattr(distributed, "set_timeout", None)
-    settable = {"nccl", "gloo", "undefined"}  # "undefined" means that each device type has its default.
+    settable = {"nccl", "gloo", "undefined"}  # "undefined" means each device type's default.
     if public is None and settable.isdisjoint(distributed.get_backend(group).replace(",", ":").split(":")):
         return
     (public or distributed.distributed_c10d._set_pg_timeout)(timeout, group)
@@ -201,7 +201,8 @@ def drop_process_groups() -> list[Any]:
     """Empty the tables of torch.distributed without destroying the groups in them.
 
     Returns:
-        The objects to keep alive, because the groups' destructors would wait for threads that a forked process lacks.
+        The objects that must be kept alive, because the groups' destructors would wait for threads that a forked
+        process lacks.
     """
     c10d: Any = import_module("torch.distributed.distributed_c10d")
     world = c10d._world
@@ -218,7 +219,7 @@ def drop_process_groups() -> list[Any]:
 
 
 def start_all_gather(group: Any, rows: Tensor, flat: Tensor, options: Any) -> Any:
-    """Start an all-gather into one tensor with the group's own method, which is 14 µs faster than the public function.
+    """Start an all-gather into one tensor with the group's own method, which takes 14 µs less than the public function.
 
     Args:
         group: The process group of the ranks.
@@ -227,15 +228,15 @@ def start_all_gather(group: Any, rows: Tensor, flat: Tensor, options: Any) -> An
         options: The operation's `torch.distributed.AllgatherOptions`.
 
     Returns:
-        The operation to wait for.
+        The operation, on which the caller must wait.
     """
     return group._allgather_base(rows, flat, options)
 
 
 def greet_in_one_dtype(stage: Any) -> None:
-    """Make a stage of a pipeline first send its neighbours the float that they expect.
+    """Make a pipeline stage greet its neighbours with the float that they expect.
 
-    torch 2.9 sends an integer of twice the size, and gloo then kills the receiver's process.
+    torch 2.9 instead sends an integer of twice the size, and gloo then kills the receiver's process.
 
     Args:
         stage: The stage that `torch.distributed.pipelining` has built, before its schedule starts.
@@ -254,9 +255,9 @@ def greet_in_one_dtype(stage: Any) -> None:
 
 
 def flight_recorders() -> dict[str, Callable[[bool, bool], bytes]]:
-    """Return the functions that dump torch's flight recorders as JSON, by name, or none if torch is not loaded.
+    """Return the functions that dump torch's flight recorders as JSON, by name, or {} if torch is not loaded.
 
-    NCCL has a separate recorder, which exists only in CUDA and ROCm builds of torch.
+    NCCL has a separate recorder, which only exists in CUDA and ROCm builds of torch.
     """
     module = sys.modules.get("torch._C._distributed_c10d")
     names = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
@@ -267,12 +268,12 @@ def flight_recorders() -> dict[str, Callable[[bool, bool], bytes]]:
 
 
 def default_device() -> str:
-    """Return the type of the thread's default device, or "" if no default device is set.
+    """Return the type of this thread's default device, or "" if no default device is set.
 
-    `torch.get_default_device` would create a tensor to find the index, and with it a CUDA context in the kernel.
+    To find the index, `torch.get_default_device` would create a tensor, and thereby a CUDA context in the kernel.
     """
     contexts: Any = sys.modules.get("torch.utils._device")
-    if contexts is None:  # No device was ever set.
+    if contexts is None:  # No default device was ever set.
         return ""
     modes = sys.modules["torch"].overrides._get_current_function_mode_stack()
     devices = [mode.device.type for mode in modes if isinstance(mode, contexts.DeviceContext)]
@@ -280,7 +281,7 @@ def default_device() -> str:
 
 
 def cuda_seed() -> int | None:
-    """Return the seed that CUDA generators have, or will get once CUDA is used, or None if none was chosen.
+    """Return the seed that CUDA generators have, or will get once CUDA is used, or None if no seed was chosen.
 
     If a process has not chosen a seed, torch seeds the generators with a random number when CUDA is first used.
     """
@@ -292,17 +293,17 @@ def cuda_seed() -> int | None:
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> Any:
-    """Add a flat dimension over all dimensions of a device mesh.
+    """Add a dimension to a device mesh that flattens all of its dimensions.
 
     Args:
-        mesh: The mesh, or a part of a mesh.
+        mesh: The mesh to flatten, or a part of a mesh.
         name: The name of the new dimension.
     """
     return mesh._flatten(name)
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
-    """Return this rank's part of a DTensor itself, whereas `to_local` returns a view of it.
+    """Return this rank's part of a DTensor itself. `to_local` would return a view of it.
 
     Args:
         tensor: The DTensor whose part to return.
@@ -323,13 +324,13 @@ def storage_key(storage: UntypedStorage) -> int:
     """Return a number that is the same for the same storage, even on devices without memory.
 
     Args:
-        storage: An untyped storage.
+        storage: The storage to identify.
     """
     return int(storage._cdata)
 
 
 def tensor_version(tensor: Tensor) -> int:
-    """Return how often a tensor has been changed in place, or 0 for inference tensors, which do not count changes.
+    """Return how many times a tensor was changed in place, or 0 for inference tensors, which do not count changes.
 
     Args:
         tensor: The tensor to inspect.
@@ -341,10 +342,10 @@ def tensor_version(tensor: Tensor) -> int:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module is the result of `torch.compile`.
+    """Return whether a module was returned by `torch.compile`.
 
     Args:
-        module: A `torch.nn.Module`.
+        module: The module to inspect.
     """
     return "_orig_mod" in module._modules
 
@@ -353,7 +354,7 @@ def compiled_module(module: nn.Module) -> Any:
     """Return the module inside a compiled module.
 
     Args:
-        module: A module for which `is_compiled` is true.
+        module: A module that `torch.compile` has returned (see `is_compiled`).
     """
     return module._orig_mod
 
@@ -377,7 +378,7 @@ def compiled_name(name: str) -> str:
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Return whether a module's own `compile` was called.
+    """Return whether a module's own `compile` method was called.
 
     Args:
         module: The module to inspect.
@@ -395,10 +396,10 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 
 def refresh_parameters(module: nn.Module) -> None:
-    """Make FSDP 2 read the new parameter objects, as it does when a function is applied to a model.
+    """Make FSDP 2 use a model's new parameter objects, as it does when a function is applied to the model.
 
     Args:
-        module: The model.
+        module: The sharded model.
     """
     module._apply(lambda tensor: tensor)  # type: ignore[no-untyped-call]
 
@@ -413,10 +414,10 @@ def has_own_names(module: nn.Module) -> bool:
 
 
 def recorded_static_graph(model: nn.Module) -> bool:
-    """Return whether a DDP model with a static graph has recorded it, or True if torch no longer reports this.
+    """Return whether a DDP model with a static graph has recorded the graph, or True if torch no longer reports this.
 
     Args:
-        model: The model, wrapped by DDP.
+        model: The model, wrapped in DDP.
     """
     return bool(getattr(model, "_static_graph_delay_allreduce_enqueued", True))
 
@@ -425,7 +426,7 @@ def recorded_static_graph(model: nn.Module) -> bool:
 
 
 def hybrid_zero2() -> Any:
-    """Return the sharding strategy that Accelerate's configuration names HYBRID_SHARD_ZERO2."""
+    """Return the sharding strategy that is named HYBRID_SHARD_ZERO2 in Accelerate's configuration."""
     return import_module("torch.distributed.fsdp").ShardingStrategy._HYBRID_SHARD_ZERO2
 
 
@@ -439,10 +440,10 @@ def flat_parameter_handle(unit: nn.Module) -> Any:
 
 
 def flat_parameter(module: nn.Module) -> Any:
-    """Return the flat parameter that an FSDP 1 unit registers (``use_orig_params=False``), or None.
+    """Return the flat parameter that an FSDP 1 unit registers (with ``use_orig_params=False``), or None.
 
     Args:
-        module: A module.
+        module: The module to inspect.
     """
     return module._parameters.get("_flat_param")
 
@@ -457,7 +458,7 @@ def names_in_flat_parameter(flat: Any) -> tuple[str, ...]:
 
 
 def flat_parameter_sizes(flat: Any) -> tuple[int, int]:
-    """Return the numbers of elements of a flat parameter: on all ranks without padding, and on this rank with padding.
+    """Return a flat parameter's number of elements on all ranks, without padding, and on this rank, with padding.
 
     Args:
         flat: The flat parameter to inspect.
@@ -478,9 +479,9 @@ def sharded_tensor(shards: list[Any], metadata: Any, group: Any) -> ShardedTenso
     """Create a `ShardedTensor` from this rank's shards without communication.
 
     Args:
-        shards: The shards of this rank.
+        shards: This rank's shards.
         metadata: The metadata of all ranks' shards.
-        group: The process group of these ranks.
+        group: The process group of the ranks that have shards.
     """
     kind = __getattr__("ShardedTensor")
     tensor: ShardedTensor = kind._init_from_local_shards_and_global_metadata(
@@ -493,7 +494,7 @@ def sharded_tensor(shards: list[Any], metadata: Any, group: Any) -> ShardedTenso
 
 
 def sampler_length(sampler: Any) -> int | None:
-    """Return the number of samples given to a `RandomSampler`, or None if the sampler uses the dataset's size.
+    """Return the `num_samples` that a `RandomSampler` was given, or None if it uses the dataset's size.
 
     Args:
         sampler: The sampler to inspect.
@@ -512,7 +513,7 @@ def count_scheduler_step(scheduler: Any) -> None:
 
 
 def scheduler_steps(scheduler: Any) -> int:
-    """Return the number of a scheduler's steps, where its construction counts as the first step.
+    """Return the number of steps that a scheduler has taken. Its construction counts as the first step.
 
     Args:
         scheduler: The scheduler whose steps are counted.
@@ -521,7 +522,7 @@ def scheduler_steps(scheduler: Any) -> int:
 
 
 def mark_stepped(optimizer: Optimizer) -> None:
-    """Mark an optimizer as stepped, because its scheduler warns otherwise.
+    """Mark an optimizer as stepped, because its scheduler would warn otherwise.
 
     Args:
         optimizer: The optimizer to mark.

@@ -431,7 +431,7 @@ class RankLayout:
         """Return the parameters in the largest pipeline stage, and the fraction of each that a rank has.
 
         Args:
-            model: The model.
+            model: The model whose parameters are divided.
         """
         tp, ep = self.degree("tp"), self.degree("ep")
         divided = dict.fromkeys(_tensor_parallel_names(model), 1 / tp) if tp > 1 else {}

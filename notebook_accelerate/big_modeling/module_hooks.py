@@ -33,7 +33,7 @@ class ModelHook:
         """Prepare a module when the hook is attached to it.
 
         Args:
-            module: The module.
+            module: The module that the hook is attached to.
 
         Returns:
             The module to use.
@@ -44,7 +44,7 @@ class ModelHook:
         """Run before the forward pass.
 
         Args:
-            module: The module.
+            module: The module that the hook is attached to.
             args: The positional arguments of the forward method.
             kwargs: The keyword arguments of the forward method.
 
@@ -57,7 +57,7 @@ class ModelHook:
         """Run after the forward pass.
 
         Args:
-            module: The module.
+            module: The module that the hook is attached to.
             output: The result of the forward method.
 
         Returns:
@@ -69,7 +69,7 @@ class ModelHook:
         """Undo `init_hook` when the hook is removed.
 
         Args:
-            module: The module.
+            module: The module that the hook is removed from.
 
         Returns:
             The module to use.
@@ -184,7 +184,7 @@ def remove_hook_from_submodules(module: torch.nn.Module) -> None:
     """Detach the hooks of a module and of all its submodules.
 
     Args:
-        module: The module.
+        module: The module whose hooks, with those of its submodules, are detached.
     """
     remove_hook_from_module(module, recurse=True)
 

@@ -41,7 +41,7 @@ def set_module_tensor_to_device(
     Args:
         module: The module that contains the tensor, directly or in a submodule.
         tensor_name: The dotted name of a parameter or buffer.
-        device: The target device.
+        device: The device to move the tensor to.
         value: New data of the same shape, which is required if the tensor is on the meta device.
         dtype: The dtype to convert the data to. If None, the tensor's dtype. Integers keep their dtype.
         fp16_statistics: The scales of an 8-bit weight of bitsandbytes.
@@ -105,7 +105,7 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
     """Return whether two devices are the same. A device without an index counts as index 0.
 
     Args:
-        first_device: A device.
+        first_device: The first device to compare.
         second_device: The device to compare the first one with.
     """
     if first_device.type != second_device.type:
@@ -119,7 +119,7 @@ def has_offloaded_params(module: torch.nn.Module) -> bool:
     """Return whether any hook of a module loads the module's own weights for each forward pass.
 
     Args:
-        module: The module.
+        module: The module whose hooks are checked.
     """
     return any(hook.offload for hook in align_hooks(module))
 
@@ -169,7 +169,7 @@ def get_state_dict_from_offload(
     """Fill a state dict with a module's own offloaded tensors.
 
     Args:
-        module: The module.
+        module: The module that has the tensors.
         module_name: The dotted name of one of the module's tensors, which starts with the module's prefix.
         state_dict: The state dict by dotted name. It is changed in place.
         device_to_put_offload: The device to load the tensors to.
@@ -190,7 +190,7 @@ def get_state_dict_offloaded_model(model: torch.nn.Module) -> dict[str, torch.Te
     """Return the state dict of a dispatched model on the CPU, including offloaded tensors.
 
     Args:
-        model: The model.
+        model: The dispatched model.
 
     Raises:
         ValueError: Some tensors are on the meta device, but no hook loads them.
@@ -263,7 +263,7 @@ def check_tied_parameters_in_config(model: torch.nn.Module) -> bool:
     """Return whether a model's configuration requests tied weights (transformers' `tie_word_embeddings` and others).
 
     Args:
-        model: The model.
+        model: The model whose configuration is read.
     """
     config = getattr(model, "config", None)
     if config is None:

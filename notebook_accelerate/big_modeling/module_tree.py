@@ -21,7 +21,7 @@ class ModuleTree:
 
     Attributes:
         names: The dotted names. The name of the model itself is "".
-        modules: The modules.
+        modules: The modules themselves.
         parents: The index of each module's parent, or -1 for the model.
         ends: The index after each module's last descendant: ``names[i + 1:ends[i]]`` are the descendants of
             ``names[i]``.
@@ -193,7 +193,7 @@ def named_module_tensors(
     """Iterate over a module's parameters, then its buffers.
 
     Args:
-        module: The module.
+        module: The module whose tensors are listed.
         include_buffers: Whether to include buffers.
         recurse: Whether to include submodules.
         remove_non_persistent: Whether to leave out buffers that are not in the state dict.
@@ -208,7 +208,7 @@ def get_non_persistent_buffers(module: torch.nn.Module, recurse: bool = False, f
     """Return the names of buffers that are not in the state dict.
 
     Args:
-        module: The module.
+        module: The module whose buffers are listed.
         recurse: Whether to include submodules.
         fqns: Whether to return dotted names if `recurse` is True.
     """

@@ -467,7 +467,7 @@ def can_prefetch(device: torch.device) -> bool:
     """Return whether weights can be transferred to a device ahead of time: the CPU, or an accelerator with streams.
 
     Args:
-        device: The device.
+        device: The device to check.
     """
     backend = getattr(torch, device.type, None)
     return device.type == "cpu" or all(hasattr(backend, name) for name in ("Stream", "Event", "current_stream"))

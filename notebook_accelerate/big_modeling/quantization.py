@@ -192,7 +192,7 @@ def is_offloadable(model: torch.nn.Module, name: str) -> bool:
     """Return whether a tensor is the weight of an 8-bit layer whose weights can be offloaded.
 
     Args:
-        model: The model.
+        model: The model that has the tensor.
         name: The dotted name of the tensor.
     """
     owner, _, key = name.rpartition(".")
@@ -268,7 +268,7 @@ def get_keys_to_not_convert(model: torch.nn.Module) -> list[str]:
     """List the modules that should not be quantized: the last module (the head) and modules with tied weights.
 
     Args:
-        model: The model.
+        model: The model that will be quantized.
     """
     tied = sorted({name for group in find_tied_parameters(model) for name in group[1:]})
     children = list(model.named_children())

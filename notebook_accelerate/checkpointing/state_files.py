@@ -143,7 +143,7 @@ def loader_files(loader: Any, index: int) -> list[StateFile]:
     """Return the files of a data loader, with its epoch and sampler, and its position if the loader keeps track of it.
 
     Args:
-        loader: The prepared loader.
+        loader: The prepared loader whose state is written.
         index: The position of the loader among the prepared loaders.
     """
     state = sampler_state(loader)
@@ -159,7 +159,7 @@ def sampler_state(loader: Any) -> dict[str, Any]:
     """Return the epoch of a loader, and the state that determines the order of its samples.
 
     Args:
-        loader: The prepared loader.
+        loader: The prepared loader to read the state from.
 
     Returns:
         Plain data with the key `iteration`. Further keys depend on the loader: `epoch` and `initial_seed` of a seedable
@@ -188,7 +188,7 @@ def restore_sampler(loader: Any, state: Any) -> None:
     """Set a loader to the epoch and order that a checkpoint contains.
 
     Args:
-        loader: The prepared loader.
+        loader: The prepared loader to set.
         state: The result of `sampler_state`.
     """
     sampler = get_sampler(loader)
@@ -299,7 +299,7 @@ def schedulers_to_save(schedulers: Sequence[Any]) -> list[Any]:
     """Return the schedulers that the strategy does not save itself, which are those without `saved_by_strategy`.
 
     Args:
-        schedulers: The prepared schedulers.
+        schedulers: The prepared schedulers to choose from.
     """
     return [scheduler for scheduler in schedulers if not getattr(scheduler, "saved_by_strategy", False)]
 

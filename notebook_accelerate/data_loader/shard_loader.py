@@ -149,7 +149,7 @@ class SequenceLoader(DataLoader[Any]):
         skipped: The number of pieces to skip at the start of each pass.
 
     Attributes:
-        loader: The inner loader.
+        loader: The loader of this rank's batches.
     """
 
     def __init__(

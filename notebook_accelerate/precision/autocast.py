@@ -96,7 +96,7 @@ class Precision:
         """Update the state of this precision after an optimizer step of a sharded model; every rank must call this.
 
         Args:
-            model: The sharded model.
+            model: The sharded model that the optimizer has stepped.
         """
 
     def make_scaler(self) -> torch.amp.GradScaler | None:

@@ -377,7 +377,7 @@ class AcceleratorProperties(RankExecution):
         """Return the full state dict of a model; every rank must call this.
 
         Args:
-            model: A prepared model.
+            model: The prepared model whose state is gathered.
             unwrap: Whether to remove the wrappers that `prepare` added to the model.
 
         Returns:

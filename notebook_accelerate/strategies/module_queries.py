@@ -27,7 +27,7 @@ def is_repeated_blocks(module: torch.nn.Module) -> bool:
     """Return whether a module is a list of blocks of one class, so that one compilation serves all of them.
 
     Args:
-        module: A module.
+        module: The module to check.
     """
     if not isinstance(module, torch.nn.ModuleList) or not len(module):
         return False
@@ -38,7 +38,7 @@ def has_repeated_blocks(module: torch.nn.Module) -> bool:
     """Return whether a model contains, at any depth, a list of blocks of the same class.
 
     Args:
-        module: A model.
+        module: The model to search.
     """
     return any(is_repeated_blocks(child) for child in module.modules())
 
@@ -47,7 +47,7 @@ def model_has_dtensor(model: torch.nn.Module) -> bool:
     """Return whether a model has parameters that are distributed across a device mesh.
 
     Args:
-        model: The model.
+        model: The model to check.
     """
     return any(is_dtensor(parameter) for parameter in model.parameters())
 
@@ -56,7 +56,7 @@ def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Return whether a tensor is a DTensor.
 
     Args:
-        tensor: The tensor.
+        tensor: The tensor to check.
     """
     # Importing torch.distributed.tensor takes a second. Until it has been imported, no DTensor can exist.
     module = sys.modules.get("torch.distributed.tensor")
@@ -67,7 +67,7 @@ def get_model_tp_size(model: torch.nn.Module) -> int | None:
     """Return the number of ranks that transformers has split a model across, or None if the model is not split.
 
     Args:
-        model: The model.
+        model: The model to inspect.
     """
     size = getattr(model, "tp_size", None)
     return size if isinstance(size, int) else None
@@ -124,7 +124,7 @@ def is_on_several_devices(model: torch.nn.Module) -> bool:
     """Return whether a device map spreads a model across several devices.
 
     Args:
-        model: The model.
+        model: The model to check.
 
     Returns:
         True if the first `hf_device_map` found, on the model or on a submodule, has more than one device.
@@ -138,7 +138,7 @@ def check_values(model: torch.nn.Module, remedy: str) -> None:
     """Check that the parameters of a model have values.
 
     Args:
-        model: The model.
+        model: The model to check.
         remedy: The end of the error message, which tells the user how to load the values.
 
     Raises:
@@ -172,7 +172,7 @@ def is_compiled_module(module: Any) -> bool:
     """Return whether a module was compiled with `torch.compile`.
 
     Args:
-        module: A module.
+        module: The module to check.
     """
     return isinstance(module, torch.nn.Module) and is_compiled(module)
 
@@ -207,7 +207,7 @@ def extract_model_from_parallel(
     """Remove the wrappers that `prepare` added to a model.
 
     Args:
-        model: The prepared model.
+        model: The prepared model to unwrap.
         keep_fp32_wrapper: Whether to keep the forward method that computes in mixed precision. If False, the original
             forward method is restored in place.
         keep_torch_compile: Whether a compiled model stays compiled.
@@ -237,7 +237,7 @@ def without_wrappers(model: torch.nn.Module) -> torch.nn.Module:
     """Return the model inside the wrappers that `prepare` and `torch.compile` put around it.
 
     Args:
-        model: A model.
+        model: The model to unwrap.
     """
     *_, inner = _layers(model)
     return inner
@@ -270,7 +270,7 @@ def tied_names(model: nn.Module) -> list[list[str]]:
     """List the plain names of each parameter that has more than one name.
 
     Args:
-        model: The model.
+        model: The model to search.
     """
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -282,7 +282,7 @@ def retie(model: nn.Module, groups: Iterable[list[str]]) -> None:
     """Tie parameters again that were tied before the model was prepared.
 
     Args:
-        model: The model.
+        model: The model whose parameters are tied.
         groups: The result of `tied_names` for the model before its parameters were untied.
     """
     owners = {plain_name(name): module for name, module in model.named_modules()}

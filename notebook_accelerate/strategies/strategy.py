@@ -82,8 +82,8 @@ class Strategy:
 
     Attributes:
         models: The models prepared for training, without wrappers.
-        optimizers: The prepared optimizers.
-        schedulers: The prepared schedulers.
+        optimizers: All optimizers that were prepared.
+        schedulers: All schedulers that were prepared.
         dataloaders: The prepared loaders.
     """
 
@@ -178,7 +178,7 @@ class Strategy:
         """Compile a model if the Accelerator has a dynamo plugin, and mark the model as prepared.
 
         Args:
-            model: The wrapped model.
+            model: The model to compile, with its wrappers.
 
         Returns:
             The compiled model, or the model itself if it is not compiled.
@@ -191,7 +191,7 @@ class Strategy:
         """Compile a model if the Accelerator has a dynamo plugin.
 
         Args:
-            model: The wrapped model.
+            model: The model to compile, with its wrappers.
 
         Returns:
             The compiled model, or the model itself if it is not compiled.
@@ -303,7 +303,7 @@ class Strategy:
         """Return a context that keeps the backward pass from exchanging the gradients of some models.
 
         Args:
-            models: The prepared models.
+            models: The prepared models whose gradients stay local.
         """
         return NOTHING
 
@@ -337,7 +337,7 @@ class Strategy:
         """Make a loader yield pieces of sequences, if ranks share the sequences of a batch with this strategy.
 
         Args:
-            loader: A prepared loader.
+            loader: The prepared loader to convert.
 
         Returns:
             A loader of pieces, or the loader itself if ranks do not share sequences.

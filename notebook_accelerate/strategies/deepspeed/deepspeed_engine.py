@@ -50,7 +50,7 @@ def destroy_engine(engine: Any) -> None:
     """Free an engine's memory, unless it has already been freed. The process group must still exist.
 
     Args:
-        engine: A tracked engine.
+        engine: The engine to destroy, which `track_engine` has been given.
     """
     if engine in _engines:
         _engines.discard(engine)
@@ -181,7 +181,7 @@ def convert_to_fp8(model: nn.Module, setup: Setup, plugin: DeepSpeedPlugin) -> N
     Args:
         model: The model before its engine is created. Its parameters stay the same objects.
         setup: The settings of the Accelerator.
-        plugin: The active plugin.
+        plugin: The active plugin, which says whether MS-AMP is enabled.
 
     Raises:
         ValueError: MS-AMP is selected in the recipe instead of in the DeepSpeed plugin.
@@ -204,7 +204,7 @@ def initialize_module(deepspeed: Any, plugin: DeepSpeedPlugin) -> Any:
 
     Args:
         deepspeed: The package `deepspeed`.
-        plugin: The active plugin.
+        plugin: The active plugin, which says whether MS-AMP is enabled.
 
     Returns:
         The module.

@@ -131,7 +131,7 @@ def map_pytorch_optim_to_deepspeed(optimizer: Any) -> Any:
     The two optimizers share their parameter groups, so that a schedule changes both.
 
     Args:
-        optimizer: A torch optimizer.
+        optimizer: The torch optimizer to replace.
 
     Returns:
         A DeepSpeedCPUAdam, DeepSpeedCPUAdagrad or DeepSpeedCPULion, or the optimizer itself if it has no equivalent.
@@ -246,7 +246,7 @@ def fill_config(parts: EngineParts, plugin: DeepSpeedPlugin) -> dict[str, Any]:
 
     Args:
         parts: The objects that the engine is created from.
-        plugin: The plugin.
+        plugin: The plugin whose configuration is filled.
 
     Returns:
         The values that replaced "auto", by key in dotted form.
@@ -276,7 +276,7 @@ def refresh_autos(filled: dict[str, Any], plugin: DeepSpeedPlugin) -> None:
 
     Args:
         filled: The result of the earlier call of `fill_config`.
-        plugin: The plugin.
+        plugin: The plugin whose configuration is reset.
     """
     for key, value in filled.items():
         node, last = plugin.hf_ds_config.find_config_node(key)
@@ -352,7 +352,7 @@ def hidden_size(model: torch.nn.Module) -> int | None:
     """Return a model's `config.hidden_size` or the largest of its `hidden_sizes`, or None if it has neither.
 
     Args:
-        model: The model.
+        model: The model whose configuration is read.
     """
     config = getattr(model, "config", None)
     for holder in (config, getattr(config, "text_config", None)):

@@ -153,7 +153,7 @@ class SplitAttention:
     change other models. The model attends to whole sequences if it is evaluated on a loader that does not yield pieces.
 
     Args:
-        model: A transformers model.
+        model: The transformers model whose attention is split.
         ranks: The number of ranks that share sequences.
         settings: The settings for the length of sequences and the implementation of attention.
 

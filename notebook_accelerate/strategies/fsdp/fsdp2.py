@@ -167,7 +167,7 @@ class Unreduced:
     Each rank keeps whole gradients instead.
 
     Args:
-        models: The sharded models.
+        models: The sharded models to keep from exchanging gradients.
     """
 
     __slots__ = ("_models",)

@@ -93,7 +93,7 @@ def find_ignored_modules(model: nn.Module, given: Iterable[nn.Module] | str | No
     """List the modules that FSDP ignores.
 
     Args:
-        model: The model.
+        model: The model to search.
         given: The modules, or a regular expression that matches their full names.
 
     Raises:

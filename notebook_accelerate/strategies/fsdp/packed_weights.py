@@ -19,7 +19,7 @@ def has_packed_weights(model: nn.Module) -> bool:
     """Return whether a model has 4-bit weights.
 
     Args:
-        model: The model.
+        model: The model to check.
     """
     return any(True for _ in _packed(model))
 

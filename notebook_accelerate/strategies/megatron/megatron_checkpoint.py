@@ -312,7 +312,7 @@ def part_name(engine: MegatronEngine) -> str:
     """Return the name of this rank's folder: mp_rank_01, or mp_rank_01_000 with pipeline stages.
 
     Args:
-        engine: The engine.
+        engine: The engine whose plugin contains the degrees.
     """
     groups = megatron_setup.import_parallel_state()
     name = f"mp_rank_{groups.get_tensor_model_parallel_rank():02d}"
@@ -329,7 +329,7 @@ def save_part(engine: MegatronEngine, target: Path, common: dict[str, Any], with
     If several ranks have the same part, only the first one writes it.
 
     Args:
-        engine: The engine.
+        engine: The engine to save.
         target: The folder of an iteration.
         common: The entries that are the same in all files.
         with_optimizer: Whether to write the optimizer's state.
@@ -370,7 +370,7 @@ def load_part(engine: MegatronEngine, source: Path, strict: bool = True) -> None
     """Read this rank's part; every rank must call this.
 
     Args:
-        engine: The engine.
+        engine: The engine to load.
         source: The folder of an iteration, written with the same degrees.
         strict: Whether all names must match the model's.
 
@@ -425,7 +425,7 @@ def gather_state(engine: MegatronEngine) -> dict[str, Any]:
     """Gather the whole state of a model, as if a single rank had it; every rank must call this.
 
     Args:
-        engine: The engine.
+        engine: The engine whose state is gathered.
 
     Returns:
         The state on every rank if all degrees are 1. Otherwise, the state in CPU memory on rank 0, and {} on other

@@ -233,7 +233,7 @@ class ChecksumFiles(FileSystem):
 
         Args:
             path: The current path of the file.
-            new_path: The new path.
+            new_path: The path to rename the file to.
         """
         super().rename(path, new_path)
         self.checksums[Path(new_path).name] = self.checksums.pop(Path(path).name)

@@ -122,7 +122,7 @@ def inner_optimizers(strategy: ReportsShards) -> list[Any]:
     """Return torch's optimizers inside the prepared optimizers of a strategy.
 
     Args:
-        strategy: The strategy.
+        strategy: The strategy whose optimizers are unwrapped.
     """
     return [prepared.optimizer for prepared in strategy.optimizers]
 

@@ -53,7 +53,7 @@ def full_model_state(model: nn.Module) -> dict[str, Any]:
     """Return a sharded model's full state on rank 0, in CPU memory; every rank must call this.
 
     Args:
-        model: The sharded model.
+        model: The sharded model whose state is gathered.
 
     Returns:
         The tensors by name on rank 0, and an empty dict on other ranks. All names of a tied weight refer to one tensor.
@@ -91,7 +91,7 @@ def save_model(
     """Write a sharded model to a folder; every rank must call this.
 
     Args:
-        model: The sharded model.
+        model: The sharded model to save.
         folder: The folder of the checkpoint.
         index: The position of the model among the prepared models.
         kind: The format: SHARDED_STATE_DICT, FULL_STATE_DICT or LOCAL_STATE_DICT.
@@ -105,7 +105,7 @@ def model_parts(model: nn.Module, index: int, kind: str, keep: Filter | None = N
     """Return this rank's parts of a sharded model; every rank must call this.
 
     Args:
-        model: The sharded model.
+        model: The sharded model to save.
         index: The position of the model among the prepared models.
         kind: The format (see `save_model`), or OWN_SHARDS.
         keep: A filter for the state before it is written. If None, everything is kept.
@@ -154,7 +154,7 @@ def load_model(
     """Read a sharded model from a folder; every rank must call this.
 
     Args:
-        model: The sharded model.
+        model: The sharded model to load.
         folder: The folder of the checkpoint.
         index: The position of the model among the prepared models.
         strict: Whether all names must match the model's.
@@ -303,7 +303,7 @@ def sharded_model_state(model: nn.Module, keep_vars: bool = False) -> dict[str, 
     """Return this rank's shards of a model's state, by names without wrappers; every rank must call this.
 
     Args:
-        model: The sharded model.
+        model: The sharded model whose shards are returned.
         keep_vars: Whether values may be parameters, which saves the 30 us that it takes to detach each DTensor.
     """
     if not _has_own_names(model):

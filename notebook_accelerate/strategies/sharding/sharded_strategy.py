@@ -176,7 +176,7 @@ class ShardedStrategy(Strategy):
         """Return a model's full state in CPU memory on rank 0, and {} on other ranks; every rank must call this.
 
         Args:
-            model: A prepared model.
+            model: The prepared model whose state is gathered.
             unwrap: See `Strategy.model_state_dict`.
         """
         bare = without_compile(model)
