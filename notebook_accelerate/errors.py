@@ -280,7 +280,7 @@ class WorkerError(NotebookAccelerateError):
 
     @property
     def documented_kind(self) -> type[BaseException]:
-        """The class whose page is shown: the first rank's exception class if it is in this module, otherwise this one."""
+        """The class whose page is shown: the first rank's exception class if this module defines it, else this one."""
         chain = self.failures[0].chain if self.failures else ()
         kind = globals().get(chain[-1].type.rpartition(".")[2]) if chain else None
         return kind if isinstance(kind, type) and issubclass(kind, NotebookAccelerateError) else type(self)

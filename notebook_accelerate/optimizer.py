@@ -41,7 +41,7 @@ def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Ca
         method: The `step` method of the optimizer.
 
     Returns:
-        The wrapped step.
+        The function to call instead of `method`.
     """
 
     def patched_step(*args: Any, **kwargs: Any) -> Any:

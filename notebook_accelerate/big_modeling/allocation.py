@@ -65,7 +65,7 @@ class Allocation:
     # ---- placing
 
     def place_all(self) -> None:
-        """Place all entries."""
+        """Place all entries on devices."""
         top = self._parts(0)
         self._large = self._large_tensors(top)
         self._push(top)

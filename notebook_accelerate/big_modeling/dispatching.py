@@ -56,7 +56,7 @@ def cpu_offload(
         preload_module_classes: The classes whose weights are loaded together with their submodules' weights.
 
     Returns:
-        The model.
+        The same model, whose weights are now offloaded.
     """
     if state_dict is None:
         state_dict = {name: tensor.to("cpu") for name, tensor in model.state_dict().items()}
@@ -81,7 +81,7 @@ def disk_offload(
         preload_module_classes: The classes whose weights are loaded together with their submodules' weights.
 
     Returns:
-        The model.
+        The same model, whose weights are now offloaded.
 
     Raises:
         CheckpointError: The disk is full, or the folder's files are corrupt.

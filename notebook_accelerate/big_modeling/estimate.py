@@ -285,7 +285,7 @@ class PlacedModel:
         return sum(block.moves for block in self.blocks)
 
     def overfull(self) -> list[str]:
-        """List the devices whose blocks exceed the device's limit."""
+        """List the devices whose limits their blocks exceed."""
         used: dict[str, int] = {}
         for block in self.blocks:
             used[block.device] = used.get(block.device, 0) + block.size
@@ -459,7 +459,7 @@ def checked_offload(offload: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _tensor_parallel_names(model: torch.nn.Module) -> set[str]:
-    """Return the parameters that tensor parallelism splits: all that the model's plan names, or all matrices."""
+    """Return the parameters that tensor parallelism splits: those that the plan names or, without a plan, all matrices."""
     plans = (getattr(model, name, None) for name in ("tp_plan", "_tp_plan"))
     plan: Any = next((found for found in plans if isinstance(found, Mapping) and found), None)
     named = dict(model.named_parameters())

@@ -36,7 +36,7 @@ class ModelHook:
             module: The module that the hook is attached to.
 
         Returns:
-            The module to use.
+            The module to use from now on, usually the same one.
         """
         return module
 
@@ -72,7 +72,7 @@ class ModelHook:
             module: The module that the hook is removed from.
 
         Returns:
-            The module to use.
+            The module to use from now on, usually the same one.
         """
         return module
 
@@ -239,14 +239,14 @@ class GradientSink:
         self._store, self._prefix = store, prefix
 
     def watch(self, name: str, parameter: Any) -> Any:
-        """Take a parameter's gradient as soon as the gradient is complete.
+        """Arrange for a parameter's gradient to be collected once it is complete.
 
         Args:
             name: The name of the parameter in the module.
             parameter: The module's parameter or buffer during this forward pass.
 
         Returns:
-            The parameter.
+            The same parameter.
         """
         if isinstance(parameter, torch.nn.Parameter) and parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda each: self._take(name, each))  # type: ignore[no-untyped-call]

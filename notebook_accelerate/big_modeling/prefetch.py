@@ -262,7 +262,7 @@ class Prefetcher:
         return self._held + self._plan[self._next_read % len(self._plan)].nbytes <= self._window
 
     def _read(self, unit: Unit, after: Sequence[Any]) -> _Read:
-        versions = _versions(unit)  # Get these before reading, so that a later change makes the read out of date.
+        versions = _versions(unit)  # Get these before reading, so that later changes make the read stale.
         tensors, done = self._transfer.read(unit, after)
         return _Read(unit, tensors, done, versions)
 

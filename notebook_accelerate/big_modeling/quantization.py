@@ -292,7 +292,7 @@ def replace_with_bnb_layers(
         current_key_name: The name of the model inside a larger model.
 
     Returns:
-        The model.
+        The model with its layers replaced.
     """
     kept = set(modules_to_not_convert or [])
     root = ".".join(current_key_name or [])

@@ -186,7 +186,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
         path: The path or URL of the file, the ``.index.json``, or the folder.
 
     Returns:
-        The named tensors.
+        The tensors, by name.
 
     Raises:
         ValueError: The folder contains no weights.

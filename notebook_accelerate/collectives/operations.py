@@ -373,7 +373,7 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
         from_process: The rank that sends its objects.
 
     Returns:
-        The same list.
+        The same list, with the items of the sending rank.
 
     Raises:
         ValueError: `object_list` is not a list, or `from_process` is not the index of a rank.

@@ -51,7 +51,7 @@ class RemotePath:
         match = _URL.match(url)
         assert match is not None
         rest = url[match.end() :]
-        self._scheme = match[0] + "/" * rest.startswith("/")  # The URL may be hdfs:///folder.
+        self._scheme = match[0] + "/" * rest.startswith("/")  # Keep the third slash of hdfs:///folder.
         self._parts = [part for part in rest.split("/") if part]
 
     def __str__(self) -> str:
@@ -225,7 +225,7 @@ class RemotePath:
     # ---- fsspec
 
     def filesystem(self) -> tuple[Any, str]:
-        """Return fsspec's file system, and the path in that.
+        """Return fsspec's file system, and the path within it.
 
         Neither is cached, because forked processes need their own.
 

@@ -112,7 +112,7 @@ def project_configuration(
         project_dir: The argument `project_dir`, used if `config` has no folder.
 
     Returns:
-        The configuration.
+        The given configuration, or a new one, with the folder set.
     """
     folder = None if project_dir is None else os.fspath(project_dir)
     if config is None:
@@ -131,7 +131,7 @@ def loader_configuration(config: DataLoaderConfiguration | None, split_batches: 
         split_batches: The deprecated argument `split_batches`, or UNSET.
 
     Returns:
-        The configuration.
+        The given configuration, or a new one.
     """
     config = config if config is not None else DataLoaderConfiguration()
     check_type("dataloader_config", config, DataLoaderConfiguration, "DataLoaderConfiguration(...)")
@@ -154,7 +154,7 @@ def accumulation(plugin: GradientAccumulationPlugin | None, steps: int) -> Gradi
             ACCELERATE_GRADIENT_ACCUMULATION_STEPS overrides it.
 
     Returns:
-        The plugin.
+        The given plugin, or a new one with the number of steps.
 
     Raises:
         ValueError: Both arguments were given.
@@ -247,7 +247,7 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
         handlers: The argument `kwargs_handlers`.
 
     Returns:
-        The handlers by kind.
+        The sorted handlers.
 
     Raises:
         ValueError: An object is not a handler, or two handlers have the same kind.

@@ -100,7 +100,7 @@ class EngineStrategy(Strategy):
             device_placement: Not used, because the engine places the optimizer's state.
 
         Returns:
-            The prepared optimizer.
+            The prepared optimizer that was created for it.
 
         Raises:
             ValueError: The optimizer was not prepared together with its model.

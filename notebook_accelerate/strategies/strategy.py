@@ -262,7 +262,7 @@ class Strategy:
             kept: The list of prepared objects of the same kind.
 
         Returns:
-            The same object.
+            The prepared object itself.
         """
         prepared.gradient_state = self.setup.gradient_state
         prepared._is_accelerate_prepared = True
@@ -402,7 +402,7 @@ def parameters_in(given: Any) -> list[torch.Tensor]:
         given: A tensor, or an iterable of tensors.
 
     Returns:
-        The tensors.
+        The parameters as a list.
 
     Raises:
         ValueError: `given` is a model.

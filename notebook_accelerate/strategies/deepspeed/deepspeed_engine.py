@@ -207,7 +207,7 @@ def initialize_module(deepspeed: Any, plugin: DeepSpeedPlugin) -> Any:
         plugin: The active plugin, which says whether MS-AMP is enabled.
 
     Returns:
-        The module.
+        The module, which has a function `initialize`.
 
     Raises:
         ImportError: The plugin selects MS-AMP, which is not installed.
@@ -499,7 +499,7 @@ def _file_system_type(path: Path) -> str:
     mounts = []
     with suppress(OSError):  # A sandbox may hide /proc/filesystems or the mounts.
         mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]
-    # The sort is stable, so the last of several file systems that are mounted on one folder, the visible one, stays
+    # The sort is stable: if several file systems are mounted on the same folder, the last one, which is visible, stays
     # last.
     mounts.sort(key=lambda mount: len(mount.mountpoint))
     return mounts[-1].fstype if mounts else ""

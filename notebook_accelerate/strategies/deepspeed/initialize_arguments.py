@@ -70,7 +70,7 @@ def trained_parameters(optimizer: Any) -> Iterator[Any]:
         optimizer: A torch optimizer, or a `DummyOptim`.
 
     Yields:
-        The parameters.
+        The parameters of all groups.
     """
     if isinstance(optimizer, DummyOptim):
         optimizer.params = list(optimizer.params)

@@ -50,7 +50,7 @@ class FSDP1Strategy(ShardedStrategy):
                 `cpu_ram_efficient_loading`, the parameters may have no values on ranks other than 0.
 
         Returns:
-            The wrapped model.
+            The model as an FSDP module.
 
         Raises:
             ValueError: A setting of the plugin does not fit the model.

@@ -74,7 +74,7 @@ def count_tensors(tensors: Iterable[torch.Tensor]) -> ShardTally:
     """Add up the sizes of tensors. This rank's part of a DTensor is its shard.
 
     Args:
-        tensors: The parameters to count.
+        tensors: The tensors whose sizes are added up.
     """
     return sum((_count_tensor(tensor) for tensor in tensors), ShardTally())
 
