@@ -409,7 +409,7 @@ class RankLayout:
         if ranks % product or ("dp_shard" in self.degrees and product != ranks):
             factors = " * ".join(f"{name}={degree}" for name, degree in self.degrees.items())
             raise ValueError(
-                f"degrees do not make num_processes={ranks}: {factors} = {product}; pass num_processes={product} or "
+                f"degrees do not match num_processes={ranks}: {factors} = {product}; pass num_processes={product} or "
                 "other degrees"
             )
 
@@ -459,7 +459,7 @@ def checked_offload(offload: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _tensor_parallel_names(model: torch.nn.Module) -> set[str]:
-    """Return the parameters that tensor parallelism splits: those that the plan names or, without a plan, all matrices."""
+    """Return the parameters that tensor parallelism splits: those in the plan or, without a plan, all matrices."""
     plans = (getattr(model, name, None) for name in ("tp_plan", "_tp_plan"))
     plan: Any = next((found for found in plans if isinstance(found, Mapping) and found), None)
     named = dict(model.named_parameters())

@@ -218,7 +218,7 @@ def _batching(dataloader: DataLoader[Any], source: Any) -> dict[str, Any]:
 def _shuffled(
     dataloader: DataLoader[Any], seedable: bool, data_seed: int | None, synchronized: bool
 ) -> DataLoader[Any]:
-    """Return a loader whose order is the same on all ranks, by replacing the sampler of one that shuffles."""
+    """Return a loader that shuffles in the same order on all ranks, by replacing its sampler."""
     sampler = get_sampler(dataloader)
     if isinstance(sampler, SeedableRandomSampler):
         return dataloader

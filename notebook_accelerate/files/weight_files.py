@@ -82,7 +82,7 @@ def inside(folder: Path, name: str) -> Path:
     try:
         within = not Path(name).is_absolute() and path.resolve().is_relative_to(folder.resolve())
         within = within and all(len(os.fsencode(part)) <= _MAX_PART for part in path.parts)
-    except (OSError, ValueError, RuntimeError):  # A long name, a null character, or circular links.
+    except (OSError, ValueError, RuntimeError):  # The name is too long or has a null character, or links are circular.
         within = False
     if not within:
         raise CheckpointError(

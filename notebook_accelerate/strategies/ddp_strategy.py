@@ -106,9 +106,9 @@ def _joinable(item: Any) -> Joinable | None:
 class Unsynchronised:
     """A context that keeps the backward pass of DDP models from exchanging gradients.
 
-    It does the same as `DistributedDataParallel.no_sync` of each model, at a tenth of the cost of that generator.
-    Models with a static graph still exchange gradients in one pass: torch records the graph in a backward pass that
-    exchanges gradients, and would otherwise fail an assertion. The gradients of the window stay the same.
+    It has the same effect as `DistributedDataParallel.no_sync` of each model, at a tenth of the cost. Models with a
+    static graph still exchange gradients in one pass: torch records the graph in a backward pass that exchanges
+    gradients, and would otherwise fail an assertion. The gradients of the window stay the same.
 
     Args:
         models: The DDP modules to keep from exchanging gradients.
