@@ -362,5 +362,5 @@ def _check_beams(inputs: torch.Tensor, attention_mask: torch.Tensor | None, num_
         raise ValueError(f"num_beams={num_beams} must be 1 or more")
     if inputs.shape[0] != 1 or (attention_mask is not None and not bool(attention_mask.all())):
         raise ValueError(
-            "beam search takes a single prompt without padding; call megatron_generate for one prompt at a time"
+            "beam search takes one prompt without padding; call megatron_generate for one prompt at a time"
         )
