@@ -233,7 +233,7 @@ def count_files(names: Sequence[str], pattern: str) -> int:
 class HasOwnLayout(Protocol):
     """A strategy whose `checkpoint_layout` is not "whole".
 
-    Each one is also a `SavesOwnState` or a `ReturnsStateParts`.
+    Every such strategy is also a `SavesOwnState` or a `ReturnsStateParts`.
     """
 
     name: str

@@ -319,7 +319,7 @@ def _manifest_of(accelerator: AcceleratorProperties) -> Manifest:
 
 @functools.cache  # Reading the version takes 2 ms.
 def _producer() -> str:
-    version = installed_version("notebook-accelerate") or "(not installed)"  # It may be imported from a folder.
+    version = installed_version("notebook-accelerate") or "(not installed)"  # The package may be used from a folder.
     return f"notebook_accelerate {version}"
 
 

@@ -124,7 +124,7 @@ def _unpack_all(layout: Layout, totals: list[torch.Tensor]) -> list[torch.Tensor
 
 
 def _result_dtype(dtype: torch.dtype, reduction: str) -> torch.dtype:
-    """Return the dtype of the sum, mean or maximum of tensors of a dtype."""
+    """Return the dtype of the sum, mean or maximum of tensors with a given dtype."""
     if dtype.is_floating_point or dtype.is_complex:
         return dtype
     return torch.get_default_dtype() if reduction == "mean" else torch.int64 if dtype == torch.bool else dtype

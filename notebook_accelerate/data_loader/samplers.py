@@ -210,7 +210,7 @@ class SkipBatchSampler(BatchSampler):
         self.skip_batches = skip_batches
 
     def __getattr__(self, name: str) -> Any:
-        if name == "batch_sampler":  # While the object is unpickled, it is not set yet.
+        if name == "batch_sampler":  # The attribute is not set yet while the object is unpickled.
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
 

@@ -168,7 +168,7 @@ class SequenceLoader(DataLoader[Any]):
         loader.hands_out_pieces = True
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # While the object is copied, it is not set yet.
+        if name == "loader":  # The attribute is not set yet while the object is copied.
             raise AttributeError(name)
         return getattr(self.loader, name)
 

@@ -33,7 +33,7 @@ class AOPrecision(Bf16Precision):
 
     Args:
         device_type: The type of the computing device. On a CPU, fp8 is emulated.
-        autocast_handler: `AutocastKwargs`. None means torch's defaults.
+        autocast_handler: The settings for autocast (`AutocastKwargs`). None means torch's defaults.
         scaler_handler: Not used, because bfloat16 needs no scaler.
         fp8_recipe: The recipe (`AORecipeKwargs`). None means the defaults.
     """
@@ -162,7 +162,7 @@ class TEPrecision(Bf16Precision):
 
     Args:
         device_type: Must be cuda.
-        autocast_handler: `AutocastKwargs`. None means torch's defaults.
+        autocast_handler: The settings for autocast (`AutocastKwargs`). None means torch's defaults.
         scaler_handler: Not used, because bfloat16 needs no scaler.
         fp8_recipe: The recipe (`TERecipeKwargs`, or `FP8RecipeKwargs`). None means the defaults.
 
@@ -327,7 +327,7 @@ class MSAMPPrecision(Bf16Precision):
 
     Args:
         device_type: Must be cuda.
-        autocast_handler: `AutocastKwargs`. None means torch's defaults.
+        autocast_handler: The settings for autocast (`AutocastKwargs`). None means torch's defaults.
         scaler_handler: Not used.
         fp8_recipe: The recipe (`MSAMPRecipeKwargs`, or `FP8RecipeKwargs`). None means the defaults.
 

@@ -80,8 +80,8 @@ def make_precision(
     Args:
         name: no, bf16, fp16, fp8, or the name of a registered precision.
         device_type: The type of the computing device: cpu, cuda, ...
-        autocast_handler: `AutocastKwargs`. None means torch's defaults.
-        scaler_handler: `GradScalerKwargs`. None means torch's defaults.
+        autocast_handler: The settings for autocast (`AutocastKwargs`). None means torch's defaults.
+        scaler_handler: The settings for the loss scaler (`GradScalerKwargs`). None means torch's defaults.
         fp8_recipe: The recipe (`AORecipeKwargs`, `TERecipeKwargs` or `MSAMPRecipeKwargs`). None means the defaults.
 
     Raises:

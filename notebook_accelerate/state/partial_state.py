@@ -217,8 +217,8 @@ def _existing_backend(backend: str, row: Row, with_cpu: bool) -> str:
     if with_cpu and "gloo" not in backend:
         wanted = choose_backend(row, None, with_cpu)
         warn_once(
-            f"the process group was started with back end {backend!r} before the Accelerator, but FSDP 2 with "
-            "cpu_offload=True clips gradients in main memory: create the Accelerator first, or write "
+            f"the process group was started with backend {backend!r} before the Accelerator, but FSDP 2 with "
+            "cpu_offload=True clips gradients in CPU memory: create the Accelerator first, or write "
             f"torch.distributed.init_process_group({wanted!r})"
         )
     return backend
@@ -238,7 +238,7 @@ def _apply_settings(state: PartialState, cpu: bool, kwargs: dict[str, Any]) -> N
         return
     warn_once(
         f"PartialState changes its settings: it was created on {state.device} ({state.backend or 'no process group'}), "
-        f"and {'the CPU' if moves else f'back end {usable!r}'} is requested now; objects that are already prepared do "
+        f"and {'the CPU' if moves else f'backend {usable!r}'} is requested now; objects that are already prepared do "
         "not change"
     )
     process_group.end_group()

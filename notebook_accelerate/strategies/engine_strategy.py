@@ -161,7 +161,7 @@ class EngineStrategy(Strategy):
         return self._step_clipped(max_norm)
 
     def _configured_norm(self) -> tuple[float | None, str]:
-        """Return the configured maximum norm, or None, and advice for the warning that this norm takes precedence."""
+        """Return the configured maximum norm or None, and a hint for the warning that this norm takes precedence."""
         raise NotImplementedError
 
     def _step_clipped(self, max_norm: float) -> torch.Tensor:

@@ -27,7 +27,7 @@ class MegatronEngine(nn.Module):
     """A model that runs with Megatron's schedules.
 
     Args:
-        accelerator: The Accelerator, or another object with its `state`.
+        accelerator: The Accelerator, or another object that has its `state`.
         model: This rank's part of the model, or a list of its parts.
         optimizer: Megatron's optimizer.
         scheduler: Megatron's schedule of learning rate and weight decay.

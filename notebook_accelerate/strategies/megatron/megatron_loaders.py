@@ -63,7 +63,7 @@ class MegatronLMDummyDataLoader:
         """Return a function that takes the number of samples in each split, and creates the three datasets.
 
         Args:
-            accelerator: The Accelerator, or another object with its `state`.
+            accelerator: The Accelerator, or another object that has its `state`.
         """
         plugin = megatron_setup.active_plugin(accelerator.state)
         if plugin.custom_megatron_datasets_provider_function is not None:
@@ -78,7 +78,7 @@ class MegatronLMDummyDataLoader:
         """Create endless iterators over the micro-batches of the three splits; every rank must call this.
 
         Args:
-            accelerator: The Accelerator, or another object with its `state`.
+            accelerator: The Accelerator, or another object that has its `state`.
         """
         loaders = self.build_loaders(accelerator)
         return tuple(_repeat(loader) if loader is not None else None for loader in loaders)  # type: ignore[return-value]
@@ -87,10 +87,10 @@ class MegatronLMDummyDataLoader:
         """Create the loaders of micro-batches for the three splits, at most once; every rank must call this.
 
         Args:
-            accelerator: The Accelerator, or another object with its `state`.
+            accelerator: The Accelerator, or another object that has its `state`.
 
         Raises:
-            ValueError: The plugin does not give the number of samples to train on.
+            ValueError: The plugin does not specify the number of samples to train on.
         """
         if self.built:
             return self.built
