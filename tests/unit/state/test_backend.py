@@ -91,6 +91,6 @@ def test_offloading_by_the_environment_starts_gloo_too(
 
 def test_a_group_without_gloo_causes_a_warning(started: list[str]) -> None:
     PartialState()
-    with pytest.warns(UserWarning, match=r"back end 'nccl' before .*init_process_group\('cuda:nccl,cpu:gloo'\)"):
+    with pytest.warns(UserWarning, match=r"backend 'nccl' before .*init_process_group\('cuda:nccl,cpu:gloo'\)"):
         AcceleratorState(fsdp_plugin=_fsdp(fsdp_version=2, cpu_offload=True))
     assert started == ["nccl"]
