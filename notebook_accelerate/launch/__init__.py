@@ -1,4 +1,4 @@
-"""Launch runs. ``start`` is the entry point: it takes a configuration and a function, and returns a run."""
+"""Launch runs. The entry point is ``start``, which takes a configuration and a function, and returns a run."""
 
 from __future__ import annotations
 

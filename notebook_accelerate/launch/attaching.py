@@ -24,7 +24,7 @@ from notebook_accelerate.launch.state.interrupts import SLICE
 from notebook_accelerate.launch.state.run_view import internals
 
 OPEN_SECONDS = 20.0
-"""How long the journal of a run that has just started may take to receive its first events."""
+"""How many seconds the journal of a run that has just started may take to receive its first events."""
 LISTED_RUNS = 20
 """Maximum number of ended detached runs to list. Older ones are left out."""
 _attached: dict[str, Run] = {}
@@ -40,13 +40,13 @@ def attach(name: str | PathLike[str]) -> Run:
         name: The run's name, or its folder. If several runs have the name, the last one is used.
 
     Returns:
-        The run, with everything that its ranks have logged and printed, even while no kernel was attached. It can be
-        stopped, queried, diagnosed and debugged from here. An ended run can be read. Repeated calls in a kernel return
-        the same object.
+        The run, with everything that its ranks have logged and printed, even while no kernel was attached. While the
+        run is running, it can be stopped, queried, diagnosed and debugged from this kernel. After it has ended, its
+        records can still be read. Repeated calls in a kernel return the same object.
 
     Raises:
         ValueError: There is no detached run with this name.
-        LaunchError: Another user can change the records of detached runs, which are therefore ignored.
+        LaunchError: The records of detached runs are ignored, because another user can change them.
         FileNotFoundError: There is no kept run in this folder.
         BrokenRunError: The run's journal is damaged.
     """
@@ -67,14 +67,14 @@ def _folder_of(name: str | PathLike[str]) -> Path:
         run_directory.check_records()
         known = ", ".join(dict.fromkeys(entry.name for entry in run_directory.entries())) or "none"
         raise ValueError(
-            f"there is no detached run named {name!r}; there are: {known}. "
-            "A kept run is opened by its folder: notebook_accelerate.open_run('runs/NAME')"
+            f"there is no detached run named {name!r}; the detached runs are: {known}. "
+            "To open a kept run, pass its folder: notebook_accelerate.open_run('runs/NAME')"
         )
     return given_folder(name)
 
 
 def _open(folder: Path) -> Run:
-    """Open a run that may have started only a moment ago."""
+    """Open a run. If it has just started, wait until its journal can be read."""
     deadline = time.monotonic() + OPEN_SECONDS
     while True:
         entry = next((entry for entry in run_directory.entries() if entry.folder == str(folder)), None)
@@ -93,7 +93,7 @@ def _open(folder: Path) -> Run:
 
 
 def detached_runs() -> list[Run]:
-    """Return the user's readable detached runs, the oldest first: all running ones, and the latest ended ones."""
+    """Return the user's detached runs, oldest first: all running ones and the latest ended ones that can be read."""
     found, entries = [], run_directory.entries()
     listed = [entry for entry in entries if not entry.lives][-LISTED_RUNS:]
     for entry in [entry for entry in entries if entry.lives or entry in listed]:
@@ -103,13 +103,13 @@ def detached_runs() -> list[Run]:
 
 
 def running_entries() -> list[DetachedEntry]:
-    """Return the detached runs that have not ended."""
+    """Return the entries of the detached runs that are still running."""
     found = []
     for entry in run_directory.entries():
         known = _attached.get(entry.folder)
-        # The run's folder may have been deleted.
+        # Ask the attached run too, because its folder may have been deleted.
         ended = known is not None and known.ended is not None and known.status != "lost"
-        # A run that has a summary is over, even though its process may need a moment to exit.
+        # A run with a summary is over, even if its process needs another moment to exit.
         if entry.lives and not ended and read_summary(Path(entry.folder)) is None:
             found.append(entry)
     return found
@@ -124,7 +124,7 @@ def attached_runs() -> list[Run]:
 def stop_detached(grace: float) -> None:
     """Stop all of the user's detached runs on this machine at the same time, and wait for them to end.
 
-    If a supervisor does not answer, a warning names that supervisor, which is killed a few seconds after ``grace``.
+    A supervisor that does not answer is named in a warning, and killed a few seconds after ``grace``.
     """
     found = [run for run in detached_runs() if not internals(run).commands.refusal]
     running = [run for run in found if run.ended is None or run.held or internals(run).commands.connected]
@@ -137,11 +137,11 @@ def stop_detached(grace: float) -> None:
     for thread in threads:
         while thread.is_alive():
             thread.join(SLICE)
-    run_directory.entries()  # This call removes the sockets of processes that were killed.
+    run_directory.entries()  # Listing the entries removes the sockets of processes that were killed.
 
 
 def _stop_read(run: Run, grace: float) -> None:
-    run.stop(grace, wait=False)  # This call blocks for seconds if the supervisor does not read.
+    run.stop(grace, wait=False)  # Even without waiting, this blocks for seconds if the supervisor does not read.
     while not run.done or run.held or internals(run).commands.connected:
         time.sleep(0.05)
 
@@ -151,7 +151,7 @@ def _stop_unread(entry: DetachedEntry, grace: float) -> None:
     process = parse_identity(entry.process)
     try:
         client = ControlClient(Path(entry.socket), process)
-    except BlockingIOError:  # The process is suspended, and many connections are waiting.
+    except BlockingIOError:  # The process is suspended, and its queue of connections is full.
         if process is not None:
             warn(silence_text(process, grace))
             time.sleep(grace)

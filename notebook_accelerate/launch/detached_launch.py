@@ -1,4 +1,4 @@
-"""Launch detached runs: start a process for each, and attach to it."""
+"""Launch detached runs, each in a process of its own, and attach to them."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ if TYPE_CHECKING:
 
 
 START_SECONDS = 120.0
-"""How long the process of a detached run may take to start. On a slow disk, the imports take long."""
+"""How many seconds the process of a detached run may take to start. On a slow disk, imports take a long time."""
 FORK_SECONDS = 20.0
-"""How long to wait for the exit of a process that did not start the run in time, before killing it."""
+"""How many seconds a process that did not start the run in time has to exit before it is killed."""
 CLAIM_SECONDS = 10.0
-"""How long to wait for a name held by another process, whose run is over or whose launch is in progress."""
+"""How many seconds to wait for a name that another process still holds while it starts a run or exits after one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DetachedOrder:
-    """The order that the process of a detached run receives. The function and its arguments are in a separate file."""
+    """Everything that the process of a detached run needs for the launch, except the function and its arguments."""
 
     name: str
-    """The run's name, which the kernel has claimed."""
+    """The run's name, which the launching kernel has claimed."""
     config: LaunchConfig
     function_name: str
     arguments: dict[str, Plain]
-    """The arguments by name, as plain values."""
+    """The function's arguments by name, as plain values."""
     resume: str | None
     """The folder of the run to resume, or None."""
     sources: dict[str, str]
@@ -73,13 +73,13 @@ def launch_detached(
     """Launch ``function(*arguments)`` in a separate process that outlives this kernel, and attach to it.
 
     Args:
-        config: Configuration of the launch.
+        config: The launch configuration.
         function: The function to launch.
         arguments: The function's positional arguments.
-        resume: An ended kept run whose training is continued, or None.
+        resume: An ended kept run whose training the new run continues, or None.
 
     Raises:
-        ValueError: A detached run with this name is running.
+        ValueError: A detached run with the configured name is still running.
         LaunchError: The process did not start, or it could not launch the run.
         SerializationError: The function or its arguments cannot be sent to the ranks.
         KeyboardInterrupt: The launch was interrupted, and has been stopped.
@@ -94,7 +94,7 @@ def launch_detached(
         payload = to_file(function, arguments)
         undo.callback(os.close, payload)
         name, claimed = _claimed_name(config, function_name, resume)
-        undo.callback(os.close, claimed)  # The run's process has its own copy.
+        undo.callback(os.close, claimed)  # The run's process has its own copy of the descriptor.
         order = DetachedOrder(
             name=name,
             config=config.changed(
@@ -125,11 +125,11 @@ def launch_detached(
 
 
 def _claimed_name(config: LaunchConfig, function_name: str, resume: Run | None) -> tuple[str, int]:
-    """Claim a name for a new run that no other running detached run has. Return it and the descriptor of the claim.
+    """Claim a name that no running detached run has. Return the name and the descriptor of the claim.
 
     Raises:
-        ValueError: The user passed the name of a running run, or a name that is not allowed.
-        LaunchError: Names cannot be claimed.
+        ValueError: The user's name belongs to a run that is still running, or is not allowed.
+        LaunchError: The folder for the claims cannot be written.
     """
     given = config.name or ("" if resume is None else resume.name)
     try:
@@ -141,7 +141,7 @@ def _claimed_name(config: LaunchConfig, function_name: str, resume: Run | None) 
             if name not in _running_names() and (claimed := run_directory.claim_name(name)) is not None:
                 return name, claimed
     except OSError as error:
-        raise LaunchError(f"the detached run could not be found later: {error}") from error
+        raise LaunchError(f"the detached run cannot be recorded for other kernels: {error}") from error
 
 
 def _claim(name: str) -> int:
@@ -151,7 +151,7 @@ def _claim(name: str) -> int:
             return claimed
         time.sleep(0.05)
     raise ValueError(
-        f"name={name!r} is the name of a detached run that has not ended: pass another name, "
+        f"name={name!r} is the name of a detached run that is still running: pass another name, "
         f"or use that run: notebook_accelerate.attach({name!r})"
     )
 
@@ -161,7 +161,7 @@ def _running_names() -> set[str]:
 
 
 def _origin() -> dict[str, Any]:
-    """Return the place where a run is launched: process id, working directory and notebook."""
+    """Return where the run is launched: the process id, the working directory and the notebook."""
     found: dict[str, Any] = {"pid": os.getpid()}
     with suppress(OSError):
         found["folder"] = str(Path.cwd())
@@ -171,7 +171,7 @@ def _origin() -> dict[str, Any]:
 
 
 def _start(order: int, payload: int, claimed: int) -> dict[str, Any]:
-    """Start the process of a run and return its answer, which is the run's folder or an error."""
+    """Start the process of a run. Return its answer, which holds either the run's folder or an error."""
     ours, theirs = socket.socketpair()
     with ours, TemporaryFile() as log:
         try:
@@ -190,9 +190,9 @@ def _start(order: int, payload: int, claimed: int) -> dict[str, Any]:
                 with suppress(OSError):
                     ours.send(b"cancel")
             try:
-                # The process exits as soon as it has forked the process that runs the ranks.
+                # This process exits as soon as it has forked the one that supervises the ranks.
                 process.wait(FORK_SECONDS if answer is None else None)
-            except subprocess.TimeoutExpired:  # The process is suspended.
+            except subprocess.TimeoutExpired:  # The process is probably suspended.
                 process.kill()
                 process.wait()
         if answer is None:
@@ -201,9 +201,9 @@ def _start(order: int, payload: int, claimed: int) -> dict[str, Any]:
 
 
 def _answer(connection: socket.socket) -> dict[str, Any] | None:
-    """Wait for the process's answer, in slices so that an interrupt can end the wait.
+    """Wait for the process's answer, in short slices so that an interrupt can end the wait.
 
-    Return None if the process exits without an answer.
+    Return None if the process exits without an answer, or takes too long.
     """
     connection.settimeout(SLICE)
     deadline, data = time.monotonic() + START_SECONDS, b""
@@ -215,6 +215,6 @@ def _answer(connection: socket.socket) -> dict[str, Any] | None:
         if not received:
             break
         data += received
-    line, end, _ = data.partition(b"\n")  # An error may follow the folder, but the run records that error itself.
+    line, end, _ = data.partition(b"\n")  # Ignore an error after the folder, because the run records it itself.
     found: dict[str, Any] | None = json.loads(line) if end else None
     return found

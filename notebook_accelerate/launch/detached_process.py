@@ -1,4 +1,4 @@
-"""The process of a detached run, which launches the run and exits after the ranks."""
+"""The process of a detached run, which launches the run and exits after its ranks have ended."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.run import Run
 
 HELD_SECONDS = 3600
-"""How long the ranks of a failed run are held for the debugger while no kernel is attached."""
+"""How many seconds the ranks of a failed run are held for the debugger while no kernel is attached."""
 HELD_VARIABLE = "NOTEBOOK_ACCELERATE_HELD_SECONDS"
-"""An environment variable of the launching kernel that overrides `HELD_SECONDS`."""
+"""The environment variable that overrides `HELD_SECONDS`, read from the launching kernel."""
 
 
 def main(order: int, payload: int, answer: int, claimed: int) -> None:
     """Launch a run and return when its ranks have finished.
 
     Args:
-        order: Descriptor of the file with the `DetachedOrder`.
-        payload: Descriptor of the file with the function and its arguments.
-        answer: Descriptor of the socket to the launching kernel.
-        claimed: Descriptor of the claim on the run's name.
+        order: The file descriptor of the `DetachedOrder`.
+        payload: The file descriptor of the pickled function and arguments.
+        answer: The descriptor of the socket to the launching kernel.
+        claimed: The descriptor of the claim on the run's name.
     """
     if os.fork():
-        os._exit(0)  # The kernel waits for this process. The forked one no longer has a parent that waits for it.
+        os._exit(0)  # The kernel waits only for this process, so the forked one can outlive the kernel.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.set_inheritable(claimed, False)
     cells.renew_main()
@@ -57,13 +57,13 @@ def main(order: int, payload: int, answer: int, claimed: int) -> None:
 
 
 class DetachedRun:
-    """Supervises one run.
+    """Launches and supervises one run.
 
     Args:
-        order: The order to launch the run.
-        payload: Descriptor of the file with the function and its arguments.
+        order: What to launch, and how.
+        payload: The file descriptor of the pickled function and arguments.
         kernel: The connection to the launching kernel.
-        claimed: Descriptor of the claim on the run's name.
+        claimed: The descriptor of the claim on the run's name.
     """
 
     def __init__(self, order: DetachedOrder, payload: int, kernel: socket.socket, claimed: int) -> None:
@@ -74,7 +74,7 @@ class DetachedRun:
         self._over = threading.Event()
 
     def main(self) -> None:
-        """Launch the run, and wait for its end."""
+        """Launch the run and wait for it to end."""
         order = self._order
         install_sources(order.sources)
         tracebacks.name_foreign_cells(order.cell_names)
@@ -93,16 +93,16 @@ class DetachedRun:
         self._end()
 
     def _serve(self, run: Run) -> None:
-        """Serve kernels from now on, and answer the launching kernel.
+        """Let kernels connect to the run, and send its folder to the launching kernel.
 
         Raises:
-            LaunchError: Kernels could not find the run.
+            LaunchError: The run cannot be recorded where kernels look for it.
         """
         try:
             self._service = ControlService(run, self._path)
             run_directory.add_entry(self._entry(run))
         except OSError as error:
-            raise LaunchError(f"the detached run could not be found later: {error}") from error
+            raise LaunchError(f"the detached run cannot be recorded for other kernels: {error}") from error
         threading.Thread(target=self._watch_kernel, args=(run,), daemon=True).start()
         self._answer({"folder": str(run.folder)})
         _discard_output()
@@ -121,7 +121,7 @@ class DetachedRun:
         )
 
     def _watch_kernel(self, run: Run) -> None:
-        """Stop the run if its launch is interrupted. The launching kernel may also exit, or close the connection."""
+        """Stop the run if the launching kernel cancels the launch. If that kernel exits, the run continues."""
         with suppress(OSError):
             if self._kernel.recv(16) == b"cancel":
                 run.stop(grace=1.0, wait=False)
@@ -131,7 +131,7 @@ class DetachedRun:
             self._kernel.sendall(json.dumps(answer).encode() + b"\n")
 
     def _wait(self, run: Run) -> None:
-        """Wait for the end of the run, and then for as long as a kernel uses ranks that are held after a failure."""
+        """Wait for the end of the run. Release held ranks once no kernel has been attached for `_held_seconds`."""
         run.add_done_callback(lambda _: self._over.set())
         wait_for(self._over)
         self._release_name()

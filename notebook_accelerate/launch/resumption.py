@@ -1,4 +1,4 @@
-"""Continue the training of an ended run, from its newest complete checkpoint and with its history."""
+"""Continue the training of an ended run from its newest complete checkpoint, and keep the history of its metrics."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from notebook_accelerate.telemetry.store import Record
 
 @dataclass(frozen=True)
 class Resumption:
-    """How a run continues an earlier one.
+    """The checkpoint and the history from which a new run continues an earlier one.
 
     Attributes:
         run: The earlier run, which has ended.
-        checkpoint: The checkpoint, or None if the run has no complete one.
+        checkpoint: The checkpoint to continue from, or None if the run has no complete one.
         frames: The history up to that checkpoint, as frames of a journal.
     """
 
@@ -33,7 +33,7 @@ class Resumption:
     frames: tuple[bytes, ...]
 
     def add_history(self, journal: Journal) -> None:
-        """Add the history to the new run's journal, followed by the point at which the new run continues."""
+        """Add the earlier run's history to the new run's journal, then the point at which the new run continues."""
         earlier = self.run
         if self.checkpoint is None:
             text = f"run {earlier.name} has no complete checkpoint to continue from: the training starts again"
@@ -57,13 +57,13 @@ def _ended(run: Run) -> str:
 
 
 def resumption_of(run: Run) -> Resumption:
-    """Return how a launch continues a run.
+    """Return the checkpoint and the history from which a launch continues a run.
 
     Args:
-        run: A run that has ended.
+        run: The run to continue, which must have ended.
 
     Raises:
-        ValueError: The argument is not a run, or the run is not over.
+        ValueError: ``run`` is not a run, is still running, or has ranks that are held.
     """
     if not isinstance(run, Run):
         raise ValueError(
@@ -74,7 +74,7 @@ def resumption_of(run: Run) -> Resumption:
     checkpoint = newest_complete_checkpoint(run)
     if checkpoint is None:
         return Resumption(run, None, ())
-    # Keep all lines, because it is not known exactly when a rank wrote a line.
+    # Keep even the lines after the checkpoint, because it is not known exactly when a rank wrote a line.
     lines = last_lines(internals(run).journal, journal_file.KEPT_LOG_BYTES)
     frames = [*points_frames(internals(run).journal, checkpoint.time), *journal_format.encode_records(lines)]
     frames += journal_format.encode_records(checkpoint_records(run, checkpoint.time))
@@ -82,13 +82,13 @@ def resumption_of(run: Run) -> Resumption:
 
 
 def checkpoint_records(run: Run, until: float) -> list[Record]:
-    """Return the records of a run's checkpoints up to a time, in seconds since the epoch."""
+    """Return the records of the checkpoints that a run saved until a time, in seconds since the epoch."""
     found = [event for event in list(internals(run).store.checkpoints) if event.time <= until]
     return [Record(0, event.time, event) for event in found]
 
 
 def newest_complete_checkpoint(run: Run) -> CheckpointEvent | None:
-    """Return a run's newest complete checkpoint that still exists, or None.
+    """Return a run's newest complete checkpoint that still exists, or None if there is none.
 
     A URL is accepted without a check, because only the ranks have the packages to access it.
     """

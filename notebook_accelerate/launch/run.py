@@ -50,7 +50,7 @@ _numbers = itertools.count(1)
 
 
 def default_name(function_name: str, number: int) -> str:
-    """Return the name of a run that the user has not named."""
+    """Return the name of a run for which the user has not chosen one."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", function_name).strip("-._") or "run"
     return f"{plain[:80]}-{number}"
 
@@ -68,21 +68,21 @@ class Run:
     waits for the end without blocking the kernel's event loop, and returns the run or raises its error.
 
     Args:
-        config: Configuration of the launch.
+        config: The launch configuration.
         function_name: Name of the launched function.
-        journal: The run's journal. If None, a new one is created.
-        commands: Commands to the supervisor, or None for a run without a supervisor.
+        journal: The journal to read. If None, a new one is created.
+        commands: Sends commands to the supervisor. None for a run without a supervisor.
         number: The run's number in this kernel. If None, the next free number is used.
-        name: The run's name. If it is "", the configuration's name is used, or the function's name with the number.
+        name: The run's name. If "", the configured name is used, or else the function's name with the run's number.
         arguments: The function's arguments by name, as plain values.
 
     Attributes:
         id: Number of the run in this kernel, from 1.
-        config: Configuration of the launch.
+        config: The launch configuration.
         function_name: Name of the launched function.
         name: The run's name, chosen by the user or by default.
         folder: The folder of a kept run, or None.
-        origin: The notebook or folder that launched a detached run, or "" for other runs.
+        origin: The notebook or folder from which a detached run was launched, or "" for other runs.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Run:
         )
         self._output = run_display.LaunchOutput()
         self._lock = threading.RLock()
-        self._error: weakref.ref[WorkerError] | None = None  # A weak reference, because the error refers to the run.
+        self._error: weakref.ref[WorkerError] | None = None  # It is weak because the error refers to the run.
         self._done, self._released = threading.Event(), threading.Event()
         self._released.set()
         self._callbacks: list[Callable[[Run], None]] = []
@@ -145,7 +145,7 @@ class Run:
 
     @property
     def plan(self) -> LaunchPlan | None:
-        """The launch plan, or None before it is made."""
+        """The launch plan, or None until it has been made."""
         return self._state.plan
 
     @property
@@ -190,7 +190,7 @@ class Run:
 
     @property
     def notes(self) -> list[str]:
-        """Notes about the launch, such as a port that was taken."""
+        """Notes about the launch, such as that a port was taken."""
         return list(self._state.notes)
 
     @property
@@ -200,17 +200,17 @@ class Run:
 
     @property
     def diagnoses(self) -> list[Diagnosis]:
-        """Results of automatic diagnoses, the oldest first."""
+        """The results of automatic diagnoses, oldest first."""
         return list(self._state.diagnoses)
 
     @property
     def stall(self) -> Stall | None:
-        """The current stall (start time and cause), or None if at least one rank is making progress."""
+        """The current stall, with its start time and cause, or None while at least one rank is making progress."""
         return self._state.stall
 
     @property
     def prompts(self) -> tuple[int, ...]:
-        """The ranks that wait for a line of text, in order."""
+        """The ranks that are waiting for a line of input, in order."""
         return tuple(sorted(self._state.prompts))
 
     @property
@@ -230,7 +230,7 @@ class Run:
         ended runs are also kept, if they take at most 1 GiB in total. `free_results` frees the values of a run.
 
         Raises:
-            RunNotFinishedError: The run has not ended.
+            RunNotFinishedError: The run is still running.
             WorkerError: The run did not succeed. The results of individual ranks are in ``run.ranks``.
             SerializationError: A value cannot be transferred to the kernel. The values of other ranks are in
                 ``run.ranks``.
@@ -250,7 +250,7 @@ class Run:
             known = self._error() if self._error is not None else None
             if known is not None or not state.error:
                 return known
-            found = getattr(errors, state.error, None)  # The journal of another version may name another class.
+            found = getattr(errors, state.error, None)  # The journal of another version may name an unknown class.
             kind = found if isinstance(found, type) and issubclass(found, WorkerError) else WorkerError
             error = kind(state.message, self, state.failures if state.status == "failed" else ())
             error.__cause__ = state.cause
@@ -264,22 +264,22 @@ class Run:
 
     @property
     def automatic_metrics(self) -> Metrics:
-        """Like ``metrics``, for values recorded without a call of ``log``, such as "auto/loss" and "system/memory_gb".
+        """Like ``metrics``, but for values recorded without a call of ``log``, such as "auto/loss".
 
-        The mapping is empty with ``LaunchConfig(automatic_metrics=False)``.
+        "system/memory_gb" is another example. With ``LaunchConfig(automatic_metrics=False)``, the mapping is empty.
         """
         return _metrics_of(self._internals.store.automatic if self.config.automatic_metrics else Store())
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the launch, up to the end of the run."""
+        """The seconds since the launch, or from the launch to the end of an ended run."""
         return (self.ended or steady_time.now()) - self.started
 
     def logs(self, rank: int | None = None, tail: int | None = None) -> list[str]:
-        """Return the lines that the ranks wrote, oldest first, as far back as the store keeps them.
+        """Return the lines that the ranks wrote, oldest first. The oldest lines of a long output are not kept.
 
         Args:
-            rank: Return only this rank's lines. None means all ranks' lines, each with its label.
+            rank: The rank whose lines to return. None means all ranks, with a label on each line.
             tail: Return only the last ``tail`` lines.
 
         Raises:
@@ -300,7 +300,7 @@ class Run:
         return lines if tail is None else lines[max(0, len(lines) - tail) :]
 
     def to_tensorboard(self, folder: str | PathLike[str]) -> Path:
-        """Write the metrics as TensorBoard event files. If there are several ranks, each has a separate folder.
+        """Write the metrics as TensorBoard event files. If there are several ranks, each gets its own subfolder.
 
         Points without a step are numbered from 0.
 
@@ -324,14 +324,14 @@ class Run:
     # ---- control
 
     def unpause(self, ranks: Iterable[int] | None = None, timeout: float = 5.0) -> dict[int, str]:
-        """Let ranks that ``pause`` holds continue.
+        """Let ranks that were paused by ``pause`` continue.
 
         Args:
             ranks: The global indices of the ranks. None means all ranks.
             timeout: Seconds to wait for their replies.
 
         Returns:
-            For each rank, "unpaused" or the reason why there was no reply.
+            For each rank, "unpaused" or the reason why the rank did not reply.
 
         Raises:
             ValueError: There is no such rank.
@@ -339,10 +339,10 @@ class Run:
         return run_debugging.unpause(self._session(), self._internals.commands, ranks, timeout)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for the end, and show prompts of ranks that ask for input.
+        """Wait for the run to end, and show the prompts of ranks that ask for input.
 
         Args:
-            timeout: Seconds, or None to wait without a limit.
+            timeout: Seconds to wait. None means no limit.
 
         Returns:
             Whether the run has ended.
@@ -358,28 +358,28 @@ class Run:
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             prompt = self._internals.commands.prompts.claim_next(left, until=self._done.is_set)
             if prompt is not None:
-                # An interrupt stops a blocking launch, so only the prompts of other runs are returned to the queue.
+                # If an interrupt stops the run, as in a blocking launch, the prompt is not returned to the queue.
                 run_debugging.show_prompt(prompt, self._internals.commands.prompts, keep=not self.config.block)
             elif left == 0.0:
                 break
         return self._done.is_set()
 
     def stop(self, grace: float = DEFAULT_GRACE, wait: bool = True) -> None:
-        """End the run and return once every rank is reaped. Do nothing if the run is over.
+        """End the run and return once every rank has exited. If the run is over, do nothing.
 
-        If the process of a finished detached run is waiting for space on a full disk, it exits without writing the
-        rest.
+        If the run was detached, has finished, and its process is waiting for space on a full disk, that process exits
+        without writing the rest.
 
         Ranks receive a KeyboardInterrupt, then SIGTERM, then, after ``grace`` seconds, SIGKILL. A second call during
         the first kills the ranks immediately.
 
         Args:
             grace: Seconds that the ranks have to end by themselves.
-            wait: Whether to wait for the end. With False, the call may be made from any thread.
+            wait: Whether to wait until the run has ended. If False, the call may be made from any thread.
 
         Raises:
             ValueError: ``grace`` is negative, or not a number.
-            NotebookAccelerateError: The run was opened by `open_run`, and another process runs it. Stop it there.
+            NotebookAccelerateError: The run belongs to another process, and was only opened here with `open_run`.
         """
         check_seconds("grace", grace)
         commands = self._internals.commands
@@ -392,7 +392,7 @@ class Run:
         """Free the results of an ended run. Its report, metrics and logs remain.
 
         Raises:
-            RunNotFinishedError: The run has not ended, or its ranks are held.
+            RunNotFinishedError: The run is still running, or its ranks are held.
         """
         self._check_ended()
         for info in self._state.ranks:
@@ -402,11 +402,11 @@ class Run:
     def delete(self) -> None:
         """Delete the journal and the results of an ended kept run, and its folder if it is then empty.
 
-        Other files in the folder, such as those that the function saved there, remain. The folder also remains if it
-        was not created for the run, or was renamed.
+        Other files in the folder, such as those that the function saved there, remain. The folder itself also remains
+        if it was renamed, or was not created for the run.
 
         Raises:
-            RunNotFinishedError: The run has not ended, or its ranks are held.
+            RunNotFinishedError: The run is still running, or its ranks are held.
             ValueError: The run is not kept in a folder.
             FileNotFoundError: The run has already been deleted.
             OSError: A file cannot be deleted.
@@ -426,7 +426,7 @@ class Run:
         """Call ``callback(run)`` on the supervisor's thread at the end of the run, or immediately if it is over.
 
         Args:
-            callback: Called once. Its exceptions become warnings.
+            callback: The function to call, once, with the run. Its exceptions become warnings.
         """
         with self._lock:
             if not self._done.is_set():
@@ -446,11 +446,11 @@ class Run:
 
     async def _awaited(self, future: asyncio.Future[Run]) -> Run:
         try:
-            # ipykernel notices an interrupt of an await only when its loop wakes up for another reason.
+            # Wake up regularly, because ipykernel notices an interrupt of an await only when its loop wakes up.
             while not future.done():
                 await asyncio.wait([future], timeout=0.2)
         except (asyncio.CancelledError, KeyboardInterrupt):
-            # The end of the kernel cancels the cell too, and a detached run outlives the kernel.
+            # Don't stop a detached run, because it outlives the kernel, whose exit also cancels the cell.
             if not self.config.detach:
                 self.stop()
             raise
@@ -494,8 +494,8 @@ class Run:
             rate: Samples per second, at most 1,000.
 
         Returns:
-            The lines of your code by time, for each rank, and a flame graph. It is displayed as the last line of a
-            cell.
+            The time in each line of your code, by rank, and a flame graph. A cell whose last line is this object
+            displays both.
 
         Raises:
             ValueError: ``seconds`` or ``rate`` is not allowed, or there is no such rank.
@@ -509,23 +509,23 @@ class Run:
         memory: bool = False,
         seconds: float | None = None,
     ) -> Profile:
-        """Record steps of live ranks with torch's profiler, without changing the code and without stopping it.
+        """Record steps of live ranks with torch's profiler, without changing or stopping their code.
 
         Recording starts at the next step boundary (an optimizer step, or ``log`` without an optimizer), and this call
-        returns after the last step. A trace grows with the number of operations, so a few steps are enough.
+        returns after the last recorded step. Traces grow with each operation, so record only a few steps.
 
         Args:
             steps: The number of steps, at most 1,000. If None, 3 steps are recorded, and the stacks are sampled for at
                 least half a second, even if later steps have begun, because three short steps give too few samples to
                 find something small in each step.
             ranks: The global indices of the ranks. None means all ranks.
-            memory: Whether to record allocations too.
-            seconds: Record for at most this time (600 at most), and start even if no step boundary is reached. If
-                None, record until the last step ends.
+            memory: Whether to record memory allocations as well.
+            seconds: Record for at most this many seconds (600 at most), and start even if no step boundary is reached.
+                If None, record until the last step ends.
 
         Returns:
-            Findings as sentences, tables of operations and lines, and the ranks' timeline. It is displayed as the last
-            line of a cell. ``missing`` gives the reason if a rank has no trace.
+            Findings as sentences, tables of operations and lines, and the ranks' timeline. A cell whose last line is
+            this object displays them. Its ``missing`` gives the reason for each rank without a trace.
 
         Raises:
             ValueError: ``steps`` or ``seconds`` is not allowed, or there is no such rank.
@@ -534,26 +534,26 @@ class Run:
 
     @property
     def profiles(self) -> list[Profile]:
-        """The profiles recorded by ``Accelerator.profile`` with ``output_trace_dir``, one per folder, the oldest first.
+        """The profiles recorded by ``Accelerator.profile`` with ``output_trace_dir``, one per folder, oldest first.
 
-        The files are read on each access. ``missing`` lists files that were deleted, or are on another machine.
+        Each access reads the files. A profile's ``missing`` lists files that were deleted, or are on another machine.
         """
         return Profile.written((rank, path) for rank, path, _ in self._internals.journal.store.traces())
 
     def memory(self, ranks: Iterable[int] | None = None, estimate: Any = None, seconds: float = 30.0) -> RunMemory:
-        """Find out what the memory of live ranks holds, and what else fits into it.
+        """Find out what the memory of live ranks holds, and what else would fit into it.
 
-        One step is recorded to find the activations at the peak. They remain unknown if there is no step within
-        ``seconds``.
+        One step is recorded to find the activations at the peak. If no step ends within ``seconds``, the activations
+        remain unknown.
 
         Args:
             ranks: The global indices of the ranks. None means all ranks.
-            estimate: The return value of ``estimate_memory`` for this training, to compare with.
+            estimate: The return value of ``estimate_memory`` for this training, for a comparison.
             seconds: How long to wait for a step, at most 600. With 0, do not wait.
 
         Returns:
-            Bytes by rank: parameters, gradients, optimizer state, activations, other tensors, cache and process; by
-                module, by variable and by line. It is displayed as tables as the last line of a cell.
+            The memory in bytes, by rank: parameters, gradients, optimizer state, activations, other tensors, cache and
+            process, also by module, by variable and by line. A cell whose last line is this object displays tables.
 
         Raises:
             ValueError: ``seconds`` is not allowed, or there is no such rank.
@@ -565,18 +565,19 @@ class Run:
     ) -> dict[int, Any]:
         """Evaluate an expression in live ranks, between two steps, without stopping them.
 
-        It is evaluated at the next step boundary (an optimizer step, or ``log``). Without a boundary within half a
-        second, it is evaluated at the main thread's next bytecode, or from outside if the thread waits in native code.
-        A rank that holds the interpreter lock in native code cannot evaluate expressions; only its stacks can be read.
+        A rank evaluates the expression at its next step boundary (an optimizer step, or ``log``). If there is none
+        within half a second, the expression is evaluated at the main thread's next bytecode, or by another thread if
+        the main thread is waiting in native code. A rank that holds the interpreter lock in native code cannot evaluate
+        expressions; only its stacks can be read.
 
         Args:
             expression: A Python expression, such as "model.head.weight.norm()".
             ranks: The global indices of the ranks. None means all ranks.
-            frame: Name of a function on the stack whose variables to use. None means the launched function.
+            frame: The function on the stack whose variables to use, by name. None means the launched function.
             timeout: Seconds to wait for the answers.
 
         Returns:
-            The value by rank, with an ``AskError`` for each rank without an answer.
+            The value on each rank, or an ``AskError`` for a rank that did not answer.
 
         Raises:
             ValueError: ``expression`` is not a Python expression, or there is no such rank.
@@ -585,16 +586,17 @@ class Run:
         return self._session().ask(expression, ranks, frame, timeout)
 
     def complete(self, text: str, rank: int = 0, frame: str | None = None, timeout: float = 3.0) -> list[str]:
-        """Complete the last name of an expression from a rank's frame.
+        """Complete the last name of an expression with the variables of a rank's frame.
 
         Args:
             text: The beginning of the expression, such as "model.head.wei".
             rank: The rank's global index.
-            frame: Name of a function on the stack. None means the launched function, or where the debugger stopped.
+            frame: The function on the stack whose variables to use, by name. None means the one where the debugger
+                stopped, or else the launched function.
             timeout: Seconds to wait for the answer.
 
         Returns:
-            The completed texts, or an empty list if there is no completion or the rank does not answer.
+            The completed expressions, or an empty list if there are none or the rank does not answer.
 
         Raises:
             ValueError: There is no such rank.
@@ -603,7 +605,7 @@ class Run:
         return self._session().complete(text, rank, frame, timeout)
 
     def pause(self, ranks: Iterable[int] | None = None, timeout: float = 5.0) -> dict[int, str]:
-        """Make ranks wait at their next step boundary until ``unpause``, and suspend the run's time limits until then.
+        """Make ranks wait at their next step boundary until ``unpause``. The run's time limits are suspended meanwhile.
 
         A step boundary is an optimizer step, or ``log`` without an optimizer.
 
@@ -612,7 +614,7 @@ class Run:
             timeout: Seconds to wait for the ranks to reach a boundary.
 
         Returns:
-            For each rank, "paused" or the reason why it is not.
+            For each rank, "paused" or the reason why the rank is not paused.
 
         Raises:
             ValueError: There is no such rank.
@@ -621,19 +623,19 @@ class Run:
         return run_debugging.pause(self._session(), self._internals.commands, wanted, timeout)
 
     def debugpy(self, rank: int = 0, timeout: float = 30.0) -> str:
-        """Start debugpy in a rank, so that an editor can attach to it, and print its address.
+        """Start debugpy in a rank so that an editor can attach to the rank, and print the address to connect to.
 
         Args:
             rank: The rank's global index.
             timeout: Seconds to wait for the rank.
 
         Returns:
-            The address on the loopback interface of the rank's machine, such as "127.0.0.1:5678", or the reason why
-            there was no reply.
+            The address on the loopback interface of the rank's machine, such as "127.0.0.1:5678", or the reason why the
+            rank did not reply.
 
         Raises:
             ValueError: There is no such rank.
-            NotebookAccelerateError: debugpy is not installed there, or cannot listen.
+            NotebookAccelerateError: debugpy is not installed on the rank's machine, or cannot open a port.
         """
         check_seconds("timeout", timeout)
         address = self._session().debugpy(rank, timeout)
@@ -641,19 +643,20 @@ class Run:
         return address
 
     def debug(self, rank: int | None = None) -> None:
-        """Use the debugger of a rank in this cell, until it continues or quits.
+        """Use a rank's debugger in this cell, until the rank continues or quits.
 
-        A running rank stops at its next bytecode. A rank that failed with ``hold_on_error=True`` opens at the failing
-        line. For a rank that waits in ``input()``, its prompt is shown, even if it is also shown elsewhere.
+        A running rank stops at its next bytecode. For a rank that failed with ``hold_on_error=True``, the debugger
+        opens at the failing line. For a rank that waits in ``input()``, the rank's prompt is shown, even if it is
+        already shown elsewhere.
 
         If several ranks are stopped, ``rank 1`` at the prompt switches to the debugger of rank 1.
 
         Args:
-            rank: The rank's global index. None means the first rank that is stopped, else the first that failed, else
-                the first that waits for input, else rank 0.
+            rank: The rank's global index. None means the first rank stopped in a debugger, or else the first that
+                failed, the first that waits for input, or the first that is running, in this order.
 
         Raises:
-            ValueError: There is no such rank, or it has already ended.
+            ValueError: There is no such rank, or the rank has already ended.
         """
         run_debugging.debug(self._session(), self, self._internals.commands, self._internals.journal, rank)
 
@@ -661,8 +664,8 @@ class Run:
         """Send one debugger command to several stopped ranks and return the replies side by side.
 
         Args:
-            command: The command as typed at the debugger's prompt, such as "p loss".
-            ranks: Global indices. None means all stopped ranks.
+            command: The command, as one would type it at the debugger's prompt, such as "p loss".
+            ranks: The global indices of the ranks. None means all stopped ranks.
             timeout: Seconds to wait for the answers.
 
         Returns:
@@ -683,16 +686,19 @@ class Run:
         return f"<Run {self.id}{name}: {self.function_name}, {self.status}, {ranks}, {self.elapsed:.1f} s>"
 
     def panel(self) -> Any:
-        """Return the run's live panel. It is displayed as the last line of a cell, in any number of cells.
+        """Return the run's live panel. Any number of cells can display it, as the value of their last line.
 
-        In JupyterLab and Notebook, the panel stays live after the end of the run, until its kernel ends. The saved
-        notebook, and a reader without the kernel, show the static report. In other front ends, the report replaces the
-        panel. If live widgets are not available, the panel is the report, updated while the run lasts.
+        In JupyterLab and Notebook, the panel stays live after the run has ended, until the kernel exits. A saved
+        notebook shows the static report, as does a notebook that is opened without the kernel. In other front ends, the
+        report replaces the panel when the run ends. If live widgets are not available, the panel is the report, which
+        is updated while the run is running.
         """
         return self._output.panel(self._shown())
 
     def debug_panel(self) -> Any:
-        """Return a panel for debugging the ranks, with locations, stacks and expressions, for the last line of a cell.
+        """Return a panel for debugging the ranks, which a cell displays if it is the value of the last line.
+
+        The panel shows where the ranks are, and their stacks, and evaluates expressions on them.
 
         Raises:
             ImportError: ipywidgets is not installed.
@@ -700,16 +706,16 @@ class Run:
         return self._output.debug_panel(self._shown())
 
     def _shown(self) -> Run:
-        """Return the run for a view.
+        """Return the run to show in a view. For an ended run, this is a copy without the results.
 
-        A view may outlive the user's references to the run, and must not keep its results.
+        A view may outlive the user's references to the run, and must not keep the results alive.
         """
         return self if self.ended is None or self.held else without_results(self)
 
     # ---- called by IPython
 
     def _repr_html_(self) -> str | None:
-        # The run's panel is shown above.
+        # The run's panel is already shown under this cell.
         if (cell := self._output.launched_under) and cell == run_display.current_cell():
             return None
         return str(self.report().html)
@@ -721,7 +727,7 @@ class Run:
         return self.report().bundle
 
     def _ipython_display_(self) -> None:
-        """Show the live panel while the run is live. Otherwise, IPython shows the static form."""
+        """Show the live panel while the run is running. Otherwise, let IPython show the static form."""
         live = self.ended is None and run_display.current_cell() != self._output.launched_under
         if not live or running_kernel() is None or not run_display.try_to_show(lambda: self.panel().show()):
             raise NotImplementedError  # IPython then requests the MIME bundle.
@@ -737,7 +743,7 @@ class Run:
             elif isinstance(record.event, RanksReleased):
                 self._released.set()
         if self.ended is not None and not self.held and self._unsubscribe is not None:
-            self._unsubscribe()  # The journal must not refer to the run, which its user may drop.
+            self._unsubscribe()  # The journal must not keep the run alive once the user has dropped it.
             self._unsubscribe = None
 
     def _finish(self) -> None:
@@ -747,7 +753,7 @@ class Run:
             ending, self._ending_callbacks = self._ending_callbacks, []
         try:
             _call(self, ending)
-        finally:  # An inline run calls views on the main thread. It must end even after an interrupt there.
+        finally:  # Views of an inline run are called on the main thread, where an interrupt must not prevent the end.
             with self._lock:
                 callbacks, self._callbacks = self._callbacks, []
                 self._done.set()
@@ -758,9 +764,9 @@ class Run:
 
 
 def rebuild(config: LaunchConfig, function_name: str, records: Iterable[Record]) -> Run:
-    """Return a run rebuilt from its journal's ``records``, with panels and report, without any process.
+    """Return a run rebuilt from its journal's ``records``. It has panels and a report, but no processes.
 
-    If the journal has no end, the run counts as lost.
+    If the records do not include the end of the run, the run counts as lost.
     """
     journal = Journal()
     journal.replay(records)
@@ -785,7 +791,7 @@ def without_results(run: Run) -> Run:
 
 
 def result_bytes(run: Run) -> int:
-    """Return the approximate size of a run's results in bytes, which decides for which runs the registry keeps them."""
+    """Return the approximate size of a run's results in bytes. The registry uses it to decide which ones to keep."""
     ranks = internals(run).journal.state.ranks
     return sum(info.returned.nbytes for info in ranks if info.returned is not None)
 
@@ -794,11 +800,11 @@ def add_ending_callback(run: Run, callback: Callable[[Run], None]) -> None:
     """Call ``callback(run)`` at the end of the run, before ``stop()`` and ``wait()`` return.
 
     If the run is already over, call it immediately. Views show their static output in this callback, because the
-    waiting cell may be the last one, and the notebook may be saved right after it.
+    notebook may be saved as soon as the cell that waits for the run has finished.
 
     Args:
         run: The run whose end to wait for.
-        callback: Called once. Its exceptions become warnings.
+        callback: The function to call, once, with the run. Its exceptions become warnings.
     """
     with run._lock:
         if run.ended is None:
@@ -808,7 +814,7 @@ def add_ending_callback(run: Run, callback: Callable[[Run], None]) -> None:
 
 
 def output_of(run: Run) -> run_display.LaunchOutput:
-    """Return the panels of a run, and the output that its launch has reserved for one."""
+    """Return the object that holds a run's panels and the output that the launch has reserved for them."""
     return run._output
 
 
@@ -825,8 +831,8 @@ def _metrics_of(store: Store) -> Metrics:
 
 
 def wait_for_release(run: Run) -> None:
-    """Wait for the end of a run, and for the end of ranks that are held."""
-    # A subscriber may stop its run, but the threads that call subscribers cannot wait for their own end.
+    """Wait until a run has ended, including any ranks that are held."""
+    # A subscriber may stop its run, but must not wait here: the run cannot end before the subscriber returns.
     if threading.current_thread().name not in (f"notebook-accelerate-run-{run.id}", "notebook-accelerate-sampler"):
         wait_for(run._done)
         wait_for(run._released)
@@ -837,7 +843,7 @@ def _call(run: Run, callbacks: list[Callable[[Run], None]]) -> None:
         try:
             callback(run)
         except Exception as problem:  # noqa: BLE001 - user code on the supervisor's thread
-            # If warnings are errors, the warning raises, and the remaining callbacks must still be called.
+            # Call the remaining callbacks even if warnings are configured to raise errors.
             with suppress(Warning):
                 warnings.warn(f"a done callback failed: {type(problem).__name__}: {problem}", stacklevel=2)
 

@@ -1,4 +1,4 @@
-"""Debug a run from a cell: send requests to its ranks, and show the prompts of their debuggers."""
+"""Debug a run from a cell by sending requests to its ranks and showing the prompts of their debuggers."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _SWITCH = re.compile(r"\s*rank\s+(\d+)\s*")
 MAX_SAMPLE_SECONDS, MAX_SAMPLE_RATE = 600, 1000
 DEFAULT_STEPS, MAX_PROFILE_STEPS = 3, 1000
 SAMPLE_SECONDS = 0.5
-"""If no number of steps is given, a profile takes samples for at least this many seconds."""
+"""The minimum time in seconds that a profile samples stacks for if no number of steps is given."""
 MEMORY_SECONDS = 30.0
-"""Timeout in seconds for a rank's memory report."""
+"""Seconds to wait for a rank's memory report."""
 STOP_SECONDS = 5.0
-"""Seconds that a rank has to reach the debugger after the request to stop."""
+"""Seconds that a rank has to stop in its debugger after the request."""
 
 
 def diagnose(session: Session, journal: Journal) -> Diagnosis:
-    """Find out where every rank is, and record a mistake that explains it; see ``Run.diagnose``."""
+    """Find out where every rank is. Record the mistake if one explains why the run is stuck; see ``Run.diagnose``."""
     found = session.diagnose()
     if found.mistake:
         journal.append(WarningAdded(found.mistake))
@@ -92,7 +92,7 @@ def pause(session: Session, commands: RunCommands, ranks: list[int], timeout: fl
 
 
 def unpause(session: Session, commands: RunCommands, ranks: Iterable[int] | None, timeout: float) -> dict[int, str]:
-    """Let paused ranks continue, by default all of them, and return the reply of each."""
+    """Let paused ranks continue; see ``Run.unpause``."""
     check_seconds("timeout", timeout)
     said = session.unpause(ranks, timeout)
     for rank in said:
@@ -101,7 +101,7 @@ def unpause(session: Session, commands: RunCommands, ranks: Iterable[int] | None
 
 
 def debug(session: Session, run: RunView, commands: RunCommands, journal: Journal, rank: int | None) -> None:
-    """Use the debugger of a rank in this cell; see ``Run.debug``."""
+    """Use a rank's debugger in this cell; see ``Run.debug``."""
     prompts, there = commands.prompts, commands.requests.open_ranks()
     chosen = _rank_to_debug(run, commands) if rank is None else rank
     if chosen not in there:
@@ -130,7 +130,7 @@ def _rank_to_debug(run: RunView, commands: RunCommands) -> int:
 
 
 class DebuggerReplies(dict[int, str]):
-    """Replies of several ranks' debuggers to one command. The ``repr`` shows them side by side."""
+    """The replies of several ranks' debuggers to one command, by rank. The ``repr`` shows them one below the other."""
 
     def __repr__(self) -> str:
         blocks = []
@@ -146,7 +146,7 @@ def debug_command(prompts: PromptQueue, command: str, ranks: Iterable[int] | Non
     stopped = prompts.debugged()
     wanted = stopped if ranks is None else list(ranks)
     if not wanted or any(rank not in stopped for rank in wanted):
-        raise ValueError(f"ranks={wanted} are not all stopped at a breakpoint; stopped are {stopped}")
+        raise ValueError(f"ranks={wanted} are not all stopped at a breakpoint; the stopped ranks are {stopped}")
     asked = [prompt for rank in wanted if (prompt := prompts.claim(rank)) is not None]
     for prompt in asked:
         prompt.answer(command)
@@ -168,13 +168,13 @@ def show_prompt(prompt: Prompt, prompts: PromptQueue, *, keep: bool) -> None:
 
 
 def ask_user(prompt: Prompt, prompts: PromptQueue) -> None:
-    """Show the prompt of a rank to the user of this cell and send the answer.
+    """Show a rank's prompt in this cell and send the user's answer to the rank.
 
-    At a debugger's prompt, ``rank 1`` is not sent as an answer. It switches to the debugger of rank 1.
+    At a debugger's prompt, the line ``rank 1`` is not sent, but switches to the debugger of rank 1.
 
     Args:
-        prompt: The prompt to show, which was taken from the queue.
-        prompts: The queue from which it was taken.
+        prompt: The prompt to show, which was taken from ``prompts``.
+        prompts: The queue of prompts.
     """
     label, stdout = f"[rank {prompt.rank}] ", StandardStream(sys.stdout, "stdout")
     if prompt.request.shown and not prompt.seen:
@@ -192,7 +192,7 @@ def ask_user(prompt: Prompt, prompts: PromptQueue) -> None:
     except Exception:  # noqa: BLE001 - the front end cannot prompt, or the user's sys.stdin or sys.stdout is broken
         text = None
     if prompt.over:
-        stdout.write(f"{label}no longer waits for this line\n")  # An interrupt has ended the prompt.
+        stdout.write(f"{label}no longer waits for this line\n")  # An interrupt has ended the rank's wait.
         return
     if prompt.of_debugger and text is not None and (named := _SWITCH.fullmatch(text)) is not None:
         _switch(prompt, prompts, int(named[1]), stdout)
@@ -203,7 +203,7 @@ def ask_user(prompt: Prompt, prompts: PromptQueue) -> None:
 
 
 def _switch(prompt: Prompt, prompts: PromptQueue, rank: int, stdout: StandardStream) -> None:
-    """Show the prompt of another rank's debugger next, or this one's again if no debugger holds that rank."""
+    """Show the prompt of another rank's debugger next. If that rank is not in a debugger, show this prompt again."""
     stopped, prompt.seen = prompts.debugged(), True
     if rank in stopped:
         prompts.stay_with(rank)

@@ -1,4 +1,4 @@
-"""Display a run. Its panels belong to a higher package, so they are named here and loaded on first use."""
+"""Display a run. The panels belong to a higher package, so they are only named here, and loaded when first used."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ VIEWS = {
 }
 """The module and class of each view of a run, by name.
 
-A view is called with the run. "html" is the panel without live widgets. "runs" is called with several runs, or with
-None for all.
+A view is called with the run, except for "runs", which is called with a list of runs, or with None for all runs. "html"
+is the panel without live widgets.
 """
 NO_WIDGETS = "notebook_accelerate.widgets.front_end:no_widgets"
-"""Returns why the front end of an output does not show live widgets."""
+"""The function that returns why the front end of an output does not show live widgets."""
 
 LIVE_AFTER_SECONDS = 0.3
-"""Seconds before a blocking run shows its live panel, which takes 40 ms to create. A shorter run shows its report."""
+"""Seconds until a blocking run shows its live panel, which takes 40 ms to create. Shorter runs show only a report."""
 
 
 class LaunchOutput:
     """The panels of a run, and the output under the launching cell that is reserved for a panel.
 
     Attributes:
-        launched_under: The id of the request under which the panel is shown, or "".
+        launched_under: The id of the request whose cell shows the panel, or "" if no panel is shown.
     """
 
     def __init__(self) -> None:
@@ -47,11 +47,11 @@ class LaunchOutput:
 
     @property
     def cell(self) -> str:
-        """The id of the notebook's cell that launched the run, or "" if the front end does not send it."""
+        """The id of the notebook cell that launched the run, or "" if the front end does not send it."""
         return self._place.notebook_cell if self._place is not None else ""
 
     def is_announced(self, config: LaunchConfig) -> bool:
-        """Return whether the launch shows a header: if ``panel`` is True, or if it is "auto" in a notebook."""
+        """Return whether the launch shows a header, which it does if ``panel`` is True, or "auto" in a notebook."""
         return self._place is not None if config.panel == "auto" else bool(config.panel)
 
     def reserve(self, config: LaunchConfig) -> None:
@@ -68,7 +68,7 @@ class LaunchOutput:
             self._place.show({"text/plain": ""})
 
     def show_panel(self, run: Any) -> None:
-        """Show the run's panel in the reserved output. A panel that fails never interrupts the run."""
+        """Show the run's panel in the reserved output. Errors in the panel never interrupt the run."""
         place = self._place
         if place is None:
             return
@@ -80,20 +80,20 @@ class LaunchOutput:
         self.launched_under = place.cell
 
     def panel(self, run: object) -> Any:
-        """Return the live panel of the run, the same object until it is closed."""
+        """Return the run's live panel. Calls return the same object until the panel is closed."""
         if self._view is None or self._view.closed:
             self._view = new_panel(run, self._place if self._place is not None else current_output())
         return self._view
 
     def debug_panel(self, run: object) -> Any:
-        """Return the run's panel for debugging, the same object until it is closed."""
+        """Return the run's debugging panel. Calls return the same object until the panel is closed."""
         if self._debug_view is None or self._debug_view.closed:
             self._debug_view = load("debug")(run)
         return self._debug_view
 
 
 def new_panel(run: object, output: Output | None) -> Any:
-    """Return a live panel of ``run``, or one without widgets if ``output`` cannot show widgets."""
+    """Create a live panel of ``run``, or a panel without widgets if ``output`` cannot show them."""
     reason = str(_attribute(NO_WIDGETS)(output))
     if not reason:
         try:
@@ -115,7 +115,7 @@ def _attribute(path: str) -> Any:
 
 
 def try_to_show(action: Callable[[], object]) -> bool:
-    """Return whether ``action`` showed a panel. Its errors become warnings, which never affect the run."""
+    """Call ``action``, and return whether it showed a panel. Its errors become warnings and never affect the run."""
     try:
         return action() is not None
     except Exception as error:  # noqa: BLE001 - any error becomes a warning

@@ -34,22 +34,22 @@ if TYPE_CHECKING:
 KEPT_RUNS = 100
 """Maximum number of ended runs to keep. The oldest are dropped first."""
 KEPT_RESULTS = 3
-"""Number of the last ended runs that keep their results even if the user no longer refers to them."""
+"""The number of most recently ended runs that keep their results even if the user no longer refers to them."""
 KEPT_RESULT_BYTES = 1 << 30
-"""Maximum bytes of these results in total. The oldest are dropped first, but the last run always keeps its own."""
+"""The maximum total size of these results in bytes. The oldest are dropped first, and the last run's never."""
 
 _GROUP: Any = getattr(builtins, "BaseExceptionGroup", None)
 """The class of exception groups, or None in Python 3.10."""
 
 
 class _Entry:
-    """A run, or what is kept of it once the user no longer refers to it.
+    """A run, or what is kept of a run once the user no longer refers to it.
 
     Args:
         run: The run to keep.
 
     Attributes:
-        run: The run itself while it is running or among the last ones, otherwise None.
+        run: The run while it is running or its results are kept, otherwise None.
         has_cleared_frames: Whether `clear_frames` has been called since the run ended.
     """
 
@@ -61,20 +61,20 @@ class _Entry:
 
     @property
     def living(self) -> Run | None:
-        """The run if it has processes."""
+        """The run if its ranks are running or held, otherwise None."""
         run = self.run
         return run if run is not None and (run.ended is None or run.held) else None
 
     def drop_results(self) -> None:
-        """Keep everything but the results. A caller that refers to the run keeps its results alive."""
+        """Drop the results and keep everything else. If the user refers to the run, it still has its results."""
         if self.run is not None:
             self._summary, self.run = without_results(self.run), None
 
     def clear_frames(self) -> bool:
         """Clear the local variables in the tracebacks of a failed run. Return whether there were any tracebacks.
 
-        The frames of a run in the kernel itself are the function's own. After an out-of-memory error, they hold the
-        memory that the next launch needs. The tracebacks remain.
+        If the function ran in the kernel itself, its frames refer to its tensors. After an out-of-memory error, they
+        hold the memory that the next launch needs. The tracebacks themselves remain.
         """
         run = self.run
         if run is None or run.ended is None:
@@ -103,7 +103,7 @@ class _Entry:
         return run
 
 
-# The lock is reentrant, because a garbage collection while it is held may run code of the user that calls `runs`.
+# The lock is reentrant because a garbage collection while it is held may run user code that calls `runs`.
 _lock = threading.RLock()
 _entries: list[_Entry] = []
 _watching_exit = False
@@ -111,7 +111,7 @@ _watchers: list[weakref.WeakMethod[Callable[[Run], None]]] = []
 
 
 def _renew_lock() -> None:
-    """Replace the lock in a forked process, because no thread there would release it if it was held."""
+    """Replace the lock in a forked process, where nothing releases it if another thread held it during the fork."""
     global _lock  # noqa: PLW0603 - another thread cannot release a held lock
     _lock = threading.RLock()
 
@@ -121,13 +121,13 @@ if hasattr(os, "register_at_fork"):
 
 
 def register_run(run: Run) -> None:
-    """Register ``run``, and ensure that it ends with the kernel."""
+    """Register ``run``, and ensure that it is stopped when the kernel exits."""
     global _watching_exit  # noqa: PLW0603 - one exit handler per kernel
     with _lock:
         _entries.append(_Entry(run))
         ended = [entry for entry in _entries if entry.living is None]
         for old in ended[: max(0, len(ended) - KEPT_RUNS)]:
-            # `ended` keeps the run alive until the lock is released, because deleting a run runs code of the user.
+            # `ended` keeps the run alive until the lock is released, because deleting a run may run user code.
             _entries.remove(old)
         if not _watching_exit:
             atexit.register(shutdown)
@@ -137,7 +137,7 @@ def register_run(run: Run) -> None:
 
 
 def announce_run(run: Run) -> None:
-    """Notify the methods registered with `watch_launches`."""
+    """Pass a new run to the methods registered with `watch_launches`."""
     with _lock:
         watchers = [watcher for reference in _watchers if (watcher := reference()) is not None]
         _watchers[:] = [reference for reference in _watchers if reference() is not None]
@@ -150,10 +150,10 @@ def announce_run(run: Run) -> None:
 
 
 def _drop_old_results(_ended: Run) -> None:
-    """Drop the registry's references to runs whose results are not among the last ones."""
+    """Drop the results of all ended runs except the last few."""
     with _lock:
         ended = [entry.run for entry in _entries if entry.run is not None and entry.living is None]
-    # Drop failed launches too: the frames of their errors refer to their arguments.
+    # Drop failed launches too, because the frames of their errors refer to their arguments.
     old = {run.id for run in ended if all(info.pid is None for info in run.ranks)}
     total = 0
     kept = [run for run in ended if run.id not in old]
@@ -165,25 +165,24 @@ def _drop_old_results(_ended: Run) -> None:
         for entry in _entries:
             if entry.run is not None and entry.run.id in old:
                 entry.drop_results()
-    # `ended` keeps the runs alive until here, after the release of the lock, because deleting results runs code of the
-    # user.
+    # `ended` keeps the runs alive until here, where the lock is released, because deleting results may run user code.
 
 
 def watch_launches(launched: Callable[[Run], None]) -> None:
-    """Call a method with every run launched later, on the launching thread, until the method's object is deleted."""
+    """Call a method with each new run, on the thread that launches it, until the method's object is deleted."""
     with _lock:
         _watchers.append(weakref.WeakMethod(launched))
 
 
 class Runs(list["Run"]):
-    """A list of runs. As the last line of a cell, it is shown as a table with their curves, a `widgets.RunsTable`."""
+    """A list of runs. As the value of a cell's last line, it is shown as a `widgets.RunsTable` with curves."""
 
     def _table(self) -> Any:
         return load("runs")(None if self == runs() else self)
 
     def _ipython_display_(self) -> None:
         if running_kernel() is None:
-            raise NotImplementedError  # IPython then shows the list.
+            raise NotImplementedError  # IPython then shows the list's MIME bundle.
         self._table()._ipython_display_()
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
@@ -199,16 +198,16 @@ def runs(folder: str | os.PathLike[str]) -> KeptRuns: ...
 
 
 def runs(folder: str | os.PathLike[str] | None = None) -> Runs | KeptRuns:
-    """Return the runs of this kernel and the user's detached runs, the oldest first, as a table in a cell.
+    """Return this kernel's runs and the user's detached runs, oldest first. A cell shows them as a table.
 
     With a folder, return a table of the runs that are kept in it.
 
-    Runs that a variable refers to keep their results, and so do the last three that ended, if these hold at most 1 GiB.
-    For older runs, everything except the results is kept.
+    Runs that a variable refers to keep their results, and so do the last three that ended, if those results take at
+    most 1 GiB. For older runs, everything except the results is kept.
 
     Args:
-        folder: The folder passed as ``save``. If None, return this kernel's runs, and the runs launched with
-            ``detach=True`` in any kernel: all that are running, and the last twenty of the past 30 days that have not
+        folder: The folder passed as ``save``. If None, return this kernel's runs, and the detached runs of all kernels:
+            those that are running, and the last twenty ended ones that were launched in the past 30 days and have not
             been deleted.
 
     Returns:
@@ -232,16 +231,17 @@ def own_runs() -> list[Run]:
 
 @reports_mistakes
 def debug(rank: int | None = None) -> None:
-    """Use the debugger of a rank in this cell, until it continues or quits; see ``Run.debug``.
+    """Use a rank's debugger in this cell, until the rank continues or quits; see ``Run.debug``.
 
-    The run is the last one with a rank at a breakpoint, else the last one that failed with ``hold_on_error=True``
-    and whose ranks are kept, else the last one that is running.
+    This debugs the last run with a rank at a breakpoint, or else the last run that failed with ``hold_on_error=True``
+    and whose ranks are still held, or else the last run that is running.
 
     Args:
-        rank: Global index. None means the first rank that is stopped, else the first that failed, else rank 0.
+        rank: The rank's global index. None means the first rank stopped in a debugger, or else the first that failed,
+            the first that waits for input, or the first that is running, in this order.
 
     Raises:
-        ValueError: There is no such run, or no such rank.
+        ValueError: There is no run to debug, or the run has no such rank.
     """
     detached = [run for run in attaching.attached_runs() if run.ended is None or run.held]
     living = sorted([*_living(), *detached], key=lambda run: run.started)
@@ -261,10 +261,10 @@ def _living() -> list[Run]:
 
 
 def shutdown(all: bool = False) -> None:
-    """Stop every run of this kernel and end the server process that the zygote start method forks from.
+    """Stop every run of this kernel, and end the server process from which the zygote start method forks ranks.
 
     Args:
-        all: Whether to stop the user's detached runs too. Otherwise they continue.
+        all: Whether to stop the user's detached runs too. By default, they continue.
     """
     own = _living()
     for run in own:
@@ -277,7 +277,7 @@ def shutdown(all: bool = False) -> None:
 
 
 def release_held() -> None:
-    """Release the ranks and frame variables that failed runs keep for inspection, because a launch needs the memory."""
+    """Free the memory of failed runs for a launch: the ranks and local variables that are kept for inspection."""
     held = [run for run in _living() if run.held]
     for run in held:
         run.stop(grace=1.0, wait=False)
@@ -287,17 +287,17 @@ def release_held() -> None:
         entries = [entry for entry in _entries if not entry.has_cleared_frames]
     cleared = [entry.clear_frames() for entry in entries]
     if any(cleared):
-        gc.collect()  # An Accelerator and its models refer to each other, so only a collection frees them.
+        gc.collect()  # An Accelerator and its models refer to each other, so only the collector frees them.
 
 
 def check_devices(run: Run, launch_plan: LaunchPlan) -> None:
-    """Check that no other run of this kernel, and no detached run, holds the accelerators that ``launch_plan`` needs.
+    """Check that no other run of this kernel, and no detached run, uses the devices that ``launch_plan`` needs.
 
     Raises:
-        DeviceBusyError: Another run holds one of them.
+        DeviceBusyError: Another run uses one of these devices.
     """
     accelerator = launch_plan.accelerator
-    if accelerator == "cpu" or launch_plan.where:  # A cluster assigns its devices itself.
+    if accelerator == "cpu" or launch_plan.where:  # A cluster assigns devices itself.
         return
     visible = visible_devices(accelerator, run.config.env)
     for other in _living():
@@ -317,11 +317,11 @@ def check_devices(run: Run, launch_plan: LaunchPlan) -> None:
 
 
 def visible_devices(accelerator: str, env: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the variables that restrict the devices of ranks, by name, such as CUDA_VISIBLE_DEVICES.
+    """Return the environment variables that restrict which devices ranks see, such as CUDA_VISIBLE_DEVICES.
 
     Args:
         accelerator: Device type of the ranks.
-        env: The ranks' variables, which override this process's variables.
+        env: The environment variables set for the ranks, which override those of this process.
     """
     found = {**os.environ, **(env or {})}
     return {name: found[name] for name in device_table.row(accelerator).visible_variables if name in found}

@@ -53,13 +53,13 @@ def start(
     """Launch ``function(*arguments)`` as configured by ``config``.
 
     Args:
-        config: Configuration of the launch.
+        config: The launch configuration.
         function: The function to launch.
         arguments: The function's positional arguments.
-        resume: An ended run whose training is continued from its newest complete checkpoint, or None.
+        resume: An ended run whose training the new run continues from the newest complete checkpoint, or None.
 
     Returns:
-        The run, after its end if ``config.block`` is set, otherwise after all its ranks have started.
+        The run. If ``config.block`` is set, it has ended; otherwise, all of its ranks have started.
 
     Raises:
         ValueError: The configuration is not possible on this machine.
@@ -88,16 +88,16 @@ def start_here(
     inherited: InheritedState | None = None,
     on_registered: Callable[[Run], None] | None = None,
 ) -> Run:
-    """Launch under the supervision of this process; see `start`.
+    """Launch a run that this process supervises; see `start`.
 
     Args:
-        config: Configuration of the launch.
+        config: The launch configuration.
         function: The function to launch.
         arguments: The function's positional arguments.
-        resume: An ended run whose training is continued, or None.
-        inherited: State that ranks inherit. By default, it is captured from the calling thread.
-        on_registered: Called with the run before the ranks start. If the call raises an error, the ranks do not start,
-            and the error is raised here. Inline runs do not support it.
+        resume: An ended run whose training the new run continues, or None.
+        inherited: The state that ranks inherit. By default, it is captured from the calling thread.
+        on_registered: A function to call with the run before the ranks start. If it raises an error, the ranks do not
+            start, and this function raises the error. It is not called for inline runs.
     """
     run_registry.release_held()
     if all(run.ended is not None for run in run_registry.own_runs()):
@@ -146,15 +146,15 @@ def _check_function(function: Callable[..., Any]) -> None:
         called = called.func
     name = getattr(called, "__name__", type(called).__name__)
     for is_unusable, kind, instead in _UNUSABLE:
-        # Calling an object calls a method of its class.
+        # Check `__call__` too, because calling an object calls that method of its class.
         if is_unusable(called) or is_unusable(type(called).__call__):
             raise ValueError(f"{name} is {kind}, whose call does not run its body; pass {instead.format(name=name)}")
 
 
 def _with_cluster_of_environment(config: LaunchConfig) -> LaunchConfig:
-    """Return ``config`` for the cluster that the environment names, if ``config`` does not name one.
+    """Return ``config`` with the cluster named in the environment.
 
-    This applies only to a launch that does not specify where it runs.
+    A configuration that already says where the ranks run is returned unchanged.
     """
     on = environ.text("NOTEBOOK_ACCELERATE_ON")
     if not on or config.on is not None or config.num_nodes > 1 or config.start_method != "auto":
@@ -164,10 +164,10 @@ def _with_cluster_of_environment(config: LaunchConfig) -> LaunchConfig:
 
 @deferred_interrupts()
 def _plan(config: LaunchConfig) -> LaunchPlan:
-    """Plan the launch on a new thread, like the one that forks ranks, so that the fork probe sees the same state.
+    """Plan the launch on a new thread. Ranks are forked on one too, so the fork probe sees the same state.
 
-    Interrupts are deferred. A KeyboardInterrupt while the executor holds a lock would block later forks, and one in the
-    callback that runs when the executor is deleted would be lost.
+    Interrupts are deferred: otherwise a KeyboardInterrupt could block later forks, if the executor held a lock, or
+    could be lost, if it was raised in the callback that runs when the executor is deleted.
     """
 
     def plan() -> LaunchPlan:
@@ -186,9 +186,9 @@ def _new_run(
     arguments: tuple[Any, ...],
     resume: Run | None,
 ) -> tuple[Run, LaunchPlan]:
-    """Return the run, which may be kept in a folder and continue ``resume``, and its plan.
+    """Create the run, and the writer of its journal if the run is kept. Return the run and its plan.
 
-    Close ``commands`` if that fails.
+    If ``resume`` is given, the plan includes the checkpoint to continue from. On an error, close ``commands``.
     """
     with ExitStack() as undo:
         if commands is not None:
@@ -225,7 +225,7 @@ def _writer(
     arguments: tuple[Any, ...],
     journal: Journal,
 ) -> RunWriter | None:
-    """Return the writer of the run's journal, or None if the run is not kept."""
+    """Create the writer of the run's journal. Return None if the run is not kept."""
     parent = config.save or environ.text("NOTEBOOK_ACCELERATE_RUNS")
     if not parent:
         return None
@@ -244,7 +244,7 @@ def _writer(
 
 
 def _new_supervisor(run: Run, commands: CommandQueue) -> Supervisor:
-    """Return the supervisor of this notebook's part of the run. On an error, close ``commands``."""
+    """Create the supervisor of this notebook's part of the run. On an error, close ``commands``."""
     if run.config.num_nodes == 1:
         return RankSupervisor(run, commands, _publisher(run))
     from notebook_accelerate.launch.hosts.joined_notebook import supervisor_of_several
@@ -259,7 +259,7 @@ def _new_supervisor(run: Run, commands: CommandQueue) -> Supervisor:
 def _prepare(
     run: Run, supervisor: Supervisor, plan: LaunchPlan, on_registered: Callable[[Run], None] | None
 ) -> LaunchPlan:
-    """Reserve the plan's resources and register the run. Return the plan with the reserved port and folder."""
+    """Reserve what the plan needs, and register the run. Return the plan with the reserved port and folder."""
     run_registry.check_devices(run, plan)
     plan = supervisor.reserve(plan)
     internals(run).journal.append(RunPlanned(plan, plan.first_rank, plan.num_processes))
@@ -275,7 +275,7 @@ def _publisher(run: Run) -> Publisher:
 
 
 def _announce(run: Run, publisher: Publisher, *more: str) -> None:
-    """Show the run's header and further lines, if the launch is displayed."""
+    """Show the run's header, its notes and ``more`` lines, unless the launch is not displayed."""
     if not output_of(run).is_announced(run.config) or run.plan is None:
         return
     publisher.line("stdout", f"▶ run {run.id}: {run.plan.sentence()}")
@@ -308,9 +308,9 @@ def _run_inline(run: Run, plan: LaunchPlan, function: Callable[..., Any], argume
 class BlockingCell:
     """Waits for a supervised run on the thread that launches it.
 
-    While it waits, SIGINT does not raise KeyboardInterrupt, which could arrive between any two instructions of this
-    package. The first SIGINT stops the run, and a second one kills it. When the run is over, an interrupt that arrived
-    at any time during it is raised, even if the run succeeded, because the code after the launch must not continue.
+    During this wait, SIGINT does not raise KeyboardInterrupt, because the exception could arrive between any two
+    instructions of this package. The first SIGINT stops the run, and a second one kills it. When the run is over, the
+    interrupt is raised, even if the run succeeded, because the code after the launch must not continue.
 
     Args:
         run: The run to wait for.
@@ -321,17 +321,17 @@ class BlockingCell:
         self._interrupted = self._asking = False
 
     def wait(self, supervisor: Supervisor) -> None:
-        """Wait for the start of the ranks, or for the end of the run if it blocks the cell."""
+        """Wait until the ranks have started. If the run blocks the cell, wait until the run has ended."""
         try:
             self._wait_for_run(supervisor)
-        # A handler of the user, such as SIGALRM's, raised an error, which ends the cell and its run.
+        # The error comes from a signal handler of the user, such as one for SIGALRM. It ends the cell and its run.
         except BaseException:
             internals(self._run).commands.stop(DEFAULT_GRACE)
             wait_for(supervisor.over)
             raise
 
     def raise_problem(self, supervisor: Supervisor) -> None:
-        """Raise the error that the cell must end with. Call it when interrupts are no longer handled.
+        """Raise the error that the cell must end with, if any. Call this once interrupts are no longer handled.
 
         Raises:
             RunInterrupted: The cell was interrupted.
@@ -340,7 +340,7 @@ class BlockingCell:
         if self._interrupted:
             raise RunInterrupted(self._run)
         if (problem := supervisor.problem) is not None:
-            # The run was stopped before its ranks had started.
+            # A WorkerError without a run means that the run was stopped before its ranks had started.
             if isinstance(problem, WorkerError) and problem.run is None:
                 problem.run = self._run
             raise problem
@@ -350,7 +350,7 @@ class BlockingCell:
         if supervisor.problem is not None or self._interrupted:
             wait_for(supervisor.over)
         elif not self._run.config.block:
-            # Show the panel after the ranks have started, because creating widgets takes as much time as starting them.
+            # Show the panel only once the ranks have started, because creating widgets takes as long as starting them.
             output_of(self._run).show_panel(self._run)
         else:
             self._wait_for_end(supervisor)
@@ -358,7 +358,7 @@ class BlockingCell:
             wait_for(supervisor.over)
 
     def _wait_for_end(self, supervisor: Supervisor) -> None:
-        """Wait until the run ends or its ranks are held, showing prompts and the live panel."""
+        """Wait until the run ends or its ranks are held. Show prompts and the live panel in the meantime."""
         show_at: float | None = time.monotonic() + LIVE_AFTER_SECONDS
         run = self._run
         while not run.done:

@@ -27,11 +27,11 @@ from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.worker.warm_cells import warm_rank
 
 PROMPT_SECONDS = 0.05
-"""Seconds between a waiting cell's checks for prompts of its ranks."""
+"""Seconds between checks for prompts from ranks while a cell waits."""
 READY_SECONDS = 120.0
 """Seconds that ranks may take to start, once the other nodes have joined."""
 END_SECONDS = 10.0
-"""Seconds that an ending group may take to report the reason."""
+"""Seconds to wait for the reason when a group has ended."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class CellResult:
     """The results of a cell on its ranks.
 
     Attributes:
-        shown: The ``repr`` of the cell's last expression, by rank, or "".
+        shown: The ``repr`` of the cell's last expression, by rank, or "" if there is nothing to show.
         fetched: The requested variables, by rank.
     """
 
@@ -51,7 +51,7 @@ class WarmRanks:
     """A group of ranks that persists between cells.
 
     Args:
-        config: Configuration of the launch, which never blocks.
+        config: The launch configuration. Its ``block`` and ``panel`` are ignored.
 
     Raises:
         LaunchError: The group did not start.
@@ -69,7 +69,8 @@ class WarmRanks:
         try:
             while run.status == "starting" and (deadline is None or time.monotonic() < deadline):
                 run.wait(PROMPT_SECONDS)
-                if deadline is None and run.attempts:  # Before the first attempt, the run waits for other notebooks.
+                # Before the first attempt, the run waits for other notebooks, for which there is no deadline.
+                if deadline is None and run.attempts:
                     deadline = time.monotonic() + READY_SECONDS
         except KeyboardInterrupt:
             run.stop(grace=1.0)
@@ -90,7 +91,7 @@ class WarmRanks:
         return self.run.plan.num_processes
 
     def restart(self) -> None:
-        """End the group and start a new one. Its variables are lost."""
+        """End the group and start a new one. The variables of the old group are lost."""
         self.stop()
         self.run = self._start()
 
@@ -111,14 +112,14 @@ class WarmRanks:
         Args:
             source: The source of the cell.
             filename: The cell's file name in tracebacks.
-            ranks: Global indices. None means all ranks.
-            send: Variables to set first.
-            fetch: Names of variables to return.
+            ranks: The global indices of the ranks. None means all ranks.
+            send: Variables to set on the ranks before the cell runs.
+            fetch: The names of the variables to return.
 
         Raises:
             ValueError: There is no such rank.
             WorkerError: The cell failed on a rank. The group is still alive.
-            WorkerDiedError: A rank ended, and the group with it.
+            WorkerDiedError: A rank died, which ended the whole group.
             KeyboardInterrupt: The cell was interrupted. If that ended the group, the error is a ``RunInterrupted``.
         """
         wanted = self._wanted(ranks)
@@ -136,13 +137,14 @@ class WarmRanks:
         return self._result(wanted, replies)
 
     def _send(self, wanted: list[int], make: Callable[[int], CellRequest]) -> tuple[dict[int, int], bool]:
-        """Send the cell. Return the numbers of its requests, and whether an interrupt arrived during the call."""
+        """Send the cell to ranks. Return the number of each rank's request, and False: no interrupt was caught."""
         return internals(self.run).commands.requests.send(wanted, make), False
 
     def _send_apart(self, wanted: list[int], make: Callable[[int], CellRequest]) -> tuple[dict[int, int], bool]:
-        """Send the cell from another thread, because sending variables takes time.
+        """Send the cell from another thread. Return the requests' numbers, and whether an interrupt arrived.
 
-        An interrupt of the sending thread would truncate a frame, and the rank would wait for the rest forever.
+        Sending variables takes time, and an interrupt of the sending thread would truncate a message, whose rest the
+        rank would wait for forever.
         """
         sent: dict[int, int] = {}
         over = threading.Event()
@@ -165,7 +167,7 @@ class WarmRanks:
         return sent, pressed
 
     def _collect(self, waiting: dict[int, int], pressed: bool) -> tuple[dict[int, CellReply], bool]:
-        """Wait for the replies. An interrupt is sent to the ranks, and a second one ends the group."""
+        """Wait for the replies. A first interrupt is passed on to the ranks, and a second one ends the group."""
         replies: dict[int, CellReply] = {}
         interrupted: float | None = None
         while len(replies) < len(waiting) and self.alive:
@@ -200,7 +202,7 @@ class WarmRanks:
             replies[rank] = reply
 
     def _result(self, wanted: list[int], replies: dict[int, CellReply]) -> CellResult:
-        if not self.alive or any(rank not in replies for rank in wanted):  # A rank may end before the request.
+        if not self.alive or any(rank not in replies for rank in wanted):  # A rank may have died before the request.
             self.run.wait(END_SECONDS)
             raise self.run.error or WorkerDiedError("the warm ranks have ended", self.run)
         found = [
@@ -217,7 +219,7 @@ class WarmRanks:
         known = [info.rank for info in self.run.ranks]
         wanted = known if ranks is None else list(ranks)
         if unknown := [rank for rank in wanted if rank not in known]:
-            raise ValueError(f"ranks={unknown} are not ranks of this group; there are {known}")
+            raise ValueError(f"ranks={unknown} are not ranks of this group; its ranks are {known}")
         return wanted
 
 
@@ -234,7 +236,7 @@ class CellInterrupt(KeyboardInterrupt):
 
 
 class GroupInterrupt(RunInterrupted):
-    """The user interrupted a cell on warm ranks, and some ranks did not react, so the whole group was ended."""
+    """The user interrupted a cell on warm ranks, some of which did not react, so the whole group was ended."""
 
     def __init__(self, run: Run, busy: list[int]) -> None:
         super().__init__(run)

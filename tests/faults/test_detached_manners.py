@@ -67,7 +67,7 @@ def _both_launch(folder: Path, name: str) -> list[str]:
 def test_of_two_launches_with_one_name_one_wins(state: Path, tmp_path: Path) -> None:
     refused, launched = sorted(_both_launch(tmp_path, "one"), key=lambda line: line.startswith("launched"))
     assert launched == "launched one"
-    assert "name='one' is the name of a detached run that has not ended: pass another name" in refused
+    assert "name='one' is the name of a detached run that is still running: pass another name" in refused
     assert "notebook_accelerate.attach('one')" in refused
     assert [entry.name for entry in run_directory.entries()] == ["one"]
 
@@ -136,7 +136,7 @@ def test_a_run_whose_folder_is_deleted_can_be_stopped(state: Path) -> None:
     shutil.rmtree(run.folder)
     until(lambda: any("Cannot save the run to" in text for text in run._internals.journal.state.warnings), seconds=60)
     assert run.status == "running", "its process still sends its events"
-    with pytest.raises(ValueError, match="has not ended"):
+    with pytest.raises(ValueError, match="is still running"):
         _launch(int, name="homeless")
     run.stop(grace=1.0)
     assert run.status == "stopped"

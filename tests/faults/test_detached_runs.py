@@ -102,7 +102,7 @@ def test_a_detached_run_outlives_its_kernel(state: Path, tmp_path: Path) -> None
     assert (row.name, row.status, row.config["detach"]) == ("train-3", "succeeded", True)
     followed.delete()
     assert not folder.exists()
-    with pytest.raises(ValueError, match="no detached run named 'train-3'; there are: none"):
+    with pytest.raises(ValueError, match="no detached run named 'train-3'; the detached runs are: none"):
         attach("train-3")
 
 
@@ -198,7 +198,7 @@ def test_only_the_user_of_the_run_can_attach_and_stop(
     assert entry.origin["folder"] == str(Path.cwd())
     until(lambda: run.status == "running", seconds=120)
     assert not [each for each in connections(pid=supervisor_of(run).pid) if each.status == psutil.CONN_LISTEN]
-    with pytest.raises(ValueError, match="name='one' is the name of a detached run that has not ended"):
+    with pytest.raises(ValueError, match="name='one' is the name of a detached run that is still running"):
         notebook_launcher(time.sleep, (600,), name="one", **options)  # type: ignore[arg-type]
     again = open_run(entry.folder)
     again.stop(grace=1.0)

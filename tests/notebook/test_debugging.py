@@ -425,7 +425,7 @@ def test_debug_command_gives_a_command_to_several_ranks(kernel: Kernel) -> None:
     assert without_colours(cell.result_text or "") == "rank 0 │ 0.5\nrank 1 │ 1.5"
     assert kernel.value("dict(run.debug_command('p loss', ranks=[1], timeout=60))") == {"1": "1.5\n"}
     assert kernel.value("(run.debug_command('c', timeout=60), run.wait(100), run.results)[-1]") == [0.5, 1.5]
-    assert "are not all stopped at a breakpoint; stopped are []" in said(
+    assert "are not all stopped at a breakpoint; the stopped ranks are []" in said(
         kernel.run("run.debug_command('p loss', ranks=[0])")
     )
 

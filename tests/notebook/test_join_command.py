@@ -210,7 +210,7 @@ def test_the_run_keeps_waiting_for_a_command_with_its_secret(first: Kernel, join
     first.wait_for(lambda: "1 of 3 nodes" in cell.stdout, LIMIT)
     wrong = join(where, secret="wrong-4711")
     assert wrong.exit_code() == 1
-    assert f"join: {where} is not a run, or has another secret; pass the secret of the first" in wrong.err
+    assert f"join: no run with this secret listens on {where}; pass the secret of the first" in wrong.err
     leaves = join(where)
     leaves.wait_until_it_prints("2 of 3 nodes")
     leaves.process.send_signal(signal.SIGINT)

@@ -46,7 +46,7 @@ def test_variables_persist_and_the_process_group_stays_open(kernel: Kernel) -> N
 def test_a_cell_can_run_on_selected_ranks(kernel: Kernel) -> None:
     assert lines(kernel.check("%%rank 1\nonly = 5\nonly")) == ["[rank 1] 5"]
     assert lines(kernel.check("%%rank 0,1\n'only' in globals()")) == ["[rank 0] False", "[rank 1] True"]
-    assert "ranks=[7] are not ranks of this group; there are [0, 1]" in said(kernel.run("%%rank 7\n1"))
+    assert "ranks=[7] are not ranks of this group; its ranks are [0, 1]" in said(kernel.run("%%rank 7\n1"))
     assert "is not a list of ranks; write %%rank 0,1" in said(kernel.run("%%rank one\n1"))
 
 

@@ -201,7 +201,7 @@ def test_a_notebook_with_another_secret_is_refused(pair: Notebooks, backend: str
     pair.kernels[0].wait_for(lambda: "1 of 2 nodes" in first.stdout, LIMIT)
     place = "node_rank=1, " if backend == "static" else ""
     second = pair.kernels[1].run(f"launch(meet, {place}{common}, rdzv_conf={settings[1]})", LIMIT)
-    assert f"LaunchError: 127.0.0.1:{port} is not a run, or has another secret" in said(second)
+    assert f"LaunchError: no run with this secret listens on 127.0.0.1:{port}" in said(second)
     assert not first.finished, "no notebook has joined"
     pair.kernels[0].interrupt()
     pair.kernels[0].finish(first, LIMIT)
@@ -288,7 +288,7 @@ def test_a_stop_while_the_ranks_of_another_notebook_start(pair: Notebooks) -> No
     second.interrupt()
     assert "KeyboardInterrupt: run" in said(second.finish(joined, LIMIT))
     shown = said(first.finish(begun, LIMIT))
-    assert f"RunStoppedError: node 1 ({HOST}): it was stopped while its ranks were started" in shown
+    assert f"RunStoppedError: node 1 ({HOST}): it was stopped while its ranks were starting" in shown
     assert pair.values("notebook_accelerate.runs()[-1].status") == ["stopped", "stopped"]
 
 

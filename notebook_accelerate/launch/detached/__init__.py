@@ -1,1 +1,1 @@
-"""Detached runs: how kernels find their processes and control them."""
+"""Find and control the processes of detached runs."""

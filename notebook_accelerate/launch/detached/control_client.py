@@ -1,4 +1,4 @@
-"""Send commands over its socket to the process that supervises a detached run."""
+"""Send commands to the process that supervises a detached run, over the socket of that process."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from notebook_accelerate.telemetry.store import Record
 CAPTURE_SECONDS = 10.0
 """Seconds to wait for the stacks of a rank that cannot reply."""
 AGAIN_SECONDS = 0.1
-"""How often, in seconds, a disconnected kernel checks that the supervisor is still alive."""
+"""Seconds between a disconnected kernel's attempts to connect again."""
 SEND_SECONDS = 2.0
-"""Seconds that a command waits for a reconnection, or for the supervisor to read."""
+"""Maximum seconds that a command waits for a new connection, or for the supervisor to read."""
 STATE_SECONDS = 5.0
-"""Seconds to wait for the state of the ranks. A suspended process does not send it."""
+"""Seconds to wait for the history of the run, which a suspended process does not send."""
 PING_SECONDS = 1.0
-"""Seconds between pings to the supervisor of a run that is being stopped."""
+"""Seconds between pings to the supervisor while the run is being stopped."""
 ANSWER_SECONDS = 5.0
-"""Seconds without an answer until a warning names the supervisor, which is killed this long after the grace period."""
+"""Seconds without an answer until a warning names the supervisor, and from the end of ``grace`` until it is killed."""
 
 
 class ControlClient:
@@ -52,15 +52,15 @@ class ControlClient:
 
     Args:
         path: The socket of the run's process.
-        process: The run's process, which is killed if it does not answer while the run is being stopped. If None,
-            no process is killed.
+        process: The run's process, which is killed if it does not answer while the run is being stopped. If None, no
+            process is killed.
 
     Raises:
         BlockingIOError: The process does not accept connections at the moment.
         OSError: The process does not listen on the socket.
 
     Attributes:
-        report: Called with a sentence if the process does not answer.
+        report: A function to call with a warning if the process does not answer.
     """
 
     refusal = ""
@@ -83,14 +83,14 @@ class ControlClient:
         threading.Thread(target=self._main, name="notebook-accelerate-attached", daemon=True).start()
 
     def follow(self, reader: JournalReader, on_end: Callable[[], None]) -> bool:
-        """Receive the run's records from now on, resuming after the last one whenever the connection changes.
+        """Start receiving the run's records. After a new connection, continue with the record after the last one.
 
         Args:
             reader: Receives the records, on the client's thread.
-            on_end: Called on that thread when the process stops sending records.
+            on_end: A function to call on the client's thread when the process stops sending records.
 
         Returns:
-            Whether the run's history has arrived in time. If not, the process may still send it later.
+            Whether the run's history has arrived in time. If not, the process may still send the history later.
         """
         self._reader, self._on_end = reader, on_end
         self._send(protocol.FollowCommand(reader.restart()))
@@ -114,11 +114,11 @@ class ControlClient:
 
     @property
     def is_following(self) -> bool:
-        """Whether the run's process sends its records, or will do so when it answers."""
+        """Whether the run's process sends records, or will do so once it answers."""
         return self._reader is not None
 
     def stop(self, grace: float) -> None:
-        """Stop the run. A process that does not answer is killed after the grace period and `ANSWER_SECONDS`."""
+        """Stop the run. If its process does not answer, kill the process `ANSWER_SECONDS` after the grace period."""
         self._send(protocol.StopCommand(float(grace)))
         if self._process is not None and not self._stop_watched:
             self._stop_watched = True
@@ -163,8 +163,8 @@ class ControlClient:
         try:
             channel.send(*events)
         except ChannelClosedError:
-            channel.shut()  # The channel may have sent only a part of the command.
-            with self._changed:  # Another connection may follow, unless the run is over.
+            channel.shut()  # Don't use the channel again, because it may have sent only a part of the command.
+            with self._changed:  # Wait for a new connection, unless the run is over.
                 self._changed.wait_for(lambda: self._over or self._channel is not channel, SEND_SECONDS)
             with suppress(ChannelClosedError):
                 self._channel.send(*events)
@@ -180,7 +180,7 @@ class ControlClient:
 
     def _main(self) -> None:
         while True:
-            # Suppress every error, even after invalid data: this thread must report the end of the process.
+            # Suppress all errors, even those from invalid data, because this thread must report the process's end.
             with suppress(Exception):
                 while True:
                     found = self._channel.receive()
@@ -204,7 +204,10 @@ class ControlClient:
         on_end()
 
     def _connect_again(self) -> bool:
-        """Reconnect, unless the run is over. The process disconnects a kernel that was suspended and did not read."""
+        """Connect again, unless the run is over. Return whether there is a new connection.
+
+        The run's process disconnects a kernel that does not read, for example because the kernel was suspended.
+        """
         channel = None
         while channel is None and not self._left:
             time.sleep(AGAIN_SECONDS)
@@ -257,7 +260,7 @@ class ControlClient:
                 self._known.set()
 
     def on_records(self, records: Sequence[Record]) -> None:
-        """Open and close the ranks' requests and prompts. Called with the new records of the run's journal."""
+        """Open and close the requests and prompts of ranks according to new records in the run's journal."""
         for record in records:
             event = record.event
             if isinstance(event, RankStarted):
@@ -276,11 +279,11 @@ class ControlClient:
 
 
 def _connected(path: Path) -> Channel:
-    """Return a channel to the process that listens at a path.
+    """Return a channel to the process that listens on the socket at a path.
 
     Raises:
         BlockingIOError: The process does not accept connections at the moment.
-        OSError: No process listens there, or it belongs to another user.
+        OSError: No process listens there, or the process belongs to another user.
     """
     connection = socket.socket(socket.AF_UNIX)
     seconds = int(SEND_SECONDS)
@@ -290,7 +293,7 @@ def _connected(path: Path) -> Channel:
         with protocol.short_socket_path(path) as address:
             connection.connect(address)
         if not protocol.is_own(connection):
-            raise PermissionError(f"another user listens at {path}")
+            raise PermissionError(f"a process of another user listens on {path}")
     except OSError:
         connection.close()
         raise
@@ -313,12 +316,12 @@ class _RankChannel:
 
 
 def warn(text: str) -> None:
-    """Warn the user from a thread, which must not end even if warnings are errors."""
+    """Warn the user from a thread, which must go on even if warnings are configured to raise errors."""
     with suppress(Warning):
         warnings.warn(text, stacklevel=3)
 
 
 def silence_text(process: ProcessIdentity, seconds: float) -> str:
-    """Return the warning about a supervisor that does not answer."""
+    """Return the warning about a supervisor that does not answer and will be killed after ``seconds``."""
     why = f"is suspended; resume it with: kill -CONT {process.pid}" if process.is_suspended() else "does not answer"
     return f"{process}, which supervises a detached run, {why}. It will be killed with its ranks in {seconds:.0f} s."

@@ -1,4 +1,4 @@
-"""The socket between the process of a detached run and the kernels attached to it, and the messages sent over it."""
+"""The socket between a detached run's process and the attached kernels, and the messages sent over the socket."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ _CREDENTIALS = struct.Struct("3i")
 
 @dataclass(slots=True)
 class FollowCommand(Event):
-    """Send the run's records from ``position`` on, or from the beginning if ``position`` is 0.
+    """Request the run's records from ``position`` on, or from the beginning if ``position`` is 0.
 
-    The records follow as `RecordsEvent`. If the process no longer holds that position, a `HistoryEvent` comes first.
+    The process sends the records as `RecordsEvent`. If it no longer holds the records from that position on, it first
+    sends the history as `HistoryEvent`.
     """
 
     position: int
@@ -46,7 +47,7 @@ class InterruptCommand(Event):
 
 @dataclass(slots=True)
 class ClockCommand(Event):
-    """Suspend the run's time limits for a rank that the user holds, or resume them."""
+    """Suspend the run's time limits because the user holds a rank, or end that suspension."""
 
     rank: int
     held: bool
@@ -54,7 +55,7 @@ class ClockCommand(Event):
 
 @dataclass(slots=True)
 class AnswerCommand(Event):
-    """Answer prompt ``number`` of a rank. A ``text`` of None means end of file."""
+    """Answer prompt ``number`` of a rank. If ``text`` is None, the rank gets end-of-file."""
 
     rank: int
     number: int
@@ -82,7 +83,7 @@ class CapturedEvent(Event):
 
 @dataclass(slots=True)
 class RelayedEvent(Event):
-    """An encoded event for a rank, or from a rank."""
+    """An encoded event to a rank, or from a rank."""
 
     rank: int
     payload: bytes
@@ -90,7 +91,7 @@ class RelayedEvent(Event):
 
 @dataclass(slots=True)
 class RecordsEvent(Event):
-    """The next records of the run, as frames of a journal. ``position`` is the position after them."""
+    """The next records of the run, as frames of a journal. ``position`` is the position after these records."""
 
     position: int
     payload: bytes
@@ -106,7 +107,7 @@ class HistoryEvent(Event):
 
 @dataclass(slots=True)
 class PingCommand(Event):
-    """Request a `PongEvent`."""
+    """Request a `PongEvent` in reply."""
 
 
 @dataclass(slots=True)
@@ -115,12 +116,12 @@ class PongEvent(Event):
 
 
 def relayed(rank: int, event: Event) -> RelayedEvent:
-    """Return an event of a rank, or for a rank, as sent between the run's process and a kernel."""
+    """Wrap an event to a rank, or from a rank, for sending between the run's process and a kernel."""
     return RelayedEvent(rank, encode([Stamped(steady_time.now(), event)]))
 
 
 def fits(event: Event) -> bool:
-    """Return whether the fields of an event have the right types, because a peer may send any JSON."""
+    """Return whether the fields of an event have the right types. They may not, because a peer can send any JSON."""
     return all(_fits(hint, getattr(event, name)) for name, hint in _hints(cast("Any", type(event))).items())
 
 
@@ -136,7 +137,7 @@ def _fits(hint: Any, value: object) -> bool:
         return isinstance(value, list) and all(_fits(parts[0], item) for item in value)
     if origin in (typing.Union, types.UnionType):
         return any(_fits(part, value) for part in parts)
-    if hint is float:  # Compare, because math.isfinite() raises an error for a large int.
+    if hint is float:  # Don't use math.isfinite(), which raises an error for a large int.
         return type(value) in (int, float) and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
     return type(value) is hint
 
@@ -145,7 +146,7 @@ def _fits(hint: Any, value: object) -> bool:
 
 
 def listen(path: Path) -> socket.socket:
-    """Return a socket that listens on a path. Only this user can connect to it.
+    """Create a socket that listens on a path. Only this user can connect to it.
 
     Raises:
         OSError: The socket cannot be created.
@@ -167,7 +168,7 @@ def listen(path: Path) -> socket.socket:
 
 @contextmanager
 def short_socket_path(path: Path) -> Iterator[str]:
-    """Yield the address of a socket. If its path is too long for an address, go through the folder's descriptor."""
+    """Yield an address for a socket. A path that is too long is replaced by one through the folder's descriptor."""
     if len(os.fsencode(path)) < 100:
         yield str(path)
         return
@@ -181,6 +182,6 @@ def short_socket_path(path: Path) -> Iterator[str]:
 def is_own(connection: socket.socket) -> bool:
     """Return whether the process at the other end belongs to this user, as far as the system can check."""
     if not hasattr(socket, "SO_PEERCRED"):
-        return True  # The folder's permissions decide instead.
+        return True  # On this system, only the permissions of the folder protect the socket.
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return bool(_CREDENTIALS.unpack(found)[1] == os.getuid())

@@ -1,4 +1,4 @@
-"""Serve kernels that attach to a detached run: send them its records and execute their commands."""
+"""Serve the kernels that attach to a detached run, by sending them the run's records and executing their commands."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry.store import Record
 
 BATCH_SECONDS = 0.02
-"""Seconds to collect records before sending them to kernels."""
+"""Seconds during which records are collected before they are sent to kernels."""
 UNREAD_SECONDS = 30.0
-"""Seconds after which a kernel that stops reading is disconnected. It reconnects when it resumes."""
+"""Seconds after which a kernel that does not read is disconnected. The kernel connects again when it continues."""
 CHECK_SECONDS = 1.0
-"""Seconds between checks for kernels that stopped reading, and between reads of the journal if no kernel follows."""
+"""Seconds between checks for kernels that do not read, and between reads of the journal if no kernel follows it."""
 MAX_UNREAD_BYTES = 64 << 20
-"""Maximum bytes queued for a kernel behind the message that it is reading. A kernel with more is disconnected."""
+"""Maximum bytes to queue for a kernel after the message that it is reading. A kernel with more is disconnected."""
 MAX_COMMAND_BYTES = 64 << 20
 """Maximum size of a frame from a kernel, in bytes."""
 DRAIN_SECONDS = 2.0
-"""Maximum seconds to wait at the end of a run until kernels have read their queued messages."""
+"""Maximum seconds to wait for kernels to read their queued messages when the run has ended."""
 MAX_CAPTURES = 16
-"""Maximum number of waiting and running captures of stacks. Each takes seconds if its rank is suspended."""
+"""Maximum number of captures of stacks that wait or run. A capture takes seconds if the rank is suspended."""
 MAX_ASKED = 10_000
 """Maximum number of requests that wait for a rank's reply. The replies to older ones are discarded."""
 MAX_HELD_BYTES = 16 << 20
-"""Maximum bytes of encoded records held for kernels. A kernel that is further behind receives the history."""
+"""Maximum bytes of encoded records to hold for kernels. A kernel that needs older ones receives the history."""
 PART_BYTES = 1 << 20
 """Approximate size of each part of the history, in bytes."""
 
 
 class AttachedKernel:
-    """An attached kernel, with a queue of the messages that it has not read. Sending never blocks.
+    """An attached kernel, with a queue of messages that it has not read. Sending never blocks.
 
     Args:
-        connection: The connection to the kernel.
+        connection: The socket of the kernel's connection.
 
     Attributes:
-        channel: Receives the kernel's commands.
+        channel: The channel that receives the kernel's commands.
         position: The position of the next record to send, or None if the kernel does not follow the run.
-        history: The position after the history, and its parts that remain to be sent.
+        history: The position after the history, and the parts of the history that are still to be sent, or None.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -84,10 +84,10 @@ class AttachedKernel:
         return bool(self._unread)
 
     def send(self, event: Event) -> None:
-        """Send as much as the kernel accepts without blocking, and queue the rest.
+        """Send as much of an event as the kernel accepts without blocking, and queue the rest.
 
         Raises:
-            ChannelClosedError: The kernel is gone, or does not read.
+            ChannelClosedError: The kernel is gone, or reads too slowly.
         """
         if not self._unread:
             self._read_at = time.monotonic()
@@ -117,14 +117,14 @@ class AttachedKernel:
 
 
 class ControlService:
-    """Serves kernels over a Unix domain socket. The thread of the service never waits for a single kernel.
+    """Serves kernels over a Unix domain socket. The service's thread never waits for any single kernel.
 
     Args:
-        run: The detached run.
-        path: The socket, in a folder that only this user can enter.
+        run: The detached run to serve.
+        path: The path of the socket, in a folder that only this user can enter.
 
     Raises:
-        OSError: The socket cannot be opened.
+        OSError: The socket cannot be created.
     """
 
     def __init__(self, run: Run, path: Path) -> None:
@@ -132,7 +132,7 @@ class ControlService:
         self._selector = DispatchSelector()
         self._wake, self._over = WakeDescriptor(), False
         self._stream, self._batch_due = RecordStream(run, self._wake.set), 0.0
-        # Create the socket after the stream, so that an error there does not leave a socket file behind.
+        # Create the socket last, so that an error in the stream does not leave a socket file behind.
         self._listener = protocol.listen(path)
         run.add_done_callback(lambda _: self._wake.set())
         self._selector.register(self._wake, selectors.EVENT_READ, self._wake.clear)
@@ -148,7 +148,7 @@ class ControlService:
         self._thread.start()
 
     def close(self) -> None:
-        """Wait up to `DRAIN_SECONDS` for kernels to read their messages, then close the socket and the connections."""
+        """Wait up to `DRAIN_SECONDS` for kernels to read their messages, then close all sockets."""
         self._over = True
         self._wake.set()
         self._thread.join()
@@ -164,7 +164,7 @@ class ControlService:
 
     @property
     def unattended_seconds(self) -> float:
-        """Seconds since the last kernel left, or 0.0 while a kernel is attached."""
+        """The number of seconds since the last kernel left, or 0.0 while a kernel is attached."""
         return 0.0 if self._kernels else time.monotonic() - self._last_attached
 
     def _relay(self, rank: int, reply: Reply) -> None:
@@ -218,7 +218,7 @@ class ControlService:
                 self._watch(kernel)
 
     def _next_records(self, kernel: AttachedKernel) -> Event | None:
-        """Return the next records for a kernel. A kernel that has fallen too far behind receives the history."""
+        """Return the next message with records for a kernel. A kernel that is too far behind gets the history."""
         if kernel.position is None:
             return None
         if kernel.history is None and not self._stream.holds(kernel.position):
@@ -237,7 +237,7 @@ class ControlService:
         return protocol.RecordsEvent(kernel.position, data)
 
     def _watch(self, kernel: AttachedKernel) -> None:
-        """Watch for a writable connection only while messages are queued for it."""
+        """Watch whether a kernel's connection is writable, but only while messages are queued for the kernel."""
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if kernel.has_unread else 0)
         if self._selector.get_key(kernel).events != events:
             self._selector.modify(kernel, events, partial(self._receive, kernel))
@@ -256,12 +256,15 @@ class ControlService:
         with self._dropped_on_error(kernel):
             for _, event in kernel.channel.receive_available():
                 if not protocol.fits(event):
-                    raise ChannelClosedError(f"received a {type(event).__name__} whose fields have other types")
+                    raise ChannelClosedError(f"received a {type(event).__name__} with fields of the wrong types")
                 self._handle(kernel, event)
 
     @contextmanager
     def _dropped_on_error(self, kernel: AttachedKernel) -> Iterator[None]:
-        """Disconnect a kernel after an error. A bad peer must not end the service, which is needed to stop the run."""
+        """Disconnect a kernel if an error occurs in the block.
+
+        A faulty kernel must not end the service, because the service is needed to stop the run.
+        """
         try:
             yield
         except Exception:  # noqa: BLE001 - a bad peer must not end the service
@@ -324,24 +327,24 @@ class ControlService:
 
     def _capture(self, kernel: AttachedKernel, order: protocol.CaptureCommand) -> None:
         stacks = ProcessStacks()
-        with suppress(Exception):  # Reply even after an error, because the kernel waits for the reply.
+        with suppress(Exception):  # The kernel waits for a reply, so send one even after an error.
             stacks = self._commands.requests.capture_stacks(order.rank)
         found = protocol.CapturedEvent(order.number, stacks.dump, list(stacks.native), stacks.suspended, stacks.problem)
         self._captured.append((kernel, found))
         self._wake.set()
 
 
-# ---- the records of the run, by position
+# ---- the run's records, by position
 
 
 class RecordStream:
-    """Numbers the records of a run from its start, and encodes them as frames of a journal.
+    """Numbers the records of a run from the beginning, and encodes them as frames of a journal.
 
     Any thread may append to the run's journal. A single thread reads the stream.
 
     Args:
-        run: The run whose records are numbered.
-        wake: Called when records arrive after all earlier ones were read.
+        run: The run whose records to number.
+        wake: A function to call when records arrive after all earlier ones have been read.
 
     Attributes:
         end: The position after the last record that was read from the journal.
@@ -356,7 +359,7 @@ class RecordStream:
         self._held_bytes = 0
         with journal.locked():
             self._run_events = len(journal.records)
-            # Positions start at 1, so position 0 of a new kernel is never held, and the kernel receives the history.
+            # Positions start at 1. A new kernel starts at 0, which is never held, so the kernel receives the history.
             self.end = self._begin = self._run_events + 1
             self.close = journal.subscribe(self._on_records, ordered=True)
 
@@ -371,10 +374,10 @@ class RecordStream:
         return bool(self._waiting)
 
     def advance(self, *, hold: bool) -> None:
-        """Read all records that the journal contains now.
+        """Read all new records of the journal.
 
         Args:
-            hold: Whether to hold the records for kernels.
+            hold: Whether to hold the records because kernels follow the run.
         """
         with internals(self._run).journal.locked():
             count = self._readable()
@@ -395,9 +398,10 @@ class RecordStream:
             self._held_bytes, self._begin = 0, self.end
 
     def _readable(self) -> int:
-        """Return how many waiting records may be sent. The run's end is sent only after it has been saved.
+        """Return how many waiting records may be sent.
 
-        A kernel that then reads the run's folder finds the end and the results in it.
+        The end of the run is sent only once it has been saved, so that a kernel which then reads the run's folder finds
+        the end and the results there.
         """
         if self._run.done or internals(self._run).journal.state.unsaved:
             return len(self._waiting)
@@ -412,20 +416,23 @@ class RecordStream:
             self._held_bytes -= len(dropped)
 
     def holds(self, position: int) -> bool:
-        """Return whether all records from a position on are held."""
+        """Return whether all records from ``position`` on are held."""
         return self._begin <= position <= self.end
 
     def after(self, position: int) -> tuple[int, bytes] | None:
-        """Return the next held records after a position, with the position after them, or None at the end."""
+        """Return the next held records from ``position`` on, and the position after them, or None at the end."""
         found = None
-        for part in reversed(self._held):  # Search from the end, because most kernels are near it.
+        for part in reversed(self._held):  # Search from the end, because most kernels have read almost everything.
             if part[0] <= position:
                 break
             found = part
         return found
 
     def history(self) -> tuple[int, Iterator[bytes]] | None:
-        """Return a position and all records before it, as parts of a journal, or None while the end is being saved."""
+        """Return a position and all records before it, as parts of a journal.
+
+        Return None while the end of the run is being saved.
+        """
         with internals(self._run).journal.locked():
             self.advance(hold=True)
             if self._waiting:
@@ -436,7 +443,7 @@ class RecordStream:
 
 
 def _parts(frames: Sequence[bytes], lines: Sequence[Record]) -> Iterator[bytes]:
-    """Yield frames, then the frames of lines, in parts of about `PART_BYTES`."""
+    """Yield ``frames``, then the frames for ``lines``, in parts of about `PART_BYTES`."""
     part: list[bytes] = []
     size = 0
     for source in (frames, journal_format.encode_records(lines)):

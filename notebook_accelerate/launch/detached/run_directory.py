@@ -1,4 +1,4 @@
-"""The directory of a user's detached runs, with a file for each run and a socket while its process is alive."""
+"""The directory of a user's detached runs, with a file for each run, and a socket while the run's process is alive."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from notebook_accelerate.hardware import device_table
 from notebook_accelerate.hardware.process_liveness import parse_identity, this_process
 
 LISTED_SECONDS = 30 * 86400.0
-"""Seconds after which a detached run is no longer listed. Its folder remains."""
+"""Seconds after its launch until an ended detached run is no longer listed. The run's folder remains."""
 _MAX_ENTRY_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
 class DetachedEntry:
-    """The entry of a detached run, by which other kernels find the run.
+    """The entry of a detached run, which lets other kernels find the run.
 
     Attributes:
         name: The run's name.
-        folder: The folder where it is kept.
-        socket: The socket over which its process is controlled.
-        created: When it was launched, in seconds since the epoch.
+        folder: The folder where the run is kept.
+        socket: The path of the socket over which kernels control the run's process.
+        created: When the run was launched, in seconds since the epoch.
         process: The identity of the run's process; see ``hardware.process_liveness``.
-        origin: Where it was launched: "folder", and "notebook" and "pid" if they are known.
-        accelerator: Device type of its ranks.
-        visible: The variables that restrict its devices, such as CUDA_VISIBLE_DEVICES.
+        origin: Where the run was launched: "pid", and "folder" and "notebook" if they are known.
+        accelerator: Device type of the ranks.
+        visible: The environment variables that restrict the run's devices, such as CUDA_VISIBLE_DEVICES.
     """
 
     name: str
@@ -52,16 +52,16 @@ class DetachedEntry:
 
     @property
     def lives(self) -> bool:
-        """Whether the run's process is alive."""
+        """Whether the run's process is known to be alive."""
         identity, here = parse_identity(self.process), this_process()
         if identity is None or identity.machine != here.machine:
             return False
-        # Without a machine ID (macOS has no /proc), check the lock on the run's name.
+        # If this machine has no id, as on macOS, check the lock on the run's name instead.
         return not identity.has_ended() if here.machine else _is_claimed(self.name)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process is known to have exited. False for a process on another machine or in a container."""
+        """Whether the process is known to have exited. If it is on another machine or in a container, this is False."""
         identity = parse_identity(self.process)
         return identity is None or identity.has_ended()
 
@@ -70,7 +70,7 @@ class DetachedEntry:
 
         Args:
             accelerator: Device type of the other run's ranks.
-            visible: The variables that restrict the other run's devices.
+            visible: The environment variables that restrict the other run's devices.
         """
         return self.accelerator == accelerator != "cpu" and device_table.share_devices(self.visible, visible)
 
@@ -93,10 +93,10 @@ def state_folder() -> Path:
 
 
 def runs_folder() -> Path:
-    """Return the folder of detached runs that are launched without ``save``. A new one is private to the user.
+    """Return the folder for detached runs that are launched without ``save``. A new folder is private to the user.
 
     Raises:
-        LaunchError: The user has no home directory, or other users can replace the folder's contents.
+        LaunchError: The user has no home directory, or other users can replace the contents of the folder.
     """
     folder = state_folder() / "runs"
     try:
@@ -110,7 +110,7 @@ def new_socket() -> Path:
     """Return an unused path for a socket, in a private folder of the user.
 
     Raises:
-        LaunchError: There is no such folder.
+        LaunchError: No private folder can be created.
     """
     base = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
     folders = [base / "notebook-accelerate"] if base.is_absolute() and guarded_files.is_own_folder(base) else []
@@ -134,7 +134,7 @@ def _advice(problem: OSError) -> str:
 
 
 def add_entry(entry: DetachedEntry) -> None:
-    """Record a detached run.
+    """Write the entry of a detached run, so that other kernels find the run.
 
     Raises:
         OSError: The file cannot be written.
@@ -148,21 +148,21 @@ def add_entry(entry: DetachedEntry) -> None:
 
 
 def check_records() -> None:
-    """Check that no other user can change the records of detached runs; otherwise `entries` ignores them.
+    """Check that no other user can change the records of detached runs. `entries` ignores records that others can.
 
     Raises:
-        LaunchError: Another user can change them.
+        LaunchError: Another user can change the records.
     """
     try:
         guarded_files.check_folder(_entries_folder(), private=False)
     except guarded_files.ForeignFileError as error:
         raise LaunchError(_advice(error)) from error
-    except OSError:  # The folder does not exist before the user's first detached run.
+    except OSError:  # The folder does not exist until the user launches a detached run.
         pass
 
 
 def entries() -> list[DetachedEntry]:
-    """Return the user's detached runs, the oldest first. Ended runs are forgotten when their folders are gone."""
+    """Return the entries of the user's detached runs, oldest first. Remove those of ended runs without a folder."""
     found = []
     for path in _files():
         entry = _read(path)
@@ -180,14 +180,14 @@ def entries() -> list[DetachedEntry]:
 
 
 def _remove_socket(path: Path) -> None:
-    """Remove the socket of a process that was killed. Nothing else is removed, because an entry may name any path."""
+    """Remove the socket of a killed process. Leave any other file alone, because an entry may name any path."""
     with suppress(OSError):
         if stat.S_ISSOCK(path.lstat().st_mode):
             path.unlink()
 
 
 def is_gone(folder: Path) -> bool:
-    """Return True only if the folder is known to be gone, not if its disk is unreachable or unreadable."""
+    """Return whether a folder is known to be gone. If its disk cannot be reached or read, return False."""
     try:
         return not stat.S_ISDIR(folder.stat().st_mode)
     except OSError as error:
@@ -199,10 +199,10 @@ def claim_name(name: str) -> int | None:
 
     Returns:
         The descriptor of a locked file, or None if another process holds the name. The name is held until
-        `release_name`, or until all processes that have the file open have exited.
+        `release_name` is called, or until all processes that have the file open have exited.
 
     Raises:
-        LaunchError: Other users can replace the contents of the folder.
+        LaunchError: Other users can replace the contents of the folder for entries.
         OSError: The file cannot be created.
     """
     try:
@@ -218,11 +218,11 @@ def claim_name(name: str) -> int | None:
         with suppress(FileNotFoundError):
             if os.path.samestat(path.stat(), os.fstat(descriptor)):
                 return descriptor
-        os.close(descriptor)  # The previous holder removed the file after it was opened here, so try again.
+        os.close(descriptor)  # The previous holder has removed the file since it was opened here, so try again.
 
 
 def _is_claimed(name: str) -> bool:
-    """Return whether a running process holds the lock on a name."""
+    """Return whether a running process holds the lock on a run's name."""
     try:
         descriptor = os.open(_claim_file(name), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -244,7 +244,7 @@ def _lock(descriptor: int) -> bool:
 
 
 def release_name(name: str, descriptor: int) -> None:
-    """Release a name that `claim_name` has claimed, even if other processes have the file open."""
+    """Release a name claimed with `claim_name`, even if other processes still have the file open."""
     with suppress(OSError):
         _claim_file(name).unlink()
     with suppress(OSError):
@@ -272,7 +272,7 @@ def _read(path: Path) -> DetachedEntry | None:
     try:
         content = guarded_files.parse_json(guarded_files.read_limited(path, _MAX_ENTRY_BYTES, own=True))
         guarded_files.check_depth(content)
-        known = {each.name for each in fields(DetachedEntry)}  # A newer version may have more fields.
+        known = {each.name for each in fields(DetachedEntry)}  # The entry of a newer version may have more fields.
         entry = DetachedEntry(**{name: value for name, value in content.items() if name in known})
     except (OSError, ValueError, TypeError, AttributeError):
         return None

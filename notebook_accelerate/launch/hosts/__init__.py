@@ -1,1 +1,1 @@
-"""Ranks on other machines and in other notebooks."""
+"""Runs with ranks on other machines or in other notebooks."""

@@ -1,4 +1,4 @@
-"""The first notebook's side of a run on several machines: wait for the hosts and keep track of them."""
+"""The first notebook's part in a run on several machines: waiting for the hosts, and keeping track of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry.store import Record
 
 JOIN_SECONDS, LAST_CALL_SECONDS = 600.0, 30.0
-"""Torch's defaults for ``join_timeout`` and ``last_call_timeout``."""
+"""The defaults of ``join_timeout`` and ``last_call_timeout`` in seconds, which are the same as torch's."""
 WAIT_SECONDS = 0.2
 MAX_NAMED = 8
 _KEPT_HERE = (
@@ -53,11 +53,11 @@ _KEPT_HERE = (
     run_events.NoteAdded,
     run_events.RunEnded,
 )
-"""Events that are not sent to other notebooks, which record their own or receive the data in another message."""
+"""Events that are not sent to other notebooks, because these record their own, or receive the data in another way."""
 
 
 class FirstNotebook(RankSupervisor):
-    """Supervises a run on several machines: waits for hosts on the other machines, and makes them run their ranks.
+    """Supervises a run on several machines. It waits for hosts on the other machines and makes them run their ranks.
 
     Args:
         run: The run to supervise; see `Supervisor`.
@@ -79,20 +79,20 @@ class FirstNotebook(RankSupervisor):
     # ---- before the ranks start
 
     def listen(self, address: str, port: int, secret: str, *, must: bool) -> None:
-        """Accept hosts from now on.
+        """Start accepting hosts.
 
         Args:
-            address: The address of this machine that the hosts know.
+            address: The address by which the hosts know this machine.
             port: The port to listen on.
-            secret: The secret shared with the hosts.
-            must: Whether this must be the first notebook, even if the address belongs to a gateway in front of this
-                machine.
+            secret: The secret that the hosts must have.
+            must: Whether this is certainly the first notebook, even if the address belongs to a gateway in front of
+                this machine.
 
         Raises:
             OSError: The port is taken, or the address does not belong to this machine.
         """
 
-        # Called on the listener's thread, but only the run's thread may use the publisher.
+        # Don't show the text directly: this is called on the listener's thread, and only the run's thread may do so.
         def report(text: str) -> None:
             self.commands.post(lambda _: self.note(text, shown_as=f"⚠ {text}"))
 
@@ -106,7 +106,7 @@ class FirstNotebook(RankSupervisor):
             self._listener = HostListener(everywhere, secret.encode(), port, report=report, keep_alive=alive)
 
     def reserve(self, plan: LaunchPlan) -> LaunchPlan:
-        """Return the plan unchanged. The port of the process group is reserved separately for each attempt."""
+        """Return the plan unchanged, because the port of the process group is reserved separately for each attempt."""
         self._plan, self._own = plan, notebook_hello(0, plan, self.config)
         return plan
 
@@ -119,16 +119,16 @@ class FirstNotebook(RankSupervisor):
         return [self._own, *(host.hello for host in self._hosts)]
 
     def _await_hosts(self, plan: LaunchPlan, number: int) -> LaunchPlan | StopReason:
-        """Return the plan once the hosts have joined, or the reason why the run was stopped before that.
+        """Wait until the hosts have joined. Return the plan, or the reason why the run was stopped before that.
 
         Raises:
             LaunchError: Too few hosts joined in time.
         """
         if not self.config.block:
-            self.started.set()  # The hosts may take minutes to join, and the run can be stopped during that time.
+            self.started.set()  # Don't block the cell, because hosts may take minutes to join.
         if not self._shown:
             for line in instruction_lines(self.config, self.function_name, self._secret):
-                if not self._secret:  # Never put the secret into a report, because reports are shared.
+                if not self._secret:  # Keep the secret out of the report, because reports are shared.
                     self.journal.append(run_events.NoteAdded(line))
                 self.show(f"  {line}")
         deadline, last_call = time.monotonic() + join_seconds(self.config), 0.0
@@ -138,7 +138,7 @@ class FirstNotebook(RankSupervisor):
             selector.register(self._listener, selectors.EVENT_READ, lambda: self._accept(selector))
             for host in self._hosts:
                 host.connect(selector)
-            dispatch(selector, 0)  # A host may have arrived or been lost since the last attempt.
+            dispatch(selector, 0)  # Find out about hosts that have arrived or were lost since the last attempt.
             self._drop_lost()
             while not self._is_complete(number, last_call):
                 dispatch(selector, WAIT_SECONDS)
@@ -163,15 +163,15 @@ class FirstNotebook(RankSupervisor):
         return self.config.min_nodes or self.config.num_nodes
 
     def _is_complete(self, number: int, last_call: float) -> bool:
-        """Return whether all hosts have joined, or enough of them at a restart or after the last call."""
+        """Return whether all hosts have joined. At a restart or after the last call, enough of them suffice."""
         count = len(self._hosts) + 1
         enough = count >= self._least
         return count == self.config.num_nodes or (enough and (number > 0 or 0 < last_call <= time.monotonic()))
 
     def _joined(self, number: int) -> LaunchPlan | StopReason:
-        """Number the hosts and their ranks, and return the plan.
+        """Assign numbers to the hosts and their ranks, and return the plan.
 
-        If a host is lost, wait for another one. If the run is stopped, return the reason.
+        If a host has been lost, wait for another one. If the run is stopped during that wait, return the reason.
         """
         if self.config.rdzv_backend == "static":
             self._hosts = _in_asked_order(self._hosts)
@@ -201,7 +201,7 @@ class FirstNotebook(RankSupervisor):
         return plan
 
     def _store_port(self) -> int:
-        """Reserve a port for the store that rank 0 serves. Each attempt uses a new port."""
+        """Reserve a new port for the store that rank 0 serves, as every attempt needs one."""
         self._release_port()
         port, _ = ports.reserve((self.id, "store"), 0, fixed=False)
         return port
@@ -220,10 +220,10 @@ class FirstNotebook(RankSupervisor):
             parts[MAX_NAMED - 1 :] = [f"… {parts[-1]}"]
         return f"{f'all {count} nodes have' if count > 1 else 'one node has'} joined: {'; '.join(parts)}"
 
-    # ---- hosts that arrive and disappear while the run waits
+    # ---- hosts that arrive or are lost while the run waits
 
     def _accept(self, selector: DispatchSelector | None) -> None:
-        """Handle what hosts have sent, and admit or refuse new hosts. While ranks run, ``selector`` is None."""
+        """Handle messages of hosts, and admit or refuse new hosts. While ranks are running, ``selector`` is None."""
         self._listener.dispatch()
         while (incoming := self._listener.next_host(0.0)) is not None:
             if (host := self._made(incoming)) is not None:
@@ -245,7 +245,7 @@ class FirstNotebook(RankSupervisor):
             host.close(facts_of.late_text(self._members, self.config.num_nodes, self.config.max_restarts))
 
     def _made(self, incoming: IncomingHost) -> HostConnection | None:
-        """Return the connection of a new host, or None if the host cannot take part."""
+        """Return the connection to a new host. If the host cannot take part, refuse it and return None."""
         host, hello = HostConnection(incoming), incoming.hello
         hello.processes = hello.processes or self._plan.num_processes
         if reason := self._refusal(hello):
@@ -280,7 +280,7 @@ class FirstNotebook(RankSupervisor):
         self._shown = text
 
     def _check_stopped(self) -> StopReason | None:
-        """Record and return the reason to stop waiting, or return None to continue."""
+        """Return the reason to stop waiting for hosts, and record it. Return None to continue."""
         limit, clock = self.config.timeout, self.clock
         if limit is not None and clock.now() > clock.started + limit:
             self._wait.stop(0, StopReason(RunTimeoutError, f"the run reached its timeout of {limit:g} s"))
@@ -289,7 +289,7 @@ class FirstNotebook(RankSupervisor):
             self.journal.append(run_events.StopAdvanced("interrupting", reason.text))
         return reason
 
-    # ---- while the ranks run
+    # ---- while the ranks are running
 
     def _with_hosts(self, own: ProcessBackend, group: RankGroup) -> ProcessBackend:
         self._group, self._makes_room = group, None
@@ -298,7 +298,7 @@ class FirstNotebook(RankSupervisor):
         return HostBackend(own, self._plan.num_processes, self._hosts)
 
     def _stop_to_make_room(self, group: RankGroup) -> None:
-        """Stop the ranks to let a late host join, unless a debugger is in use."""
+        """Stop the ranks so that a late host can join, unless a debugger is in use or a rank has failed."""
         busy = self.clock.suspended or group.stops.failures or group.stops.held
         late = any(not host.lost and not host.ranks for host in self._hosts)
         if late and self._makes_room is not None and not busy and group.stops.make_room(self._makes_room):
@@ -314,7 +314,7 @@ class FirstNotebook(RankSupervisor):
             target.stop(event.grace, reason)
 
     def _can_restart(self, group: RankGroup, found: Sequence[RankFailure]) -> bool:
-        """Return whether the remaining hosts can run another attempt, including after a stop for a late host."""
+        """Return whether another attempt may follow, after failures or after a stop for a late host."""
         self._group = None
         for host in self._hosts:
             host.disconnect()
@@ -332,7 +332,7 @@ class FirstNotebook(RankSupervisor):
 
     @property
     def _has_room(self) -> bool:
-        """Whether the run can restart to include another host."""
+        """Whether the run may restart to include another host."""
         attempts = self.state.attempts
         number = attempts[-1].number if attempts else 0
         few = len(self._hosts) + 1 < self.config.num_nodes
@@ -341,7 +341,7 @@ class FirstNotebook(RankSupervisor):
     # ---- messages to the other notebooks
 
     def _stream(self, records: Sequence[Record]) -> None:
-        """Send the journal's events about the run to the other notebooks."""
+        """Send the run's own events in ``records`` to the other notebooks."""
         if records[0].rank != run_events.RUN:
             return
         wanted = [record._replace(event=self._for_other_notebooks(record.event)) for record in records]
@@ -354,7 +354,7 @@ class FirstNotebook(RankSupervisor):
             self._send_end(ended, held=True)
 
     def _for_other_notebooks(self, event: Event) -> Event:
-        """Return an event as other notebooks receive it, with this node's name added to its cells and its stop."""
+        """Return an event as other notebooks receive it. Cells and a stop of this notebook are marked with its name."""
         event = without_result(name_cells_in(event, " of node 0"), "")
         if isinstance(event, run_events.StopAdvanced) and event.reason == USER_STOP.text:
             return replace(event, reason=f"{node_name(0, self._own.host)}: {event.reason}")
@@ -362,31 +362,31 @@ class FirstNotebook(RankSupervisor):
 
     def _send_end(self, ended: run_events.RunEnded, *, held: bool = False) -> None:
         message = ended.message
-        # Name this node only if it has stopped the run, not if another node has.
+        # Add this node's name if its user has stopped the run, but not if a user of another node has.
         if re.search(rf"( s|had joined): {USER_STOP.text}$", message):
             message = f"{message.removesuffix(USER_STOP.text)}{node_name(0, self._own.host)}: {USER_STOP.text}"
         for host in self._hosts:
             host.send(protocol.RunOverEvent(ended.status, ended.error, message, held))
 
     def _disconnect(self, ended: run_events.RunEnded) -> None:
-        if self._unsubscribe is None:  # The run did not start.
+        if self._unsubscribe is None:  # The run has not started.
             return
         self._unsubscribe()
         self._send_end(ended)
         for host in self._hosts:
             host.close()
-        self._hosts.clear()  # The hosts refer to this object, and thereby keep the run's results alive.
+        self._hosts.clear()  # The hosts refer to this object, and would keep the run's results alive.
         self._release_port()
 
     def _release(self) -> None:
         self._listener.close()
         self._listener.wait_until_free()
-        del self._listener  # The listener refers to this object, and thereby keeps the run's results alive.
+        del self._listener  # The listener refers to this object, and would keep the run's results alive.
         super()._release()
 
 
 def join_seconds(config: LaunchConfig) -> float:
-    """Return the join timeout in seconds."""
+    """Return how many seconds a notebook waits for the others to join."""
     return _setting(config, "join_timeout", _setting(config, "timeout", JOIN_SECONDS))
 
 
@@ -395,15 +395,15 @@ def _setting(config: LaunchConfig, name: str, default: float) -> float:
 
 
 def keep_alive(config: LaunchConfig) -> tuple[float, float]:
-    """Return the keep-alive interval, and the silence after which a host counts as lost, in seconds."""
+    """Return the keep-alive interval, and how long a host may be silent before it counts as lost, in seconds."""
     interval = _setting(config, "keep_alive_interval", 5)
     return interval, interval * _setting(config, "keep_alive_max_attempt", 3)
 
 
 def _in_asked_order(hosts: list[HostConnection]) -> list[HostConnection]:
-    """Return the hosts sorted by the ``node_rank`` that each requested.
+    """Return the hosts sorted by the ``node_rank`` that each has requested.
 
-    Hosts that requested no number fill the gaps in order of arrival.
+    Hosts that have not requested a number fill the gaps in order of arrival.
     """
     asked = {host.hello.node: host for host in hosts if host.hello.node > 0}
     others = iter([host for host in hosts if host.hello.node <= 0])

@@ -1,4 +1,7 @@
-"""Start the ranks of an attempt on all hosts. This module is not in ``remote``, which may not import pickle."""
+"""Start the ranks of an attempt on all hosts.
+
+This module is not in ``remote``, because the modules there must not import pickle.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,10 @@ PART_BYTES = 1 << 20
 
 
 class HostBackend(ProcessBackend):
-    """Starts the ranks of this machine, and makes the other hosts start theirs at the same time.
+    """Starts the ranks on this machine, and makes the other hosts start their ranks at the same time.
 
     Args:
-        own: Starts the ranks of this machine.
+        own: The backend that starts the ranks on this machine.
         count: The number of ranks on this machine.
         hosts: The connections to the other hosts, in order.
     """
@@ -52,7 +55,7 @@ class HostBackend(ProcessBackend):
                 if connection.hello.kind == COMMAND:
                     pickled = pickled or last.enter_context(closing(FunctionBackend(self.function, self.arguments)))
                     pickled.send(connection, theirs[connection.node])
-                else:  # A notebook has its own arguments for the Accelerator, which do not have to be picklable.
+                else:  # Leave out the arguments for the Accelerator. A notebook has its own, and they may not pickle.
                     own = [replace(order, accelerator=None) for order in theirs[connection.node]]
                     connection.send(StartOrder(pickle.dumps(own)))
         self._own.start_ranks(orders[: self._count], started)
@@ -68,15 +71,15 @@ class HostBackend(ProcessBackend):
 
 
 class FunctionBackend(PickledBackend):
-    """Sends hosts the pickled function and arguments, followed by the orders of their ranks."""
+    """Sends hosts the pickled function and arguments, followed by the orders for their ranks."""
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
-        """Not supported, because hosts start the ranks."""
+        """Raise an error, because hosts start the ranks."""
         raise NotImplementedError
 
     def send(self, connection: HostConnection, orders: Sequence[WorkerOrder]) -> None:
-        """Send a host its orders and the function, which is sent only once, however many ranks there are."""
-        # Map the file, because the parts are read lazily, possibly after this object has been closed.
+        """Send a host the function and the orders. The function is sent only once, however many ranks there are."""
+        # Map the file, because its parts are read as the host needs them, possibly after this object has been closed.
         content = mmap.mmap(self._payload, 0, access=mmap.ACCESS_READ)
         parts = range(0, len(content), PART_BYTES)
         connection.send_each(FunctionEvent(content[begin : begin + PART_BYTES]) for begin in parts)
@@ -91,19 +94,19 @@ def take_ranks(
     seconds: float,
     stopping: Callable[[], bool],
 ) -> None:
-    """Wait until a host has started its ranks. If it is lost, its ranks and the attempt end immediately.
+    """Wait until a host has started its ranks. If the host is lost, its ranks and the attempt end immediately.
 
     Args:
         connection: The connection to the host.
-        orders: The orders of its ranks.
-        started: Called with the ranks once all have started, because a connection for one attempt closes with its last
-            rank.
+        orders: The orders for the host's ranks.
+        started: A function to call with each rank, but only once all have started, because a connection for one attempt
+            closes when its last rank has ended.
         seconds: How many seconds each rank may take to start.
-        stopping: Returns whether the run is being stopped.
+        stopping: A function that returns whether the user has stopped the run.
 
     Raises:
-        LaunchError: The host could not start a rank, or did not start it in time.
-        RunStoppedError: The run is ``stopping``.
+        LaunchError: The host could not start a rank, or took too long.
+        RunStoppedError: The user has stopped the run.
     """
     for process in [connection.await_started(order, seconds, stopping) for order in orders]:
         started(process)

@@ -1,4 +1,4 @@
-"""Facts that hosts exchange: which hosts can share a run, the run's secret, and the cells of their notebooks."""
+"""Facts about hosts: whether they can share a run, the run's secret, and the cells of their notebooks."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 
 MAX_PROCESSES = 4096
-"""Maximum number of ranks on one host. A larger number is taken for a mistake."""
+"""Maximum number of ranks on one host. A larger number is treated as a mistake."""
 
 
 def own_hello(**values: Any) -> HelloEvent:
-    """Return the first message of this process, which describes it."""
+    """Return the message with which this process describes itself to the kernel as a host."""
     return HelloEvent(host=platform.node() or socket.gethostname(), pid=os.getpid(), versions=own_versions(), **values)
 
 
 def notebook_hello(node: int, plan: LaunchPlan, config: LaunchConfig) -> HelloEvent:
-    """Return the first message of this notebook, which describes it."""
+    """Return the message with which this notebook describes itself to the first one."""
     return own_hello(
         kind=NOTEBOOK,
         node=node,
@@ -45,7 +45,7 @@ def notebook_hello(node: int, plan: LaunchPlan, config: LaunchConfig) -> HelloEv
 
 
 def own_versions() -> dict[str, str]:
-    """Return the versions that must match between the machines of a run, without packages that are not installed."""
+    """Return the versions that must match between the machines of a run. Missing packages are left out."""
     packages = {"torch": "torch", "notebook_accelerate": "notebook-accelerate"}
     found = {name: version for name, package in packages.items() if (version := installed_version(package))}
     return {"python": platform.python_version(), **found}
@@ -54,9 +54,9 @@ def own_versions() -> dict[str, str]:
 def same_version(name: str, one: str, other: str) -> bool:
     """Return whether two versions are compatible.
 
-    Python must match in its minor version, because cloudpickle sends byte code. Torch must match except for its build,
-    because CPU and CUDA builds of one version are compatible. This package must match in its full version, because its
-    processes exchange messages.
+    For Python, the minor versions must be equal, because cloudpickle sends byte code. For torch, the builds may differ,
+    because CPU and CUDA builds of one version are compatible. For this package, the full versions must be equal,
+    because its processes exchange messages.
     """
     if name == "python":
         return one.split(".")[:2] == other.split(".")[:2]
@@ -64,7 +64,7 @@ def same_version(name: str, one: str, other: str) -> bool:
 
 
 def version_differences(who: str, found: Mapping[str, str], wanted: Mapping[str, str], whose: str) -> list[str]:
-    """Return one sentence per version that does not match; see `same_version`."""
+    """Return a sentence about each version that does not match; see `same_version`."""
     sentences = []
     for name, version in wanted.items():
         own = found.get(name, "")
@@ -75,14 +75,14 @@ def version_differences(who: str, found: Mapping[str, str], wanted: Mapping[str,
 
 
 def listed(hosts: Iterable[HelloEvent], separator: str = ", ") -> str:
-    """Return the titles of hosts, joined into one text."""
+    """Return the titles of hosts, joined by a separator."""
     return separator.join(host.title for host in hosts)
 
 
 def waiting_text(backend: str, num_nodes: int, arrived: Sequence[HelloEvent]) -> str:
-    """Return a line about the hosts that have joined and those that are missing.
+    """Return a line about how many hosts have joined and which are missing.
 
-    ``arrived`` starts with this notebook.
+    The first item of ``arrived`` is this notebook.
     """
     text = f"{len(arrived)} of {num_nodes} nodes have joined"
     if backend == "static":
@@ -94,7 +94,7 @@ def waiting_text(backend: str, num_nodes: int, arrived: Sequence[HelloEvent]) ->
 
 
 def timeout_text(backend: str, num_nodes: int, arrived: Sequence[HelloEvent], seconds: float) -> str:
-    """Return the message about the hosts that are missing at the join timeout."""
+    """Return the error message about the hosts that are missing at the join timeout."""
     text = waiting_text(backend, num_nodes, arrived).partition(";")[0]
     limit = f"within {seconds:g} s (rdzv_conf={{'join_timeout': {seconds:g}}})"
     if backend == "static":
@@ -104,10 +104,10 @@ def timeout_text(backend: str, num_nodes: int, arrived: Sequence[HelloEvent], se
 
 
 def _missing(num_nodes: int, arrived: Sequence[HelloEvent]) -> str:
-    """Return the missing nodes as "node 1", "nodes 1, 2" or "1 of nodes 1, 2", or "" if no node is missing."""
+    """Name the missing nodes, as in "node 1", "nodes 1, 2" or "1 of nodes 1, 2". Return "" if no node is missing."""
     asked = {host.node for host in arrived}
     free = [number for number in range(num_nodes) if number not in asked]
-    unnumbered = sum(host.node < 0 for host in arrived)  # Hosts without a number fill the gaps once all have joined.
+    unnumbered = sum(host.node < 0 for host in arrived)  # Hosts without a number will fill the gaps.
     if len(free) == unnumbered:
         return ""
     shown = ", ".join(map(str, free[:10])) + (", …" if len(free) > 10 else "")
@@ -116,12 +116,12 @@ def _missing(num_nodes: int, arrived: Sequence[HelloEvent]) -> str:
 
 
 def late_text(members: Sequence[HelloEvent], num_nodes: int, max_restarts: int) -> str:
-    """Return the message for a host that arrives after the start of the run and cannot join it.
+    """Return the message for a host that arrives after the start of the run and cannot join.
 
     Args:
         members: The hosts that take part in the run.
         num_nodes: The number of nodes that the run was launched with.
-        max_restarts: The run's ``max_restarts``.
+        max_restarts: The number of restarts that the run was launched with.
     """
     who = listed(members)
     again = "stop it, and start it on every node again"
@@ -136,18 +136,18 @@ def late_text(members: Sequence[HelloEvent], num_nodes: int, max_restarts: int) 
 
 
 def late_join_text(members: Sequence[HelloEvent], num_nodes: int) -> str:
-    """Return the message for a late host while it waits to join."""
+    """Return the message for a late host that waits for the restart in order to join."""
     who = listed(members)
     return f"the run started without this node, with {len(members)} of {num_nodes}: {who}; they restart to include it"
 
 
 def joining_text(host: HelloEvent) -> str:
-    """Return the run's message about a late host."""
+    """Return the run's message about a late host for which the run restarts."""
     return f"a late node joins, {host.title}: all nodes restart to include it"
 
 
 def problem(host: HelloEvent, members: Sequence[HelloEvent], backend: str) -> str:
-    """Return why a host cannot join ``members`` (the first notebook first), or "" if it can."""
+    """Return why a host cannot join ``members``, which start with the first notebook. Return "" if it can."""
     first = members[0]
     if not 0 <= host.processes <= MAX_PROCESSES:
         return f"{host.title} would start {host.processes} ranks; at most {MAX_PROCESSES} are allowed"
@@ -167,7 +167,10 @@ def problem(host: HelloEvent, members: Sequence[HelloEvent], backend: str) -> st
 
 
 def _version_problem(host: HelloEvent, first: HelloEvent) -> str:
-    """Return why the versions of a host are incompatible, or "". Another torch in a notebook causes only a note."""
+    """Return why the versions of a host are incompatible, or "" if they are not.
+
+    Another version of torch in a notebook is allowed. It only leads to `version_note`.
+    """
     exact = ("notebook_accelerate",) if host.kind == NOTEBOOK else tuple(first.versions)
     wanted = {name: first.versions.get(name, "") for name in exact}
     found = version_differences(host.title, host.versions, wanted, "the first notebook")
@@ -175,7 +178,7 @@ def _version_problem(host: HelloEvent, first: HelloEvent) -> str:
 
 
 def version_note(hosts: Sequence[HelloEvent]) -> str:
-    """Return a warning if the hosts have different versions of torch, or ""."""
+    """Return a warning if the hosts have different versions of torch, or "" if all have the same."""
     versions = [host.versions.get("torch", "") for host in hosts]
     if all(same_version("torch", version, versions[0]) for version in versions):
         return ""
@@ -183,18 +186,18 @@ def version_note(hosts: Sequence[HelloEvent]) -> str:
     return f"the nodes have different versions of torch ({each}); collectives may fail"
 
 
-# ---- the secret that the notebooks and commands of one run share
+# ---- the secret shared by the notebooks and commands of a run
 
 SECRET_VARIABLE = "NOTEBOOK_ACCELERATE_SECRET"  # noqa: S105 - a variable's name, not a secret
 
 
 def shared_secret(config: LaunchConfig) -> str:
-    """Return the secret that a launch was given, or ""."""
+    """Return the secret that was given for a launch, or "" if there is none."""
     return str((config.rdzv_conf or {}).get("secret") or os.environ.get(SECRET_VARIABLE, ""))
 
 
 def secret_for_command(file: str | None) -> str:
-    """Return the secret of a command, from a file or the environment.
+    """Return the secret for a command, from a file or from the environment.
 
     Raises:
         ValueError: There is no secret, or the file cannot be read.
@@ -214,11 +217,11 @@ def secret_for_command(file: str | None) -> str:
     )
 
 
-# ---- names and sources of the cells of other notebooks, for tracebacks and stacks
+# ---- names and sources of cells in other notebooks, for tracebacks and stacks
 
 
 def own_cells() -> dict[str, list[str]]:
-    """Return this notebook's cells in the format of ``CellsEvent``."""
+    """Return this notebook's cells in the format that ``CellsEvent`` uses."""
     return {filename: [cell_name(filename), source] for filename, source in cell_sources().items()}
 
 
@@ -226,7 +229,7 @@ class ForeignCells:
     """Adds the names and source lines of another notebook's cells to the events of its ranks.
 
     Args:
-        suffix: Returns the suffix for the names of cells, such as " of node 1".
+        suffix: A function that returns the suffix for names of cells, such as " of node 1".
     """
 
     def __init__(self, suffix: Callable[[], str]) -> None:
@@ -234,20 +237,20 @@ class ForeignCells:
         self._names: dict[str, str] = {}
 
     def add(self, cells: Mapping[str, list[str]]) -> None:
-        """Add cells in the format of ``CellsEvent``, and register their source lines under their names."""
+        """Add cells in the format of ``CellsEvent``, and register their source lines for tracebacks."""
         for filename, (name, source) in cells.items():
             linecache.cache.pop(self._names.get(filename, ""), None)
             self._names[filename] = cell = f"{name}{self._suffix()}"
             install_sources({cell: source})
 
     def clear(self) -> None:
-        """Remove all registered cells from this process."""
+        """Remove all cells that were registered in this process."""
         for name in self._names.values():
             linecache.cache.pop(name, None)
         self._names.clear()
 
     def with_named_cells(self, event: Event) -> Event:
-        """Return a rank's event after replacing the file names of cells by the cells' names."""
+        """Return a rank's event with the names of cells in place of their file names."""
         if isinstance(event, StacksReply):
             event.threads = {name: self._in_frames(frames) for name, frames in event.threads.items()}
         elif isinstance(event, (FailureEvent, CellReply)):
@@ -257,8 +260,8 @@ class ForeignCells:
         return event
 
     def in_text(self, text: str) -> str:
-        """Return ``text`` with the file names of cells replaced by the cells' names."""
-        for filename, name in list(self._names.items()):  # Iterate over a copy, because another thread adds entries.
+        """Return ``text`` with the names of cells in place of their file names."""
+        for filename, name in list(self._names.items()):  # Iterate over a copy, because another thread may add cells.
             if filename in text:
                 text = text.replace(filename, name)
         return text
@@ -277,15 +280,12 @@ class ForeignCells:
 
 
 def name_cells_in(event: Event, suffix: str) -> Event:
-    """Return a journal event with this notebook's cells named, to be sent to another notebook."""
+    """Return a journal event for another notebook, with this notebook's cells named and marked with ``suffix``."""
     return _with_chains(event, lambda chain: tracebacks.with_named_cells(chain, suffix))
 
 
 def with_own_cells(event: Event, suffix: str) -> Event:
-    """Return a journal event of another notebook.
-
-    Names with ``suffix`` are this notebook's cells and lose the suffix.
-    """
+    """Return a journal event from another notebook, without the suffix that marks this notebook's cells."""
 
     def own(chain: tuple[ExceptionInfo, ...]) -> tuple[ExceptionInfo, ...]:
         return tuple(info._replace(frames=tuple(map(here, info.frames))) for info in chain)

@@ -1,4 +1,4 @@
-"""Decide which part a notebook plays in a run on several machines, and supervise its ranks after it has joined."""
+"""Decide which part a notebook plays in a run on several machines, and supervise the ranks of one that has joined."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ if TYPE_CHECKING:
 
 
 def supervisor_of_several(run: Run, commands: CommandQueue, publisher: Publisher) -> Supervisor:
-    """Return the supervisor of this notebook's part of a run on several machines.
+    """Create the supervisor of this notebook's part of a run on several machines.
 
-    The first notebook supervises all ranks. The others run their ranks for it. Without a secret, notebooks do not
-    communicate: each runs its own ranks, like one of several torchrun commands. With ``rdzv_backend="c10d"``, the
-    first notebook is the one that can listen at the address.
+    The first notebook supervises all ranks, and the others run their ranks on its behalf. Without a secret, notebooks
+    do not communicate, and each runs its own ranks, like one of several torchrun commands. With
+    ``rdzv_backend="c10d"``, the first notebook is the one that can listen on the given address.
 
     Args:
         run: The run to supervise; see `Supervisor`.
@@ -58,8 +58,8 @@ def supervisor_of_several(run: Run, commands: CommandQueue, publisher: Publisher
         publisher: Shows output in the notebook.
 
     Raises:
-        PortInUseError: This is the first notebook, and its port is taken.
-        LaunchError: This notebook needs the secret of the first one.
+        PortInUseError: This is the first notebook, and the port is taken.
+        LaunchError: The first notebook is another one, and this notebook does not have the secret.
     """
     config, secret = run.config, shared_secret(run.config)
     static, is_host = config.rdzv_backend == "static", (config.rdzv_conf or {}).get("is_host")
@@ -88,10 +88,10 @@ def supervisor_of_several(run: Run, commands: CommandQueue, publisher: Publisher
 
 
 class LoneNotebook(RankSupervisor):
-    """Supervises the ranks of a notebook that does not communicate with the others, and tells the user so."""
+    """Supervises the ranks of a notebook that does not communicate with the others, and says so to the user."""
 
     def reserve(self, plan: LaunchPlan) -> LaunchPlan:
-        """Return the plan with the network interface towards rank 0. Reserve the port if rank 0 is on this machine."""
+        """Return the plan with the network interface to rank 0. If rank 0 is on this machine, reserve the port."""
         ports.reserve(self.id, plan.port, fixed=True, here=plan.node == 0)
         return replace(plan, run_name=self.config.rdzv_id, interface=interface_to(plan.master_addr))
 
@@ -102,17 +102,17 @@ class LoneNotebook(RankSupervisor):
         return super()._run(plan)
 
 
-# ---- the part of another notebook, which runs its ranks for the first notebook and shows them
+# ---- the part of the other notebooks, which run and show their ranks on behalf of the first one
 
 
 class JoinedNotebook(Supervisor):
-    """The supervisor of a joined run, which runs the ranks of this notebook for the first one.
+    """The supervisor in a notebook that joins a run. It runs this notebook's ranks on behalf of the first one.
 
     Args:
         run: The run to supervise; see `Supervisor`.
         commands: The user's commands.
         publisher: Shows output in the notebook.
-        secret: The run's secret.
+        secret: The secret of the run to join.
     """
 
     def __init__(self, run: Run, commands: CommandQueue, publisher: Publisher, secret: str) -> None:
@@ -132,7 +132,7 @@ class JoinedNotebook(Supervisor):
         super()._record_end(ended)
 
     def _record_lost_ranks(self) -> None:
-        """Record the ends of the ranks, which the first notebook cannot report because it is lost."""
+        """Record that the ranks have ended, because the first notebook is lost and cannot report it."""
         for info in self.state.ranks:
             if not info.exited:
                 state = info.state if info.state in ("succeeded", "failed") else "stopped"
@@ -145,7 +145,7 @@ class JoinedNotebook(Supervisor):
         hello = notebook_hello(config.node_rank if config.rdzv_backend == "static" else -1, plan, config)
         where = config.rendezvous_address
         if not config.block:
-            self.started.set()  # The other hosts may take minutes to join.
+            self.started.set()  # Don't block the cell, because the other hosts may take minutes to join.
         stopping = self.commands.stopping
         self.show(f"joining the run at {where[0]}:{where[1]}")
         stream = connect(where, self._secret, hello, join_seconds(config), keep_alive(config), stopping)
@@ -187,7 +187,7 @@ class JoinedNotebook(Supervisor):
         return run_events.RunEnded("failed", "WorkerDiedError", f"run {self.id} failed: {text}")
 
     def _send_stop(self, grace: float) -> None:
-        """Ask the first notebook to stop the run. On the second call, leave the run."""
+        """Ask the first notebook to stop the run. When called again, leave the run."""
         self._stops += 1
         assert self._host is not None, "commands are carried out once it is there"
         if self._stops > 1:
@@ -197,7 +197,7 @@ class JoinedNotebook(Supervisor):
 
 
 class NotebookHost(Host):
-    """The host in a notebook that has joined a run. It relays what its ranks send, and also shows their output.
+    """The host in a notebook that has joined a run. It relays what the ranks send, and also shows their output.
 
     Args:
         stream: The stream to the first notebook.
@@ -205,7 +205,7 @@ class NotebookHost(Host):
         plan: The plan that this notebook made before all hosts had joined.
 
     Attributes:
-        plan: The plan that was passed. Its start method and number of threads still apply after the hosts have joined.
+        plan: The same plan. Its start method and number of threads still apply after the hosts have joined.
     """
 
     def __init__(self, stream: Stream, supervisor: Supervisor, plan: LaunchPlan) -> None:
@@ -239,7 +239,7 @@ class NotebookHost(Host):
                 "ask and debug them there"
             )
             self._adopt_plan(pickle.loads(message.payload))
-        elif isinstance(message, protocol.RunOverEvent):  # Ranks are held for the debugger of the first notebook.
+        elif isinstance(message, protocol.RunOverEvent):  # The ranks are held for the first notebook's debugger.
             self._journal.append(self.verdict(message))
         elif isinstance(message, protocol.JournalEvent):
             for record in pickle.loads(message.payload):
@@ -255,18 +255,18 @@ class NotebookHost(Host):
         self.send(protocol.CellsEvent(own_cells()))
 
     def verdict(self, over: protocol.RunOverEvent) -> run_events.RunEnded:
-        """Return how the run ended, with failures located at this notebook's cells."""
+        """Return how the run ended. Locations of failures refer to this notebook's cells."""
         state, number = self._supervisor.state, self._supervisor.id
-        # Otherwise the failures belong to an earlier attempt.
+        # Use the recorded failures, unless they belong to an earlier attempt.
         if over.status == "failed" and state.failures and state.status != "starting":
             return failures.failed(number, state)
         return run_events.RunEnded(over.status, over.error, re.sub(r"^run \d+ ", f"run {number} ", over.message))
 
     def _follow(self, record: Record) -> None:
-        """Append an event of the first notebook's journal, if it concerns the run or this notebook's ranks."""
+        """Append an event from the first notebook's journal if it concerns the whole run or this notebook's ranks."""
         event = with_own_cells(record.event, f" of node {self._node}")
         rank = event.failure.rank if isinstance(event, run_events.RankFailed) else getattr(event, "rank", None)
-        # The event belongs to another notebook's rank, or to an attempt before this notebook joined.
+        # Ignore events of other notebooks' ranks, and of attempts before this notebook joined.
         if not self._own or (rank is not None and rank not in self._own):
             return
         if isinstance(event, run_events.RankExited) and event.state == "succeeded" and rank in self._results:
@@ -308,7 +308,7 @@ class NotebookHost(Host):
         super().on_frames(rank, data)
         try:
             messages = self._decoders[rank].feed(data)
-        except ChannelClosedError:  # The first notebook reports the error.
+        except ChannelClosedError:  # The first notebook will report the error.
             return
         self._journal.add([Record(rank, stamp, event) for stamp, event in messages])
         for _, event in messages:

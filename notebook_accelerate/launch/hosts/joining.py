@@ -1,4 +1,4 @@
-"""Join a run as a host: connect to the first notebook, and run the ranks that it requests."""
+"""Join a run as a host, by connecting to the first notebook and running the ranks that it requests."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 RETRY_SECONDS = 0.3
 """Seconds between two attempts to reach the first notebook, which may not be listening yet."""
 SURE_SECONDS = 2.0
-"""Seconds after which an error is final if another attempt has repeated it.
+"""Seconds after which a wrong secret or an unknown name is final, if two attempts in a row have had the same error.
 
-These errors are a wrong secret and an unknown name. An earlier run on the same port may cause the former until that run
-ends. A first notebook that is killed causes such an error only once.
+An earlier run on the same port may cause the first of these errors until that run ends. A first notebook that is killed
+causes such an error only once.
 """
 UNKNOWN_NAME = {getattr(socket, name) for name in ("EAI_NONAME", "EAI_NODATA") if hasattr(socket, name)}
-"""Resolver errors that are permanent, unlike `EAI_AGAIN`."""
+"""The errors of the name resolver that are permanent, unlike `EAI_AGAIN`."""
 HOST_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
 
@@ -52,19 +52,20 @@ def connect(
     keep_alive: tuple[float, float],
     stopping: Callable[[], bool] = lambda: False,
 ) -> Stream:
-    """Connect to the first notebook, retrying until it listens.
+    """Connect to the first notebook. Try again until it listens.
 
     Args:
-        where: Address and port of its listener.
+        where: The address and port on which the first notebook listens.
         secret: The run's secret.
         hello: The first message of this host.
-        seconds: Seconds after which to stop trying.
-        keep_alive: The keep-alive interval, and the silence after which the other end counts as lost, in seconds.
-        stopping: Returns whether to give up.
+        seconds: How many seconds to try.
+        keep_alive: The keep-alive interval, and how long the other end may be silent before it counts as lost, in
+            seconds.
+        stopping: A function that returns whether the user has stopped the run.
 
     Raises:
-        LaunchError: The first notebook has another secret, its address is unknown, or it does not listen.
-        RunStoppedError: The run is ``stopping``.
+        LaunchError: The first notebook has another secret, does not listen, or has an unknown address.
+        RunStoppedError: The user has stopped the run.
     """
     address, port = where
     begin = time.monotonic()
@@ -76,7 +77,8 @@ def connect(
             stream = connect_to_kernel(address, port, secret.encode(), hello, keep_alive, stopping)
             if _answers(stream, deadline, stopping):
                 return stream
-        except (AuthenticationError, OSError, UnicodeError) as error:  # UnicodeError: the address is not a valid name.
+        # A UnicodeError means that the address is not a valid name.
+        except (AuthenticationError, OSError, UnicodeError) as error:
             before, final = final, _final_text(error, where, hello)
             if final and final == before and time.monotonic() > begin + SURE_SECONDS:
                 raise LaunchError(final) from None
@@ -91,10 +93,10 @@ def connect(
 
 
 def _final_text(error: Exception, where: tuple[str, int], hello: HelloEvent) -> str:
-    """Return the message of an error that another attempt is unlikely to change, or ""."""
+    """Return the message for an error that another attempt would probably repeat, or "" for other errors."""
     address, port = where
     if isinstance(error, AuthenticationError):
-        return f"{address}:{port} is not a run, or has another secret; pass the secret of the first notebook"
+        return f"no run with this secret listens on {address}:{port}; pass the secret of the first notebook"
     if isinstance(error, UnicodeError) or (isinstance(error, socket.gaierror) and error.errno in UNKNOWN_NAME):
         example = f"10.0.0.1:{port}" if hello.kind == COMMAND else "master_addr='10.0.0.1' (or rdzv_endpoint)"
         return (
@@ -105,7 +107,7 @@ def _final_text(error: Exception, where: tuple[str, int], hello: HelloEvent) -> 
 
 
 def _answers(stream: Stream, deadline: float, stopping: Callable[[], bool]) -> bool:
-    """Wait for the first message. Return False if an earlier run at the port has just finished."""
+    """Return whether a first message arrives. It does not if an earlier run on the same port has just finished."""
     while time.monotonic() < deadline and not stopping():
         if stream.wait(RETRY_SECONDS):
             return True
@@ -116,12 +118,12 @@ def _answers(stream: Stream, deadline: float, stopping: Callable[[], bool]) -> b
 
 
 def adapt_orders(orders: Sequence[WorkerOrder], address: str, threads: int) -> None:
-    """Adapt the orders of this host's ranks to this machine.
+    """Adapt the orders for this host's ranks to this machine.
 
     Args:
-        orders: The orders that the first notebook sent.
-        address: The first notebook's address, used to find the network interface over which the ranks reach each other.
-        threads: Maximum CPU threads of each rank.
+        orders: The orders that the first notebook has sent.
+        address: The first notebook's address. The network interface on the route to it is the one that ranks use.
+        threads: The maximum number of CPU threads of each rank.
     """
     interface = interface_to(address)
     for order in orders:
@@ -137,11 +139,11 @@ def interface_to(address: str) -> str:
 
 
 class FunctionHost(Host):
-    """A host without a notebook, which receives the function: a command, or the actor of a node of a Ray cluster.
+    """A host without a notebook, which receives the function. It is a command, or an actor on a node of a Ray cluster.
 
     Args:
         stream: The stream to the kernel.
-        environment: This machine's variables for ranks. The variables of an order override them.
+        environment: This machine's environment variables for ranks. Those in an order override them.
     """
 
     def __init__(self, stream: Stream, environment: Mapping[str, str] | None = None) -> None:
@@ -149,14 +151,14 @@ class FunctionHost(Host):
         super().__init__(stream)
 
     def handle_message(self, message: Event) -> None:
-        """Handle a kernel message that is not for a rank. If it starts ranks, return when they have finished."""
+        """Handle a message that is not for a rank. If the message starts ranks, return when they have finished."""
         if isinstance(message, FunctionEvent):
             os.write(self._function, message.payload)
         elif isinstance(message, StartOrder):
             self.run_function(pickle.loads(message.payload))
 
     def run_function(self, orders: Sequence[WorkerOrder]) -> None:
-        """Run ranks with the function that was received; see `run_ranks`."""
+        """Run ranks with the function that was received, until they have finished; see `run_ranks`."""
         for order in orders:
             order.environment = {**self._environment, **order.environment}
             adapt_to_machine(order)
@@ -174,19 +176,19 @@ class FunctionHost(Host):
 def join(
     where: tuple[str, int], secret: str, processes: int = 0, *, seconds: float, show: Callable[[str], None]
 ) -> None:
-    """Run ranks on this machine for the run at an address, until the run is over.
+    """Run ranks on this machine for a run in a notebook elsewhere, until the run is over.
 
     Args:
-        where: Address and port of the run's first notebook.
+        where: The address and port on which the run's first notebook listens.
         secret: The run's secret.
-        processes: The number of ranks to start, or 0 for as many as the first notebook starts itself.
-        seconds: How long to wait for the first notebook to listen.
-        show: Called with lines for the user.
+        processes: The number of ranks to start. 0 means as many as the first notebook starts itself.
+        seconds: How many seconds to wait for the first notebook to listen.
+        show: A function that shows a line to the user.
 
     Raises:
-        LaunchError: The run refused this host, could not be reached, or was lost.
-        RunStoppedError: A user has stopped the run.
-        WorkerError: The run has failed.
+        LaunchError: The first notebook refused this host, could not be reached, or was lost.
+        RunStoppedError: The run was stopped by a user.
+        WorkerError: The run failed.
     """
     hello = own_hello(processes=processes, accelerator=hardware.detect().accelerator)
     show(f"joining the run at {where[0]}:{where[1]}")
@@ -212,12 +214,12 @@ def _end(over: protocol.RunOverEvent, show: Callable[[str], None]) -> None:
 
 
 class CommandHost(FunctionHost):
-    """The host of a command.
+    """The host that the command ``join`` runs.
 
     Args:
         stream: The stream to the first notebook.
-        address: The first notebook's address.
-        show: Called with lines for the user.
+        address: The address of the first notebook.
+        show: A function that shows a line to the user.
     """
 
     def __init__(self, stream: Stream, address: str, show: Callable[[str], None]) -> None:
@@ -245,22 +247,22 @@ class CommandHost(FunctionHost):
         self._show("the ranks of this host have ended")
 
 
-# ---- the lines shown by the first notebook: what to type elsewhere so that other hosts join the run
+# ---- the lines in which the first notebook shows what to type elsewhere so that other hosts join the run
 
 WARM = "warm_rank"
-"""Name of the function that warm ranks run."""
+"""The name of the function that warm ranks run."""
 SCRIPTS = ("run_script", "run_module")
-"""Names of the functions run by ranks that the command line starts."""
+"""The names of the functions that ranks started from the command line run."""
 _PASSED_ON = ("mixed_precision", "rdzv_endpoint", "rdzv_id", "max_restarts", "min_nodes")
 
 
 def instruction_lines(config: LaunchConfig, function: str, secret: str = "") -> list[str]:
-    """Return the cell and the command that others use to join, and notes about them.
+    """Return the lines with the cell and the command for joining the run, and with notes about them.
 
     Args:
-        config: This node's configuration.
+        config: This node's launch configuration.
         function: Name of the training function.
-        secret: The run's secret, which is shown, or "" if the user provided it and therefore knows it.
+        secret: The run's secret, to be shown. "" if the user provided the secret, and therefore knows it.
     """
     in_config = bool((config.rdzv_conf or {}).get("secret"))
     variable = "" if in_config else f"{SECRET_VARIABLE}={secret}" if secret else f"the same {SECRET_VARIABLE}"
@@ -268,7 +270,7 @@ def instruction_lines(config: LaunchConfig, function: str, secret: str = "") -> 
         lines = [_script_line(config, variable)]
     else:
         given = f", with the same {SECRET_VARIABLE}" if variable and not secret else ""
-        if variable and secret and function == WARM:  # The magic has no option for the secret.
+        if variable and secret and function == WARM:  # The line magic has no option for the secret.
             given = f", after %env {variable}"
         lines = [f"in another notebook{given}: {cell_line(config, function, secret)}"]
         if config.rdzv_backend == "static" and config.num_nodes > 2:
@@ -280,7 +282,7 @@ def instruction_lines(config: LaunchConfig, function: str, secret: str = "") -> 
 
 
 def alone_lines(config: LaunchConfig, function: str) -> list[str]:
-    """Return the lines for a run without a secret. Each notebook then runs its own ranks, as torchrun does."""
+    """Return the lines for a run without a secret, where each notebook runs only its own ranks, as torchrun does."""
     if config.node_rank:
         return [
             "this node has no secret, and meets the others in torch only; if node 0 shows how to join, pass its secret"
@@ -306,25 +308,25 @@ def _script_line(config: LaunchConfig, secret: str = "") -> str:
 
 
 def command_line(config: LaunchConfig, secret: str = "") -> str:
-    """Return the command by which a machine without a notebook joins. It contains the secret only if one is given."""
+    """Return the command with which a machine without a notebook joins. If ``secret`` is given, it is included."""
     address, port = config.rendezvous_address
     where = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
     return f"{SECRET_VARIABLE}={secret or '<the same>'} python -m notebook_accelerate join {where}"
 
 
 def _address_lines(config: LaunchConfig, setting: str) -> list[str]:
-    """Return a note if other machines cannot reach the rendezvous' address."""
+    """Return a note if other machines cannot reach the address of the rendezvous."""
     address = config.rendezvous_address[0]
     if not _is_loopback(address):
         return []
-    # This address is reserved for documentation (RFC 5737) and on the default route. No packet is sent to it.
+    # This address is reserved for documentation (RFC 5737), so the default route leads to it. No packet is sent.
     own = own_address("192.0.2.1", 9)
     example = f": {setting}={own if setting.startswith('-') else repr(own)}" if own else ""
     return [f"{address} is this machine itself; other machines need its address{example}"]
 
 
 def cell_line(config: LaunchConfig, function: str, secret: str = "") -> str:
-    """Return the call to run in another notebook. It contains the secret only if one is given."""
+    """Return the call to run in another notebook. If ``secret`` is given, it is included."""
     given = config.non_default()
     if function == WARM:
         return _start_line(config)
@@ -347,7 +349,7 @@ def cell_line(config: LaunchConfig, function: str, secret: str = "") -> str:
 
 
 def _start_line(config: LaunchConfig) -> str:
-    """Return the line magic that starts the warm ranks of another notebook."""
+    """Return the line magic to run in another notebook, which starts warm ranks there."""
     node_option = " --node-rank 1" if config.rdzv_backend == "static" else ""
     if config.non_default().keys() & {"rdzv_conf", "rdzv_endpoint", "rdzv_id", "max_restarts", "min_nodes"}:
         return f"%rank_start -c config{node_option}, where config is the same LaunchConfig"

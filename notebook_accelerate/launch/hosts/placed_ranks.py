@@ -1,4 +1,4 @@
-"""Start the ranks of a kernel on another machine. The kernel completes their orders, and a host adapts them."""
+"""Start ranks on another machine than the kernel's. The kernel completes their orders, and a host adapts the orders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry.worker_order import WorkerOrder
 
 CARRIED = ("ACCELERATE_", "NOTEBOOK_ACCELERATE_")
-"""Prefixes of the kernel's environment variables that remote ranks receive too."""
+"""Prefixes of the kernel's environment variables that are passed on to remote ranks."""
 NOT_CARRIED = ("NOTEBOOK_ACCELERATE_SECRET", "NOTEBOOK_ACCELERATE_ON", "NOTEBOOK_ACCELERATE_STORE")
 
 
@@ -23,7 +23,7 @@ class PlacedBackend(SpawnBackend):
     """Starts ranks from a payload that the kernel pickled.
 
     Args:
-        payload: Descriptor of the payload's file, which is closed with this object.
+        payload: The descriptor of the payload's file, which is closed together with this object.
     """
 
     def __init__(self, payload: int) -> None:
@@ -36,29 +36,29 @@ class PlacedBackend(SpawnBackend):
 
 
 def _elsewhere() -> None:
-    """Placeholder for the function, which this process never loads."""
+    """A placeholder for the function, which this process never loads."""
 
 
 def completed_for_another_machine(order: WorkerOrder) -> WorkerOrder:
-    """Return an order adapted from this machine to another one. Called in the kernel."""
+    """Return an order prepared for another machine. The kernel calls this before it sends the order."""
     carried = {
         name: value for name, value in os.environ.items() if name.startswith(CARRIED) and name not in NOT_CARRIED
     }
     order.environment = {**carried, **order.environment}
-    order.base_environment = order.time_offset = None  # That machine uses its own values.
+    order.base_environment = order.time_offset = None  # The other machine sets its own values.
     order.mark = 0
     return order
 
 
 def adapt_to_machine(order: WorkerOrder) -> None:
-    """Adapt an order to this machine, which runs the rank.
+    """Adapt an order to this machine, which will run the rank.
 
-    The working directory is the kernel's if it exists here, unless a runtime environment provides one. The import path
-    is this machine's, followed by the kernel's folders that exist here.
+    The rank uses the kernel's working directory if it exists here, unless a runtime environment provides another one.
+    The import path consists of this machine's path, followed by those of the kernel's folders that exist here.
     """
     environment = {name: value for name, value in os.environ.items() if not value.startswith("ray.util.")}
     environment.pop("RAY_LD_PRELOAD_ON_WORKERS", None)
-    order.mark = own_mark()  # The processes that the rank starts are killed when this process ends.
+    order.mark = own_mark()  # With this mark, the processes that the rank starts are killed when this process dies.
     order.base_environment = environment
     own = [entry for entry in sys.path if not entry.endswith("thirdparty_files")]
     known = {os.path.realpath(entry) for entry in own}

@@ -1,1 +1,1 @@
-"""Kept runs, whose journal is written to a folder while they run and can be read by any process."""
+"""Kept runs. A run's journal is written to a folder while the run is running, and any process can read it."""

@@ -1,4 +1,4 @@
-"""Write the journal file of a kept run: append whole frames, and replace a long file with a thinned one."""
+"""Write the journal file of a kept run, by appending whole frames and by replacing a long file with a thinned one."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from notebook_accelerate.telemetry.curves import m4
 from notebook_accelerate.telemetry.store import Record
 
 MAX_JOURNAL_BYTES = 64 << 20
-"""A journal larger than this is thinned: its curves to `KEPT_POINTS`, and its output to `KEPT_LOG_BYTES`."""
+"""The size in bytes above which a journal is thinned: curves to `KEPT_POINTS`, and output to `KEPT_LOG_BYTES`."""
 KEPT_POINTS = 700_000
-"""Points of all curves together that remain when a run's journal is thinned: 16 MiB."""
+"""Total number of points that all curves keep when a journal is thinned. They take 16 MiB."""
 KEPT_LOG_BYTES = 8 << 20
-"""Bytes of output of all ranks together that remain when a journal is thinned. The newest output remains."""
+"""Total bytes of output that all ranks keep when a journal is thinned. The newest output is kept."""
 _POINTS_PER_FRAME = 100_000
 
 
 class JournalFile:
-    """Appends to a journal file. The file is reopened for each write, because forked ranks would inherit a descriptor.
+    """Appends to a journal file. Each write opens the file, because forked ranks would inherit an open descriptor.
 
     Args:
-        path: The file, which is created.
+        path: Where to create the file.
 
     Attributes:
         path: The path of the file.
-        size: Its size in bytes, counting whole frames only.
+        size: The size of the file in bytes, counting only whole frames.
     """
 
     def __init__(self, path: Path) -> None:
@@ -49,14 +49,14 @@ class JournalFile:
             return True
 
     def append(self, data: bytes) -> None:
-        """Append frames. After an error, the file is as it was before.
+        """Append frames to the file. After an error, the file is the same as before.
 
         Raises:
             OSError: The frames cannot be written.
         """
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
-            # An earlier error left incomplete data, which could not be removed at that time.
+            # Remove incomplete data that an earlier error left behind and that could not be removed at that time.
             if os.fstat(descriptor).st_size > self.size:
                 os.ftruncate(descriptor, self.size)
             _write_all(descriptor, data)
@@ -69,7 +69,7 @@ class JournalFile:
         self.size += len(data)
 
     def sync(self) -> None:
-        """Flush the file to disk. Its new modification time shows that the writer is alive."""
+        """Flush the file to disk, and update its modification time, which shows that the writer is alive."""
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)
         try:
             os.utime(descriptor)
@@ -79,11 +79,11 @@ class JournalFile:
 
     @property
     def is_long(self) -> bool:
-        """Whether to thin the file. If the file is long even after thinning, wait until it has grown by half."""
+        """Whether the file should be thinned. A file that is long even after thinning must first grow by half."""
         return self.size > max(MAX_JOURNAL_BYTES, self._thinned_size * 3 // 2)
 
     def thin(self) -> None:
-        """Replace the file atomically with a smaller one, which keeps a bounded part of its curves and output."""
+        """Replace the file atomically with a smaller one, which keeps a bounded part of the curves and the output."""
         contents = read_journal(self.path)
         self.replace(thinned_frames(contents, last_lines(contents.journal, KEPT_LOG_BYTES)))
 
@@ -99,7 +99,7 @@ class JournalFile:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Create or replace a file atomically: it is either complete or unchanged."""
+    """Create or replace a file atomically, so that it is always either complete or unchanged."""
     part = path.with_name(path.name + ".new")
     with suppress(FileNotFoundError):
         part.unlink()
@@ -129,12 +129,12 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def thinned_frames(contents: JournalContents, lines: Sequence[Record], run_events: int | None = None) -> list[bytes]:
-    """Return the frames of a journal with a bounded part of the curves of ``contents``.
+    """Return the frames of a journal that contains a bounded part of the curves of ``contents``.
 
     Args:
         contents: The contents of the journal to thin.
         lines: The lines of output to include.
-        run_events: Number of the run's own events to include, or None for all.
+        run_events: How many of the run's own events to include. None means all.
     """
     journal = contents.journal
     frames = [journal_format.encode_frame(section) for section in (contents.header, *contents.sections.values())]
@@ -154,7 +154,7 @@ def points_frames(journal: Journal, until: float | None = None) -> list[bytes]:
 
     Args:
         journal: The journal with the curves.
-        until: A time in seconds since the epoch. Later points are omitted. If None, all points are included.
+        until: The time of the last point to include, in seconds since the epoch. None means all points.
     """
     stores = (journal.store, journal.store.automatic)
     series = [(store, name, rank) for store in stores for name in store.metric_names() for rank in store.ranks_of(name)]
@@ -177,7 +177,7 @@ def points_frames(journal: Journal, until: float | None = None) -> list[bytes]:
 
 
 def last_lines(journal: Journal, most_bytes: int | None = None) -> Sequence[Record]:
-    """Return the newest lines of all ranks in order of time, with a total of at most ``most_bytes``, if given."""
+    """Return the newest lines of all ranks, ordered by time and limited to ``most_bytes`` in total, if given."""
     store = journal.store
     found = [
         Record(rank, line.time, LogEvent(line.stream, line.text))
@@ -191,7 +191,7 @@ def last_lines(journal: Journal, most_bytes: int | None = None) -> Sequence[Reco
     for index in range(len(found) - 1, -1, -1):
         event = found[index].event
         assert isinstance(event, LogEvent)
-        left -= len(json.dumps(event.text)) + 100  # The JSON around the text takes about 100 bytes.
+        left -= len(json.dumps(event.text)) + 100  # The rest of the event's JSON takes about 100 bytes.
         if left < 0:
             return found[index + 1 :]
     return found

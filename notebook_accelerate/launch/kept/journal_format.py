@@ -1,7 +1,7 @@
 """The file format of a kept run's journal, which `docs/run_format.md` documents.
 
-The file is a sequence of frames. Each has a checksum and holds JSON, and columns of numbers for thinned curves. Reading
-a journal does not run any code of its writer: every value is checked against the type of its field.
+The file is a sequence of frames. A frame has a checksum and contains JSON, and for thinned curves also columns of
+numbers. Reading a journal never runs code from the file, because the reader checks each value against its field's type.
 """
 
 from __future__ import annotations
@@ -48,34 +48,34 @@ from notebook_accelerate.telemetry.debug_protocol import Collective
 from notebook_accelerate.telemetry.store import Record, to_float, to_int64
 
 FORMAT = 1
-"""Version of the format. Files of a newer version are refused."""
+"""The version of the format. Files with a newer version are refused."""
 JOURNAL_NAME = "journal.nbac"
-"""The name of the file in the folder of a run."""
+"""The name of the journal's file in a run's folder."""
 MAGIC = b"NBAC-RUN"
 """The first bytes of every journal."""
 FRAME = struct.Struct("<III")
-"""The head of a frame: the sizes of its JSON and its payload, and the CRC-32 of the sizes and both parts."""
+"""The head of a frame: the size of the JSON, the size of the payload, and a CRC-32 over both sizes and both parts."""
 _LENGTHS = struct.Struct("<II")
 MAX_JSON_BYTES = 48 << 20
-"""Maximum size of a frame's JSON. A single event of a rank has at most 32 Mi characters."""
+"""Maximum size of a frame's JSON in bytes. A single event of a rank has at most 32 Mi characters."""
 MAX_PAYLOAD_BYTES = 16 << 20
-"""Maximum size of a frame's payload."""
+"""Maximum size of a frame's payload in bytes."""
 MAX_ROWS = 500
 """Maximum number of events in a frame."""
 MAX_RANKS = 1 << 14
-"""Maximum number of ranks in a run. The highest rank that a journal may name is one less."""
+"""Maximum number of ranks in a run. The largest rank that a journal may name is one less."""
 MAX_CONTAINERS = 1 << 20
-"""Maximum number of lists and objects in a frame's JSON. Each takes 64 bytes of memory or more."""
+"""Maximum number of lists and objects in a frame's JSON, because each takes at least 64 bytes of memory."""
 LATEST_TIME = 253_000_000_000.0
-"""The latest time accepted, in seconds since the epoch (in the year 9987), because datetime ends with the year 9999."""
+"""The latest time to accept, in seconds since the epoch. It is in the year 9987; datetime ends with the year 9999."""
 _TIMES = frozenset({"time", "since", "until"})
-"""Names of fields that hold such times."""
+"""The names of the fields that hold times."""
 
 RANK_EVENTS: tuple[type[Event], ...] = (
     MetricEvent, AutomaticMetricEvent, LogEvent, ProgressEvent, StepTimeEvent, ResourceEvent, DeviceMemoryEvent,
     DeviceUseEvent, DroppedEvent, TraceEvent, ShardingEvent, CheckpointEvent, EpochEvent,
 )  # fmt: skip
-"""The events of ranks that a journal contains, which are those that the store keeps."""
+"""The events of ranks that a journal contains, which are the ones that the store keeps."""
 _KINDS: dict[str, type[Event]] = {
     kind.__name__: kind
     for kind in (
@@ -84,18 +84,18 @@ _KINDS: dict[str, type[Event]] = {
     )
 }
 _OBJECTS = frozenset({"RunEnded.cause", "RankFailure.exception", "Diagnosis.name_place", "RankReturned.result"})
-"""Fields whose values are objects of the writer's process. They are not stored."""
+"""Fields that are not stored, because their values are objects of the writer's process."""
 _NAMES = {
     "Diagnosis": Diagnosis, "RankPosition": RankPosition, "LaunchPlan": LaunchPlan, "RankResult": RankResult,
     "RankFailure": RankFailure, "ExceptionInfo": ExceptionInfo, "FrameInfo": FrameInfo, "Collective": Collective,
     "Mapping": Mapping, "Sequence": Sequence, "Callable": collections.abc.Callable, "Any": Any, "Plain": Plain,
     "ClassVar": typing.ClassVar,
 }  # fmt: skip
-"""Names in annotations that their modules import for type checkers only."""
+"""Names that occur in annotations but that their modules import only for type checkers."""
 
 
 class Frame(NamedTuple):
-    """A frame: a list of events as JSON rows, or a section, which is a JSON object with a key "kind"."""
+    """A frame, which contains either a list of events as JSON rows, or a section: a JSON object with a "kind"."""
 
     content: Any
     payload: bytes
@@ -113,19 +113,19 @@ def encode_frame(content: object, payload: bytes = b"") -> bytes:
 
 
 def encode_records(records: Iterable[Record]) -> Iterator[bytes]:
-    """Return the frames of events. Records of kinds that a journal does not contain are omitted."""
+    """Yield frames with the events of ``records``. Leave out kinds of events that a journal does not contain."""
     return encode_rows(row_of(record) for record in records if type(record.event).__name__ in _KINDS)
 
 
 def encode_rows(rows: Iterable[list[Any]]) -> Iterator[bytes]:
-    """Return the frames of events as JSON rows."""
+    """Yield frames for events that are given as JSON rows."""
     waiting = iter(rows)
     while part := list(islice(waiting, MAX_ROWS)):
         yield from _frames_of(part)
 
 
 def _frames_of(rows: list[list[Any]]) -> Iterator[bytes]:
-    """Return as few frames as possible for some rows. If a single row is too long, its texts are shortened."""
+    """Yield as few frames as possible for ``rows``. If a single row is too long, shorten its strings."""
     frame = encode_frame(rows)
     if len(frame) <= MAX_JSON_BYTES:
         yield frame
@@ -155,10 +155,10 @@ def read_frames(data: bytes | memoryview) -> Iterator[tuple[Frame, int]]:
     """Read the complete frames of a journal, without its first bytes.
 
     Yields:
-        A frame, and the position at which it ends.
+        Each frame, and the position where the frame ends. An incomplete last frame is ignored.
 
     Raises:
-        ValueError: The data is damaged before its end. An incomplete last frame is ignored.
+        ValueError: The data is damaged, and not only incomplete at the end.
     """
     start, size = 0, len(data)
     while size - start >= FRAME.size:
@@ -166,7 +166,7 @@ def read_frames(data: bytes | memoryview) -> Iterator[tuple[Frame, int]]:
         body = start + FRAME.size
         end = body + text_length + payload_length
         if text_length > MAX_JSON_BYTES or payload_length > MAX_PAYLOAD_BYTES or not text_length:
-            # A file system may leave zeros at the end of a file after a power loss.
+            # After a power loss, a file system may leave zeros at the end of a file.
             if not bytes(data[start:]).strip(b"\0"):
                 return
             raise ValueError(f"the frame at byte {start:,} cannot have {text_length:,} + {payload_length:,} bytes")
@@ -190,9 +190,9 @@ def _parse(text: bytes) -> Any:
 
 
 def row_of(record: Record) -> list[Any]:
-    """Return the JSON row of an event: its kind, rank, time, and a mapping of its fields."""
+    """Return the JSON row for an event: the kind, the rank, the time, and a mapping of the fields."""
     event = record.event
-    if type(event) is MetricEvent:  # The most common event. A rank may log anything, but the store keeps only numbers.
+    if type(event) is MetricEvent:  # Speed up the most common event. Keep only the numbers, as the store does.
         numbers = {str(name): number for name, value in event.values.items() if (number := to_float(value)) is not None}
         return ["MetricEvent", record.rank, record.time, {"values": numbers, "step": to_int64(event.step)}]
     values = {each.name: _to_json(getattr(event, each.name)) for each in _stored_fields(cast("Any", type(event)))}
@@ -203,14 +203,14 @@ _FLOATS = frozenset({float})
 
 
 Points = dict[tuple[str, int], tuple[list[int], list[float], list[float]]]
-"""Steps, times and values by metric and rank."""
+"""The steps, times and values of points, by metric and rank."""
 
 
 def take_points(row: Any, points: Points) -> bool:
-    """Add the points of a row to ``points``, or return False for a row that must be read by `record_of`.
+    """Add the points of a row to ``points``. Return False for a row that only `record_of` can read.
 
-    Most rows of most journals are logged numbers with a step. This function reads them in a tenth of the time that
-    `record_of` takes.
+    Most rows of most journals contain logged numbers with a step. For these, this function takes a tenth of the time of
+    `record_of`.
     """
     try:
         kind, rank, time, fields_of_row = row
@@ -231,10 +231,10 @@ def take_points(row: Any, points: Points) -> bool:
 
 
 def record_of(row: object) -> Record | None:
-    """Return the event of a JSON row, or None for an unknown kind and for unusable values of a rank.
+    """Return the record in a JSON row. Return None if its kind is unknown, or if a rank sent unusable values.
 
     Raises:
-        ValueError: The row does not have this format.
+        ValueError: The row is not an event in this format.
     """
     if not isinstance(row, list) or len(row) != 4:
         raise ValueError(f"{_short(row)} is not an event")
@@ -244,13 +244,13 @@ def record_of(row: object) -> Record | None:
         return None
     lowest = RUN if issubclass(kind, RunEvent) else 0
     if type(rank) is not int or not lowest <= rank <= (RUN if lowest == RUN else MAX_RANKS - 1):
-        raise ValueError(f"{name} has the rank {_short(rank)}")
+        raise ValueError(f"{name} has the rank {_short(rank)}, which is not allowed")
     try:
         return Record(rank, _checked_time(_from_json(float, time, "time"), "time"), _build(kind, values))
     except ValueError:
         if lowest == RUN:
             raise
-        return None  # A rank may have sent anything.
+        return None  # Ignore the event, because a rank may send anything.
 
 
 def _to_json(value: object) -> object:
@@ -275,9 +275,9 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def _build(kind: Any, values: object) -> Any:
-    """Return a dataclass with the fields of a JSON object. Unknown fields, from newer versions, are ignored."""
+    """Create a dataclass from the fields in a JSON object. Unknown fields, from newer versions, are ignored."""
     if not isinstance(values, dict):
-        raise ValueError(f"the fields of {kind.__name__} are {_short(values)}")
+        raise ValueError(f"the fields of {kind.__name__} are {_short(values)}, which is not a JSON object")
     hints, found = _hints(kind), {}
     for each in _stored_fields(kind):
         if each.name in values:
@@ -288,18 +288,18 @@ def _build(kind: Any, values: object) -> Any:
         elif each.default is MISSING and each.default_factory is MISSING:
             raise ValueError(f"{kind.__name__} has no {each.name}")
     if kind is run_events.RankReturned:
-        found["result"] = RankResult(int)  # The reader replaces this placeholder.
+        found["result"] = RankResult(int)  # This is a placeholder, which the reader replaces.
     return kind(**found)
 
 
 def _checked_time(time: float, what: str) -> float:
-    if not 0.0 <= time <= LATEST_TIME:  # The comparison also excludes NaN.
+    if not 0.0 <= time <= LATEST_TIME:  # This comparison also rejects NaN.
         raise ValueError(f"{what} is {_short(time)}, which is not a time in seconds since the epoch")
     return time
 
 
 def _from_json(hint: Any, value: object, what: str) -> Any:
-    """Convert a JSON value to the type ``hint``, or raise ValueError if it has another type."""
+    """Convert a JSON value to the type ``hint``. Raise ValueError if the value does not fit that type."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         guarded_files.check_depth(value)
@@ -323,7 +323,7 @@ def _from_json(hint: Any, value: object, what: str) -> Any:
         return tuple(found) if origin is tuple else found
     if origin in (dict, collections.abc.Mapping) and isinstance(value, dict):
         return {_key(parts[0], key, what): _from_json(parts[1], item, what) for key, item in value.items()}
-    raise ValueError(f"{what} is {_short(value)}")
+    raise ValueError(f"{what} is {_short(value)}, which has the wrong type")
 
 
 def _of_union(parts: tuple[Any, ...], value: object, what: str) -> Any:
@@ -340,13 +340,13 @@ def _key(hint: Any, key: str, what: str) -> Any:
     try:
         return int(key) if hint is int else key
     except ValueError:
-        raise ValueError(f"{what} has the key {_short(key)}") from None
+        raise ValueError(f"{what} has the key {_short(key)}, which is not an integer") from None
 
 
 def _named_tuple(kind: Any, value: list[Any], what: str) -> Any:
     hints, names = _hints(kind), kind._fields
     if len(value) > len(names):
-        raise ValueError(f"{what} has {len(value)} parts")
+        raise ValueError(f"{what} has {len(value)} parts; at most {len(names)} are allowed")
     return kind(*(_from_json(hints[name], item, what) for name, item in zip(names, value, strict=False)))
 
 

@@ -1,4 +1,4 @@
-"""Read journals: decode a file or frames into `JournalContents`, and merge a run's records from its two sources."""
+"""Read journals: decode a file or frames into `JournalContents`, and merge a run's records from file and process."""
 
 from __future__ import annotations
 
@@ -33,40 +33,43 @@ from notebook_accelerate.telemetry.store import Record, SeriesTail
 from notebook_accelerate.telemetry.tracebacks import describe_error
 
 MAX_READ_BYTES = 512 << 20
-"""Maximum size of a file in bytes. A larger one is refused, because this package does not write such journals."""
+"""Maximum size of a file in bytes. This package does not write larger journals, so larger files are refused."""
 MAX_WORK = 1_500_000_000
-"""Maximum number of references to copy while reading the events of a run, which takes about five seconds.
+"""Maximum number of references to copy while reading a run's own events. So many copies take about five seconds.
 
-Each event copies the references to the run's ranks, notes and attempts. A run of 16,000 ranks needs two thirds of the
+Each event copies the references to the run's ranks, notes and attempts. A run with 16,000 ranks needs two thirds of the
 limit.
 """
 _RANK_WORK = 600
-"""Cost of creating a rank's state, measured in copied references."""
+"""The cost of creating a rank's state, measured in copied references."""
 _WARNING_WORK = 6
-"""Cost of comparing two warnings, measured in copied references."""
+"""The cost of comparing two warnings, measured in copied references."""
 _SECTIONS = frozenset({"code"})
-"""The sections that are kept, in addition to the header and the curves. Others, from newer versions, are ignored."""
+"""The sections to keep, in addition to the header and the curves. Others, from newer versions, are ignored."""
 MAX_LATEST = 20_000
-"""Maximum events of ranks, other than metrics and output, that remain when a journal is thinned. The newest remain."""
+"""Maximum number of ranks' events, other than metrics and output, that a thinned journal keeps. The newest are kept."""
 _MAX_NAME_CHARS = 1000
 _LAST_BYTES = 256
 _POINT_BYTES = 24
 PROBLEM_SECONDS = 1.0
-"""Seconds to wait for the reason why a result is not saved."""
+"""Seconds to wait until the process reports why a result is not saved."""
 
 ResultLoader = Callable[[int, Any], RankResult]
-"""Returns a rank's result, given the file description in its event (None without a file, `...` if it is missing)."""
+"""A function that returns a rank's result, given the rank and the description of the result's file in the event.
+
+The description is None if there is no file, and `...` if the event does not contain one.
+"""
 
 
 # ---- a file
 
 
 def read_journal(path: Path, contents: JournalContents | None = None) -> JournalContents:
-    """Read a journal. An incomplete last event is ignored.
+    """Read a journal. An incomplete last frame is ignored.
 
     Args:
-        path: The path of the journal file.
-        contents: Empty contents to add the journal to. None creates contents without results.
+        path: The path of the journal's file.
+        contents: Empty contents to fill. If None, contents without results are created.
 
     Raises:
         FileNotFoundError: The file does not exist.
@@ -85,10 +88,10 @@ def read_journal(path: Path, contents: JournalContents | None = None) -> Journal
 
 
 def read_header(path: Path) -> dict[str, Any]:
-    """Return a journal's section about the launch, without decoding its events.
+    """Return a journal's section about the launch, without decoding the events.
 
     Args:
-        path: The path of the journal file.
+        path: The path of the journal's file.
 
     Raises:
         FileNotFoundError: The file does not exist.
@@ -146,7 +149,7 @@ def _identity(stream: BinaryIO) -> tuple[int, int]:
 
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Raise `BrokenRunError` for the errors that are caused by reading invalid data."""
+    """Convert the errors that invalid data causes to `BrokenRunError`."""
     try:
         yield
     except (
@@ -167,21 +170,22 @@ def _reading(what: str) -> Iterator[None]:
 
 @dataclass
 class JournalContents:
-    """A journal that was read, and the state of reading it.
+    """The contents of a journal, as far as it has been read.
 
     Attributes:
         load_result: Returns the results of ranks.
-        journal: The journal with the events that were read.
-        header: The section about the launch, empty until it has been read.
-        sections: The other sections of `_SECTIONS`, by kind.
-        stored: The description of each rank's result file, as its event contains it.
-        latest: The latest of the events of ranks that supersede each other, by `replacement_key`.
-        run_events: Number of the run's own events that were read.
-        known: Number of the run's own events in the journal, including those from the process that writes the file.
-        work: The cost of reading the run's own events, limited to `MAX_WORK`.
-        end: Number of bytes of the file that were read.
-        identity: Device and inode of the file.
-        last: The last bytes that were read. They identify the file, because the inode of a deleted file may be reused.
+        journal: The journal to which the events are added.
+        header: The section about the launch, which is empty until it has been read.
+        sections: The sections in `_SECTIONS`, by kind.
+        stored: The description of each rank's result file, from the rank's event.
+        latest: For events of ranks that supersede each other, the latest one by `replacement_key`.
+        run_events: How many of the run's own events have been read.
+        known: How many of the run's own events the journal has, including those received from the run's process.
+        work: The cost of the run's own events so far, which is limited to `MAX_WORK`.
+        end: How many bytes of the file have been read.
+        identity: The device and inode of the file.
+        last: The last bytes that were read. They help to recognise the file, because a new file may have the inode of a
+            deleted one.
     """
 
     load_result: ResultLoader = field(default=lambda _rank, _stored: RankResult(int))
@@ -198,13 +202,13 @@ class JournalContents:
     last: bytes = b""
 
     def same_file(self, stream: BinaryIO) -> bool:
-        """Return whether an open file is the one that was read."""
-        # The result may be shorter after an error of the writer's disk.
+        """Return whether an open file is the one that has been read."""
+        # There may be fewer bytes after a disk error in the writing process, so compare only those that exist.
         found = os.pread(stream.fileno(), len(self.last), self.end - len(self.last))
         return _identity(stream) == self.identity and self.last.startswith(found)
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Add the complete frames of bytes that follow those of earlier calls.
+        """Add the complete frames in ``data``, which continues the data of earlier calls.
 
         Raises:
             ValueError: The bytes are not frames of a journal.
@@ -216,7 +220,7 @@ class JournalContents:
             self.add_frame(frame)
 
     def take_frames(self, data: bytes | memoryview) -> None:
-        """Add frames that do not come from the file.
+        """Add frames that come from the run's process rather than from the file.
 
         Raises:
             ValueError: The data does not consist of complete frames of a journal.
@@ -226,10 +230,10 @@ class JournalContents:
             self.add_frame(frame)
             read = end
         if read != len(data):
-            raise ValueError("a frame is not complete")
+            raise ValueError("the last frame is incomplete")
 
     def add_frame(self, frame: Frame) -> None:
-        """Add a frame, which contains events or a section."""
+        """Add a frame with events, or one with a section."""
         content = frame.content
         if isinstance(content, list):
             self._take_rows(content)
@@ -262,7 +266,7 @@ class JournalContents:
                 continue
             record = journal_format.record_of(row)
             if record is None:
-                if row[1] == RUN:  # The event comes from a newer version.
+                if row[1] == RUN:  # Count the event, which comes from a newer version.
                     self._count_run_event()
                 continue
             if isinstance(record.event, RunEvent):
@@ -274,7 +278,7 @@ class JournalContents:
         self._add(points, waiting)
 
     def _add(self, points: Points, records: list[Record]) -> None:
-        """Add the collected points and records, and clear the collections."""
+        """Add points and records to the journal, and clear both collections."""
         import numpy as np
 
         for (name, rank), (steps, times, values) in points.items():
@@ -289,7 +293,7 @@ class JournalContents:
         assert isinstance(event, RunEvent)
         self.work += _work_of(event, self.journal.state)
         if self.work > MAX_WORK:
-            raise ValueError("it has more ranks and events than any run")
+            raise ValueError("it has too many ranks and events for a run")
         if isinstance(event, RankReturned):
             stored = values.get("stored", ...)
             if stored is not ...:
@@ -299,7 +303,7 @@ class JournalContents:
             self.journal.append(event, record.time)
 
     def _count_run_event(self) -> bool:
-        """Count one of the run's own events. Return whether it is missing from the journal."""
+        """Count one of the run's own events. Return whether the journal does not have this event yet."""
         self.run_events += 1
         if self.run_events <= self.known:
             return False
@@ -307,7 +311,7 @@ class JournalContents:
         return True
 
     def note(self, record: Record) -> None:
-        """Keep an event of a rank, in place of the one that it supersedes."""
+        """Keep an event of a rank in place of the event that it supersedes, if any."""
         event, key = record.event, replacement_key(record)
         if key is None:
             return
@@ -324,9 +328,9 @@ class JournalContents:
 
 
 def _work_of(event: RunEvent, state: RunState) -> int:
-    """Return the number of references copied to apply an event.
+    """Return how many references are copied to apply an event.
 
-    Without a limit, reading a small file could take hours.
+    The total must be limited, because otherwise reading a small file could take hours.
     """
     if isinstance(event, RunPlanned):
         if not 0 <= event.count <= journal_format.MAX_RANKS:
@@ -340,7 +344,7 @@ def _work_of(event: RunEvent, state: RunState) -> int:
 
 
 def replacement_key(record: Record) -> tuple[Any, ...] | None:
-    """Return the key that newer and older events of a rank share if one replaces the other, or None."""
+    """Return the key of an event that newer events with the same key replace, or None if nothing replaces the event."""
     event, names = record.event, type(record.event).latest_by
     return None if names is None else (type(event), record.rank, *(getattr(event, name) for name in names))
 
@@ -359,7 +363,7 @@ def _check_header(section: dict[str, Any]) -> None:
             raise ValueError(f"its header has no {name}")
     for name in ("name", "function"):
         if len(section[name]) > _MAX_NAME_CHARS:
-            raise ValueError(f"its header has a {name} of {len(section[name]):,} characters")
+            raise ValueError(f"its header has a {name} of {len(section[name]):,} characters, which is too long")
 
 
 def _points_of(section: dict[str, Any], payload: bytes) -> tuple[str, int, SeriesTail]:
@@ -374,7 +378,7 @@ def _points_of(section: dict[str, Any], payload: bytes) -> tuple[str, int, Serie
         np.frombuffer(payload, dtype=kind, count=count, offset=8 * count * index)
         for index, kind in enumerate(("<i8", "<f8", "<f8"))
     ]
-    if not ((columns[1] >= 0) & (columns[1] <= journal_format.LATEST_TIME)).all():  # The comparison also excludes NaN.
+    if not ((columns[1] >= 0) & (columns[1] <= journal_format.LATEST_TIME)).all():  # This also rejects NaN.
         raise ValueError(f"the curve {name[:80]!r} has a point without a time")
     return name, rank, SeriesTail(columns[0], columns[1], columns[2], (0, 0), whole=True)
 
@@ -383,15 +387,15 @@ def _points_of(section: dict[str, Any], payload: bytes) -> tuple[str, int, Serie
 
 
 class JournalReader:
-    """Adds each record of a run to a journal once, whether it comes from the file or from the process of the run.
+    """Adds each record of a run to a journal once, even if it comes both from the file and from the run's process.
 
     Args:
-        file: The file of the journal.
+        file: The path of the journal's file.
         load_result: Returns the result of a rank; see `ResultLoader`.
 
     Attributes:
-        contents: The journal, and the state of reading it.
-        position: The position after the last record that the process has sent, or 0 before it has sent its history.
+        contents: The journal, and how far it has been read.
+        position: The position after the last record from the process, or 0 until the process has sent the history.
     """
 
     def __init__(self, file: Path, load_result: ResultLoader) -> None:
@@ -410,16 +414,16 @@ class JournalReader:
     # ---- records from the process
 
     def restart(self) -> int:
-        """Return the position from which to receive records over a new connection."""
+        """Prepare for a new connection. Return the position from which to receive records."""
         with self._lock:
             self._history = None
             return self.position
 
     def take_history(self, position: int, data: bytes) -> None:
-        """Add a part of a journal with all records before ``position``. If ``position`` is 0, more parts follow.
+        """Take a part of the history. The last part has the position after the history, and the others have 0.
 
         Raises:
-            BrokenRunError: The data is not a part of a journal.
+            BrokenRunError: The data does not consist of frames of a journal.
         """
         with self._lock, _reading("the data sent by the run's process"):
             if self._history is None:
@@ -430,7 +434,7 @@ class JournalReader:
                 self.position, self._history = position, None
 
     def take_records(self, position: int, data: bytes) -> None:
-        """Add the next records. ``position`` is the position after them.
+        """Add the records that follow. ``position`` is the position after these records.
 
         Raises:
             BrokenRunError: The data does not consist of frames of a journal.
@@ -443,7 +447,7 @@ class JournalReader:
     # ---- records from the file
 
     def read_file(self) -> None:
-        """Add the new records of the file, which may have been replaced since the last call.
+        """Add the new records in the file, which may have been replaced since the last call.
 
         Raises:
             BrokenRunError: The contents of the file are damaged.
@@ -452,7 +456,7 @@ class JournalReader:
         with self._lock:
             contents = self.contents
             with _open_journal(self.file) as stream:
-                # After an error of the writer's disk, the file may be shorter for a moment than what was read.
+                # After a disk error in the writing process, the file may briefly be shorter than what was read.
                 if contents.same_file(stream):
                     stream.seek(contents.end)
                     with _reading(str(self.file)):
@@ -463,11 +467,13 @@ class JournalReader:
                 return
             again = read_journal(self.file, JournalContents(self._result_of))
             self._merge(again)
-            if not self.position:  # Otherwise the file may later receive records that the process has already sent.
+            # With a connection, go on reading from the beginning, because the file may later receive records that the
+            # process has already sent.
+            if not self.position:
                 contents.end, contents.identity, contents.last = again.end, again.identity, again.last
 
     def _merge(self, again: JournalContents) -> None:
-        """Add the new records of a journal that was read from its beginning."""
+        """Add the new records of a journal that was read again from the beginning."""
         contents = self.contents
         _add_new_records(contents, again)
         contents.header = contents.header or again.header
@@ -484,14 +490,14 @@ class JournalReader:
         return RankResult(lambda: self._read_result(rank), rank=rank)
 
     def _read_result(self, rank: int) -> Any:
-        """Read a result that the run's process has announced. The journal's file describes the result's file."""
+        """Read a result that the run's process has announced. Its file is described in the journal's file."""
         if rank not in self._stored:
             try:
                 self._stored = read_journal(self.file).stored
             except (BrokenRunError, OSError):
                 self._stored = {}
         if rank not in self._stored:
-            # The process reports a full disk just after the run's end.
+            # The process may report a full disk only just after the end of the run.
             deadline = time.monotonic() + PROBLEM_SECONDS
             while not (problem := self.journal.state.unsaved) and time.monotonic() < deadline:
                 time.sleep(0.02)
@@ -502,7 +508,7 @@ class JournalReader:
 
 def _add_new_records(contents: JournalContents, again: JournalContents) -> None:
     journal, other = contents.journal, again.journal
-    # Start at ``known``, because the journal may also contain events that were added here.
+    # Start at `contents.known`, because this process may have added events of its own to the journal.
     for record in other.records[contents.known :]:
         journal.append(record.event, record.time)  # type: ignore[arg-type]
     _add_points(journal.store, other.store)
@@ -526,7 +532,7 @@ def _add_points(store: Store, other: Store) -> None:
 
 
 def _newer(known: Mapping[tuple[Any, ...], Record], latest: Mapping[tuple[Any, ...], Record]) -> list[Record]:
-    """Return the records added since the last read. Counters are returned as increments."""
+    """Return the records that are new since the last read. Counts of dropped events are returned as increments."""
     found = []
     for key, record in latest.items():
         before = known.get(key)

@@ -1,4 +1,4 @@
-"""The list of the kept runs in a folder, which is made without reading their curves and output."""
+"""The list of the kept runs in a folder, which does not require reading the runs' curves and output."""
 
 from __future__ import annotations
 
@@ -33,23 +33,24 @@ _COMMIT_SHOWN = 10
 
 @dataclass(frozen=True, kw_only=True)
 class KeptRun:
-    """A kept run, without its curves and its output.
+    """A kept run, without its curves and output.
 
     Attributes:
-        path: The folder of the run.
-        name: The name of the run.
+        path: The run's folder.
+        name: The run's name.
         function: Name of the launched function.
-        status: A value of ``Run.status``, or "broken" if its journal cannot be read.
-        started: When it was launched, in seconds since the epoch, or 0.0 if unknown.
-        ended: When it ended, in seconds since the epoch, or None while it is running.
-        ranks: Number of its ranks.
-        config: The settings of the launch that differ from their defaults. Secrets are hidden.
-        arguments: The arguments of the function, by parameter. Values other than numbers and texts are shown by type.
+        status: A value of ``Run.status``, or "broken" if the journal cannot be read.
+        started: When the run was launched, in seconds since the epoch, or 0.0 if unknown.
+        ended: When the run ended, in seconds since the epoch, or None while it is running.
+        ranks: The number of ranks.
+        config: The settings of the launch that differ from the defaults. Secrets are hidden.
+        arguments: The function's arguments, by parameter. Values other than numbers and strings are given as the names
+            of their types.
         commit: The git commit of the working directory at the launch, or "" if unknown.
         dirty: Whether files differed from that commit, or None if unknown.
-        metrics: The last value of each metric, on the lowest rank that logged it.
-        message: The text of its error, or the reason why its journal cannot be read.
-        continues: Names of the runs whose training it continues, the oldest first.
+        metrics: The last value of each metric, from the lowest rank that logged the metric.
+        message: The message of the run's error, or the reason why the journal cannot be read.
+        continues: Names of the runs whose training this run continues, oldest first.
     """
 
     path: Path
@@ -69,7 +70,7 @@ class KeptRun:
 
     @property
     def seconds(self) -> float | None:
-        """Seconds from the launch to the end, or None while it is running."""
+        """The seconds from the launch to the end, or None while the run is running."""
         return None if self.ended is None else self.ended - self.started
 
     def open(self) -> Run:
@@ -78,10 +79,10 @@ class KeptRun:
 
 
 class KeptRuns(Sequence[KeptRun]):
-    """The kept runs in a folder, the oldest first. The last line of a cell shows a table with their latest curves.
+    """The kept runs in a folder, oldest first. As the value of a cell's last line, they are shown as a table.
 
     Args:
-        rows: The runs in the folder.
+        rows: The runs to list.
     """
 
     def __init__(self, rows: Iterable[KeptRun]) -> None:
@@ -104,13 +105,13 @@ class KeptRuns(Sequence[KeptRun]):
         return [row.open() for row in self if row.status != "broken"]
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a data frame with a row for each run, and a column for each metric and argument (needs pandas)."""
+        """Return a data frame with a row for each run, and a column for each metric and argument. This needs pandas."""
         import pandas as pd
 
         def time_of(seconds: float | None) -> Any:
             try:
                 return pd.to_datetime(seconds, unit="s", utc=True, errors="coerce")
-            except OverflowError:  # raised by pandas before 3 for a damaged summary
+            except OverflowError:  # The summary is damaged. Versions of pandas before 3 raise this error.
                 return pd.NaT
 
         return pd.DataFrame(
@@ -134,7 +135,7 @@ class KeptRuns(Sequence[KeptRun]):
 
     @property
     def labels(self) -> list[str]:
-        """A unique label for each run: its name, or the name of its folder if another run has the same name."""
+        """A unique label for each run: the run's name, or the folder's name if another run has the same name."""
         names = Counter(row.name for row in self)
         return [row.name if names[row.name] == 1 else row.path.name for row in self]
 
@@ -153,16 +154,16 @@ class KeptRuns(Sequence[KeptRun]):
 
     def _ipython_display_(self) -> None:
         if running_kernel() is None:
-            raise NotImplementedError  # IPython then shows the text.
+            raise NotImplementedError  # IPython then shows the other representations.
         load("runs")(self)._ipython_display_()
 
 
 def entry_of(row: KeptRun, label: str) -> RunEntry:
-    """Return the row of a kept run in a table of runs.
+    """Return the row for a kept run in a table of runs.
 
     Args:
-        row: The kept run.
-        label: The name of the run in the table.
+        row: The kept run to show.
+        label: The run's name in the table.
     """
     return RunEntry(
         key=label,
@@ -180,7 +181,7 @@ def entry_of(row: KeptRun, label: str) -> RunEntry:
 
 
 def kept_runs(folder: str | PathLike[str]) -> KeptRuns:
-    """Return the kept runs in a folder, the oldest first.
+    """Return the kept runs in a folder, oldest first.
 
     Args:
         folder: The folder that was passed as ``save``.
@@ -213,7 +214,7 @@ def _row(path: Path) -> KeptRun:
 
 
 def _from_summary(path: Path, summary: Mapping[str, Any]) -> KeptRun | None:
-    """Return the run that a summary describes, or None if this package did not write the summary."""
+    """Return the run that a summary describes, or None unless this package has written the summary."""
     try:
         return KeptRun(
             path=path,
@@ -237,5 +238,5 @@ def _from_summary(path: Path, summary: Mapping[str, Any]) -> KeptRun | None:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not a text")
+        raise TypeError(f"{value!r} is not a string")
     return value

@@ -1,4 +1,4 @@
-"""Open kept runs as read-only `Run` objects, which keep updating while the run continues."""
+"""Open kept runs as `Run` objects, which are updated while the run continues."""
 
 from __future__ import annotations
 
@@ -37,31 +37,33 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.state.journal import Journal
 
 POLL_SECONDS = 0.25
-"""Seconds between two reads of the file of a run that has not ended."""
+"""Seconds between two reads of the file of a run that is still running."""
 MAX_CELLS = 10_000
 MAX_CELL_CHARS = 1000
-"""Maximum number and length of cell names taken from a journal, because they are kept until the kernel ends."""
+"""Maximum number and length of cell names from a journal, which are limited because they are kept until the kernel
+exits."""
 STALE_SECONDS = 60.0
-"""A run on another machine, whose processes are not visible here, counts as lost after this time without a write."""
+"""A run on another machine, whose processes are invisible here, counts as lost after this many seconds without a
+write."""
 
 
 @reports_mistakes
 def open_run(path: str | PathLike[str]) -> Run:
-    """Open a kept run, even if another kernel runs or has run it.
+    """Open a kept run, even one that another kernel is running or has run.
 
-    Opening a run does not execute its code: metrics, output, failures and states are plain data. The results are
-    pickled. Reading ``run.results`` unpickles them, which can run any code of the files' author.
+    Opening a run does not execute code from its files: metrics, output, failures and states are plain data. Only the
+    results are pickled. Reading ``run.results`` unpickles them, which can run any code of the files' author.
 
     Args:
-        path: The run's folder, or the journal in it.
+        path: The run's folder, or the journal in that folder.
 
     Returns:
-        The run, which is read-only, with its panel, metrics, logs and report. While the process that runs it is alive,
-        the run follows the journal. If that process exits without recording an end, the run's status is "lost".
+        The run, which is read-only, with its panel, metrics, logs and report. While the run's process is alive, the run
+        follows the journal. If that process exits without recording an end, the run's status is "lost".
 
     Raises:
-        FileNotFoundError: There is no kept run at the path.
-        BrokenRunError: The journal is damaged, or does not belong to this package.
+        FileNotFoundError: There is no kept run at this path.
+        BrokenRunError: The journal is damaged, or was not written by this package.
     """
     file = journal_path(path)
     reader = JournalReader(file, partial(_stored_result, file.parent))
@@ -94,7 +96,7 @@ def open_run(path: str | PathLike[str]) -> Run:
 
 
 def _connect(folder: Path) -> tuple[ControlClient | None, str]:
-    """Return a connection to the process of a detached run, or None and the reason."""
+    """Connect to the process of a detached run. Return the connection, or None and a reason, which may be ""."""
     for entry in run_directory.entries():
         if entry.folder == str(folder) and not entry.has_ended:
             process = parse_identity(entry.process)
@@ -116,10 +118,10 @@ def _read_only(header: dict[str, Any], folder: Path) -> str:
 
 
 def _read_whole_file(reader: JournalReader) -> None:
-    """Read the file of a run, and end its journal if the process that wrote it is gone."""
+    """Read the file of a run, and end the journal if the process that wrote the file is gone."""
     reader.read_file()
     if _is_open(reader.journal) and _has_ended(reader.contents, reader.file):
-        reader.read_file()  # Read again, because the process may have recorded its end since the first read.
+        reader.read_file()  # Read the file again, because the process may have recorded the end since the first read.
         _close_journal(reader.contents)
 
 
@@ -129,7 +131,7 @@ def _report(journal: Journal, text: str) -> None:
 
 
 def _cells_of(header: dict[str, Any]) -> dict[str, str]:
-    """Return the names of the cells of the writer's kernel, by file name."""
+    """Return the names of the cells in the launching kernel, by file name."""
     cells = header.get("cells")
     found = islice(cells.items(), MAX_CELLS) if isinstance(cells, dict) else ()
     return {
@@ -140,7 +142,7 @@ def _cells_of(header: dict[str, Any]) -> dict[str, str]:
 
 
 def journal_path(path: str | PathLike[str]) -> Path:
-    """Return the file of the journal in a run's folder.
+    """Return the path of the journal in a run's folder.
 
     Raises:
         FileNotFoundError: The folder has no journal.
@@ -150,24 +152,24 @@ def journal_path(path: str | PathLike[str]) -> Path:
     if not file.is_file():
         raise FileNotFoundError(
             f"{given} is not a kept run: it has no {JOURNAL_NAME}; "
-            "notebook_accelerate.runs('runs') lists a folder of runs"
+            "notebook_accelerate.runs('runs') lists the runs in a folder"
         )
     return file
 
 
 def end_if_lost(contents: JournalContents, file: Path) -> None:
-    """End the journal of a run whose process is gone without having recorded an end."""
+    """If the process of a run is gone and has not recorded an end, end the journal."""
     if _is_open(contents.journal) and _has_ended(contents, file):
         _close_journal(contents)
 
 
 def _is_open(journal: Journal) -> bool:
-    """Return whether more records may follow, because the run is unfinished or its ranks are held."""
+    """Return whether more records may follow, because the run is still running or its ranks are held."""
     return journal.state.started > 0 and (journal.state.ended is None or journal.state.held)
 
 
 def _close_journal(contents: JournalContents) -> None:
-    """Append the events that the run's process would have recorded at its end."""
+    """Append the events that the run's process would have recorded at the end."""
     journal = contents.journal
     if journal.state.ended is None:
         text = (
@@ -183,7 +185,7 @@ def _writer_of(header: dict[str, Any]) -> str:
 
 
 def _has_ended(contents: JournalContents, file: Path) -> bool:
-    """Return whether the process that writes the journal is gone, as far as is visible from this machine."""
+    """Return whether the process that writes the journal is gone, as far as this machine can tell."""
     writer = parse_identity(contents.header["process"])
     here = this_process()
     if writer is not None and writer.machine and writer.machine == here.machine:
@@ -226,10 +228,10 @@ def _load_result(path: Path, size: int, checksum: object) -> Any:
 
 
 class _ReadOnly(NoCommands):
-    """The commands of a run that another process runs.
+    """The commands of a run that belongs to another process.
 
     Args:
-        text: The error message that every command raises.
+        text: The message of the error that every command raises.
     """
 
     def __init__(self, text: str) -> None:
@@ -243,11 +245,11 @@ class _ReadOnly(NoCommands):
         """Do nothing, because there is no connection to close."""
 
     def stop(self, grace: float) -> None:
-        """Raise an error, because another process runs the run."""
+        """Raise an error, because the run belongs to another process."""
         self._refuse()
 
     def interrupt(self, ranks: Iterable[int]) -> None:
-        """Raise an error, because another process runs the run."""
+        """Raise an error, because the run belongs to another process."""
         self._refuse()
 
 
@@ -256,11 +258,11 @@ class _FilePoller:
 
     Args:
         reader: Reads the journal's file.
-        client: The connection to the process of a detached run.
+        client: The connection to the process of a detached run, or None.
 
     Attributes:
-        opened: Whether the run is open. Until then, `open_run` itself reads the file.
-        over: Set when the run is garbage-collected.
+        opened: Whether `open_run` has opened the run. Until then, it reads the file itself.
+        over: An event that is set when the run is garbage-collected.
     """
 
     opened = False
@@ -271,7 +273,7 @@ class _FilePoller:
         self._lock, self._started = threading.Lock(), False
 
     def start(self) -> None:
-        """Poll the file on a thread. Do nothing before the run is opened, or if the thread has been started."""
+        """Start a thread that polls the file, unless the run is not open yet or the thread has already been started."""
         with self._lock:
             if self._started or not self.opened or self.over.is_set() or not _is_open(self._reader.journal):
                 return
@@ -281,7 +283,7 @@ class _FilePoller:
     def _main(self) -> None:
         gone = False
         while not gone and _is_open(self._reader.journal) and not self.over.wait(POLL_SECONDS):
-            # Check before reading, or records written just before exit would be missed.
+            # Check this before reading, because otherwise records written just before the exit would be missed.
             gone = _has_ended(self._reader.contents, self._reader.file)
             self._poll(gone)
 
@@ -289,7 +291,7 @@ class _FilePoller:
         reader = self._reader
         try:
             reader.read_file()
-        except (BrokenRunError, OSError) as error:  # A disk may be unreachable for a while.
+        except (BrokenRunError, OSError) as error:  # Ignore most errors, because a disk may be unreachable for a while.
             if isinstance(error, BrokenRunError) or run_directory.is_gone(reader.file.parent):
                 self._note_problem(f"Cannot read the journal: {error}")
         if gone:

@@ -1,4 +1,4 @@
-"""The folder of a kept run: its name, its files, and the journal's header about the launch."""
+"""The folder of a kept run: its name, its files, and the journal's header, which describes the launch."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _GIT_SECONDS = 10.0
 
 
 def create_folder(parent: str | os.PathLike[str], name: str, created: float) -> Path:
-    """Create the folder of a run. Its name has the date, the time and the run's name, with a number if it is taken.
+    """Create the folder of a run, named after the date, the time and the run, with a number if the name is taken.
 
     Args:
-        parent: The folder in which runs are kept. It is created if it does not exist.
+        parent: The folder where runs are kept. It is created if it does not exist.
         name: The run's name.
-        created: Seconds since the epoch.
+        created: When the run was launched, in seconds since the epoch.
 
     Raises:
         LaunchError: The folder cannot be created.
@@ -64,7 +64,7 @@ def _name_in_path(name: str) -> str:
 
 
 def _is_made_for(folder: Path, name: str) -> bool:
-    """Return whether `create_folder` may have given this name to the folder of the run, in any time zone."""
+    """Return whether `create_folder` may have chosen the name of this folder for the run, in any time zone."""
     return re.fullmatch(rf"[0-9]{{8}}-[0-9]{{6}}-{re.escape(_name_in_path(name))}(-[0-9]+)?", folder.name) is not None
 
 
@@ -75,11 +75,11 @@ def new_header(
 
     Args:
         name: The run's name.
-        number: Its number in its kernel.
+        number: The run's number in its kernel.
         function: The launched function.
         arguments: The function's positional arguments.
-        config: Configuration of the launch.
-        at: When it was launched, in seconds since the epoch.
+        config: The launch configuration.
+        at: When the run was launched, in seconds since the epoch.
     """
     return {
         "kind": "header",
@@ -100,7 +100,7 @@ def new_header(
 def _working_folder() -> str:
     try:
         return str(Path.cwd())
-    except OSError:  # The folder was deleted.
+    except OSError:  # The folder has been deleted.
         return ""
 
 
@@ -114,7 +114,7 @@ def _stored_config(config: LaunchConfig) -> dict[str, Any]:
 
 
 def _plain(value: object, depth: int = 4) -> Any:
-    """Convert a value to one that JSON can represent. Objects of other types become the name of their type."""
+    """Convert a value to one that JSON can represent. Objects of other types become the names of their types."""
     if value is None or type(value) in (bool, int):
         return value
     if type(value) is float:
@@ -129,7 +129,7 @@ def _plain(value: object, depth: int = 4) -> Any:
 
 
 def config_from(stored: Mapping[str, Any]) -> LaunchConfig:
-    """Return the configuration in a header. Settings that cannot be read back have their defaults."""
+    """Return the configuration in a header. Settings that cannot be read back get their default values."""
     known = {each.name for each in fields(LaunchConfig)} - {"env", "rdzv_conf", "accelerator", "on"}
     values = {
         name: tuple(value) if isinstance(value, list) else value for name, value in stored.items() if name in known
@@ -138,23 +138,23 @@ def config_from(stored: Mapping[str, Any]) -> LaunchConfig:
     with suppress(TypeError, ValueError, AttributeError):
         return config.changed(**values)
     for name, value in values.items():
-        with suppress(TypeError, ValueError, AttributeError):  # Another version may allow other values.
+        with suppress(TypeError, ValueError, AttributeError):  # Another version may have allowed other values.
             config = config.changed(**{name: value})
     return config
 
 
 def environment_of(header: Mapping[str, Any]) -> dict[str, str]:
-    """Return the versions and the machine recorded in a header, as the report shows them."""
+    """Return the versions and the machine recorded in a header, in the form that the report shows."""
     found = header.get("environment")
     texts = found.items() if isinstance(found, dict) else ()
     return {name: text[:_TEXT_CHARS] for name, text in texts if isinstance(text, str)} or {"python": "not recorded"}
 
 
 def code_version(folder: Path) -> dict[str, Any]:
-    """Return the section about the code's version: the commit of a git repository, and whether files were changed.
+    """Return the section about the version of the code: the git commit, and whether files differ from the commit.
 
     Args:
-        folder: The folder of the code.
+        folder: A folder in the git repository.
     """
     commit = _git(folder, "rev-parse", "HEAD")
     section: dict[str, Any] = {"kind": "code", "commit": (commit or "").strip(), "dirty": None}
@@ -186,11 +186,11 @@ def _git(folder: Path, *command: str) -> str | None:
 SUMMARY_NAME = "summary.json"
 MAX_SUMMARY_BYTES = 4 << 20
 SUMMARY_SECONDS = 2.0
-"""How long the process of a detached run may take to write its last file after the end of its journal."""
+"""How many seconds the process of a detached run may take to write its last file after the end of the journal."""
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Return the data for the table of runs, or None if the run is unfinished or its summary is unusable."""
+    """Return the summary of a run, for the table of runs, or None if the run is unfinished or the summary unusable."""
     try:
         content = parse_json(read_limited(folder / SUMMARY_NAME, MAX_SUMMARY_BYTES))
         check_depth(content)
@@ -201,21 +201,21 @@ def read_summary(folder: Path) -> dict[str, Any] | None:
 
 
 def result_name(rank: int) -> str:
-    """Return the name of the file with a rank's pickled result."""
+    """Return the name of the file that holds a rank's pickled result."""
     return f"result-{rank}.pickle"
 
 
 def delete_run(journal: Path, name: str, started: float, *, lost: bool) -> None:
-    """Delete the files of an ended run, and the folder that was created for it if it contains no other files.
+    """Delete the files of an ended run. Also delete the folder if it was created for the run and is then empty.
 
     Args:
-        journal: The file of the run's journal.
+        journal: The path of the run's journal.
         name: The run's name.
-        started: When it was launched, in seconds since the epoch.
-        lost: Whether its process ended without writing the last file.
+        started: When the run was launched, in seconds since the epoch.
+        lost: Whether the run's process ended without writing the last file.
 
     Raises:
-        FileNotFoundError: The run has no journal.
+        FileNotFoundError: The journal does not exist.
         OSError: A file cannot be deleted.
     """
     folder = journal.parent
@@ -224,13 +224,13 @@ def delete_run(journal: Path, name: str, started: float, *, lost: bool) -> None:
     while not (is_last := _is_summary_of(folder, name, started)) and time.monotonic() < deadline:
         time.sleep(0.05)
     files = [*_results(journal), *([folder / SUMMARY_NAME] if is_last else [])]
-    # Delete the journal last, because without it the remaining files could not be found again.
+    # Delete the journal last, because without it, the remaining files could not be found again.
     for file in [*files, journal]:
-        file.with_name(f"{file.name}.new").unlink(missing_ok=True)  # A write may have been interrupted.
+        file.with_name(f"{file.name}.new").unlink(missing_ok=True)  # An interrupted write leaves this file behind.
         file.unlink(missing_ok=True)
     folder = folder.resolve()
-    if _is_made_for(folder, name):  # Otherwise the folder is the user's, with a copy of the journal.
-        with suppress(OSError):  # The folder contains other files.
+    if _is_made_for(folder, name):  # Otherwise, the user has created or renamed the folder.
+        with suppress(OSError):  # The folder may contain other files.
             folder.rmdir()
 
 
@@ -240,7 +240,7 @@ def _is_summary_of(folder: Path, name: str, started: float) -> bool:
 
 
 def _results(journal: Path) -> list[Path]:
-    """Return the result files that a journal describes, if they have the size stated there."""
+    """Return the paths of the result files that a journal describes and whose sizes match the description."""
     try:
         stored = read_journal(journal).stored
     except (BrokenRunError, OSError):

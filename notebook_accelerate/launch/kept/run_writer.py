@@ -45,52 +45,53 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.state.rank_result import RankResult
 
 PERIOD = 0.5
-"""Seconds between two writes. If the kernel is killed, at most this much is lost, plus the duration of a write."""
+"""Seconds between two writes. If the kernel is killed, no more than this time and the duration of a write are lost."""
 SYNC_SECONDS = 10.0
 """Seconds between two flushes of the file to the disk."""
 RETRY_SECONDS = 10.0
-"""Seconds until the next attempt after a disk error."""
+"""Seconds until the next attempt to write after a disk error."""
 MAX_WAITING = 300_000
-"""Maximum events queued for a slow disk. Beyond it, every second droppable event of the older half is dropped."""
+"""Maximum number of events queued for a slow disk. If there are more, every second droppable event of the older half is
+dropped."""
 MAX_WAITING_CHARS = 64 << 20
-"""Maximum characters of output queued for a slow disk. Beyond it, the oldest lines are dropped."""
+"""Maximum characters of output queued for a slow disk. If there are more, the oldest lines are dropped."""
 MAX_RESULT_BYTES = 64 << 20
-"""Maximum size in bytes of a pickled result, for runs whose kernel has the result too."""
+"""Maximum size in bytes of a pickled result of a run whose kernel has the result too."""
 MAX_DETACHED_RESULT_BYTES = 1 << 40
-"""Maximum size in bytes of a pickled result of a detached run. In effect, the disk is the limit."""
+"""Maximum size in bytes of a pickled result of a detached run. In practice, the size of the disk is the limit."""
 END_SECONDS = 60.0
-"""Seconds that the end of a run waits for a slow disk."""
+"""Seconds to wait for a slow disk at the end of a run."""
 DETACHED_END_SECONDS = 3600.0
-"""Seconds that the end of a detached run waits for a full disk, to write its results and its end."""
+"""Seconds to wait for space on a full disk at the end of a detached run, to write the results and the end."""
 STOPPED_END_SECONDS = 10.0
-"""Seconds that the end of a detached run waits for a full disk if the user has stopped the run."""
+"""Seconds to wait for space on a full disk at the end of a detached run that the user has stopped."""
 END_PERIOD = 2.0
-"""Seconds between two attempts during that wait."""
+"""Seconds between two attempts to write while waiting for space."""
 _WRITTEN: tuple[type[Event], ...] = (RunEvent, *journal_format.RANK_EVENTS)
 """The events that a journal contains."""
 _ALL_OF = frozenset({CheckpointEvent, DroppedEvent, EpochEvent, TraceEvent})
-"""Kinds of events that are always written, even if superseded. Of other kinds, only the last one per period is."""
+"""Kinds of events of which all are written. Of other kinds that supersede each other, one per write is enough."""
 _WRITE_BYTES = 1 << 20
 
 
 class RunWriter:
-    """Writes the journal of a run into a folder, on a thread.
+    """Writes the journal of a run to a folder, on a separate thread.
 
-    The thread that appends an event adds it to a list and does not wait for the disk.
+    A thread that appends an event to the journal only adds it to a list, and does not wait for the disk.
 
     Args:
-        folder: The folder, which exists and is empty.
+        folder: The run's folder, which must exist and be empty.
         header: The journal's first section.
         journal: The run's journal, which must not contain events yet.
-        detached: Whether no other process has the results. If so, they are kept whatever their size, and the end of the
-            run waits for a full disk.
+        detached: Whether the run is detached, so that no other process has the results. In this case, results of any
+            size are kept, and the end of the run waits for space on a full disk.
 
     Raises:
         OSError: The file cannot be created.
 
     Attributes:
-        folder: The folder of the run.
-        file: The file of the journal.
+        folder: The run's folder.
+        file: The path of the journal's file.
     """
 
     def __init__(self, folder: Path, header: dict[str, Any], journal: Journal, *, detached: bool = False) -> None:
@@ -121,9 +122,9 @@ class RunWriter:
         """Start the thread, which ends with the run.
 
         Args:
-            run: The run whose journal is written.
-            history: Frames of the run that this run continues.
-            stopping: Returns whether the user has stopped the run, even after its end.
+            run: The run whose journal to write.
+            history: Frames with the history of the earlier run that this run continues.
+            stopping: A function that returns whether the user has stopped the run, even after the run's end.
         """
         self._unwritten += history
         self._stopping = stopping
@@ -148,14 +149,14 @@ class RunWriter:
                 self._keep(_without_old_lines(self._waiting, self._waiting_chars - MAX_WAITING_CHARS // 2))
 
     def _keep(self, kept: list[Record]) -> None:
-        """Keep only these queued records, and count the others as dropped."""
+        """Drop all queued records except those in ``kept``, and count the dropped ones."""
         for rank, count in (Counter(each.rank for each in self._waiting) - Counter(each.rank for each in kept)).items():
             self._dropped[rank] = self._dropped.get(rank, 0) + count
         self._waiting = kept
         self._waiting_chars = sum(len(each.event.text) for each in kept if type(each.event) is LogEvent)
 
     def _end(self, run: Run) -> None:
-        """Write everything that was recorded. Called before the waiting cell continues."""
+        """Write everything that has been recorded, before the cell that waits for the run continues."""
         patience, self._was_stopped = 0.0, self._stopping() or self._journal.state.status == "stopped"
         if self._detached:
             patience = STOPPED_END_SECONDS if self._was_stopped else DETACHED_END_SECONDS
@@ -168,7 +169,7 @@ class RunWriter:
     # ---- on the writer's thread
 
     def _main(self) -> None:
-        self._code_thread.start()  # Use a thread, because git takes seconds on a large repository.
+        self._code_thread.start()  # Run git on another thread, because it takes seconds in a large repository.
         while True:
             over = self._over
             if over:
@@ -182,12 +183,12 @@ class RunWriter:
                 self._wake.wait(PERIOD)
 
     def _is_patient(self) -> bool:
-        """Return whether to wait for space on a full disk. False if the user has stopped the run after its end."""
+        """Return whether to wait for space on a full disk. If the user stops the run after its end, don't."""
         stopped_later = self._over and not self._was_stopped and self._stopping()
         return not stopped_later and time.monotonic() < self._patient_until
 
     def _find_code(self) -> None:
-        with suppress(Exception):  # The run is kept without the code's version.
+        with suppress(Exception):  # After an error, keep the run without the version of the code.
             self._code = run_folder.code_version(Path.cwd())
 
     def _write(self, *, last: bool) -> None:
@@ -212,9 +213,9 @@ class RunWriter:
                 self._journal.append(WarningAdded(text))
 
     def _take_waiting(self) -> tuple[list[Record], dict[int, int], int]:
-        """Store the queued results.
+        """Store the queued results, and empty the queue of records.
 
-        Return the queued records, the numbers of dropped ones, and the number of run events.
+        Return the queued records, the number of dropped records of each rank, and the number of the run's own events.
         """
         while True:
             with self._lock:
@@ -223,15 +224,16 @@ class RunWriter:
                     records, self._waiting, self._waiting_chars = self._waiting, [], 0
                     dropped, self._dropped, self._results = self._dropped, {}, {}
                     return records, dropped, self._run_events
-            # Store results before the events that name their files. A full disk may raise an error here.
+            # Store results before writing the events that describe their files. If the disk is full, an error may occur
+            # here.
             for rank, result in new.items():
                 self._stored[id(result)] = self._contents.stored[rank] = self._store_result(rank, result)
 
     def _restore(self) -> None:
-        """Write the journal again from memory, because another process has deleted the file.
+        """Write the whole journal again from memory, because another process has deleted the file.
 
         Raises:
-            OSError: The file cannot be written, because its folder was deleted too or the disk is full.
+            OSError: The file cannot be written, because the folder was deleted too, or because the disk is full.
         """
         records, dropped, count = self._take_waiting()
         for record in records:
@@ -281,7 +283,7 @@ class RunWriter:
         except OSError:
             if self._is_patient():
                 raise
-            return None  # The events are more important than a result.
+            return None  # Go on without the result, because the events are more important.
         return {"bytes": len(pickled), "crc32": zlib.crc32(pickled)}
 
     def _append(self) -> None:
@@ -321,7 +323,7 @@ def _without_old_lines(records: Sequence[Record], excess: int) -> list[Record]:
 
 
 def _worth_keeping(records: Sequence[Record]) -> list[Record]:
-    """Return the events to write, keeping only the latest of events that supersede each other (such as progress)."""
+    """Return the events to write. Of events that supersede each other, such as progress, only the latest is kept."""
     kept: list[Record] = []
     seen: set[tuple[Any, ...]] = set()
     for record in reversed(records):
@@ -333,13 +335,13 @@ def _worth_keeping(records: Sequence[Record]) -> list[Record]:
         elif key not in seen:
             seen.add(key)
             kept.append(record)
-        if kind is EpochEvent:  # The steps before it belong to an earlier epoch.
+        if kind is EpochEvent:  # Keep the last step before it too, because that belongs to an earlier epoch.
             seen.discard((ProgressEvent, record.rank, True))
     return kept[::-1]
 
 
 def summary_of(header: dict[str, Any], code: dict[str, Any], journal: Journal) -> dict[str, Any]:
-    """Return the data for a table of runs, from the run's journal."""
+    """Return the summary of a run, for the table of runs, from its journal."""
     state, store = journal.state, journal.store
     last = {}
     for name in store.metric_names():

@@ -1,1 +1,1 @@
-"""The output of ranks and panels in the notebook."""
+"""Show the output of ranks and the panels of runs in the notebook."""

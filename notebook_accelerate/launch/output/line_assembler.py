@@ -1,15 +1,15 @@
-"""Split a stream of bytes into complete lines, and recognise progress bars that are redrawn in place."""
+"""Split a byte stream into complete lines, and recognise progress bars that are redrawn in place."""
 
 from __future__ import annotations
 
 import re
 
 MAX_LINE_BYTES = 1 << 20
-"""Longer lines are split, so that a rank that writes no line breaks cannot fill the kernel's memory."""
+"""Maximum length of a line. Longer ones are split, so that output without line breaks cannot fill the memory."""
 MAX_BARS = 20
-"""Maximum number of progress bars below each other that are redrawn in place.
+"""Maximum number of progress bars, one below the other, that are redrawn in place.
 
-With more, the upper ones become lines.
+If there are more, the upper ones become ordinary lines.
 """
 UP = b"\x1b[A"
 FULL = b"100%|"
@@ -18,22 +18,22 @@ _TOKENS = re.compile(rb"\n|\r+|\x1b\[A|(?:(?!\x1b\[A)[^\n\r])+")
 
 
 class LineAssembler:
-    """Splits a byte stream into complete lines. A carriage return restarts its line, as on a terminal.
+    """Splits a byte stream into complete lines. As on a terminal, a carriage return starts the line over.
 
-    Nested bars, such as tqdm's, move down with a line break and up again with an escape sequence. Their rows are kept
-    until something else is written below them.
+    Nested progress bars, such as those of tqdm, move down with a line break and up again with an escape sequence. Their
+    rows are kept until something else is written below them.
     """
 
     def __init__(self) -> None:
         self._rest = b""
         self._above: list[bytes] = []
         self._below: list[bytes] = []
-        self._escape = b""  # The start of an escape sequence that a later write completes.
-        # How often the row was drawn since a line break led to it, or None if no line break led to it.
+        self._escape = b""  # Keep the start of an escape sequence until a later write completes it.
+        # Count how often the current row was drawn since a line break led to it. None means that no line break did.
         self._draws: int | None = None
 
     def feed(self, data: bytes) -> str | None:
-        """Return the newly completed lines, joined by line breaks, or None if no line is complete."""
+        """Return the lines that ``data`` completes, joined by line breaks, or None if no line is complete."""
         data, self._escape = self._escape + data, b""
         if data.endswith((UP[:1], UP[:2])):
             start = data.rindex(UP[:1])
@@ -49,7 +49,7 @@ class LineAssembler:
         return _text(lines) if newline else None
 
     def finish(self) -> str | None:
-        """Return the unfinished lines at the end of the stream, or None if there are no such lines."""
+        """Return the unfinished lines at the end of the stream, joined by line breaks, or None if there are none."""
         rows = [*self._above, self._rest + self._escape, *self._below]
         self._rest, self._escape, self._above, self._below = b"", b"", [], []
         left = [row for row in rows if row and not _is_wiped(row)]
@@ -57,14 +57,14 @@ class LineAssembler:
 
     @property
     def redrawn(self) -> str:
-        """The unfinished lines that a carriage return has redrawn, such as progress bars, joined by line breaks."""
+        """The unfinished lines with carriage returns, which are mostly progress bars, joined by line breaks."""
         rows = (*self._above, self._rest, *self._below)
         return "\n".join(_text(row) for row in rows if b"\r" in row and row.strip())
 
-    # ---- progress bars below each other
+    # ---- progress bars that are one below the other
 
     def _may_go_down(self, data: bytes) -> bool:
-        """Return whether ``data`` is the line break that tqdm writes separately to move to an inner bar."""
+        """Return whether ``data`` is the line break that tqdm writes on its own to move down to an inner bar."""
         return data == b"\n" and b"\r" in self._rest and b"%|" in self._rest and FULL not in self._rest
 
     def _feed_bars(self, data: bytes) -> str | None:
@@ -87,7 +87,7 @@ class LineAssembler:
 
     def _go_down(self, done: list[bytes]) -> None:
         row = self._rest
-        is_bar = b"\r" in row.rstrip(b"\r")  # Do not count an ordinary line that ends with \r\n.
+        is_bar = b"\r" in row.rstrip(b"\r")  # An ordinary line may end with \r\n, so ignore a \r at the end.
         self._above.append(row)
         self._rest = self._below.pop(0) if self._below else b""
         self._draws = 0
@@ -101,7 +101,7 @@ class LineAssembler:
 
     def _redraw(self, token: bytes, done: list[bytes]) -> None:
         if self._draws is not None:
-            # The row is redrawn without having gone up, so it follows the bar above it.
+            # A bar that is redrawn without going up is not nested, so the bars above it are complete.
             if self._draws and not _is_wiped(self._rest):
                 self._complete_above(done)
             else:
@@ -109,7 +109,7 @@ class LineAssembler:
         self._rest += token
 
     def _add(self, token: bytes, done: list[bytes]) -> None:
-        if self._draws == 0:  # This is an ordinary line below the bars.
+        if self._draws == 0:  # The text is an ordinary line below the bars.
             if self._rest:
                 self._above.append(self._rest)
             self._rest = b""
@@ -123,7 +123,7 @@ class LineAssembler:
             self._rest = self._rest[cut:]
 
     def _complete_above(self, done: list[bytes]) -> None:
-        """Complete the rows above the current one, because the following output is not drawn over them."""
+        """Complete the rows above the current one, because the following output will not redraw them."""
         done += self._above
         self._above.clear()
         self._draws = None
@@ -142,14 +142,14 @@ def _is_wiped(row: bytes) -> bool:
 
 
 def _last_redraw(rest: bytes) -> bytes:
-    """Return a line without the states that it has overwritten. It keeps the carriage return, which marks a bar."""
+    """Return a line without the text that it has overwritten. The carriage return that marks a bar is kept."""
     start = rest.rstrip(b"\r").rfind(b"\r")
     return rest[start:] if start > 0 else rest
 
 
 def _character_start(data: bytes) -> int:
-    """Return the start of the last, perhaps unfinished, UTF-8 character. A cut there does not split a character."""
+    """Return a position near the end where a cut does not split a UTF-8 character."""
     start = len(data) - 1
-    while start > len(data) - 4 and data[start] & 0xC0 == 0x80:  # 10xxxxxx is a continuation byte within a character.
+    while start > len(data) - 4 and data[start] & 0xC0 == 0x80:  # Bytes of the form 10xxxxxx continue a character.
         start -= 1
     return start if data[start] & 0xC0 == 0xC0 else len(data)

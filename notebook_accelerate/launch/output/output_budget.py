@@ -1,4 +1,4 @@
-"""Limit the output that a run sends to the front end and leaves in the notebook's file."""
+"""Limit how much output a run sends to the front end and leaves in the notebook's file."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry import DisplayEvent
 
 BURST_BYTES, BYTES_PER_SECOND = 2_500_000, 300_000
-"""Limits for the front end. Jupyter's server drops output above 1 MB/s, and 100 MB crash a browser."""
+"""Limits for output to the front end. Jupyter's server drops output above 1 MB/s, and 100 MB crash a browser."""
 HEAD_BYTES, TAIL_BYTES = 120_000, 40_000
-"""Bytes of a run's text that the notebook's file keeps, for the first and the last lines."""
+"""How many bytes of a run's first lines, and how many of its last lines, stay in the notebook's file."""
 MAX_TAIL_CHARS = 2_000
-"""Longer lines are truncated if they are among the last ones."""
+"""Maximum length of a line among the last lines. Longer ones are truncated."""
 _BYTES_PER_LINE = 12
-"""Bytes that each line adds to a notebook's file for its quotes, comma and indentation."""
+"""Bytes that the quotes, the comma and the indentation of each line add to the notebook's file."""
 MAX_WAITING_CHARS = BURST_BYTES
-"""Maximum number of characters of queued displays. Further displays are dropped."""
+"""Maximum number of characters in queued displays. Displays beyond that are dropped."""
 
 
 class OutputBudget:
-    """The amount of output that may be sent now. An output may exceed it, but later outputs then have to wait."""
+    """Tracks how much output may be sent now. A single output may exceed that, but later ones then have to wait."""
 
     def __init__(self) -> None:
         self._left, self._time = float(BURST_BYTES), time.monotonic()
@@ -56,10 +56,10 @@ class HeadAndTail:
         self.changed = False
 
     def head(self, text: str) -> str:
-        """Return the lines of a text that are still among the first ones. The others are kept for `tail`.
+        """Return the lines of ``text`` that still count as first lines. The others are kept for `tail`.
 
         Args:
-            text: Complete lines of text.
+            text: One or more complete lines.
         """
         size = notebook_bytes(text) if self._left > 0 else 0
         if 0 < size <= self._left:
@@ -71,7 +71,7 @@ class HeadAndTail:
         return first
 
     def tail(self) -> str:
-        """Return the number of omitted lines followed by the last lines, or "" if there are no such lines."""
+        """Return a line with the number of omitted lines, followed by the last lines, or "" if there are none."""
         self.changed = False
         if not self._lines:
             return ""
@@ -88,7 +88,7 @@ class HeadAndTail:
         self.changed = True
         recent = text[-TAIL_BYTES:]
         if len(recent) < len(text):
-            # The first line of this part is cut off. If it is the only one, its beginning is shown instead.
+            # The first line of this part is cut off, so start with the next one. If there is none, keep the whole line.
             begin = text.find("\n", len(text) - len(recent), -1) + 1 or text.rfind("\n", 0, -1) + 1
             recent = text[begin:]
             self._left_out += text.count("\n", 0, begin)
@@ -107,7 +107,7 @@ def notebook_bytes(text: str) -> int:
 
 
 class WaitingDisplays:
-    """The displays that wait for the budget. Only the latest state of each display id is kept."""
+    """The displays that wait until the budget allows sending them. Only the latest state of each one is kept."""
 
     def __init__(self) -> None:
         self._events: dict[str, DisplayEvent] = {}
@@ -119,7 +119,7 @@ class WaitingDisplays:
         return bool(self._events)
 
     def put(self, event: DisplayEvent) -> None:
-        """Queue a display in place of its earlier state, or drop it if too much is queued."""
+        """Queue a display in place of its earlier state, or drop the display if too much is queued."""
         identity, size = event.display_id, display_size(event)
         before = self._events.pop(identity or "", None)
         if before is not None:
@@ -140,7 +140,7 @@ class WaitingDisplays:
         return event
 
     def first_shown(self, event: DisplayEvent) -> DisplayEvent:
-        """Return the event. If it updates a display that was dropped, the returned event shows the display instead."""
+        """Return the event. An update of a display that was dropped is changed to show the display instead."""
         if event.update and event.display_id in self._never_shown:
             self._never_shown.discard(event.display_id or "")
             return replace(event, update=False)

@@ -1,4 +1,4 @@
-"""Publish the labelled lines and displays of ranks under the cell of the launch."""
+"""Publish the labelled lines and displays of ranks under the launching cell."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry import DisplayEvent
 
 FLUSH_SECONDS = 0.1
-"""Minimum seconds between two messages to the front end, which draws the page once for each message."""
+"""Minimum seconds between two messages to the front end, because it redraws the page for each message."""
 MAX_BAR_CHARS = 1_000
-"""Longer progress bars are truncated, because all of them are sent again whenever one changes."""
+"""Maximum length of a progress bar. Longer ones are truncated, because a change in one sends all of them again."""
 TAIL_SECONDS = 0.5
 """Minimum seconds between two redraws of the last lines of long output."""
 PROGRESS_SECONDS = 0.2
@@ -29,7 +29,7 @@ PROGRESS_SECONDS = 0.2
 
 
 def line_label(template: str | None, rank: int, local_rank: int) -> str:
-    """Return the prefix of a rank's lines, from the user's template or, without one, "[rank 1] "."""
+    """Return the prefix of a rank's lines, such as "[rank 1] ", or what the user's template yields."""
     if template is None:
         return f"[rank {rank}] "
     return string.Template(template).safe_substitute(role_name="default", rank=rank, local_rank=local_rank)
@@ -39,7 +39,7 @@ class Publisher(ABC):
     """Shows the labelled lines, rich outputs and progress bars of a run. Not thread-safe.
 
     Attributes:
-        redraws: Whether an output can be replaced by a later one.
+        redraws: Whether later output can replace earlier output.
     """
 
     redraws = False
@@ -51,14 +51,14 @@ class Publisher(ABC):
         self._bars: dict[int, str] = {}
         self._bars_changed = False
         self._bars_due = 0.0
-        self._cleared: dict[int, str] = {}  # Changes that are still to be drawn.
+        self._cleared: dict[int, str] = {}  # Hold the changes that are still to be drawn.
 
     @abstractmethod
     def _write(self, stream: str, text: str) -> None:
-        """Write text to "stdout" or "stderr"."""
+        """Write text to a stream, "stdout" or "stderr"."""
 
     def show_under(self, cell: Any) -> None:
-        """Show further output under the cell with the execute request ``cell``. No effect outside a notebook."""
+        """Show later output under another cell, given by its execute request. This has no effect outside a notebook."""
         return
 
     @abstractmethod
@@ -66,30 +66,30 @@ class Publisher(ABC):
         """Show a rich output of a rank."""
 
     def _draw_bars(self, text: str) -> None:
-        """Show the progress bars of all ranks in one output that is redrawn. No effect outside a notebook."""
+        """Show all ranks' progress bars in one output that is redrawn. This has no effect outside a notebook."""
         return
 
     def _draw_cleared(self, rank: int, text: str) -> None:
-        """Show the lines of a rank since ``clear_output`` in one output that is redrawn."""
+        """Show a rank's lines since ``clear_output`` in one output that is redrawn."""
         return
 
     def cleared_lines(self, rank: int, text: str, label: str) -> None:
-        """Show all lines of a rank since its last ``clear_output``, in place of earlier ones ("" for no lines)."""
+        """Show all of a rank's lines since its last ``clear_output``, in place of earlier lines. "" removes them."""
         self._last_label = ""
         self._cleared[rank] = label + text.replace("\n", "\n" + label) if text else ""
 
     def line(self, stream: str, text: str) -> None:
-        """Show a line of the launcher itself."""
+        """Show a line from the launcher itself."""
         self._last_label = ""
         self._pending.append((stream, text + "\n"))
 
     def lines(self, stream: str, text: str, label: str) -> None:
-        """Show a rank's lines, joined by line breaks, each prefixed with ``label``."""
+        """Show lines of a rank, each prefixed with ``label``. In ``text``, they are joined by line breaks."""
         self._last_label = label
         self._pending.append((stream, label + text.replace("\n", "\n" + label) + "\n"))
 
     def bar(self, rank: int, text: str, label: str) -> None:
-        """Show the lines of ``text`` as the progress bars of ``rank``. An empty text removes them."""
+        """Show the lines of ``text`` as the progress bars of ``rank``. If ``text`` is empty, remove the bars."""
         if text:
             bars = [bar if len(bar) <= MAX_BAR_CHARS else bar[:MAX_BAR_CHARS] + " …" for bar in text.split("\n")]
             self._bars[rank] = "\n".join(label + bar for bar in bars)
@@ -105,7 +105,7 @@ class Publisher(ABC):
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def flush(self, *, force: bool = False) -> None:
-        """Send pending output if it is due, or in any case with ``force``."""
+        """Send pending output that is due. With ``force``, send all pending output."""
         now = time.monotonic()
         if self._pending and (force or now >= self._due):
             self._due = now + FLUSH_SECONDS
@@ -124,7 +124,7 @@ class Publisher(ABC):
 
 
 class TextPublisher(Publisher):
-    """Writes to the streams that ``sys`` had at the launch, such as a terminal, a file or a capture."""
+    """Writes to the ``sys.stdout`` and ``sys.stderr`` of the launch, such as a terminal, a file or a capture."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,14 +139,15 @@ class TextPublisher(Publisher):
 
 
 class NotebookPublisher(Publisher):
-    """Publishes under the cell of the launch, from any thread and even after that cell has finished.
+    """Publishes under the launching cell, from any thread and even after that cell has finished.
 
-    If there is a lot of text, the cell shows the first lines, and the last ones in an output that is redrawn.
+    If there is a lot of text, the cell shows the first lines, and below them the last lines in an output that is
+    redrawn.
 
     Args:
-        kernel: The ipykernel of this process.
+        kernel: The ipykernel that runs in this process.
         run_id: The run's number.
-        text: Whether to show the text of ranks in the cell. Their displays are always shown.
+        text: Whether to show the ranks' text in the cell. Their displays are always shown.
     """
 
     redraws = True
@@ -183,7 +184,7 @@ class NotebookPublisher(Publisher):
         self._cleared_shown.clear()
 
     def _send(self, kind: str, content: dict[str, Any], topic: str) -> None:
-        # Send through the session, because OutStream would add the text to the cell that is running now.
+        # Send through the session, because an OutStream would add the text to the cell that is running now.
         socket, ident = self._kernel.iopub_socket, topic.encode()
         self._kernel.session.send(socket, kind, content, parent=self._parent, ident=ident)
 
@@ -193,7 +194,7 @@ class NotebookPublisher(Publisher):
             self._send("stream", {"name": stream, "text": shown}, f"stream.{stream}")
 
     def display(self, event: DisplayEvent, label: str) -> None:
-        """Show a rich output below its label, unless the output before it has the same label."""
+        """Show a rich output. If the output above it has another label, print the rank's label first."""
         if not event.update and label.strip() and label != self._last_label:
             super().lines("stdout", "", label)
         super().flush(force=True)
@@ -217,7 +218,7 @@ class NotebookPublisher(Publisher):
 
     def _draw_bars(self, text: str) -> None:
         if text and self._budget.left <= 0:
-            self._bars_changed = True  # Draw them later. Their removal, however, is shown immediately.
+            self._bars_changed = True  # Draw the bars later. Only their removal is shown immediately.
             return
         self._budget.spend(len(text))
         self._send_display({"text/plain": text}, {}, self._bars_id, update=self._bars_shown)
@@ -247,7 +248,7 @@ class NotebookPublisher(Publisher):
         self._tail_shown = True
 
     def flush(self, *, force: bool = False) -> None:
-        """Show pending output that is due. With ``force``, also report how many displays were dropped."""
+        """Show pending output that is due. With ``force``, show all of it and report how many displays were dropped."""
         super().flush(force=force)
         if self._text.changed and (force or time.monotonic() >= self._tail_due):
             self._draw_tail()
@@ -264,13 +265,13 @@ class NotebookPublisher(Publisher):
 
 
 def publisher_for(run_id: int, *, text: bool = True) -> Publisher:
-    """Return the publisher of a run that is launched now.
+    """Create the publisher for a run that is being launched.
 
     Args:
         run_id: The run's number.
-        text: Whether a notebook's cell shows the text of ranks. Outside a notebook, the text is always shown.
+        text: Whether a notebook's cell shows the ranks' text. Outside a notebook, the text is always shown.
     """
     kernel = running_kernel()
     if kernel is not None and type(sys.stdout).__module__.startswith("ipykernel"):
         return NotebookPublisher(kernel, run_id, text=text)
-    return TextPublisher()  # This is also the case in a kernel whose sys.stdout is captured.
+    return TextPublisher()  # A kernel whose sys.stdout is captured also gets this one.

@@ -1,4 +1,4 @@
-"""The output of one rank: its lines and rich displays, in the order in which the rank made them."""
+"""The output of one rank: lines and rich displays, in the order in which the rank produced them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 MAX_CLEARED_CHARS = 10_000
-"""Longer text after ``clear_output`` is not replaced by the next call, because every new line sends all of it again."""
+"""Maximum length of the text after ``clear_output``. Longer text is kept, since each new line sends all of it again."""
 MAX_HELD_BYTES = 4 << 20
-"""Maximum bytes held back behind a mark whose display does not arrive."""
+"""Maximum number of bytes to hold back after a mark whose display does not arrive."""
 
 
 class _Stream:
-    """Output of one stream that has not been published.
+    """The part of a stream's output that has not been published.
 
     Attributes:
-        unread: The bytes behind the mark.
-        mark: The number of the mark that was reached, or None until the next one is read.
+        unread: The bytes after the mark.
+        mark: The number of the mark that was reached, or None while there is none.
         ended: Whether the stream has reached its end.
     """
 
@@ -40,14 +40,14 @@ class _Stream:
 class RankOutput:
     """Passes the lines of a rank to the store, and lines, bars and displays to the publisher.
 
-    Lines arrive over pipes, and displays over the rank's channel. Each display has a mark in both streams. It is shown
-    when both marks have arrived, followed by the output behind the marks.
+    Lines arrive over pipes, and displays over the rank's channel. For each display, the rank writes a mark to both
+    output streams. The display is shown when both marks have arrived, followed by the output after the marks.
 
     Args:
         rank: The rank's global index.
-        label: The prefix of its lines.
-        keep: Called with the rank, the stream and the lines, joined by line breaks.
-        publisher: Shows the lines.
+        label: The prefix of the rank's lines.
+        keep: A function to call with the rank, the stream and the lines, joined by line breaks.
+        publisher: Shows the lines, the bars and the displays.
     """
 
     def __init__(self, rank: int, label: str, keep: Callable[[int, str, str], None], publisher: Publisher) -> None:
@@ -56,8 +56,9 @@ class RankOutput:
         self._displays: dict[int, DisplayEvent] = {}
         self._last_shown = 0
         self._displays_arrive = True
-        self._cleared: list[str] | None = None  # The lines since clear_output, or None before its first call.
-        self._replaces = False  # Whether the next output replaces these lines.
+        # Hold the lines since clear_output was called, or None before the first call.
+        self._cleared: list[str] | None = None
+        self._replaces = False  # This is True if the next output replaces these lines.
 
     def feed(self, name: str, data: bytes) -> None:
         """Process bytes received from a stream."""
@@ -70,7 +71,7 @@ class RankOutput:
         self._draw_bars()
 
     def display(self, event: DisplayEvent) -> None:
-        """Show a display as soon as its marks are reached."""
+        """Show a display as soon as both streams have reached its mark."""
         if not event.mark or not self._streams:
             self._show(event)
             return
@@ -79,7 +80,7 @@ class RankOutput:
         self._draw_bars()
 
     def settle(self) -> None:
-        """Show output that waits for a lost mark or display."""
+        """Show all output that is still waiting for a mark or a display."""
         self._read(wait=False)
         self._show_displays(max(self._displays, default=0))
 
@@ -89,18 +90,18 @@ class RankOutput:
         self.settle()
 
     def finish(self, name: str | None = None) -> None:
-        """Process the end of one stream, or of all streams. The last line is complete even without a line break."""
+        """Process the end of one stream, or of all. The last line then counts as complete without a line break."""
         for each, stream in self._streams.items():
             stream.ended = stream.ended or name in (None, each)
         if name is None:
             self.settle()
-            self._keep = _ignore  # Break a reference cycle, which would keep the results of the run alive.
+            self._keep = _ignore  # Break a reference cycle that would keep the run's results alive.
         else:
             self._read(wait=self._displays_arrive)
         self._draw_bars()
 
     def _read(self, *, wait: bool) -> None:
-        """Publish up to the next mark of each stream, then the display, and repeat."""
+        """Publish each stream's output up to the next mark, then the display, and so on."""
         while True:
             for name, stream in list(self._streams.items()):
                 if stream.mark is None:
@@ -129,7 +130,7 @@ class RankOutput:
     def _show(self, event: DisplayEvent) -> None:
         if event.clear:
             self._clear(wait=event.clear == "wait")
-        elif event.data:  # Without data, the display could not be sent.
+        elif event.data:  # An event without data is for a display that the rank could not send.
             if self._replaces and not event.update:
                 self._clear(wait=False)
             self._publisher.display(event, self._label)
@@ -143,14 +144,14 @@ class RankOutput:
             return
         lines = [text] if self._replaces else [*self._cleared, text]
         if sum(map(len, lines)) > MAX_CLEARED_CHARS:
-            self._cleared, self._replaces = None, False  # Keep the text and stop replacing it.
+            self._cleared, self._replaces = None, False  # Leave the text as it is, and don't replace it any more.
             self._publisher.lines(name, text, self._label)
             return
         self._cleared, self._replaces = lines, False
         self._publisher.cleared_lines(self._rank, "\n".join(lines), self._label)
 
     def _clear(self, *, wait: bool) -> None:
-        """Replace the lines since the last call, immediately or, if ``wait``, when the next output arrives."""
+        """Remove the lines since the last call, immediately or, if ``wait`` is set, when the next output arrives."""
         if not self._publisher.redraws:
             return
         self._replaces = wait
@@ -165,4 +166,4 @@ class RankOutput:
 
 
 def _ignore(_rank: int, _stream: str, _text: str) -> None:
-    """Replaces the callback that keeps lines, after the end of the rank."""
+    """Do nothing. This replaces the callback that keeps lines once the rank has ended."""

@@ -1,4 +1,4 @@
-"""Find the kernel of this process, and the cell that shows what a launch prints."""
+"""Find the kernel that runs in this process, and the cell under which a launch shows its output."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _published_under: ContextVar[Any] = ContextVar("published_under", default=None)
 
 @contextmanager
 def published_under(message: Any) -> Iterator[None]:
-    """Show launches in the with block under a cell other than the running one.
+    """Show launches in the with block under another cell than the running one.
+
+    For example, a launch after a click in a panel is shown under the cell with the panel.
 
     Args:
-        message: The execute request of that cell. For example, a click in a panel belongs to the cell that shows the
-            panel.
+        message: The execute request of the other cell.
     """
     token = _published_under.set(message)
     try:
@@ -30,11 +31,11 @@ def published_under(message: Any) -> Iterator[None]:
 
 
 def parent_message(kernel: Any) -> Any:
-    """Return the execute request of the running cell. ``get_parent`` exists in both ipykernel 6 and 7."""
+    """Return the execute request of the running cell, using ``get_parent``, which both ipykernel 6 and 7 have."""
     return _published_under.get() or kernel.get_parent()
 
 
 def running_kernel() -> Any | None:
-    """Return the ipykernel of this process, or None in a terminal, a script or a test."""
+    """Return the ipykernel that runs in this process, or None in a terminal, a script or a test."""
     kernel = getattr(ipython_shell(), "kernel", None)
     return kernel if hasattr(kernel, "iopub_socket") else None

@@ -8,13 +8,13 @@ from typing import Any
 
 
 class StandardStream:
-    """A standard stream of the kernel. Writing to it never raises.
+    """A standard stream of the kernel. Writing to it never raises an error.
 
-    The stream may be None (under pythonw and some servers), it may be broken or have only a `write` method, or its
-    encoding may lack characters. Characters that cannot be encoded are escaped. A stream that raises is not used again.
+    The stream may be None (under pythonw and some servers), may be broken, or may have only a `write` method. If its
+    encoding lacks a character, the character is escaped. A stream that raises an error is not used again.
 
     Args:
-        stream: The stream to write to, or None.
+        stream: The stream to write to, or None to discard everything.
         name: "stdout" or "stderr".
     """
 
@@ -23,7 +23,7 @@ class StandardStream:
         self._broken = False
 
     def write(self, text: str) -> None:
-        """Write and flush a text. Do nothing if the stream is closed or missing."""
+        """Write a text and flush the stream. Do nothing if the stream is closed or missing."""
         stream = self._stream
         if stream is None or self._broken:
             return
@@ -42,12 +42,12 @@ class StandardStream:
 
     def _warn(self, error: Exception) -> None:
         text = f"sys.{self._name} raised {type(error).__name__}: {error}; run.logs() returns the ranks' output"
-        with suppress(Exception):  # Warnings may be configured to raise errors, or be written to this stream.
+        with suppress(Exception):  # Warnings may be configured to raise errors, or may be written to this very stream.
             warnings.warn(text, stacklevel=3)
 
 
 def escape(text: str, stream: Any) -> str:
-    """Return a text with escapes in place of characters that a stream cannot encode."""
+    """Return a text with escapes in place of the characters that a stream cannot encode."""
     encoding = getattr(stream, "encoding", None)
     encoding = encoding if isinstance(encoding, str) else "ascii"
     try:

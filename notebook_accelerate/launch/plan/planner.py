@@ -1,4 +1,4 @@
-"""Decide how a launch happens, from a configuration and facts. Planning starts nothing."""
+"""Plan a launch from its configuration and from facts about the machine. Planning starts nothing."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ class KernelFacts:
     """Facts about the kernel at the moment of a launch.
 
     Attributes:
-        fork_hazard: Returns why forking this kernel is unsafe, or "". It is a function because the check forks a probe,
-            so the planner calls it only if the start method depends on the answer.
+        fork_hazard: Returns why forking this kernel is unsafe, or "" if it is safe. It is a function because the check
+            forks a probe, so the planner calls it only if the start method depends on the answer.
         can_fork: Whether this platform can fork at all.
         environment: The kernel's environment variables.
-        alias_hazard: Why ranks with the kernel's modules cannot provide this package as ``accelerate``, or "".
-        peer_to_peer: Returns False if the GPUs cannot read each other's memory but the driver reports that they can. It
-            is a function because the check queries the driver.
+        alias_hazard: Why ranks that inherit the kernel's modules cannot import this package as ``accelerate``, or "" if
+            they can.
+        peer_to_peer: Returns False if the GPUs cannot read each other's memory even though the driver reports that they
+            can. It is a function because the check queries the driver.
     """
 
     fork_hazard: Callable[[], str] = lambda: ""
@@ -39,29 +40,29 @@ class KernelFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchPlan:
-    """How a launch happens.
+    """How and where a launch runs its ranks.
 
     Attributes:
-        start_method: inline, fork, zygote, spawn or ray.
-        reason: Why that method was chosen, as the run's header shows it.
+        start_method: "inline", "fork", "zygote", "spawn" or "ray".
+        reason: Why this start method was chosen, as shown in the run's header.
         num_processes: Ranks on this machine.
         world_size: Ranks on all machines.
         first_rank: Global index of this machine's first rank.
         accelerator: Device type of the ranks ("cpu", "cuda", ...).
         backend: Communication library of the process group ("gloo", "nccl", ...), or "" for a single rank.
-        threads: CPU threads for each rank's operators. None keeps the kernel's value.
+        threads: CPU threads for each rank's operators. None means the kernel's number.
         master_addr: Address of rank 0.
-        port: Requested port. The launch may have to use another.
+        port: The requested port. If it is taken, the launch may use another one.
         loopback: Name of the loopback network interface that the ranks are pinned to, or "" on several machines.
-        store: Folder that the ranks of this machine use to find each other, or "" if they meet at `port`.
+        store: Folder that the ranks of this machine use to find each other, or "" if they use `port`.
         node: Index of this node among those that run the function together.
         nodes: Number of nodes.
-        sizes: Number of ranks on each node once all have joined. Empty before that, and for one machine.
+        sizes: Number of ranks on each node. Empty for one machine, and until all nodes have joined.
         interface: Name of the network interface over which ranks on several nodes reach each other, or "" if unknown.
-        run_name: The run's name on all nodes. "" for one machine, and before the nodes have joined.
-        where: Name of the cluster that the ranks run on, as in the header, or "" for this machine.
+        run_name: The run's name on all nodes, or "" for one machine, and until all nodes have joined.
+        where: Name of the cluster that the ranks run on, as shown in the header, or "" for this machine.
         devices: Devices per process. The devices of one process share each batch.
-        variables: Environment variables for the device's runtime or the run itself, equal on all ranks.
+        variables: Environment variables for the run or for the runtime of its devices, the same on all ranks.
     """
 
     start_method: str
@@ -86,7 +87,7 @@ class LaunchPlan:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def sentence(self) -> str:
-        """Return the plan in one line, for the run's header."""
+        """Describe the plan in one line, for the run's header."""
         ranks = "1 process" if self.num_processes == 1 else f"{self.num_processes} processes"
         if self.world_size != self.num_processes:
             ranks += f" of {self.world_size}"
@@ -100,7 +101,7 @@ class LaunchPlan:
 
 
 def make_plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) -> LaunchPlan:
-    """Return how to launch ``config`` on ``hardware`` from a kernel with ``facts``.
+    """Plan the launch that ``config`` describes on ``hardware``, from a kernel with ``facts``.
 
     Raises:
         ValueError: The configuration requests something that this machine or this kernel does not have.
@@ -115,7 +116,7 @@ def make_plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) 
     if accelerator == "tpu":
         num_processes = _tpu_processes(config, hardware)
     if accelerator == "mps" and num_processes > 1:
-        accelerator, count = "cpu", 0  # Ranks cannot share the only MPS device.
+        accelerator, count = "cpu", 0  # A machine has only one MPS device, which ranks cannot share.
     if count and num_processes > count:
         raise ValueError(
             f"num_processes={num_processes}, but this machine has {count} {accelerator} device{'s' * (count > 1)}; "
@@ -144,10 +145,10 @@ def make_plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) 
 
 
 def _tpu_processes(config: LaunchConfig, hardware: HardwareInfo) -> int:
-    """Return the number of ranks on TPUs with torch_tpu, one device each.
+    """Return the number of ranks on TPUs with torch_tpu, where each rank has one device.
 
     Raises:
-        ValueError: The configuration requests several machines, or a number of ranks that does not form a mesh.
+        ValueError: The configuration requests several machines, or a number of ranks for which there is no mesh.
     """
     from notebook_accelerate.hardware import tpu_environment
 
@@ -162,8 +163,8 @@ def _tpu_processes(config: LaunchConfig, hardware: HardwareInfo) -> int:
         )
     if config.num_nodes > 1:
         raise ValueError(
-            f"num_nodes={config.num_nodes} is not possible on TPUs with torch_tpu: their ranks need the addresses of "
-            "all machines before the start; pass num_nodes=1, or start torchrun on each machine"
+            f"num_nodes={config.num_nodes} is not possible on TPUs with torch_tpu: the ranks need the addresses of all "
+            "machines before they start; pass num_nodes=1, or start torchrun on each machine"
         )
     return asked
 
@@ -171,7 +172,7 @@ def _tpu_processes(config: LaunchConfig, hardware: HardwareInfo) -> int:
 def _device_variables(
     accelerator: str, hardware: HardwareInfo, facts: KernelFacts, world_size: int
 ) -> Mapping[str, str]:
-    """Return the variables that the ranks need for their type of device."""
+    """Return the environment variables that the ranks need for their type of device."""
     from notebook_accelerate.hardware import nvml, tpu_environment
 
     if accelerator == "tpu" and hardware.tpu:
@@ -182,13 +183,13 @@ def _device_variables(
 
 
 def _xla_processes(config: LaunchConfig, chips: int, facts: KernelFacts) -> tuple[int, int]:
-    """Return the number of ranks on XLA devices, and the number of devices of each.
+    """Return the number of ranks on XLA devices, and the number of devices of each rank.
 
-    torch_xla supports a single process, or one for each chip. A single process uses all devices of the machine. With
-    several processes of two devices each, one of the two devices would be idle.
+    torch_xla supports either a single process, which uses all devices of the machine, or one process for each chip. If
+    chips have two devices each, one process per chip would leave half of the devices idle.
 
     Raises:
-        ValueError: The configuration requests another number of processes.
+        ValueError: The configuration requests a number of processes that is not possible.
     """
     from notebook_accelerate.hardware import tpu_environment
 
@@ -209,7 +210,7 @@ def _xla_processes(config: LaunchConfig, chips: int, facts: KernelFacts) -> tupl
 
 
 def _on_cluster(config: LaunchConfig, cluster: RayCluster) -> LaunchPlan:
-    """Return the plan of ranks on a cluster, whose machines are unknown until the launch reaches them."""
+    """Return the plan for ranks on a cluster, whose machines are unknown until the ranks are placed."""
     ranks = config.num_processes or 1
     on_cpu = config.cpu or cluster.gpus == 0
     return LaunchPlan(
@@ -234,9 +235,9 @@ def joined(plan: LaunchPlan, sizes: Sequence[int], store: tuple[str, int], inter
     """Return the plan of the first node once all nodes of a run have joined.
 
     Args:
-        plan: The plan before they joined.
+        plan: The first node's plan from before they joined.
         sizes: Number of ranks on each node, in order.
-        store: Address and port at which rank 0 serves the store of the process group.
+        store: The address and port where rank 0 serves the store of the process group.
         interface: Name of the network interface between the nodes, or "" to leave the choice to the backend.
         run_name: The run's name on all nodes.
     """
@@ -293,12 +294,12 @@ def _start_method(config: LaunchConfig, num_processes: int, facts: KernelFacts, 
     if accelerator == "tpu":
         return "spawn", "a TPU belongs to the rank, and does not work in forked processes"
     if accelerator == "xla" and facts.can_fork:
-        # A device belongs to the first process that starts a runtime on it, which must never be the kernel.
+        # A device belongs to the first process that starts a runtime on the device, which must not be the kernel.
         return "zygote", "XLA's runtime belongs to the rank, never to the kernel"
     if config.as_accelerate and facts.alias_hazard and facts.can_fork:
         return "zygote", facts.alias_hazard
     if config.detach and facts.can_fork:
-        return "zygote", "one import of torch for all ranks"  # The process of a detached run imports little.
+        return "zygote", "one import of torch for all ranks"  # The process of a detached run has not imported torch.
     if num_processes == 1 and config.num_nodes == 1 and not _needs_process(config):
         return "inline", "one process: the kernel itself"
     if not facts.can_fork:
@@ -313,7 +314,7 @@ def _asked_method(config: LaunchConfig, num_processes: int, facts: KernelFacts) 
     if method == "inline" and (num_processes > 1 or config.num_nodes > 1):
         raise ValueError(f"start_method='inline' runs one process, but {num_processes} are requested; pass 'auto'")
     if method == "inline" and (needed := _needs_process(config)):
-        raise ValueError(f"start_method='inline' cannot do {needed}; pass start_method='auto'")
+        raise ValueError(f"start_method='inline' does not support {needed}; pass start_method='auto'")
     if method in ("fork", "zygote") and not facts.can_fork:
         raise ValueError(f"start_method={method!r} is not possible on this platform; pass 'spawn'")
     if method in ("inline", "fork") and config.as_accelerate and facts.alias_hazard:
@@ -327,7 +328,7 @@ def _asked_method(config: LaunchConfig, num_processes: int, facts: KernelFacts) 
 
 
 def _needs_process(config: LaunchConfig) -> str:
-    """Return the settings that need a separate process, as the user wrote them, or ""."""
+    """Return the names of the settings that need a separate process, or "" if there are none."""
     needed = [
         name
         for name in ("timeout", "hang_timeout", "max_restarts", "env", "hold_on_error")
@@ -339,7 +340,7 @@ def _needs_process(config: LaunchConfig) -> str:
 
 
 def rank_environment(plan: LaunchPlan, local_rank: int) -> dict[str, str]:
-    """Return the variables that torchrun sets for this rank, and those that pin it to this machine."""
+    """Return the environment variables that torchrun would set for this rank, and those for its network and device."""
     rank = plan.first_rank + local_rank
     env = {
         "RANK": str(rank),
@@ -356,13 +357,13 @@ def rank_environment(plan: LaunchPlan, local_rank: int) -> dict[str, str]:
     }
     if plan.threads is not None:
         env["OMP_NUM_THREADS"] = str(plan.threads)
-    if plan.run_name:  # As under torchrun, ranks use a store that is already served.
+    if plan.run_name:  # As with torchrun, the ranks connect to a store that is already served.
         env["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         env["TORCHELASTIC_RUN_ID"] = plan.run_name
         if rank == 0:
             env[environ.SERVED_STORE] = f"{plan.master_addr}:{plan.port}"
     if interface := plan.loopback or plan.interface:
-        # By default, gloo uses the interface of the host name, which may not reach the other ranks or notebooks.
+        # By default, gloo uses the interface of the host name, which the other ranks may not be able to reach.
         env["GLOO_SOCKET_IFNAME"] = env["TP_SOCKET_IFNAME"] = interface
     if plan.loopback:
         env["NCCL_SOCKET_IFNAME"] = plan.loopback

@@ -1,4 +1,4 @@
-"""The start methods by name. Entry points of the group ``notebook_accelerate.launch_backends`` can add more."""
+"""The start methods, by name. Entry points of the group ``notebook_accelerate.launch_backends`` can add others."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def process_backend(name: str) -> type[ProcessBackend]:
     """Return the backend of a start method.
 
     Raises:
-        ValueError: The method is unknown; the message lists the known ones.
+        ValueError: There is no start method with this name; the message lists those that exist.
     """
     rows = dict(ROWS)
-    if name not in rows:  # Search the installed packages last, because that takes longer than forking a rank.
+    if name not in rows:  # Search the installed packages only now, because that takes longer than forking a rank.
         rows |= {entry.name: entry.value for entry in entry_points(group="notebook_accelerate.launch_backends")}
     if name not in rows:
         raise ValueError(f"start_method={name!r} is not known; pass one of {', '.join(sorted(rows))}")

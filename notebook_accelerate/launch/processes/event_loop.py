@@ -1,4 +1,4 @@
-"""Wait on many descriptors, each registered with the callback to run when it is ready."""
+"""Wait on many descriptors, each registered with a callback to call when the descriptor is ready."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class HasFileno(Protocol):
 
 
 class DispatchSelector(selectors.DefaultSelector):
-    """A selector that counts removals. If the count has not changed, every registration of a batch is still valid."""
+    """A selector that counts removals. While the count is unchanged, every registration of a batch is still valid."""
 
     removals = 0
 
@@ -29,25 +29,25 @@ class DispatchSelector(selectors.DefaultSelector):
 
 
 def dispatch(selector: DispatchSelector, timeout: float | None) -> None:
-    """Wait, for at most ``timeout`` seconds if given, and call the callback of every registration that is ready."""
+    """Wait until a registration is ready, or for ``timeout`` seconds. Call the callbacks of all that are ready."""
     call_ready(selector, selector.select(timeout))
 
 
 def call_ready(selector: DispatchSelector, ready: Sequence[tuple[selectors.SelectorKey, int]]) -> None:
     """Call the callbacks of the registrations that are ready.
 
-    A callback may remove other registrations of the same batch. For example, the end of a rank closes its channel.
-    Removed registrations are skipped.
+    A callback may remove other registrations of the same batch, for example when a rank has ended and its channel is
+    closed. Removed registrations are skipped.
     """
     removals = selector.removals
     for key, _ in ready:
-        # The lookup takes a microsecond, so it is skipped while nothing was removed.
+        # Look up a registration only after a removal, because the lookup takes a microsecond.
         if selector.removals == removals or selector.get_map().get(key.fd) is key:
             key.data()
 
 
 class WakeDescriptor:
-    """A descriptor that is readable from `set` until `clear`. Forked ranks do not keep it open."""
+    """A descriptor that is readable from a call of `set` until `clear`. Forked ranks do not keep it open."""
 
     def __init__(self) -> None:
         self._ends = socket.socketpair()
@@ -68,8 +68,8 @@ class WakeDescriptor:
                 self._ends[1].send(b"!")
 
     def clear(self) -> None:
-        """Make the descriptor not readable. Call this before checking for work; otherwise a signal may be lost."""
-        with suppress(OSError):  # The descriptor is not set, or closed.
+        """Make the descriptor unreadable. Call this before checking for work; otherwise a call of `set` may be lost."""
+        with suppress(OSError):  # The descriptor is not set, or is closed.
             self._ends[0].recv(64)
         self._is_set = False
 

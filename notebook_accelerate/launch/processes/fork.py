@@ -1,4 +1,4 @@
-"""Start ranks by forking the kernel. The ranks share its memory copy-on-write, so nothing is pickled."""
+"""Start ranks by forking the kernel. Nothing is pickled, because the ranks share the kernel's memory copy-on-write."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 
 RANKS_WORTH_COLLAPSING = 8
-"""For this many ranks or more, moving the kernel's memory into huge pages saves more time than it takes."""
+"""The number of ranks from which moving the kernel's memory into huge pages saves more time than it takes."""
 COLLAPSE_SECONDS = 0.5
 
 
 class ForkedRank(OwnChild):
-    """A rank that was forked from this process and shares its memory pages."""
+    """A rank that was forked from this process and shares the process's memory pages."""
 
     living: set[int] = set()  # noqa: RUF012 - all runs of this process share it
-    """The process ids of the ranks that are still open."""
+    """The process ids of the ranks that have not been closed."""
 
     def __init__(self, rank: int, pid: int, ends: RankPipes, exit_descriptor: int | None) -> None:
         super().__init__(rank, pid, ends, exit_descriptor)
@@ -66,7 +66,7 @@ class ForkBackend(ProcessBackend):
             super().start_ranks(orders, processes.append)
         finally:
             spins.release()
-            # Notify only after the last fork, because memory written between two forks would have to be copied.
+            # Report the ranks only after the last fork, because memory written between two forks has to be copied.
             for process in processes:
                 started(process)
 
@@ -104,12 +104,12 @@ class ForkBackend(ProcessBackend):
         if pid == 0:
             descriptors = entry.RankDescriptors(ends.rank_channel.detach(), ends.rank_stdout, ends.rank_stderr, parent)
             entry.main(order, descriptors, lambda: (self.function, self.arguments), kernel_descriptors.known())
-        with suppress(OSError):  # The child does the same, because either of the two may run first.
+        with suppress(OSError):  # The child does the same, because either process may run first.
             os.setpgid(pid, pid)
         ends.close_rank_side()
         return ForkedRank(order.rank, pid, ends, pidfd_of(pid))
 
 
 def _collapse_unshared_memory() -> None:
-    """Move the kernel's memory into huge pages, unless ranks share it, because they keep the small pages alive."""
+    """Move the kernel's memory into huge pages. Do nothing while ranks share it, as they would keep the small pages."""
     collapse_memory(COLLAPSE_SECONDS, stop=lambda: bool(ForkedRank.living))

@@ -1,9 +1,9 @@
-"""Check whether the live kernel is safe to fork: query the runtimes, then fork a probe with a time limit.
+"""Check whether the live kernel can be forked safely, by querying the runtimes and forking a probe with a time limit.
 
-The run's supervisor thread forks the ranks. A forked child keeps only the forking thread, and libgomp keeps one team of
-workers per calling thread. A rank therefore never uses the warm OpenMP team of the kernel's main thread. A child forked
-from the main thread would wait forever for the dead workers of that team (pytorch#17199, GCC PR 60035). The checks look
-for state that all threads share: a CUDA or XLA runtime, or a lock held by a thread that is computing.
+The run's supervisor thread forks the ranks. A forked child has only the forking thread, and libgomp keeps one team of
+workers per calling thread, so a rank never uses the OpenMP team of the kernel's main thread. A child forked from the
+main thread would wait forever for the dead workers of that team (pytorch#17199, GCC PR 60035). The checks look for
+hazards that all threads share, such as a CUDA or XLA runtime, or a lock held by a thread that is computing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import threading
 import time
 import warnings
 
-# The public signal.pthread_sigmask converts each of 60 signals into an enum member, which takes 0.1 ms.
+# Use the private function, because signal.pthread_sigmask converts 60 signals into enum members, which takes 0.1 ms.
 from _signal import pthread_sigmask  # type: ignore[import-not-found]
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -34,12 +34,12 @@ from notebook_accelerate.launch.plan.planner import KernelFacts
 from notebook_accelerate.launch.processes import shared_imports
 
 PROBE_SECONDS = 2.0
-"""Time limit of the probe, in seconds. It normally needs a few milliseconds, so a slower kernel counts as unsafe."""
+"""The probe's time limit in seconds. It normally takes milliseconds, so a kernel with a slower one counts as unsafe."""
 MAX_WAITS = 15
-"""The limit is extended up to this many times while the probe only waits for a processor on a busy machine."""
+"""How many times in all to wait for that long while a busy machine does not give the probe a processor."""
 SAMPLE_SECONDS, MAX_SAMPLES = 0.01, 100
 COMPUTING_SHARE = 0.1
-"""A thread that uses a processor for a tenth of a sample is computing. A mere wake-up takes far less."""
+"""A thread that uses a processor for this share of a sample is computing. A mere wake-up takes far less time."""
 
 
 def kernel_facts(variables: Mapping[str, str] | None = None) -> KernelFacts:
@@ -59,7 +59,10 @@ def kernel_facts(variables: Mapping[str, str] | None = None) -> KernelFacts:
 
 
 def fork_hazard() -> str:
-    """Return why forking this kernel is unsafe, as a phrase for the run's header, or "". May run on any thread."""
+    """Return why forking this kernel is unsafe, as a phrase for the run's header, or "" if it is safe.
+
+    Any thread may call this.
+    """
     if not hasattr(os, "fork") or sys.platform != "linux":
         return "forking is not safe on this platform" if hasattr(os, "fork") else "this platform cannot fork"
     if not Path("/proc/self/task").is_dir():
@@ -76,14 +79,14 @@ def _accelerator_runtime(maps: str) -> str:
         return "CUDA is initialised in the kernel"
     for name in ("cuda", "xpu", "npu", "mlu", "musa", "sdaa", "hpu"):
         runtime: Any = sys.modules.get(f"torch.{name}") or sys.modules.get(f"torch_{name}.{name}")
-        with contextlib.suppress(Exception):  # A backend that is only partly loaded cannot be initialised.
+        with contextlib.suppress(Exception):  # A backend that is only partly loaded cannot have been initialised.
             if runtime is not None and runtime.is_initialized():
                 return f"{name.upper()} is initialised in the kernel"
     return ""
 
 
 def _cuda_driver_initialised() -> bool:
-    """Query the driver, which returns CUDA_ERROR_NOT_INITIALIZED (3) if there is no CUDA context."""
+    """Ask the driver, which returns CUDA_ERROR_NOT_INITIALIZED (3) if this process has not initialised it."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -101,7 +104,7 @@ def _xla_runtime(_maps: str) -> str:
 
 
 def _tpu_runtime(_maps: str) -> str:
-    """Return the hazard of torch_tpu, which torch imports. Its runtime for TPUs refuses to work after a fork."""
+    """Return the hazard if torch_tpu, which torch imports, is loaded. Its TPU runtime refuses to work after a fork."""
     if "torch_tpu" in sys.modules and device_counts.count("tpu"):
         return "torch_tpu is loaded in the kernel"
     return ""
@@ -133,7 +136,7 @@ _KNOWN_THREADS = (
 
 
 def _busy_thread(_maps: str) -> str:
-    """Return the hazard if a Python thread other than this one and the kernel's own threads is computing."""
+    """Return the hazard if a Python thread is computing that is neither this one nor one of the kernel's own."""
     mine = {threading.get_ident(), threading.main_thread().ident}
     others = {
         thread.native_id: thread
@@ -141,7 +144,7 @@ def _busy_thread(_maps: str) -> str:
         if thread.ident not in mine and not thread.name.startswith(_KNOWN_THREADS)
     }
     before = {tid: _cpu_nanoseconds(_own(tid)) for tid in others if tid is not None}
-    # The state alone is not enough: it is also "R" during a rare wake-up, or while a thread waits for a processor.
+    # The state "R" is not enough, because a thread that wakes up briefly or waits for a processor has the same state.
     running = [tid for tid in before if _state(_own(tid)) == "R"]
     for _ in range(MAX_SAMPLES):
         if not running:
@@ -151,7 +154,7 @@ def _busy_thread(_maps: str) -> str:
         for tid in running:
             if used[tid] > COMPUTING_SHARE * SAMPLE_SECONDS:
                 return f"thread {others[tid].name!r} is computing in the kernel"
-        # Keep the threads that have only waited for a processor so far.
+        # Keep only the threads that are still running, or waiting for a processor.
         running = [tid for tid in running if _state(_own(tid)) == "R"]
     return ""
 
@@ -174,7 +177,8 @@ def _cpu_nanoseconds(thread: Path) -> int:
 
 def _memory_map() -> str:
     with contextlib.suppress(OSError):
-        return Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")  # A path may contain any bytes.
+        # The paths may contain bytes that are not UTF-8.
+        return Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     return ""
 
 
@@ -186,8 +190,8 @@ CHECKS: list[Callable[[str], str]] = [
     _allocator,
     _busy_thread,
 ]
-"""Each check takes the memory map of this process and returns a hazard as a phrase, or "". The run's header shows the
-first hazard."""
+"""The checks. Each takes this process's memory map and returns a hazard as a phrase, or "" if there is none. The run's
+header shows the first hazard."""
 
 
 _LIBRARY = re.compile(r"/\S*\.so\S*")
@@ -195,13 +199,13 @@ _passed: set[tuple[frozenset[str], frozenset[str]]] = set()
 
 
 def probe_if_changed(maps: str | None = None) -> str:
-    """Probe on a new thread, unless a probe has passed with the same libraries and the same kinds of threads.
+    """Fork a probe from a new thread, unless one has passed with the same libraries and the same kinds of threads.
 
-    A probe takes a third of the time of a launch of two ranks. Like the ranks, it is forked from a thread without an
-    OpenMP team. A probe forked from the main thread could wait for the dead workers of that thread's team.
+    A probe takes a third as long as a launch of two ranks. Like the ranks, it is forked from a thread without an OpenMP
+    team. If it was forked from the main thread, it could wait for the dead workers of that thread's team.
 
     Args:
-        maps: The memory map of this process, or None to read it.
+        maps: This process's memory map. If None, it is read from the system.
     """
     now = _libraries_and_threads(_memory_map() if maps is None else maps)
     if now in _passed:
@@ -225,7 +229,7 @@ def _call_on_new_thread(function: Callable[[], str]) -> str:
 
 
 def _libraries_and_threads(maps: str) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the properties that decide whether a fork works: the mapped libraries and the kinds of threads."""
+    """Return the mapped libraries and the names of threads, which decide whether a fork works."""
     python = {re.sub(r"\d+", "", t.name) for t in threading.enumerate() if not t.name.startswith("notebook-accelerate")}
     return frozenset(_LIBRARY.findall(maps)), frozenset(python | _native_thread_names())
 
@@ -233,13 +237,13 @@ def _libraries_and_threads(maps: str) -> tuple[frozenset[str], frozenset[str]]:
 def _native_thread_names() -> set[str]:
     found = set()
     for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # The thread has just ended.
+        with contextlib.suppress(OSError):  # The thread may have just ended.
             found.add(re.sub(r"\d+", "", (task / "comm").read_text(encoding="utf-8", errors="replace").strip()))
     return found
 
 
 def probe(seconds: float = PROBE_SECONDS) -> str:
-    """Fork a child that does what ranks do first. Return a hazard unless it finishes in time."""
+    """Fork a child that starts in the same way as ranks. Return a hazard unless the child finishes in time."""
     reader, writer = os.pipe()
     pid = fork_quietly()
     if pid == 0:
@@ -260,21 +264,21 @@ def probe(seconds: float = PROBE_SECONDS) -> str:
         if not passed:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        # SIGCHLD is ignored, or one of the user's threads has reaped the child.
+        # The child is already reaped if SIGCHLD is ignored, or if one of the user's threads has called os.wait.
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
     return "" if passed else "a probe forked from the kernel did not finish"
 
 
 def _passes(reader: int, pid: int, seconds: float) -> bool:
-    """Wait ``seconds`` for the probe's answer, or longer if it only waits for a processor on a busy machine.
+    """Wait ``seconds`` for the probe's answer, or longer while a busy machine does not give the probe a processor.
 
-    A child broken by the fork either sleeps forever or spins.
+    A child that the fork has broken sleeps forever or spins, so it is easy to tell from one that waits for a processor.
     """
     for _ in range(MAX_WAITS):
         if wait_readable(reader, seconds):
             break
-        threads = list(Path(f"/proc/{pid}/task").glob("*"))  # The list is empty without /proc.
+        threads = list(Path(f"/proc/{pid}/task").glob("*"))  # Without /proc, the list is empty.
         sleeps = all(_state(thread) not in ("R", "D") for thread in threads)
         if sleeps or sum(map(_cpu_nanoseconds, threads)) > seconds / 2 * 1e9:
             break
@@ -283,13 +287,13 @@ def _passes(reader: int, pid: int, seconds: float) -> bool:
 
 def wait_readable(descriptor: int, seconds: float) -> bool:
     """Return whether a descriptor becomes readable within ``seconds``."""
-    waiter = select.poll()  # Unlike select, poll works with descriptors above 1024.
+    waiter = select.poll()  # Unlike select, poll works with descriptors of 1024 and above.
     waiter.register(descriptor, select.POLLIN)
     return bool(waiter.poll(seconds * 1000))
 
 
 def _exercise() -> None:
-    """Use what a fork can break: the allocator, the import lock, logging, and a multi-threaded torch operator."""
+    """Use everything that a fork can break: allocator, import lock, logging, and a multi-threaded torch operator."""
     import importlib
     import logging
 
@@ -300,9 +304,9 @@ def _exercise() -> None:
     if torch is not None and hasattr(torch, "ones"):
         value = torch.ones(1 << 16, requires_grad=True)
         total = (value * 2).sum()
-        # A backward pass starts a thread for each device and initialises the driver, which may take seconds. A kernel
-        # that has already computed one on a machine with a GPU has initialised the driver, which is reported as a
-        # hazard.
+        # Skip the backward pass on a machine with a GPU, because it starts a thread for each device and initialises the
+        # driver, which may take seconds. If the kernel itself has already computed one there, the initialised driver is
+        # reported as a hazard anyway.
         if not device_counts.count("cuda"):
             total.backward()
 
@@ -320,11 +324,11 @@ _SENT_BY_OTHERS = signal.valid_signals() - {
 
 
 def fork_quietly() -> int:
-    """Fork without Python 3.12's warning about threads, which ``fork_hazard`` has checked.
+    """Fork without the warning of Python 3.12 about threads, because ``fork_hazard`` has already checked them.
 
-    The child starts with all signals blocked except those of its own crashes. It is still in the kernel's process group
-    and still has the kernel's handlers. Without the block, an interrupt from the front end would raise
-    KeyboardInterrupt wherever the child is, and unwind the child into the code of the kernel's thread that forked it.
+    The child starts with all signals blocked except those of its own crashes. At first, it is still in the kernel's
+    process group and has the kernel's handlers. If signals were not blocked, an interrupt from the front end would
+    raise KeyboardInterrupt in the child, which would then continue in the kernel's code that called the fork.
     """
     before = pthread_sigmask(signal.SIG_BLOCK, _SENT_BY_OTHERS)
     pid = -1
@@ -341,6 +345,6 @@ def _fork() -> int:
         return os.fork()
     with (
         warnings.catch_warnings()
-    ):  # This affects all threads: a thread that enters or leaves such a block now may lose its own filters.
+    ):  # The filters belong to all threads, so a thread that enters or leaves such a block now may lose its own.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()

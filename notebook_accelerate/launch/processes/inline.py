@@ -1,4 +1,4 @@
-"""Run a single process in the kernel itself, which acts as the rank."""
+"""Run a launch with a single process in the kernel itself, which then acts as the rank."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class _DirectSink:
-    """Replaces a worker's sink and writes events directly to the run's journal."""
+    """A sink that writes events directly to the run's journal, in place of a worker's sink."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -57,7 +57,7 @@ class _DirectSink:
 
 
 class _Tee:
-    """A standard stream that also records what is written to it, for ``run.logs()``."""
+    """A wrapper of a standard stream that also records what is written, for ``run.logs()``."""
 
     def __init__(self, stream: Any, name: str, journal: Journal) -> None:
         self._stream, self._name, self._rest = stream, name, ""
@@ -81,7 +81,7 @@ class _Tee:
     def finish(self) -> None:
         """Record an unfinished last line, then drop the reference to the run's journal.
 
-        Libraries that saved ``sys.stdout`` during the run keep this object alive until they are unloaded.
+        A library that has saved ``sys.stdout`` during the run keeps this object alive, but not the journal.
         """
         if self._rest:
             self._keep(self._rest)
@@ -97,9 +97,9 @@ class InlineContext:
 
     Attributes:
         id: The run's number in this kernel.
-        config: The configuration of the launch.
-        plan: The plan of the launch.
-        journal: Receives the events of the run.
+        config: The launch configuration.
+        plan: The launch plan.
+        journal: The journal that receives the run's events.
     """
 
     id: int
@@ -110,18 +110,18 @@ class InlineContext:
 
 @contextmanager
 def _acting_as_rank(run: InlineContext) -> Iterator[None]:
-    """Give the kernel a rank's environment, sink and streams, and restore its own afterwards."""
+    """Give the kernel the environment, the sink and the streams of a rank. Afterwards, restore the kernel's own."""
     before = dict(os.environ)
     sink, streams = current_sink(), (sys.stdout, sys.stderr)
     variables = worker_variables(
         mixed_precision=run.config.mixed_precision, cpu=run.config.cpu or run.plan.accelerator == "cpu"
     )
     tees = _Tee(sys.stdout, "stdout", run.journal), _Tee(sys.stderr, "stderr", run.journal)
-    try:  # Start the try block before the first change, because an interrupt may arrive at any time.
+    try:  # The block starts before the first change, because an interrupt may arrive at any time.
         os.environ.update({**variables, **rank_environment(run.plan, 0)})
         sys.stdout, sys.stderr = tees
         install_sink(_DirectSink(run.journal))  # type: ignore[arg-type]
-        # A library skipped because of an interrupt would report nothing in later runs either.
+        # Defer interrupts, because a library that an interrupt skipped would not report anything in later runs either.
         with deferred_interrupts():
             reporting.connect_libraries(run.config.report_from)
         sampler.start(enabled=run.config.automatic_metrics)
@@ -168,7 +168,7 @@ def run_in_kernel(context: InlineContext, function: Callable[..., Any], argument
 
 
 def _is_clean_exit(error: BaseException) -> bool:
-    """Return whether an exception is an exit with status 0, without isinstance or ==, which may run the user's code."""
+    """Return whether an exception is an exit with status 0. This avoids isinstance and ==, which may run user code."""
     if not issubclass(type(error), SystemExit):
         return False
     code = built_in_attribute(error, "code", SystemExit)
@@ -177,7 +177,7 @@ def _is_clean_exit(error: BaseException) -> bool:
 
 @deferred_interrupts()
 def end_before_start(context: InlineContext) -> None:
-    """End a run that was interrupted before its function started. Otherwise, stopping all runs would wait for it."""
+    """End a run that was interrupted before its function started. Otherwise, ``shutdown`` would wait for it."""
     state = context.journal.state
     if state.ended is None:
         _end(context, failures.stopped(context.id, state.started))
@@ -197,7 +197,7 @@ def _end(context: InlineContext, ended: RunEnded) -> None:
 @deferred_interrupts()
 def _fail(context: InlineContext, error: BaseException) -> None:
     chain = tracebacks.chain_of(error)
-    # Don't use isinstance, which would run code of the exception's class that may fail.
+    # Don't use isinstance, which would run code of the exception's class.
     is_exit = issubclass(type(error), SystemExit)
     kind = "exit" if is_exit else "exception"
     message = f"{chain[-1].type}: {chain[-1].message}".rstrip(": ")

@@ -1,4 +1,4 @@
-"""Start interpreters that import what the kernel imports, but nothing from the working directory."""
+"""Start interpreters that import the same modules as the kernel, but never from the working directory."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _FIRST, _INSTALLED, _LAST = range(3)
 
 
 def interpreter_command(call: str) -> list[str]:
-    """Return the command line of a fresh interpreter that has this one's import path and evaluates ``call``."""
+    """Return the command line of a fresh interpreter that has this one's import path and executes ``call``."""
     setup = f"import sys; sys.path[:] = {json.dumps(isolated_path(sys.path))}; "
     return [*isolated_interpreter(), "-c", setup + call]
 
 
 def start_interpreter(call: str, descriptors: Sequence[int], log: int, **environment: str) -> subprocess.Popen[bytes]:
-    """Start a fresh interpreter that evaluates ``call`` in its own session.
+    """Start a fresh interpreter that executes ``call`` in its own session.
 
     Args:
-        call: A Python expression or statements.
-        descriptors: Descriptors that the interpreter inherits.
-        log: Descriptor of a file for its output.
-        environment: Variables that override the kernel's.
+        call: The Python code to execute.
+        descriptors: The descriptors that the interpreter inherits.
+        log: The descriptor of a file for the interpreter's output.
+        environment: Environment variables that override those of the kernel.
     """
     return subprocess.Popen(
         interpreter_command(call),
@@ -51,8 +51,8 @@ def start_interpreter(call: str, descriptors: Sequence[int], log: int, **environ
 def uninterrupted() -> Iterator[None]:
     """Block SIGINT while processes are started.
 
-    Until a new process leads its own session, it belongs to the kernel's process group, and an interrupt from the front
-    end would kill it.
+    Until a new process leads its own session, it belongs to the kernel's process group, where an interrupt from the
+    front end would kill it.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
@@ -62,7 +62,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 def log_tail(log: IO[bytes]) -> str:
-    """Return the last 2,000 bytes of a process's log for an error message, or "" if the log is empty."""
+    """Return the last 2,000 bytes of a process's log, for an error message, or "" if the log is empty."""
     log.seek(0)
     text = log.read()[-2000:].decode(errors="replace").strip()
     return f"; its output ends with:\n{text}" if text else ""
@@ -71,13 +71,14 @@ def log_tail(log: IO[bytes]) -> str:
 def isolated_path(path: Iterable[object]) -> list[str]:
     """Return the kernel's import path with the standard library first and the working directory last.
 
-    Otherwise a file such as random.py or types.py in the working directory would replace a module that this package or
-    torch imports. Ranks get the kernel's path unchanged.
+    With the kernel's own order, a file such as random.py or types.py in the working directory would replace a module
+    that this package or torch imports. Ranks later get the kernel's path unchanged.
 
     Args:
-        path: ``sys.path`` of the kernel. Entries that are not strings are dropped, as Python ignores them.
+        path: The kernel's ``sys.path``. Entries that are not strings are dropped, because Python ignores them.
     """
-    return sorted((entry for entry in path if isinstance(entry, str)), key=_place)  # The sort is stable.
+    # The sort is stable, so all other entries keep their order.
+    return sorted((entry for entry in path if isinstance(entry, str)), key=_place)
 
 
 def _place(entry: str) -> int:
@@ -90,29 +91,29 @@ def _place(entry: str) -> int:
 
 
 def working_directory() -> Path | None:
-    """Return the working directory, or None if it was deleted."""
+    """Return the working directory, or None if it has been deleted."""
     try:
         return Path.cwd()
-    except OSError:  # The directory was deleted.
+    except OSError:  # The directory has been deleted.
         return None
 
 
 def existing_folder() -> str | None:
-    """Return a working directory for a new process if the current one was deleted, or None if it exists.
+    """Return a working directory for a new process if the current one has been deleted, or None if it exists.
 
-    Torch's libraries cannot be loaded from a process whose working directory was deleted.
+    Torch's libraries cannot be loaded by a process whose working directory has been deleted.
     """
     return None if working_directory() is not None else _STANDARD_LIBRARY.anchor
 
 
 def isolated_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with PYTHONPATH stripped of entries that refer to the working directory.
+    """Return environment variables without the entries of PYTHONPATH that refer to the working directory.
 
-    An interpreter imports modules from these entries before it runs its first line. Ranks get the kernel's variables
-    unchanged.
+    An interpreter imports modules from these entries before it runs its first line. Ranks later get the kernel's
+    variables unchanged.
 
     Args:
-        environment: Variables of the kernel.
+        environment: The kernel's environment variables.
     """
     found = dict(environment)
     entries = [entry for entry in found.pop("PYTHONPATH", "").split(os.pathsep) if _place(entry) != _LAST]
@@ -120,7 +121,7 @@ def isolated_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def isolated_interpreter() -> list[str]:
-    """Return the command of an interpreter that does not prepend the working directory to its import path.
+    """Return the command for an interpreter that does not add the working directory to the start of the import path.
 
     Raises:
         LaunchError: ``sys.executable`` is empty.

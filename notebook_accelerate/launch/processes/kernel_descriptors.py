@@ -1,4 +1,4 @@
-"""The set of descriptors that forked ranks must close, shared by all runs of this process."""
+"""The descriptors that forked ranks must close, for all runs of this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def add(*descriptors: int) -> None:
 
 
 def discard(*descriptors: int) -> None:
-    """Remove descriptors from the set. Call this before closing them, because their numbers may be reused."""
+    """Forget descriptors. Call this before closing them, because the numbers of closed descriptors are reused."""
     _known.difference_update(descriptors)
 
 

@@ -1,4 +1,4 @@
-"""When the kernel dies, kill the processes that its ranks have started."""
+"""Kill the processes that ranks have started when the kernel dies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ done
 
 
 def own_mark() -> int:
-    """Return the mark of this process's ranks; see ``worker.exit_handlers.set_mark``."""
+    """Return the number that marks the ranks of this process; see ``worker.exit_handlers.set_mark``."""
     return _mark_of(os.getpid())
 
 
@@ -35,13 +35,14 @@ def _mark_of(pid: int) -> int:
 
 
 class OrphanGuard:
-    """A shell that kills the processes started by ranks, even those that have left the group, when their kernel dies.
+    """A shell that kills the processes started by ranks when the kernel dies, even if they have left the rank's group.
 
-    A rank itself needs no guard. Linux kills it with its kernel (``worker.entry.die_with_parent``). On other systems,
-    its agent kills it and its process group when the channel closes. The shell kills the processes that a rank has
-    started, which may have left the group and lost their parent. It finds them by their mark, so it runs on Linux only.
+    The ranks themselves need no guard. Linux kills them together with the kernel (``worker.entry.die_with_parent``). On
+    other systems, a rank's agent kills the rank and its process group when the channel closes. The shell kills the
+    processes that a rank has started, which may have left the group and lost their parent. It finds them by their mark,
+    which works only on Linux.
 
-    The shell runs while there are ranks. It costs the kernel 0.3 ms of CPU time per launch.
+    The shell runs while there are ranks, and costs the kernel 0.3 ms of CPU time per launch.
     """
 
     def __init__(self) -> None:
@@ -50,38 +51,39 @@ class OrphanGuard:
         self._process: subprocess.Popen[bytes] | None = None
 
     def add_rank(self) -> None:
-        """Increment the count of running ranks. The shell is started by `ensure`, once for several ranks."""
+        """Increment the number of running ranks. Call `ensure` afterwards, once for several ranks."""
         with self._lock:
             self._ranks += 1
 
     def ensure(self) -> None:
-        """Start the shell if there are ranks and it is not running. Called periodically, because it may be killed."""
+        """Start the shell if there are ranks and it is not running. Call this regularly, because it may be killed."""
         if sys.platform != "linux":
             return
         with self._lock:
             if self._process is not None and self._process.poll() is not None:
                 self._end()
             if self._ranks > 0 and self._process is None:
-                with suppress(OSError):  # There is no shell.
+                with suppress(OSError):  # The system may not have a shell.
                     self._process = self._start()
 
     def remove_rank(self) -> None:
-        """Decrement the count of running ranks and end the shell with the last one."""
+        """Decrement the number of running ranks. When the last one has ended, end the shell."""
         with self._lock:
             self._ranks -= 1
             if self._ranks == 0 and self._process is not None:
                 self._end()
 
     def forget_parents_shell(self) -> None:
-        """Drop the parent's shell in a forked child. Replace the lock, which a thread may have held at the fork."""
+        """Drop the parent's shell in a forked child. Replace the lock, which a thread may have held during the fork."""
         self._lock, self._ranks = threading.Lock(), 0
         if self._process is not None:
-            self._process.returncode = 0  # The shell is no child of this process, so it cannot be waited for.
+            self._process.returncode = 0  # The shell is not a child of this process, which must not wait for it.
             self._close_input()
 
     def _end(self) -> None:
         assert self._process is not None
-        # Kill the shell before its input ends, which would make it kill the ranks. SIGKILL works even if it is stopped.
+        # Kill the shell before closing its input, because at the end of its input, it kills what ranks have started.
+        # SIGKILL works even if the shell is suspended.
         self._process.kill()
         self._process.wait()
         self._close_input()
@@ -97,7 +99,7 @@ class OrphanGuard:
     def _start(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
             ["/bin/sh", "-c", _SCRIPT, "sh", str(own_mark())],
-            bufsize=0,  # A buffer has a lock, which another thread may hold during a fork.
+            bufsize=0,  # A buffer would have a lock, which another thread may hold during a fork.
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -107,13 +109,13 @@ class OrphanGuard:
         )
         assert process.stdin is not None
         kernel_descriptors.add(process.stdin.fileno())
-        # Unmark the shell, because a rank that launches ranks is marked itself, and its guard has to outlive it.
+        # Unmark the shell. If this process is a rank that launches ranks, it is marked, and its guard must outlive it.
         set_mark(0, process.pid)
         return process
 
 
 orphan_guard = OrphanGuard()
-"""The guard of the ranks of this process."""
+"""The guard for the ranks of this process."""
 
 
 if hasattr(os, "register_at_fork"):

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 class PickledFunction:
-    """A function and its arguments, pickled by another process and not loaded in this one.
+    """A function and its arguments that another process has pickled. They are not loaded in this process.
 
     Args:
         name: The function's name, as the run shows it.
-        payload: Descriptor of the file with the pickled data.
-        arguments: The arguments by name, as plain values.
+        payload: The descriptor of the file with the pickled data.
+        arguments: The function's arguments by name, as plain values.
         settings: The settings of the other process, from ``capture_notebook_settings``.
     """
 
@@ -55,7 +55,7 @@ def to_file(function: Callable[..., Any], arguments: tuple[Any, ...]) -> int:
 
 
 class PickledBackend(ProcessBackend):
-    """Base of the start methods that do not fork the kernel. It passes the function and its arguments in one file."""
+    """Base of the start methods that do not fork the kernel. Ranks read the function and its arguments from a file."""
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         super().__init__(function, arguments)
@@ -64,7 +64,7 @@ class PickledBackend(ProcessBackend):
         self._settings = function.settings if isinstance(function, PickledFunction) else capture_notebook_settings()
 
     def complete(self, order: WorkerOrder) -> WorkerOrder:
-        """Add to an order what a forked rank inherits from the kernel."""
+        """Add to an order what a rank forked from the kernel would inherit."""
         order.base_environment = inheritable()
         folder = working_directory()
         order.cwd = None if folder is None else str(folder)

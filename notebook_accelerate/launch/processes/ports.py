@@ -1,10 +1,10 @@
 """Reserve the rendezvous port of the process group, for several machines and for code that creates the group itself.
 
 Rank 0 listens on the port only when the user's function creates the process group, which may be minutes after the
-launch. Until then, neither another notebook nor an outgoing connection may use the port. On Linux, the kernel therefore
-holds two sockets that do not listen. The first is bound to the port, which does not stop a listener with
-``SO_REUSEADDR``, such as torch's store, from binding. The second is bound to an abstract name with the port's number,
-which every kernel in this network namespace tries first. Both are released when the process that holds them ends.
+launch. Until then, no other notebook and no outgoing connection may use the port. On Linux, the kernel therefore holds
+two sockets that do not listen. The first is bound to the port, which does not stop a listener with ``SO_REUSEADDR``,
+such as torch's store, from binding. The second is bound to an abstract name with the port's number, and other kernels
+in this network namespace cannot bind the same name. The system releases both when the process ends.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from notebook_accelerate.hardware.addresses import get_free_port
 from notebook_accelerate.launch.processes import kernel_descriptors
 
 DEFAULT = 29500
-"""The port of a launch that does not request one."""
+"""The port to try first for a launch that does not request one."""
 
 
 SEARCH_SECONDS = 1.0
-"""How long to search for a free port."""
+"""How many seconds to search for a free port."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ def reserve(user: Hashable, asked: int, *, fixed: bool, here: bool = True) -> tu
     """Reserve a port. Return the port, and a note if it is not the requested one.
 
     Args:
-        user: The run, or the part of a run, that will use the port.
-        asked: The requested port, or 0 for any.
-        fixed: Whether other machines know the port, so that it cannot be replaced.
+        user: The id of the run, or of the part of a run, that will use the port.
+        asked: The requested port. 0 means any free port.
+        fixed: Whether other machines know the requested port, so that no other one can be used.
         here: Whether rank 0, which listens on the port, is on this machine.
 
     Raises:
-        PortInUseError: The port is fixed and taken.
+        PortInUseError: A fixed port is already in use, or there is no free port.
     """
     with _lock:
         port = asked
@@ -67,7 +67,7 @@ def reserve(user: Hashable, asked: int, *, fixed: bool, here: bool = True) -> tu
             if here and held is None:
                 other = port + 1 if port < 65535 else port - 1
                 raise PortInUseError(
-                    f"port {port} is taken on this machine; pass another, use_port={other}, everywhere"
+                    f"port {port} is taken on this machine; pass another one on all machines, such as use_port={other}"
                 )
         elif held is None:
             held = _any_free()
@@ -77,10 +77,10 @@ def reserve(user: Hashable, asked: int, *, fixed: bool, here: bool = True) -> tu
 
 
 def unused(count: int) -> list[int]:
-    """Return ports of this machine that are not in use. They are not reserved.
+    """Return different ports that are not in use on this machine, without reserving them.
 
     Args:
-        count: The number of ports, all different.
+        count: The number of ports to return.
     """
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
@@ -90,7 +90,7 @@ def unused(count: int) -> list[int]:
 
 
 def release(user: Hashable) -> None:
-    """Release the port of a run or of a part of a run."""
+    """Release the port that `reserve` has reserved for ``user``, if any."""
     with _lock:
         held = _reserved.pop(user, None)
     if held is not None:
@@ -98,10 +98,10 @@ def release(user: Hashable) -> None:
 
 
 def _hold(port: int) -> _HeldPort | None:
-    """Reserve a port for this process. Return None if a server, this kernel or another kernel uses it."""
+    """Reserve a port for this process. Return None if a server, this kernel or another kernel already uses it."""
     if any(held.port == port for held in _reserved.values()) or not _free(port):
         return None
-    if sys.platform != "linux":  # Elsewhere a bound socket blocks the listener, and there are no abstract names.
+    if sys.platform != "linux":  # On other systems, a bound socket blocks listeners, and there are no abstract names.
         return _HeldPort(port)
     with ExitStack() as undo:
         name = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
@@ -118,13 +118,13 @@ def _hold(port: int) -> _HeldPort | None:
 
 
 def _free(port: int) -> bool:
-    # Test both, because a server on all interfaces also uses loopback, and a server on loopback leaves the others free.
+    # Test both addresses, because a server may listen on all interfaces, or only on loopback.
     return all(_can_bind(port, address) for address in ("127.0.0.1", ""))
 
 
 def _can_bind(port: int, address: str) -> bool:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # Torch's store also sets this.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # Torch's store sets this option too.
         try:
             probe.bind((address, port))
         except OSError:
@@ -138,7 +138,7 @@ def _any_free() -> _HeldPort:
     while time.monotonic() < deadline:
         try:
             port = get_free_port()
-        except OSError as error:  # All ports are taken, or this process has run out of descriptors.
+        except OSError as error:  # All ports are in use, or this process has run out of descriptors.
             reason = str(error)
             break
         if (held := _hold(port)) is not None:
@@ -146,20 +146,20 @@ def _any_free() -> _HeldPort:
     raise PortInUseError(f"no free port was found on this machine ({reason}); end processes that hold ports")
 
 
-# ---- private folders in which the ranks of runs on this machine find each other without a port
+# ---- private folders where the ranks of a run on this machine find each other without a port
 
 _MEMORY = Path("/dev/shm")  # noqa: S108 - its folders have mode 0700 and unguessable names
 _folders: dict[int, Path] = {}
 
 
 def make_store_folder(run_id: int) -> str:
-    """Make the folder of a run, in memory if the system allows it, so that a full disk does not prevent a launch."""
+    """Create the folder of a run, in memory if possible, so that a full disk does not prevent a launch."""
     parent = _MEMORY if os.access(_MEMORY, os.W_OK) else None
     _folders[run_id] = make_private_folder(parent)
     return str(_folders[run_id])
 
 
 def remove_store_folder(run_id: int) -> None:
-    """Remove the folder of a run, if it has one."""
+    """Remove the folder of a run, if there is one."""
     if (folder := _folders.pop(run_id, None)) is not None:
         remove_private_folder(folder)

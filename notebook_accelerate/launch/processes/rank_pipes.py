@@ -1,4 +1,4 @@
-"""The channel and the output pipes of one rank, with the kernel's ends and the rank's ends."""
+"""The channel and the output pipes between the kernel and one rank."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from notebook_accelerate.launch.processes import kernel_descriptors
 from notebook_accelerate.telemetry import Channel
 
 PIPE_BYTES = 1 << 20
-"""Requested size of an output pipe. It lets a rank write in bursts without waiting for the kernel."""
+"""The requested size of an output pipe in bytes, which lets a rank write in bursts without waiting for the kernel."""
 
 
 class RankPipes:
-    """The kernel's and the rank's ends of one rank's channel and output pipes."""
+    """Both ends of one rank's channel and output pipes: those of the kernel and those of the rank."""
 
     def __init__(self) -> None:
         with ExitStack() as undo:
@@ -26,7 +26,7 @@ class RankPipes:
         kernel_descriptors.add(self.stdout, self.stderr)
 
     def close_rank_side(self) -> None:
-        """Close the rank's ends in the kernel. Otherwise the kernel would never read the end of the streams."""
+        """Close the rank's ends in the kernel, which otherwise would never see the streams end."""
         self.rank_channel.close()
         os.close(self.rank_stdout)
         os.close(self.rank_stderr)

@@ -1,4 +1,4 @@
-"""The interface of the start methods: how ranks are started, read and ended."""
+"""The interface of the start methods: how to start ranks, read from them and end them."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ class RankListener(Protocol):
     """Handles what ranks send. Its methods are called on the thread that waits on the selector."""
 
     def on_output(self, rank: int, stream: str, data: bytes) -> None:
-        """Handle output of a rank. Empty bytes mean the end of the stream."""
+        """Handle output of a rank. Empty ``data`` means the end of the stream."""
 
     def on_frames(self, rank: int, data: bytes) -> None:
         """Handle bytes from a rank's channel."""
 
     def on_host_frames(self, rank: int, data: bytes) -> None:
-        """Handle complete frames that another process sends on behalf of a rank."""
+        """Handle complete frames that another process, such as a host, sends on behalf of a rank."""
 
     def on_end(self, rank: int) -> None:
-        """Call ``poll`` to check whether a rank has exited."""
+        """Check with ``poll`` whether a rank has exited, and handle the exit."""
 
 
 class RankProcess(ABC):
-    """A started rank, on this machine or another.
+    """A rank that has started, on this machine or another one.
 
     Attributes:
         rank: The rank's global index.
-        local_rank: Index on its machine.
-        pid: Its process id. The process leads its own process group.
-        node: Index of its machine in the run.
-        host: Name of its machine, or "" for this one.
+        local_rank: The rank's index on its machine.
+        pid: The id of the rank's process, which leads its own process group.
+        node: Index of the rank's machine in the run.
+        host: Name of that machine, or "" for this one.
         channel: Sends events to the rank.
     """
 
@@ -60,7 +60,7 @@ class RankProcess(ABC):
 
     @property
     def needs_polling(self) -> bool:
-        """Whether the end of the rank is not reported, so that ``poll`` must be called regularly."""
+        """Whether ``poll`` must be called regularly, because nothing reports the exit of the rank."""
         return False
 
     @abstractmethod
@@ -69,11 +69,11 @@ class RankProcess(ABC):
 
     @abstractmethod
     def send_signal(self, number: int, *, group: bool = False) -> None:
-        """Send a signal to the rank, or to its process group."""
+        """Send a signal to the rank, or to its whole process group."""
 
     @abstractmethod
     def connect(self, selector: selectors.BaseSelector, listener: RankListener) -> None:
-        """Register the rank's streams. The data of each registration is called when the stream is ready."""
+        """Register the rank's streams, each with a callback that reads the stream and calls ``listener``."""
 
     @abstractmethod
     def drain(self, listener: RankListener, *, channel: bool) -> None:
@@ -81,37 +81,40 @@ class RankProcess(ABC):
 
     @abstractmethod
     def disconnect(self, selector: selectors.BaseSelector) -> None:
-        """Remove the rank's remaining registrations."""
+        """Remove the registrations that the rank still has."""
 
     def in_local_time(self, messages: list[Stamped]) -> list[Stamped]:
-        """Return messages with their times converted to this machine's clock."""
+        """Convert the times of messages to this machine's clock."""
         return messages
 
     def await_end(self, timeout: float) -> None:
-        """Wait until a killed rank has exited, and reap it."""
+        """Wait until a killed rank has exited, for at most ``timeout`` seconds, and reap it."""
         deadline = time.monotonic() + timeout
         while self.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)
 
     def take_descriptors(self, count: int) -> tuple[int, ...]:
-        """Return the next descriptors that the rank sent, owned by the caller, or () for a rank on another machine."""
+        """Return the next descriptors that the rank has sent. The caller owns them.
+
+        A rank on another machine cannot send descriptors, so the result is empty.
+        """
         return ()
 
     @abstractmethod
     def open_dump(self, path: str) -> None:
-        """Open the file on the rank's machine to which the rank writes its stacks."""
+        """Open the file to which the rank writes its stacks, on the rank's machine."""
 
     @abstractmethod
     def send_frames(self, data: bytes) -> None:
-        """Send encoded frames to the rank. Do nothing if it has ended."""
+        """Send encoded frames to the rank, or do nothing if the rank has ended."""
 
     @abstractmethod
     def capture_stacks(self) -> ProcessStacks:
-        """Read the rank's stacks from outside. Safe to call from any thread."""
+        """Read the rank's stacks from outside its process. Safe to call from any thread."""
 
     @abstractmethod
     def close(self) -> None:
-        """Kill what still runs in the rank's process group, and close the kernel's descriptors."""
+        """Kill the processes that are still running in the rank's group, and close the kernel's descriptors."""
 
 
 class LocalRank(RankProcess):
@@ -119,9 +122,9 @@ class LocalRank(RankProcess):
 
     Args:
         rank: The rank's global index.
-        pid: Its process id.
-        ends: The kernel's ends of its channel and pipes.
-        exit_descriptor: A descriptor that becomes readable when the rank ends, or None if the system provides none.
+        pid: The id of the rank's process.
+        ends: The rank's channel and output pipes, of which the kernel's ends are used.
+        exit_descriptor: A descriptor that becomes readable when the rank exits, or None if the system provides none.
     """
 
     def __init__(self, rank: int, pid: int, ends: RankPipes, exit_descriptor: int | None) -> None:
@@ -141,7 +144,7 @@ class LocalRank(RankProcess):
         if group:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
-        with suppress(ProcessLookupError, PermissionError):  # The rank may have left its group.
+        with suppress(ProcessLookupError, PermissionError):  # The rank may have left its process group.
             self._signal_process(number)
 
     def _signal_process(self, number: int) -> None:
@@ -156,7 +159,7 @@ class LocalRank(RankProcess):
             selector.register(self.exit_descriptor, selectors.EVENT_READ, partial(listener.on_end, self.rank))
 
     def _read_output(self, listener: RankListener, stream: str) -> int:
-        """Read once and return the number of bytes."""
+        """Read from a stream once, pass the data on, and return the number of bytes."""
         descriptor = self._open[stream]
         try:
             data = os.read(descriptor, READ_BYTES)
@@ -179,11 +182,11 @@ class LocalRank(RankProcess):
 
     def drain(self, listener: RankListener, *, channel: bool) -> None:
         for stream in list(self._open):
-            # Read at most what a pipe holds, because a process started by the rank may outlive it and write forever.
+            # Read no more than a pipe can hold, because a process started by the rank may outlive it and keep writing.
             left = PIPE_BYTES
             while left > 0 and (count := self._read_output(listener, stream)):
                 left -= count
-        # Do not wait for end of file, because a process that outlives the rank, such as a DataLoader worker, may hold
+        # Don't wait for end-of-file, because a process that outlives the rank, such as a DataLoader worker, may keep
         # the channel open.
         while channel and self.channel.readable() and self._read_channel(listener):
             pass
@@ -213,7 +216,7 @@ class LocalRank(RankProcess):
         return self._inspector.read_stacks(self.send_signal)
 
     def close(self) -> None:
-        # Kill only the group, because the rank's own process id may have been reused.
+        # Signal only the group, because the rank's own process id may have been reused.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self.ends.close_kernel_side()
@@ -232,22 +235,22 @@ class ProcessBackend(ABC):
 
     Args:
         function: The function that every rank runs.
-        arguments: Its positional arguments.
+        arguments: The function's positional arguments.
 
     Raises:
-        SerializationError: The function or its arguments cannot be sent to such a process.
+        SerializationError: The function or its arguments cannot be sent to the ranks.
     """
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         self.function, self.arguments = function, arguments
 
     def configure(self, config: LaunchConfig, note: Callable[[str], None], stopping: Callable[[], bool]) -> None:
-        """Receive the launch's configuration before ranks start. Most start methods ignore it.
+        """Receive the launch configuration before ranks start. Most start methods ignore it.
 
         Args:
-            config: The configuration of the launch.
-            note: Shows the user a line during a slow start.
-            stopping: Returns whether the run is being stopped before its ranks have started.
+            config: The launch configuration.
+            note: A function that shows the user a line, for a slow start.
+            stopping: A function that returns whether the user has stopped the run, for a slow start.
         """
         return
 
@@ -256,8 +259,8 @@ class ProcessBackend(ABC):
 
         Args:
             orders: One order per rank, sorted by rank.
-            started: Called with each rank as soon as it has started, so that it can be ended if a later rank fails to
-                start.
+            started: A function to call with each rank once the rank has started, so that the caller can end it if a
+                later rank fails to start.
 
         Raises:
             LaunchError: A rank could not be started.
@@ -277,7 +280,7 @@ class ProcessBackend(ABC):
         """
 
     def close(self) -> None:
-        """Release what was needed to start ranks, including the function and its arguments. The ranks keep running."""
+        """Release what was needed to start the ranks, such as the function and its arguments, but keep the ranks."""
         self.function, self.arguments = _released, ()
 
     def prepare_next(self) -> None:
@@ -286,11 +289,11 @@ class ProcessBackend(ABC):
 
 
 def _released() -> None:
-    """Replaces the function once the ranks have started."""
+    """A placeholder for the function once the ranks have started."""
 
 
 def pidfd_of(pid: int) -> int | None:
-    """Return a descriptor that becomes readable when ``pid`` ends, or None if the system does not support it."""
+    """Return a descriptor that becomes readable when a process exits, or None if the system has no such descriptors."""
     if not hasattr(os, "pidfd_open"):
         return None
     with suppress(OSError):
@@ -304,8 +307,8 @@ class OwnChild(LocalRank):
     def poll(self) -> Exit | None:
         """Reap the rank and return how it ended, or None if it is still running.
 
-        The user's code may reap the process first, with ``os.wait`` in a thread or by ignoring SIGCHLD. In that case,
-        it is unknown how the process ended.
+        User code may have reaped the process already, by calling ``os.wait`` in a thread or by ignoring SIGCHLD. How
+        the process ended is then unknown.
         """
         try:
             if self.exit_descriptor is not None and not _has_ended(self.exit_descriptor):
@@ -318,23 +321,23 @@ class OwnChild(LocalRank):
     def _signal_process(self, number: int) -> None:
         if self.exit_descriptor is None:
             super()._signal_process(number)
-        # Signal by descriptor, because the user's code may have reaped the rank, whose process id may have been reused.
+        # Use the descriptor, because the process id may have been reused if user code has reaped the rank.
         else:
             signal.pidfd_send_signal(self.exit_descriptor, number)
 
 
 def _has_ended(pidfd: int) -> bool:
-    """Return whether a child has exited and waits to be reaped. Also return True if the system cannot tell.
+    """Return whether a child has exited and waits to be reaped, or True if the system cannot tell.
 
     Raises:
-        ChildProcessError: The child has exited and was reaped.
+        ChildProcessError: The child has already been reaped.
     """
-    by_pidfd = getattr(os, "P_PIDFD", None)  # It is missing if Python was built with an older libc.
+    by_pidfd = getattr(os, "P_PIDFD", None)  # The constant is missing if Python was built with an older libc.
     if by_pidfd is None:
         return True
     try:
         return os.waitid(by_pidfd, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
     except ChildProcessError:
         raise
-    except OSError:  # Linux 5.3 supports the descriptor, but not this call.
+    except OSError:  # Linux 5.3 supports pidfds, but not this call.
         return True

@@ -1,4 +1,4 @@
-"""Start ranks as fresh interpreters, for platforms that cannot fork. This is slow but safe everywhere."""
+"""Start ranks as fresh interpreters, for platforms that cannot fork. This is slow, but works on all systems."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class SpawnBackend(PickledBackend):
                 raise LaunchError(f"rank {order.rank} could not be started: {error}") from error
             undo.pop_all()
         assert process.stdin is not None
-        with suppress(BrokenPipeError), process.stdin:  # If the rank has already died, the supervisor reports it.
+        with suppress(BrokenPipeError), process.stdin:  # If the rank has already died, the supervisor reports that.
             process.stdin.write(body)
-        process.returncode = 0  # The supervisor reaps the process instead, to read its resource usage.
+        process.returncode = 0  # Popen must not reap the process, because the supervisor reads its resource usage.
         return OwnChild(order.rank, process.pid, ends, pidfd_of(process.pid))
 
     def _start_interpreter(self, ends: RankPipes) -> subprocess.Popen[bytes]:
@@ -65,19 +65,19 @@ class SpawnBackend(PickledBackend):
 
 
 def _loaded() -> list[str]:
-    """Return the modules to import first, as in the kernel, before a torch.py of the user can replace torch."""
+    """Return the modules to import first, before a file such as the user's torch.py can replace one of them."""
     return [name for name in ("numpy", "torch") if name in sys.modules]
 
 
 def rank_main(channel: int, stdout: int, stderr: int, payload: int, parent: int, preloaded: list[str]) -> NoReturn:
-    """Run a rank in a fresh interpreter. The order is read from standard input."""
+    """Run a rank in a fresh interpreter. Its order is read from standard input."""
     from notebook_accelerate.telemetry.pickling import load_file
     from notebook_accelerate.worker import entry
 
     entry.discard_interrupt(parent)
     for name in preloaded:
         importlib.import_module(name)
-    # Do not read to end of file, because a rank forked since then may hold the other end open.
+    # Don't read to end-of-file, because a rank that was forked in the meantime may hold the other end open.
     order = pickle.load(sys.stdin.buffer)
     descriptors = entry.RankDescriptors(channel, stdout, stderr, parent)
     entry.main(order, descriptors, lambda: load_file(payload), None, forked=False)

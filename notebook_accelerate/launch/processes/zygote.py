@@ -1,15 +1,15 @@
-"""Start ranks by forking a clean server process that has imported torch and initialised nothing.
+"""Start ranks by forking a clean server process that has imported torch but not initialised anything.
 
-The server outlives launches: a kernel starts it once, after the cell that imports the launcher. It ends when its
-control socket closes, which happens at the kernel's end or in ``shutdown()``.
+The server outlives launches. A kernel starts it once, after the cell that imports the launcher, and it ends when its
+control socket closes, which happens when the kernel exits or ``shutdown()`` is called.
 
-Why not ``multiprocessing``'s forkserver? Measured on 2 processors with Python 3.11 and torch and this package
-preloaded, 16 ranks took 0.73 s to return with it. They take 0.47 s here, because forking a server whose memory is in
-huge pages is cheaper. The forkserver's ranks outlived a killed kernel. They stay in the kernel's process group, so an
-interrupt of the cell reaches all of them immediately, before the stop sequence. They get the server's environment
-rather than the launch's, and import ``__main__`` again, which fails for a program read from a pipe. The kernel gets the
-exit code but not the peak memory. If the server is stopped, ``start()`` waits forever, and the launch cannot be
-stopped.
+Why not use ``multiprocessing``'s forkserver? On 2 processors, with Python 3.11 and with torch and this package
+preloaded, a launch of 16 ranks returned after 0.73 s with the forkserver, and after 0.47 s with this server, whose
+memory is in huge pages, so that forks are cheaper. The forkserver's ranks outlived a killed kernel. They stay in the
+kernel's process group, so an interrupt of the cell reaches all of them immediately, before the stop sequence. They get
+the server's environment rather than the launch's, and import ``__main__`` again, which fails for a program read from a
+pipe. The kernel gets a rank's exit code but not its peak memory. If the forkserver is suspended, ``start()`` waits
+forever, and the launch cannot be stopped.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ if TYPE_CHECKING:
 
 LENGTH = struct.Struct("!I")
 STATUS = struct.Struct("!qq")
-"""The message of the server about an exited rank: its wait status and its peak resident memory in KiB."""
+"""The server's message about an exited rank: the wait status, and the peak resident memory in KiB."""
 CROWDED = 1 << 31
-"""Flag in a request's length: the ranks have more threads than there are processors."""
+"""A flag in the length of a request. It is set if the ranks have more threads than there are processors."""
 READY = b"\1"
-"""The first message of the server, sent when it has imported the modules that ranks need first."""
+"""The server's first message, sent once it has imported the modules that ranks need when they start."""
 START_SECONDS = 120.0
-"""How long the server may take to import torch."""
+"""How many seconds the server may take to import torch."""
 REPORT_SECONDS = 0.05
-"""How long the server may take to report the exit status of an ended rank. It usually takes less than 1 ms."""
+"""How many seconds the server may take to report a rank's exit status, which usually takes less than 1 ms."""
 
 
 class Zygote:
-    """The server process, as controlled by the kernel.
+    """The server process, as seen and controlled by the kernel.
 
     Attributes:
-        ranks: The process ids of its running ranks, which end when the server ends.
+        ranks: The process ids of the server's running ranks, which end when the server ends.
         retired: Whether the server failed to serve a request and is no longer used.
     """
 
@@ -70,7 +70,7 @@ class Zygote:
         self._requests = threading.Lock()
         self._owner = os.getpid()
         self._ready = self.retired = False
-        self._unread = 0  # Replies to requests whose run was stopped before they arrived.
+        self._unread = 0  # Count the replies that are still to be read, even those whose run was stopped meanwhile.
         self.ranks: set[int] = set()
         with ExitStack() as undo:
             self._control, theirs = map(undo.enter_context, socket.socketpair())
@@ -84,7 +84,7 @@ class Zygote:
 
     @property
     def pid(self) -> int:
-        """The server's process id."""
+        """The process id of the server."""
         return self._process.pid
 
     def alive(self) -> bool:
@@ -92,7 +92,7 @@ class Zygote:
         return self._owner == os.getpid() and not self.retired and self._process.poll() is None
 
     def ready(self) -> bool:
-        """Return whether the server is ready for requests. Otherwise it is still importing torch."""
+        """Return whether the server is ready for requests. If it is not, it is still importing torch."""
         if not self._ready and self._requests.acquire(blocking=False):
             try:
                 self._ready = self._control.recv(len(READY), socket.MSG_DONTWAIT) == READY
@@ -110,18 +110,19 @@ class Zygote:
         crowded: bool = False,
         stopping: Callable[[], bool] = lambda: False,
     ) -> int:
-        """Make the server fork a rank, and return the rank's process id.
+        """Make the server fork a rank, and return the id of the rank's process.
 
         Args:
-            order: The rank's order, pickled.
-            descriptors: Those of the channel, standard output and error, the payload, and the pipe for the status.
-            crowded: Whether the ranks of the launch have more threads than there are processors.
-            stopping: Returns whether the run is to be stopped.
+            order: The rank's pickled order.
+            descriptors: The descriptors of the channel, standard output, standard error, the payload, and the pipe for
+                the status.
+            crowded: Whether the ranks of the launch together have more threads than there are processors.
+            stopping: A function that returns whether the user has stopped the run.
 
         Raises:
-            ServerStuckError: The server did not serve the request. It will not be used again.
+            ServerStuckError: The server did not serve the request, and will not be used again.
             LaunchError: The server has exited.
-            RunStoppedError: The run was stopped during the call.
+            RunStoppedError: The user stopped the run during the call.
         """
         wait = Wait(self.pid, START_SECONDS, stopping)
         while not self._requests.acquire(timeout=SLICE_SECONDS):
@@ -149,7 +150,7 @@ class Zygote:
         return pid
 
     def _last_reply(self, wait: Wait) -> int:
-        while self._unread:  # Count replies one by one, because a stop may leave some of them to the next request.
+        while self._unread:  # Count each reply as it is read, because a stop may leave some to the next request.
             reply = receive(self._control, LENGTH.size, wait)
             if len(reply) < LENGTH.size:
                 raise LaunchError(f"the server process has ended{self.log_tail()}")
@@ -159,22 +160,22 @@ class Zygote:
     def _send(self, request: bytes, descriptors: list[int], wait: Wait) -> None:
         try:
             send(self._control, request, descriptors, wait)
-        except RunStoppedError:  # The server would read the next request as the rest of this one.
+        except RunStoppedError:  # Retire the server, which would take the next request for the rest of this one.
             self._retire()
             raise
 
     def log_tail(self) -> str:
-        """Return the end of the server's output, for an error message."""
+        """Return the last part of the server's output, for an error message."""
         return log_tail(self._log)
 
     def release(self, rank: int) -> None:
-        """Record that a rank's process has ended. A retired server is ended with its last rank."""
+        """Record that the process of a rank has ended. If it was the last one of a retired server, end the server."""
         self.ranks.discard(rank)
         if self.retired and not self.ranks and self._owner == os.getpid():
             self._end()
 
     def _retire(self) -> None:
-        """Retire the server: end it immediately, or after its last rank."""
+        """Retire the server. It ends immediately if it has no ranks, or else with its last rank."""
         self.retired = True
         if not self.ranks:
             self._end()
@@ -182,7 +183,7 @@ class Zygote:
     def _end(self) -> None:
         self._control.close()
         self._process.kill()
-        with suppress(subprocess.TimeoutExpired):  # The server is blocked on disk access.
+        with suppress(subprocess.TimeoutExpired):  # The server may be blocked by a disk.
             self._process.wait(timeout=5)
 
     def close(self) -> None:
@@ -192,7 +193,7 @@ class Zygote:
         self._control.close()
         try:
             self._process.wait(timeout=0 if is_stopped(self.pid) else 5)
-        except subprocess.TimeoutExpired:  # The server is still importing torch, or is stopped.
+        except subprocess.TimeoutExpired:  # The server is still importing torch, or is suspended.
             self._end()
         self._log.close()
 
@@ -202,7 +203,7 @@ _zygote: Zygote | None = None
 
 
 def _renew_lock() -> None:
-    """Replace the lock in a forked process, because no thread there would release it if it was held."""
+    """Replace the lock in a forked process, where nothing releases it if another thread held it during the fork."""
     global _lock  # noqa: PLW0603 - another thread cannot release a held lock
     _lock = threading.Lock()
 
@@ -212,7 +213,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def ensure_zygote() -> Zygote:
-    """Return the server, starting it if it is not running."""
+    """Return the server. Start it first if it is not running."""
     global _zygote  # noqa: PLW0603 - one server per kernel
     with _lock:
         if _zygote is None or not _zygote.alive():
@@ -227,18 +228,18 @@ def close_zygote() -> None:
     global _zygote  # noqa: PLW0603 - one server per kernel
     with _lock:
         if (ended := _zygote) is not None:
-            _zygote = None  # Clear it first, in case close() is interrupted: no launch may use this server.
+            _zygote = None  # Clear the variable first, so that no launch uses this server if close() is interrupted.
             ended.close()
 
 
 class ZygoteRank(LocalRank):
-    """A rank that the server has forked. The server reports its end.
+    """A rank that was forked by the server, which also reports the rank's exit.
 
     Args:
         rank: The rank's global index.
-        pid: Its process id.
-        ends: The kernel's ends of its channel and pipes.
-        status: Descriptor of the pipe to which the server writes the wait status.
+        pid: The id of the rank's process.
+        ends: The rank's channel and output pipes, of which the kernel's ends are used.
+        status: The descriptor of the pipe to which the server writes the wait status.
         server: The server that forked the rank.
     """
 
@@ -254,7 +255,7 @@ class ZygoteRank(LocalRank):
 
     @property
     def needs_polling(self) -> bool:
-        """True after the rank has exited, because a server that is stopped does not report the end."""
+        """Whether the rank has exited but the server, which may be suspended, has not reported that yet."""
         return self._ended_at is not None
 
     def _on_end(self, listener: RankListener) -> None:
@@ -268,12 +269,12 @@ class ZygoteRank(LocalRank):
             data = os.read(self.exit_descriptor, STATUS.size)
         except BlockingIOError:
             return self._unreported_end()
-        if len(data) < STATUS.size:  # The server died, and its ranks died with it.
+        if len(data) < STATUS.size:  # The server has died, and its ranks with it.
             return Exit(signal=9)
         return Exit.from_status(*STATUS.unpack(data))
 
     def _unreported_end(self) -> Exit | None:
-        """Return an unknown exit if the rank has exited but its server fails to report how, or None otherwise."""
+        """Return an unknown exit if the rank has exited but the server fails to report how. Otherwise, return None."""
         if self._process is None or not wait_readable(self._process, 0.0):
             return None
         if self._ended_at is None:
@@ -298,13 +299,13 @@ class ZygoteRank(LocalRank):
 
 
 class ZygoteBackend(PickledBackend):
-    """Starts ranks by requesting them from the server, one by one."""
+    """Starts ranks by asking the server to fork them one by one."""
 
     _crowded = False
 
     def configure(self, config: LaunchConfig, note: Callable[[str], None], stopping: Callable[[], bool]) -> None:
         self._note, self._stopping = note, stopping
-        with suppress(OSError, LaunchError):  # If this fails, starting the first rank reports it.
+        with suppress(OSError, LaunchError):  # Starting the first rank will report the error.
             if not ensure_zygote().ready():
                 note("waiting for the process that ranks are forked from to import torch, once per kernel")
 
@@ -328,7 +329,7 @@ class ZygoteBackend(PickledBackend):
             undo.callback(ends.close_kernel_side)
             status_reader, status_writer = os.pipe()
             rank_side.callback(os.close, status_writer)
-            # A server that resumes later sees that the rank is no longer wanted.
+            # Close the reader on an error, so that a suspended server later sees that the rank is no longer wanted.
             undo.callback(os.close, status_reader)
             os.set_blocking(status_reader, False)
             wires = [ends.rank_channel.fileno(), ends.rank_stdout, ends.rank_stderr, self._payload, status_writer]
@@ -344,21 +345,21 @@ def warm_up() -> None:
         ensure_zygote()
 
 
-# ---- waiting for the server, but only while it makes progress and the run is not being stopped
+# ---- waiting for the server while it makes progress and the user does not stop the run
 
 STUCK_SECONDS = 5.0
-"""A server that has not served a request for this long is stuck, unless it waits for a processor or a disk."""
+"""A server that takes longer than this for a request is stuck, unless it is waiting for a processor or a disk."""
 IDLE_SECONDS = 1.0
-"""A sleeping server that has used no CPU time for this long is not working on the request."""
+"""A sleeping server that has used no CPU time for this many seconds is not working on the request."""
 SLICE_SECONDS = 0.05
-"""Seconds between two checks of whether the run is to be stopped."""
+"""Seconds between two checks of whether the user has stopped the run."""
 MOST_PER_SLICE = 1.0
-"""At most this much time counts per check. A later check means that this process was suspended, perhaps with the
-server."""
+"""The maximum number of seconds that count between two checks. If more have passed, this process was suspended, perhaps
+together with the server."""
 
 
 class ServerStuckError(LaunchError):
-    """The server process does not serve requests: it is stopped, hangs or takes too long."""
+    """The server process does not serve requests, because it is suspended, hangs or takes too long."""
 
 
 class Wait:
@@ -366,8 +367,8 @@ class Wait:
 
     Args:
         pid: The server's process id.
-        seconds: Maximum seconds of one wait.
-        stopping: Returns whether the run is to be stopped.
+        seconds: Maximum number of seconds of one wait.
+        stopping: A function that returns whether the user has stopped the run.
     """
 
     def __init__(self, pid: int, seconds: float, stopping: Callable[[], bool]) -> None:
@@ -375,22 +376,22 @@ class Wait:
         self._importing = True
 
     def begin_request(self) -> None:
-        """Expect prompt replies from now on. Before, the server may have been importing torch, which can take long."""
+        """Expect quick replies from now on. Until now, the server may have been importing torch, which takes longer."""
         self._importing = False
 
     def check_stop(self) -> None:
-        """Raise ``RunStoppedError`` if the run is to be stopped."""
+        """Raise ``RunStoppedError`` if the user has stopped the run."""
         if self._stopping():
-            raise RunStoppedError("the run was stopped while its ranks were started")
+            raise RunStoppedError("the run was stopped while its ranks were starting")
 
     def until(self, source: socket.socket, event: int) -> None:
         """Wait until a socket is ready.
 
         Raises:
-            ServerStuckError: The server is stuck.
-            RunStoppedError: The run is to be stopped.
+            ServerStuckError: The server does not make progress, or takes too long.
+            RunStoppedError: The user stopped the run during the wait.
         """
-        waiter = select.poll()  # Unlike select, poll works with descriptors above 1024.
+        waiter = select.poll()  # Unlike select, poll works with descriptors of 1024 and above.
         waiter.register(source, event)
         waited, progress = 0.0, _Progress(self._pid, importing=self._importing)
         begin = time.monotonic()
@@ -417,7 +418,7 @@ class _Progress:
         import psutil
 
         status, used = "", 0.0
-        with suppress(psutil.Error):  # There is no /proc.
+        with suppress(psutil.Error):  # The process may be gone, or the system may hide it.
             process = psutil.Process(self._pid)
             status, used = str(process.status()), sum(process.cpu_times()[:2])
         if used != self._last:
@@ -436,7 +437,7 @@ class _Progress:
 
 
 def receive(connection: socket.socket, size: int, wait: Wait) -> bytes:
-    """Return the next ``size`` bytes of a socket, or fewer if the server has exited."""
+    """Receive the next ``size`` bytes from a socket, or fewer if the server has exited."""
     data = b""
     while len(data) < size:
         wait.until(connection, select.POLLIN)
@@ -448,13 +449,13 @@ def receive(connection: socket.socket, size: int, wait: Wait) -> bytes:
 
 
 def send(connection: socket.socket, data: bytes, descriptors: list[int], wait: Wait) -> None:
-    """Send bytes, passing the descriptors along with the first part."""
+    """Send bytes, and pass the descriptors along with the first part."""
     left = memoryview(data)
     while left:
         wait.until(connection, select.POLLOUT)
         try:
             sent = socket.send_fds(connection, [left], descriptors) if descriptors else connection.send(left)
-        except BlockingIOError:  # There is room in the buffer, but not for these descriptors.
+        except BlockingIOError:  # The buffer has room, but not for these descriptors.
             time.sleep(SLICE_SECONDS)
             continue
         left, descriptors = left[sent:], []

@@ -1,4 +1,4 @@
-"""The server process. It imports what ranks need, then forks one rank per request until the kernel ends."""
+"""The server process, which imports what ranks need, then forks one rank per request until the kernel exits."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ PRELOADED = (
     "notebook_accelerate.accelerator",
     "notebook_accelerate.data_loader",
 )
-"""Imported once for all ranks. None of these modules initialises a device or starts a thread pool."""
+"""Modules to import once for all ranks. None of them initialises a device or starts a thread pool."""
 PRELOADED_WHEN_IDLE = ("torch._dynamo",)
-"""Imported when the server is idle: every optimizer imports it on first use, which takes a second."""
+"""Modules to import while the server is idle. The first optimizer in a process imports them, which takes a second."""
 PRELOAD_AFTER = 1.0
-"""Idle seconds before that import. A launch that arrives during the import is delayed."""
+"""Idle seconds before these modules are imported. A request that arrives during the import is delayed."""
 COLLAPSE_AFTER = 0.01
-"""Idle seconds before memory is moved into huge pages. The move stops when a launch arrives."""
+"""Idle seconds before memory is moved into huge pages, which stops when a request arrives."""
 COLLAPSE_SECONDS = 1.0
 
 
 class _Server:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._children: dict[int, int] = {}  # Maps the process ids of ranks to the pipes for their status.
+        self._children: dict[int, int] = {}  # For each rank, map the process id to the pipe for the status.
         self._preloaded = self._collapsed = False
         self._spins = BriefSpins()
         self._selector = selectors.DefaultSelector()
@@ -59,7 +59,7 @@ class _Server:
 
     def run(self) -> None:
         """Serve requests until the kernel closes the control socket, then kill all ranks."""
-        with suppress(OSError):  # The kernel has exited.
+        with suppress(OSError):  # The kernel may have exited.
             self._control.sendall(READY)
         while True:
             ready = self._selector.select(self._select_timeout())
@@ -76,13 +76,13 @@ class _Server:
             self._reap()
 
     def _select_timeout(self) -> float | None:
-        """Return how long to wait for a request before using idle time, in seconds, or None for no limit."""
+        """Return how many seconds to wait for a request before using idle time, or None if there is nothing to do."""
         if self._children or (self._collapsed and self._preloaded):
             return None
         return PRELOAD_AFTER if self._collapsed else COLLAPSE_AFTER
 
     def _use_idle_time(self) -> None:
-        """Make the next forks fast, since earlier forks have split huge pages. Then import what ranks need later."""
+        """Move memory into huge pages, which earlier forks have split. After that, import what ranks need later."""
         self._spins.release()
         if self._collapsed:
             preload(PRELOADED_WHEN_IDLE)
@@ -111,8 +111,9 @@ class _Server:
         return True
 
     def _receive(self, size: int) -> bytes:
-        """Return the next ``size`` bytes, or fewer if the kernel has exited."""
-        parts: list[bytes] = []  # MSG_WAITALL would return fewer bytes after a signal, for example when a rank ends.
+        """Receive the next ``size`` bytes, or fewer if the kernel has exited."""
+        # Don't use MSG_WAITALL, which returns fewer bytes after a signal, for example when a rank exits.
+        parts: list[bytes] = []
         while size and (part := self._control.recv(size)):
             parts.append(part)
             size -= len(part)
@@ -120,7 +121,7 @@ class _Server:
 
     def _fork(self, body: bytes, descriptors: list[int]) -> int:
         channel, stdout, stderr, payload, status = descriptors
-        if not _has_reader(status):  # This process was stopped, and the kernel has started another server.
+        if not _has_reader(status):  # This process was suspended, and the kernel no longer wants the rank.
             for descriptor in descriptors:
                 os.close(descriptor)
             return 0
@@ -150,7 +151,7 @@ class _Server:
         for pid, pipe in list(self._children.items()):
             found, status, usage = os.wait4(pid, os.WNOHANG)
             if found:
-                with suppress(OSError):  # The kernel no longer reads the pipe.
+                with suppress(OSError):  # The kernel may have closed the pipe.
                     os.write(pipe, STATUS.pack(status, usage.ru_maxrss))
                 os.close(pipe)
                 del self._children[pid]
@@ -159,25 +160,25 @@ class _Server:
         for pid in self._children:
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
-            with suppress(ProcessLookupError):  # The rank may have left its group.
+            with suppress(ProcessLookupError):  # The rank may have left its process group.
                 os.kill(pid, signal.SIGKILL)
 
 
 def _has_reader(pipe: int) -> bool:
-    """Return whether the other end of a pipe is open."""
+    """Return whether the reading end of a pipe is open."""
     waiter = select.poll()
     waiter.register(pipe, 0)
     return not waiter.poll(0)
 
 
 def preload(names: Sequence[str]) -> None:
-    """Import modules that all ranks share."""
+    """Import modules before ranks are forked, so that all ranks share them."""
     with gc_paused():
         for name in names:
             with suppress(ImportError):  # IPython may be missing outside notebooks.
                 importlib.import_module(name)
         entry.prepare_forks()
-        # Otherwise a garbage collection in a rank would write to every page with an object, and so copy it.
+        # Otherwise, a garbage collection in a rank would write to every page that contains an object, and so copy it.
         gc.freeze()
 
 

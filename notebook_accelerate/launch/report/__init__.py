@@ -1,1 +1,1 @@
-"""A run as static HTML, text and SVG."""
+"""The views of a run as static HTML, text and SVG."""

@@ -1,7 +1,7 @@
-"""The curves of metrics: which ones a view draws, and their points.
+"""The curves of metrics: which curves a view draws, and their points.
 
-The live plot, the images in reports and the plots of ``run.metrics`` all use this module. They differ in how many ranks
-have their own curve, and in the number of points.
+The live plot, the images in reports and the plots of ``run.metrics`` all use this module. They differ in the number of
+points, and in how many ranks have a curve of their own.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry import Store
 
 ENVELOPE = -1
-"""The rank number that denotes the envelope of all ranks."""
+"""The number that stands for the envelope of all ranks, in place of a rank."""
 ENVELOPE_LABEL = "all ranks: min, mean, max"
 
 
@@ -28,14 +28,14 @@ class Curve(NamedTuple):
 
     Attributes:
         label: The name of the line in the legend.
-        x: Steps, float64, shape (n,), or seconds for points without a step.
-        y: Values, float64, shape (n,). Values that are not finite are drawn as gaps.
-        low: Lower edge of the envelope around the line, float64, shape (n,), or None without an envelope.
-        high: Upper edge of the envelope, like ``low``.
-        seconds: Times since the origin of the source, float64, shape (n,), or None if they are the same as ``x``.
-        cursor: The cursor for the next points.
-        whole: Whether these are all points, rather than a continuation of earlier ones. The points of an envelope
-            replace all earlier points whose ``x`` is not below their first ``x``.
+        x: The steps, or seconds for points without a step, float64, shape (n,).
+        y: The values, float64, shape (n,). Values that are not finite are drawn as gaps.
+        low: The lower edge of the envelope around the line, float64, shape (n,), or None if there is no envelope.
+        high: The upper edge of the envelope, like ``low``.
+        seconds: The seconds since the origin of the source, float64, shape (n,), or None if they are the same as ``x``.
+        cursor: The cursor for reading the points that follow.
+        whole: Whether these are all points, rather than those that follow earlier ones. In an envelope, new points
+            replace all earlier points from their first ``x`` on.
     """
 
     label: str
@@ -61,8 +61,8 @@ class Series(NamedTuple):
         """Return the points since ``cursor``, downsampled by M4.
 
         Args:
-            points: Approximate number of points to keep for a rank. An envelope has a bounded number.
-            cursor: The cursor that the last call returned, or (0, 0) for all points.
+            points: The approximate number of points to keep for a rank. Envelopes have a limited number anyway.
+            cursor: The cursor of the curve that the last call returned, or (0, 0) for all points.
         """
         import numpy as np
 
@@ -93,11 +93,11 @@ class Source:
 
     Attributes:
         store: The store with the run's metrics.
-        origin: Zero of the time axis, in seconds since the epoch.
-        label: First part of the name of each curve. The rank follows if ``ranks`` is true.
+        origin: The time where the time axis starts, in seconds since the epoch.
+        label: The first part of each curve's name. If ``ranks`` is set, the rank follows.
         ranks: Whether each rank has a curve. If not, only the lowest rank that logged a metric is drawn.
-        chosen: Ranks to draw on top of an envelope.
-        automatic: Whether to include the metrics that are sampled without logging.
+        chosen: The ranks to draw on top of an envelope.
+        automatic: Whether to include the metrics that are recorded without logging.
     """
 
     store: Store
@@ -113,23 +113,23 @@ class Source:
         return list(dict.fromkeys([*self.store.metric_names(), *more]))
 
     def store_of(self, name: str) -> Store:
-        """Return the store of a metric. A logged metric hides an automatic one with the same name."""
+        """Return the store that holds a metric. A logged metric hides an automatic one with the same name."""
         return self._find(name)[0]
 
     def _find(self, name: str) -> tuple[Store, list[int]]:
-        """Return the store of a metric, and the ranks that have points."""
+        """Return the store that holds a metric, and the ranks that have points."""
         ranks = self.store.ranks_of(name)
         if ranks or not self.automatic:
             return self.store, ranks
         return self.store.automatic, self.store.automatic.ranks_of(name)
 
     def series(self, names: Sequence[str], few: int) -> Iterator[Series]:
-        """Yield the curves of these metrics, leaving out curves without points.
+        """Yield the curves to draw for some metrics. Curves without points are left out.
 
         Args:
             names: The names of the metrics.
-            few: Maximum number of ranks with their own curve. More ranks are drawn as an envelope, with at most half
-                as many chosen ranks on top, because readers cannot distinguish more curves.
+            few: Maximum number of ranks with curves of their own. If there are more, they are drawn as an envelope, and
+                at most half as many chosen ranks on top, because readers cannot distinguish more curves.
         """
         for name in names:
             store, ranks = self._find(name)
@@ -142,7 +142,7 @@ class Source:
 
 
 def shown_names(sources: Sequence[Source]) -> list[str]:
-    """Return the names of the logged metrics, or of the automatic ones if nothing was logged."""
+    """Return the names of the logged metrics. For a run that has logged nothing, return those of automatic metrics."""
     names = dict.fromkeys(name for source in sources for name in source.store.metric_names())
     for source in sources:
         if source.automatic and not source.store.metric_names():

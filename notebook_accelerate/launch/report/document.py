@@ -1,7 +1,8 @@
-"""Documents: the content of reports and panels, made of a few kinds of nodes.
+"""Documents: the content of reports and panels, built from a few kinds of nodes.
 
-A view is a pure function from the state of a run to a `Section`. `rendering.html` renders it for saved notebooks and
-panels, and `rendering.text` for terminals. A live table receives only the cells that have changed.
+A view is a pure function from the state of a run to a `Section`. `rendering.html` renders the section for saved
+notebooks and panels, and `rendering.text` renders it for terminals. A live table receives only the cells that have
+changed.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ Rows = list[list[str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """A button.
+    """A button, and the action that a click starts.
 
     Attributes:
         id: Identifies the action in the message that a click sends.
         label: The text of the button.
-        hint: What a click does.
+        hint: A text that says what a click does.
         tone: "bad" or "first" for another colour, or "" for the usual one.
-        enabled: Whether it can be clicked.
+        enabled: Whether the button can be clicked.
         interrupts: Whether a click interrupts the cell that blocks the kernel, through the notebook's server. The
             button is disabled if the browser cannot reach the server.
     """
@@ -41,18 +42,18 @@ class Action:
 # ---- tables
 
 
-@dataclass(kw_only=True)  # not frozen: updates create thousands of cells, and frozen ones take four times as long
+@dataclass(kw_only=True)  # Not frozen, because updates create thousands of cells, which would take four times as long.
 class Cell:
     """A cell with more than plain text.
 
     Attributes:
         text: The text of the cell.
         badge: A remark after the text, such as "straggler".
-        state: The state that the text names, which panels mark with a shape and a colour, or "".
-        part: The index of the part of a step whose colour is shown, or -1.
-        colour: The index of the curve whose colour is shown, or -1.
+        state: The state that the text names, or "" if it names none. Panels mark states with a shape and a colour.
+        part: The index of the part of a step whose colour to show, or -1 for none.
+        colour: The index of the curve whose colour to show, or -1 for none.
         meter: A share from 0 to 1 to draw as a bar, or None for no bar.
-        title: The full text, if the cell may be cut off.
+        title: The full text if the cell may be cut off, or "".
     """
 
     text: str
@@ -73,11 +74,11 @@ class Column:
 
     Attributes:
         title: The heading of the column.
-        numeric: Whether it is aligned to the right.
-        kind: Determines how live tables sort it, and its width: "run", "state", "text" or "number". "code" is a column
-            of lines of code, and "" a plain column.
-        muted: Whether its texts are shown as less important.
-        text_only: Whether it appears only in the text form.
+        numeric: Whether to align the column to the right.
+        kind: The kind of content, which determines the width and how live tables sort the column: "run", "state",
+            "text" or "number". "code" is for lines of code, and "" for a plain column.
+        muted: Whether to show the cells as less important.
+        text_only: Whether the column appears only in the text form.
     """
 
     title: str
@@ -87,16 +88,16 @@ class Column:
     text_only: bool = False
 
 
-@dataclass(kw_only=True)  # not frozen: updates create thousands of rows, and frozen ones take four times as long
+@dataclass(kw_only=True)  # Not frozen, because updates create thousands of rows, which would take four times as long.
 class Row:
-    """A row of a table. Its first cell is its heading.
+    """A row of a table. The first cell is the row's heading.
 
     Attributes:
         key: Identifies the row in later documents.
         cells: A cell for each column.
-        tone: "late", "dead", "node", "sum" or "opened", several of them separated by spaces, or "".
-        order: Sort keys of the cells in live tables, or () to sort them by their texts.
-        actions: Buttons at the end of the row.
+        tone: "late", "dead", "node", "sum" or "opened", or several of these separated by spaces, or "".
+        order: The sort keys of the cells in live tables, or () to sort cells by their texts.
+        actions: The buttons at the end of the row.
     """
 
     key: str = ""
@@ -112,9 +113,9 @@ class Group:
 
     Attributes:
         key: Identifies the group in later documents.
-        title: The heading, or "".
-        rows: The rows, or None to keep the rows of the previous document.
-        folded: Whether a live table hides them until the heading is clicked.
+        title: The heading, or "" for none.
+        rows: The rows, or None to keep those of the previous document.
+        folded: Whether a live table hides the rows until the heading is clicked.
     """
 
     key: str = ""
@@ -131,10 +132,11 @@ class Table:
         key: Identifies the table in its document.
         columns: The columns, from left to right.
         groups: The rows, in groups.
-        caption: A text above the table, or "".
-        label: Its name for screen readers, if no caption or heading names it.
-        pairs: Whether it has only names and values. If so, it has no head below a caption, and wraps long values.
-        sortable: Whether a live table can be sorted by its headings and filtered by a text.
+        caption: A text above the table, or "" for none.
+        label: The table's name for screen readers, if no caption or heading names the table.
+        pairs: Whether the table has only names and values. Such a table wraps long values, and has no head if it has a
+            caption.
+        sortable: Whether users can sort the live table by its headings and filter its rows.
         empty: The text to show if there are no rows.
     """
 
@@ -160,7 +162,7 @@ _UNKNOWN = ("", "–")
 def table_of(
     key: str, rows: Sequence[Sequence[str]], *, caption: str = "", pairs: bool = False, code: bool = False
 ) -> Table:
-    """Return a table of texts. Columns of numbers are aligned to the right, except the first column.
+    """Return a table of texts. Columns of numbers are aligned to the right, except for the first column.
 
     Args:
         key: Identifies the table in its document.
@@ -185,12 +187,12 @@ def table_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """Paragraphs or a list.
+    """Paragraphs, a list, a log or code.
 
     Attributes:
-        lines: The paragraphs, or the items of the list.
-        tone: "verdict", "warned", "status" (a verdict that screen readers announce), "warning", "problem" (an
-            alert to screen readers), "note", "empty", "code", "log" or "list", or "" for the usual one.
+        lines: The paragraphs, the items of the list, or the lines of the log or code.
+        tone: "verdict", "warned", "status" (a verdict that screen readers announce), "warning", "problem" (an alert for
+            screen readers), "note", "empty", "code", "log" or "list", or "" for plain paragraphs.
         label: The name of a log for screen readers.
     """
 
@@ -201,11 +203,11 @@ class Text:
 
 @dataclass(frozen=True, kw_only=True)
 class Drawing:
-    """A node with separate HTML and text forms.
+    """A node with separate forms for HTML and for text.
 
     Attributes:
-        html: The HTML form, or "" if HTML shows nothing.
-        text: The text form, or "" if text shows nothing.
+        html: The HTML form, or "" to show nothing in HTML.
+        text: The text form, or "" to show nothing in text.
     """
 
     html: Markup = field(default_factory=Markup)
@@ -219,7 +221,7 @@ class Section:
     Attributes:
         key: Identifies the section in its document.
         nodes: The content of the section.
-        title: The heading, which the text form leaves out, or "".
+        title: The heading, or "" for none. The text form leaves it out.
         open: Whether the fold below the heading is open, or None if the section cannot be folded.
     """
 

@@ -10,7 +10,7 @@ from html import escape
 
 
 class Markup(str):
-    """HTML or SVG source, which `element` does not escape again."""
+    """A piece of HTML or SVG source, which `element` does not escape."""
 
     __slots__ = ()
 
@@ -24,8 +24,9 @@ def element(name: str, /, *content: str, **attributes: object) -> Markup:
     Args:
         name: The element's name.
         content: The texts and elements inside the element.
-        attributes: Values by name; ``aria_label`` is written ``aria-label`` and ``class_`` is written ``class``.
-            Floats are rounded to two decimals. None and False omit the attribute, and True writes only its name.
+        attributes: The values of attributes, by name. ``aria_label`` is written as ``aria-label``, and ``class_`` as
+            ``class``. Floats are rounded to two decimals. None and False omit the attribute, and True writes only the
+            name.
     """
     head = start_tag(name, **attributes)
     return Markup(f"{head[:-1]} />" if name in _VOID else f"{head}{join(content)}</{name}>")
@@ -45,11 +46,11 @@ def start_tag(name: str, /, **attributes: object) -> Markup:
 
 
 def join(content: Iterable[str], separator: str = "") -> Markup:
-    """Return texts and elements as one piece of markup.
+    """Join texts and elements into one piece of markup.
 
     Args:
         content: Strings, which are escaped, and `Markup`.
-        separator: Markup to insert between them.
+        separator: The markup to insert between them.
     """
     return Markup(separator.join([part if isinstance(part, Markup) else escape(part) for part in content]))
 
@@ -78,22 +79,22 @@ def svg_drawing(width: int, height: int, *content: str) -> Markup:
 
 
 def svg_text(x: float, y: float, text: str, fill: str, anchor: str = "start", **attributes: object) -> Markup:
-    """Return a text element of an SVG drawing. Characters that XML does not allow are replaced by U+FFFD.
+    """Return a text element for an SVG drawing. Characters that XML does not allow are replaced by U+FFFD.
 
     Args:
-        x: Pixels from the left.
-        y: Pixels from the top to the baseline.
+        x: The distance from the left in pixels.
+        y: The distance from the top to the baseline in pixels.
         text: The text to draw.
         fill: The colour of the text.
-        anchor: Which end of the text is at ``x``: "start", "middle" or "end".
-        attributes: Further attributes of the element.
+        anchor: The point of the text to put at ``x``: "start", "middle" or "end".
+        attributes: More attributes of the element.
     """
     visible = "".join(character if character.isprintable() else "\ufffd" for character in text)
     return element("text", visible, x=float(x), y=float(y), text_anchor=anchor, fill=fill, **attributes)
 
 
 def svg_image(drawing: str, width: int, height: int, alt: str) -> Markup:
-    """Return an ``img`` element with a drawing in its data URI, so that it needs no file, script or network.
+    """Return an ``img`` element that contains a drawing as a data URI, and so needs no file, script or network.
 
     Args:
         drawing: The SVG source of the drawing.
@@ -112,7 +113,7 @@ def number(value: float, digits: int = 4) -> str:
     """Return a number without trailing zeros.
 
     Args:
-        value: Any float.
+        value: The number, which may be NaN or infinite.
         digits: Maximum number of significant digits.
     """
     if 1e-3 <= abs(value) < 1e6 or value == 0:
@@ -141,10 +142,10 @@ def byte_size(count: int | None, unknown: str = "–") -> str:
 
 
 def percent(share: float | None) -> str:
-    """Return a share such as "50 %", with two significant digits below 10 %, or "" for None.
+    """Return a share as text, such as "50 %", with two significant digits below 10 %. Return "" for None.
 
     Args:
-        share: The share, from 0 to 1 (above 1 with padding), or None if not known.
+        share: The share from 0 to 1, or None if not known. With padding, it may be larger than 1.
     """
     if share is None:
         return ""
@@ -152,7 +153,7 @@ def percent(share: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration such as "4.2 s", "1:05" or "26:00:05"."""
+    """Return a duration as text, such as "4.2 s", "1:05" or "26:00:05"."""
     if not math.isfinite(seconds):
         return "–"
     if seconds < 10:

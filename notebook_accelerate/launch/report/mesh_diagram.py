@@ -32,10 +32,10 @@ ShardReports = Mapping[int, ShardReport]
 
 CAPTION = "Sharding"
 MAX_GROUPS = 6
-"""Maximum number of groups of ranks. If there are more, groups are merged, and their bytes are shown as a range."""
+"""Maximum number of groups of ranks. If there are more, some are merged, and their bytes are shown as a range."""
 
 MAX_DRAWN = 64
-"""Maximum number of ranks in the drawing: the first ones are drawn."""
+"""Maximum number of ranks in the drawing. Only the first ones are drawn."""
 MAX_COLUMNS = 16
 
 
@@ -50,7 +50,7 @@ def latest_reports(run: RunView) -> ShardReports:
 
 
 def summary(reports: ShardReports) -> str:
-    """Return the strategy, mesh and units in one line, or "" before the first report.
+    """Return a line with the strategy, the mesh and the units, or "" before the first report.
 
     Args:
         reports: The shard report of each rank.
@@ -94,7 +94,7 @@ _COLUMNS = (
     Column(title="layout", muted=True),
 )
 _PARTS = {"parameters": 1, "gradients": 0, "optimizer state": 3}
-"""The kinds of tensors, with the index of the part of a step whose colour each of them has."""
+"""For each kind of tensor, the index of the part of a step that has the same colour."""
 
 
 def _table_row(row: ShardingRow) -> Row:
@@ -105,15 +105,15 @@ def _table_row(row: ShardingRow) -> Row:
 
 
 class ShardingRow(NamedTuple):
-    """A row of the table.
+    """A row of the table that shows how the model is sharded.
 
     Attributes:
-        ranks: The ranks, or "" if they are those in the row above.
-        kind: parameters, gradients, optimizer state, or all.
-        total: Bytes of all ranks together, as text.
-        per_rank: Bytes of each of these ranks, as text.
+        ranks: The ranks, or "" if they are the same as in the row above.
+        kind: "parameters", "gradients", "optimizer state" or "all".
+        total: The bytes of all ranks together, as text.
+        per_rank: The bytes of each of these ranks, as text.
         share: ``per_rank`` as a share of ``total``, from 0 to 1, or None if not known.
-        layout: The mesh axes that shard it, and the device that it is offloaded to.
+        layout: The mesh axes that shard the tensors, and the device to which they are offloaded.
     """
 
     ranks: str
@@ -125,7 +125,7 @@ class ShardingRow(NamedTuple):
 
 
 def sharding_rows(reports: ShardReports) -> list[ShardingRow]:
-    """Return a row for each kind of tensor and group of ranks, and rows for the sums.
+    """Return a row for each group of ranks and kind of tensor, and a row with the sum for each group.
 
     Args:
         reports: The shard report of each rank.
@@ -152,10 +152,10 @@ def _row(kind: str, held: Sequence[Sequence[ShardSizes]], layout: str) -> Shardi
 
 
 def total_bytes(parts: Iterable[int | None]) -> int | None:
-    """Return a sum of bytes, or None if a part is not known.
+    """Return the sum of numbers of bytes, or None if one of them is not known.
 
     Args:
-        parts: The bytes of each part, or None for a part that is not known.
+        parts: The bytes of each part, or None if not known.
     """
     known = list(parts)
     return None if None in known else sum(part or 0 for part in known)
@@ -198,10 +198,10 @@ class EqualRanks:
     reports: list[ShardReport]
 
     def name(self, world_size: int) -> str:
-        """Return the ranks and their stage, such as "ranks 0–3 (pp 0)".
+        """Return the names of the ranks with their pipeline stage, such as "ranks 0–3 (pp 0)".
 
         Args:
-            world_size: The number of all ranks.
+            world_size: The total number of ranks in the run.
         """
         first = self.reports[0]
         stages = {report.place.get(report.stages, -1) for report in self.reports if report.stages}
@@ -226,7 +226,7 @@ _GROUP_KEYS: tuple[Callable[[ShardReport], tuple[object, ...]], ...] = (_everyth
 
 
 def groups(reports: ShardReports) -> list[EqualRanks]:
-    """Group the ranks by equal reports, or by equal layouts if there would otherwise be over ``MAX_GROUPS`` groups.
+    """Group the ranks by equal reports. If there would be more than ``MAX_GROUPS`` groups, group by equal layouts.
 
     Args:
         reports: The shard report of each rank.
@@ -252,7 +252,7 @@ def _mesh_text(reports: ShardReports) -> str:
 
 
 def mesh_rows(reports: ShardReports) -> list[list[str]]:
-    """Return the coordinates of each rank as lines of text, or only the heading if the mesh has fewer than two axes.
+    """Return lines of text with the coordinates of ranks. If the mesh has fewer than two axes, return only the heading.
 
     Args:
         reports: The shard report of each rank.
@@ -266,7 +266,7 @@ def mesh_rows(reports: ShardReports) -> list[list[str]]:
 
 
 class Grid:
-    """The positions of the ranks: the innermost axis runs across, the others run down.
+    """The positions of the ranks in the drawing. The innermost axis runs across, and the others run down.
 
     Args:
         reports: The shard report of each rank.
@@ -279,7 +279,7 @@ class Grid:
         self.columns = self.axes.get(self.across, 1)
 
     def lines(self) -> list[tuple[str, list[int | None]]]:
-        """Return the name and the ranks of each line. Lines longer than ``MAX_COLUMNS`` are wrapped."""
+        """Return the name of each line and the ranks on it. Lines longer than ``MAX_COLUMNS`` are wrapped."""
         found: list[tuple[str, list[int | None]]] = []
         for position in product(*(range(self.axes[name]) for name in self.down)):
             name = " · ".join(f"{axis} {index}" for axis, index in zip(self.down, position, strict=True))
@@ -311,7 +311,7 @@ class Palette:
     track: str
 
 
-# These mid-tones are legible on white and on a dark notebook's #111.
+# These mid-tones are legible both on white and on #111, the background of dark notebooks.
 PAPER = Palette(("#3b82d6", "#d9662b", "#2a9a68"), "#7a7a7a", "#7a7a7a", "#80808066", "#80808033")
 SCREEN = Palette(
     ("var(--na-part-1)", "var(--na-part-0)", "var(--na-part-3)"),
@@ -322,7 +322,7 @@ _CELL = 18 + 3 * (_BAR + 3) + 4
 
 
 def svg(reports: ShardReports, palette: Palette = SCREEN) -> Markup:
-    """Return the mesh as SVG source: a cell for each rank with a bar for each kind of tensor.
+    """Return the drawing of the mesh as SVG source, with a cell for each rank and a bar for each kind of tensor.
 
     Args:
         reports: The shard report of each rank.
@@ -332,7 +332,7 @@ def svg(reports: ShardReports, palette: Palette = SCREEN) -> Markup:
 
 
 def image(reports: ShardReports) -> Markup:
-    """Return the drawing as an ``img`` element, or "" before the first report.
+    """Return the drawing of the mesh as an ``img`` element, or "" before the first report.
 
     Args:
         reports: The shard report of each rank.
@@ -344,7 +344,7 @@ def image(reports: ShardReports) -> Markup:
 
 
 def description(reports: ShardReports) -> str:
-    """Return the alternative text of the drawing.
+    """Return an alternative text for the drawing.
 
     Args:
         reports: The shard report of each rank.
@@ -444,7 +444,7 @@ class _Drawing:
 
 
 def _stage_totals(reports: ShardReports, kind: str) -> list[int | None]:
-    """Return the bytes of each pipeline stage, or of the model if there are no stages."""
+    """Return the bytes of each pipeline stage, or a single number for the model if there are no stages."""
     found: dict[int, int | None] = {}
     for report in reports.values():
         if kind in report.held:
@@ -458,16 +458,16 @@ def slice_of(report: ShardReport, kind: str, totals: Sequence[int | None]) -> tu
     Args:
         report: The shard report of the rank.
         kind: One of ``KINDS``, the kinds of tensors.
-        totals: Bytes of each pipeline stage, or a single number if there are no stages.
+        totals: The bytes of each pipeline stage, or a single number if there are no stages.
 
     Returns:
-        The beginning and length, or None if not known.
+        The beginning and the length of the interval, or None if not known.
     """
     held, model = report.held[kind], total_bytes(totals)
     if held.whole is None or held.here is None or model is None or not model:
         return None
     index, parts = 0, math.prod(report.axes[name] for name in held.sharded)
-    # An axis that shards this kind further shards the rank's own part of the parameters.
+    # Axes that shard the parameters come first. Any other axis divides only the rank's own part of the parameters.
     first = report.held[KINDS[0]].sharded if KINDS[0] in report.held else ()
     for name in sorted(held.sharded, key=lambda axis: axis not in first):
         index = index * report.axes[name] + report.place[name]

@@ -1,4 +1,4 @@
-"""``Profile``: training steps that torch's profiler recorded on the ranks, for reading in the notebook."""
+"""``Profile``, which shows training steps that torch's profiler has recorded on the ranks."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from notebook_accelerate.telemetry.tracebacks import frame_location
 MAX_ROWS = 15
 NOTHING = "no bottleneck found"
 _VIEW = "notebook_accelerate.widgets.profile_panel"
-"""The name of the module with the live view. It is imported by name because it belongs to a higher layer."""
+"""The module with the live view, which is only named here because it belongs to a higher layer."""
 
 
 class ProfileFolder:
-    """A private folder for the traces of this machine's ranks. It is removed with this object."""
+    """A private folder for the traces of this machine's ranks. It is removed when this object is deleted."""
 
     def __init__(self) -> None:
         self.path = make_private_folder_for(self)
@@ -43,11 +43,11 @@ class ProfileFolder:
     def request(
         self, steps: int, seconds: float, *, memory: bool, samples: float = 0.0
     ) -> Callable[[int], ProfileRequest]:
-        """Return a function that creates the request with a given number."""
+        """Return a function that creates a request with a given number."""
         return lambda number: ProfileRequest(number, steps, seconds, memory, str(self.path), self._token, samples)
 
     def traces(self, replies: Mapping[int, ProfileReply | str]) -> Traces:
-        """Return the traces in the replies. Traces from other machines are written to the folder."""
+        """Return the traces from the replies of ranks. Traces from other machines are first written to the folder."""
         found = Traces()
         for rank, reply in replies.items():
             if isinstance(reply, str):
@@ -69,9 +69,9 @@ class Traces:
     """The files of a profile.
 
     Attributes:
-        paths: The trace of each rank.
-        clocks: The seconds to add to each rank's times to convert them to the run's clock.
-        missing: By rank, why there is no trace.
+        paths: The file with the trace of each rank.
+        clocks: The seconds to add to the times of each rank to convert them to the run's clock.
+        missing: For each rank without a trace, the reason.
         read: The traces that have been read, by rank.
     """
 
@@ -82,18 +82,18 @@ class Traces:
 
 
 class Profile(DocumentView):
-    """The recorded steps of some ranks. As the last line of a cell, it shows findings, tables and the timeline.
+    """The recorded steps of some ranks. A cell whose last line is a profile shows findings, tables and the timeline.
 
     ``Run.profile`` returns a profile, and ``Profile.load`` reads files written by ``save`` or by torch's profiler.
 
     Args:
-        folder: The owner of the files, or None if they belong to the user.
+        folder: The folder that owns the files, or None if they belong to the user.
         traces: The files with the traces.
-        where: Returns the location of a frame, such as "Cell In[7], line 12".
+        where: A function that returns the location of a frame, such as "Cell In[7], line 12".
 
     Attributes:
         paths: The file with the trace of each rank.
-        missing: By rank, why there is no trace.
+        missing: For each rank without a trace, the reason.
     """
 
     def __init__(self, folder: ProfileFolder | None, traces: Traces, where: Callable[[FrameInfo], str]) -> None:
@@ -109,19 +109,19 @@ class Profile(DocumentView):
 
     @classmethod
     def of(cls, paths: Mapping[int, str | Path]) -> Profile:
-        """Return a profile of existing traces. The files still belong to the caller.
+        """Return a profile of existing traces, whose files still belong to the caller.
 
         Args:
-            paths: A file of torch's profiler for each rank.
+            paths: The file that torch's profiler has written for each rank.
         """
         return cls(None, Traces({rank: Path(path) for rank, path in paths.items()}), frame_location)
 
     @classmethod
     def written(cls, files: Iterable[tuple[int, str]]) -> list[Profile]:
-        """Return the profiles of traces that the ranks wrote: one for each folder, the oldest first.
+        """Return the profiles of traces that the ranks have written, one for each folder, oldest first.
 
         Args:
-            files: Rank and file of each trace. Missing or unreadable files are listed in ``missing``.
+            files: The rank and the file of each trace. Missing or unreadable files are listed in ``missing``.
         """
         folders: dict[Path, Traces] = {}
         times: dict[Path, float] = {}
@@ -143,14 +143,14 @@ class Profile(DocumentView):
         """Read files written by torch's profiler, or folders of such files, including those written by ``save``.
 
         Args:
-            paths: The files and folders. They are kept, and belong to the caller.
+            paths: The files and folders to read. They still belong to the caller.
 
         Returns:
-            The profile. If several traces have the same rank, all but one get a new, higher rank number.
+            The profile. If several traces have the same rank, all but one of them get new, higher ranks.
 
         Raises:
-            FileNotFoundError: There is no such file, or no trace in the folder.
-            ValueError: A file is not a trace of torch's profiler.
+            FileNotFoundError: A file does not exist, or there is no trace in the folders.
+            ValueError: A file is not a trace written by torch's profiler.
         """
         files: list[Path] = []
         for path in map(Path, paths):
@@ -168,7 +168,7 @@ class Profile(DocumentView):
 
     @property
     def findings(self) -> list[Finding]:
-        """The findings, each with its ranks, lines and seconds per step. The most expensive comes first."""
+        """The findings, most expensive first, each with its ranks, lines and seconds per step."""
         return self._analysis.findings
 
     @property
@@ -178,40 +178,40 @@ class Profile(DocumentView):
 
     @property
     def steps(self) -> int:
-        """The number of recorded steps, on the rank with the fewest."""
+        """The number of recorded steps on the rank with the fewest."""
         return min((each.steps for each in self._analysis.facts.ranks), default=0)
 
     @property
     def seconds(self) -> float:
-        """The mean time of a step on the slowest rank, or the whole recorded time if no step was recorded."""
+        """The mean seconds per step on the slowest rank, or all recorded seconds if no step was recorded."""
         return max((each.step for each in self._analysis.facts.ranks), default=0.0)
 
     @property
     def timeline(self) -> Timeline:
-        """The events of all ranks on one clock."""
+        """The events of all ranks, on a common clock."""
         return self._analysis.timeline
 
     def ops(self) -> list[OpTime]:
-        """Return the operations, sorted by their own time, the longest first."""
+        """Return the operations, sorted by the time spent in each operation itself, longest first."""
         return self._analysis.ops
 
     def lines(self) -> list[LineSeconds]:
-        """Return the lines of your code, sorted by time, the longest first. They are sampled 250 times a second."""
+        """Return the lines of your code, sorted by time, longest first. Their times come from 250 samples a second."""
         return self._analysis.lines
 
     def peaks(self) -> dict[int, PeakMemory]:
-        """Return each rank's allocations at the peak of the recorded steps; needs ``run.profile(memory=True)``."""
+        """Return each rank's allocations at the peak of the recorded steps. This needs ``run.profile(memory=True)``."""
         return {trace.rank: peak_of(trace, self._analysis.samples[trace.rank]) for trace in self._analysis.traces}
 
     def save(self, folder: str | Path) -> list[Path]:
         """Write a trace for each rank and one with all ranks, for Perfetto, TensorBoard, HTA and ``Profile.load``.
 
         Args:
-            folder: The folder, which is created if needed. Files with the same names are replaced.
+            folder: The folder to write to. It is created if it does not exist. Files with the same names are replaced.
 
         Returns:
-            The files: "rank0.pt.trace.json.gz" and so on. The last is "all_ranks/merged.json.gz", with all ranks on one
-            clock.
+            The paths of the files: "rank0.pt.trace.json.gz" and so on, and at the end "all_ranks/merged.json.gz", with
+            all ranks on a common clock.
         """
         target = Path(folder)
         target.mkdir(parents=True, exist_ok=True)
@@ -220,7 +220,8 @@ class Profile(DocumentView):
             file = target / f"rank{rank}.pt.trace.json.gz"
             _compress(path, file)
             written.append(file)
-        merged = target / "all_ranks" / "merged.json.gz"  # HTA treats each file in a folder as a rank.
+        # This file has its own folder, because HTA treats each file in a folder as a rank.
+        merged = target / "all_ranks" / "merged.json.gz"
         merged.parent.mkdir(exist_ok=True)
         with gzip.open(merged, "wt", compresslevel=3) as stream:
             json.dump({"traceEvents": list(ChromeEvents(self.timeline).rows()), "displayTimeUnit": "ms"}, stream)
@@ -234,7 +235,7 @@ class Profile(DocumentView):
         return Section(key="profile", nodes=(self.summary(), *picture, self.tables()))
 
     def summary(self) -> Section:
-        """Return a summary of the profile, the findings, and why ranks are missing."""
+        """Return a summary of the profile, the findings, and the reasons why ranks are missing."""
         sentences = Text(lines=tuple(self._sentences()), tone="list")
         return Section(key="summary", nodes=(Text(lines=(self._head(),)), sentences, Text(lines=tuple(self._notes()))))
 
@@ -275,7 +276,7 @@ class Profile(DocumentView):
         return table_of("lines", rows, code=True)
 
     def _ipython_display_(self) -> None:
-        """Show the live view if widgets are available. Otherwise IPython shows the static form."""
+        """Show the live view if widgets are available. Otherwise, let IPython show the static form."""
         shown = False
         if self.paths:
             with suppress(Exception):  # An error in the view must not hide the findings.

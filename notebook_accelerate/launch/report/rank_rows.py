@@ -1,4 +1,4 @@
-"""Sentences about a run and its ranks: findings, nodes, states and names."""
+"""Texts about a run and its ranks: findings, nodes, states and names."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.state.run_view import RunView
 
 MAX_RANKS_CHARS = 72
-"""Maximum number of characters for the ranks of one row."""
+"""Maximum number of characters for the names of a row's ranks."""
 
 
-# ---- what a run has shown, in sentences
+# ---- findings about a run, as sentences
 
 MAX_METRICS = 4
-"""Maximum number of metrics named in one sentence."""
+"""Maximum number of metrics to name in a sentence."""
 MAX_WARNINGS = 5
-"""Number of latest warnings that are listed."""
+"""Maximum number of warnings to list. The latest ones are listed."""
 
 
 def findings(run: RunView, seen: RunSnapshot) -> list[str]:
-    """Return the findings of a run, the most important first."""
+    """Return sentences about what went wrong in a run, most important first."""
     own = {rank.rank: rank.own_seconds for rank in seen.ranks if rank.own_seconds is not None}
     _, slow = stragglers(own) if len(own) == len(seen.ranks) else (set(), "")
     return [text for text in (not_finite(run), slow, left_out(run), *latest_warnings(run)) if text]
 
 
 def latest_warnings(run: RunView) -> Sequence[str]:
-    """Return the last warnings of a run."""
+    """Return the latest ``MAX_WARNINGS`` warnings of a run."""
     return run.warnings[-MAX_WARNINGS:]
 
 
 def left_out(run: RunView) -> str:
-    """Return a sentence about the metrics and lines that the run dropped, or "" if it kept all of them."""
+    """Return a sentence about metrics and lines that were dropped, or "" if none were."""
     lost = {rank: count for rank, count in list(internals(run).store.dropped.items()) if count}
     if not lost:
         return ""
@@ -49,7 +49,7 @@ def left_out(run: RunView) -> str:
 
 
 def not_finite(run: RunView) -> str:
-    """Return a sentence about the metrics that are NaN or infinite now, and the step at which that began."""
+    """Return a sentence that names the metrics that are NaN or infinite, and since which step, or "" if none are."""
     groups: dict[tuple[str, int], dict[str, list[int]]] = {}
     for (name, rank), (step, value) in list(internals(run).store.not_finite.items()):
         kind = "NaN" if math.isnan(value) else "Infinite"
@@ -72,9 +72,9 @@ def _few(names: Sequence[str]) -> str:
 # ---- ranks by node, and their states in a few words
 
 MANY = 16
-"""With more ranks than this, views show a summary of each node and the outliers, and fold the other ranks."""
+"""If there are more ranks than this, views show a summary of each node and the outliers, and fold all other ranks."""
 _STATES = ("failed", "stopped", "starting", "running", "succeeded")
-"""The states of ranks in the order in which a summary lists them."""
+"""The states of ranks, in the order that summaries use."""
 
 
 def by_node(ranks: Iterable[RankSnapshot]) -> dict[int, list[RankSnapshot]]:
@@ -90,7 +90,7 @@ def node_title(ranks: Sequence[RankSnapshot], *, several: bool) -> str:
 
     Args:
         ranks: The ranks of the node.
-        several: Whether there are other nodes.
+        several: Whether the run has other nodes.
     """
     host = ranks[0].host or ("this machine" if several else "")
     number = f"node {ranks[0].node}" if several else "all ranks"
@@ -98,18 +98,18 @@ def node_title(ranks: Sequence[RankSnapshot], *, several: bool) -> str:
 
 
 def state_counts(ranks: Iterable[RankSnapshot]) -> str:
-    """Return the number of ranks in each state, the worst first, such as "1 failed, 7 running"."""
+    """Return how many ranks are in each state, worst first, such as "1 failed, 7 running"."""
     counts = Counter(rank.state for rank in ranks)
     return ", ".join(f"{counts[state]:,} {state}" for state in sorted(counts, key=lambda s: (severity(s), s)))
 
 
 def severity(state: str) -> int:
-    """Return a sort key for states: the worst is 0."""
+    """Return a sort key for a state. The worst state has 0."""
     return _STATES.index(state) if state in _STATES else len(_STATES)
 
 
 def short_names(ranks: Iterable[int]) -> str:
-    """Return rank numbers such as "0–5, 8", truncated after ``MAX_RANKS_CHARS`` characters."""
+    """Return the numbers of ranks, such as "0–5, 8", truncated after ``MAX_RANKS_CHARS`` characters."""
     names = rank_names(ranks).partition(" ")[2]
     if len(names) <= MAX_RANKS_CHARS:
         return names

@@ -1,6 +1,6 @@
-"""Tables of the ranks of a run, their devices and their step times.
+"""Tables of a run's ranks, of their devices, and of their step times.
 
-With many ranks, the tables list nodes, outliers and sums, and the other ranks are folded or left out.
+If there are many ranks, the tables list nodes, outliers and sums, and the other ranks are folded or left out.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 SHOWN_NODES = 16
 SHOWN_RANKS = 12
 OTHERS = "others"
-"""The key of the group with the ranks that are not outliers. There may be thousands of them."""
+"""The key of the group for the ranks that are not outliers, of which there may be thousands."""
 JUST_NOW_SECONDS = 2.0
-"""The age of a more recent message is shown as "just now", because a number would only flicker."""
+"""If the last message is less than this many seconds old, "just now" is shown, because a number would flicker."""
 
 Ranks = Sequence["RankSnapshot"]
 
@@ -47,8 +47,8 @@ class RankColumn:
 
     Attributes:
         title: The heading of the column.
-        cell: Returns the cell of a rank, or of the ranks of a group together.
-        numeric: Whether it contains numbers.
+        cell: A function that returns the cell for a rank, or one cell for several ranks.
+        numeric: Whether the column contains numbers.
     """
 
     title: str
@@ -78,7 +78,7 @@ def _behind(ranks: Ranks) -> str:
 
 
 def _last_message(ranks: Ranks) -> str:
-    """Return how a single rank ended, or the age of the oldest of the ranks' last messages."""
+    """Return how long ago the rank that has been silent the longest sent a message, or how a single rank ended."""
     if len(ranks) == 1 and ranks[0].exit:
         return ranks[0].exit
     seconds = max(_known(ranks, "silence"), default=None)
@@ -127,7 +127,7 @@ def use_text(percent: float | None) -> str:
 
 
 def rate(value: float | None) -> str:
-    """Return steps per second as text."""
+    """Return a number of steps per second as text."""
     if value is None:
         return "–"
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
@@ -149,8 +149,8 @@ def live_ranks(ranks: Ranks, loss: str, *, with_others: bool = True) -> Table:
 
     Args:
         ranks: All ranks of the run.
-        loss: The metric to show in the column of losses.
-        with_others: Whether the rows of the group `OTHERS` are needed.
+        loss: The name of the metric to show in the column for the loss, or "".
+        with_others: Whether to include the rows of the group `OTHERS`.
     """
     names = LIVE if has_gpu(ranks) else [name for name in LIVE if not name.startswith("gpu")]
     columns = [replace(COLUMNS[name], title=loss) if name == "loss" and loss else COLUMNS[name] for name in names]
@@ -161,7 +161,7 @@ def live_ranks(ranks: Ranks, loss: str, *, with_others: bool = True) -> Table:
 
 
 def ended_ranks(ranks: Ranks) -> Table:
-    """Return a table of the ranks with their final figures, or a summary by node and state if there are many."""
+    """Return a table of the ranks with their final figures. If there are many, summarise them by node and state."""
     ranks = [replace(rank, late=False) for rank in ranks]  # The report names late ranks in a sentence.
     if len(ranks) <= MANY:
         return rank_table(ranks, ENDED, caption="Ranks")
@@ -175,7 +175,7 @@ def rank_table(ranks: Ranks, names: Sequence[str], caption: str) -> Table:
     Args:
         ranks: All ranks of the run.
         names: The names of the table's columns in `COLUMNS`.
-        caption: The caption of the table.
+        caption: The text above the table.
     """
     columns = [COLUMNS[name] for name in names]
     return _table("rank", columns, [_all_ranks(columns, ranks)], caption=caption)
@@ -189,7 +189,7 @@ def _table(
 
 
 def _all_ranks(columns: Sequence[RankColumn], ranks: Ranks) -> Group:
-    """Return a row for each rank. If there are several nodes, each has a row above its ranks."""
+    """Return a group with a row for each rank. If there are several nodes, each has a row above its ranks."""
     rows, nodes = [], by_node(ranks)
     for members in nodes.values():
         rows += [_node_row(columns, members, several=True)] if len(nodes) > 1 else []
@@ -203,7 +203,7 @@ def _node_rows(columns: Sequence[RankColumn], ranks: Ranks) -> list[Row]:
 
 
 def _outliers_first(columns: Sequence[RankColumn], ranks: Ranks, *, with_others: bool) -> list[Group]:
-    """Return the nodes and the outliers, and the other ranks behind folds."""
+    """Return groups with the nodes and the outliers, and a folded one with the other ranks."""
     nodes = _node_rows(columns, ranks)
     if len(nodes) > SHOWN_NODES:
         nodes.sort(key=lambda row: ("node dead", "node late", "node").index(row.tone))
@@ -224,7 +224,7 @@ def _outliers_first(columns: Sequence[RankColumn], ranks: Ranks, *, with_others:
 
 
 def _by_state(columns: Sequence[RankColumn], ranks: Ranks) -> list[Group]:
-    """Return the nodes, and a row for each group of ranks with the same state and exit, the worst first."""
+    """Return a group of nodes, and one with a row for all ranks that have the same state and exit, worst first."""
     states: dict[tuple[str, str], list[RankSnapshot]] = {}
     for rank in ranks:
         states.setdefault((rank.state, rank.exit), []).append(rank)
@@ -237,7 +237,7 @@ def _by_state(columns: Sequence[RankColumn], ranks: Ranks) -> list[Group]:
 
 
 def outliers(ranks: Iterable[RankSnapshot]) -> list[RankSnapshot]:
-    """Return the failed, silent and late ranks, the worst first."""
+    """Return the ranks that have failed, are silent or are late, worst first."""
     found = [rank for rank in ranks if rank.state == "failed" or rank.late]
     return sorted(found, key=lambda r: (r.state != "failed", not r.silent, -r.behind, -(r.own_seconds or 0.0), r.rank))
 
@@ -249,7 +249,7 @@ def _rank_row(columns: Sequence[RankColumn], rank: RankSnapshot) -> Row:
 
 
 def _node_row(columns: Sequence[RankColumn], ranks: Ranks, *, several: bool) -> Row:
-    """Return the summary of a node: its slowest step and rate, its mean loss and utilisation, and its total memory."""
+    """Return a row that summarises a node: lowest step and rate, mean loss and utilisation, and total memory."""
     late = [rank.rank for rank in ranks if rank.late]
     name = _name(node_title(ranks, several=several), f"{few_names(late).lower()} late" if late else "")
     cells = [column.cell(ranks) for column in columns]
@@ -267,14 +267,14 @@ def _tone(ranks: Ranks) -> str:
 # ---- step times
 
 SLOWEST_RANKS, SLOWEST_NODES = 8, 8
-"""How many of the slowest ranks and nodes are shown in addition to the mean if there are many ranks."""
+"""If there are many ranks, how many of the slowest ranks and nodes are shown in addition to the mean."""
 _NO_TIMES = "No step times yet: the steps of prepared optimizers are timed."
 _TIMES_NOTE = "Own work leaves out collectives and backward: a rank may wait for other ranks there."
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """The parts of a rank's steps as shares, or the mean of several ranks."""
+    """The step time of a rank, or the mean of several ranks, and the share of each part."""
 
     name: str
     parts: Mapping[str, float]
@@ -284,7 +284,7 @@ class StepTime:
 
 
 def step_times(ranks: Ranks) -> list[StepTime]:
-    """Return the step time of each rank, or with many ranks the mean, the slowest ranks and the slowest nodes."""
+    """Return the step time of each rank, or if there are many, the mean, the slowest ranks and the slowest nodes."""
     measured = [rank for rank in ranks if rank.step_seconds]
     if len(measured) <= MANY:
         return [_rank_time(rank) for rank in measured]
@@ -347,13 +347,13 @@ def _bar(time: StepTime, longest: float) -> Markup:
 
 _DEVICES = "Devices: allocated, reserved and peak count the rank's own memory; use and in use count all processes"
 UUID_CHARS = 8
-"""Number of characters of a UUID that distinguish the devices of a machine."""
+"""How many characters of a UUID are enough to distinguish the devices of a machine."""
 
 
 def device_table(ranks: Ranks) -> Table:
-    """Return a table with a row for each rank and device, or for each node if there are many ranks.
+    """Return a table with a row for each device of each rank, or for each node if there are many ranks.
 
-    Columns without a known value are left out, such as the current figures of a run that has finished.
+    Columns in which no value is known are left out, such as the current figures of a run that has finished.
     """
     rows = _node_devices(ranks) if len(ranks) > MANY else _devices(ranks)
     columns = [column for column in zip(*rows, strict=True) if set(column[1:]) != {"–"}]
@@ -380,11 +380,13 @@ def _node_devices(ranks: Ranks) -> Rows:
 
 
 def _device_figures(held: Sequence[RankDevice], ranks: Ranks) -> list[str]:
-    """Return model, utilisation, allocated, reserved and peak memory, and memory in use; shared devices count once.
+    """Return the model, the utilisation, the allocated, reserved and peak memory, and the memory in use on the devices.
+
+    For the utilisation and the memory in use, a device that ranks share counts only once.
 
     Args:
         held: The devices that the ranks use.
-        ranks: The ranks. Only active ranks contribute to the current figures.
+        ranks: The ranks to summarise. Only active ones contribute to the current figures.
     """
     active = [rank for rank in ranks if rank.active]
     live = held if len(active) == len(ranks) else [device for rank in active for device in rank.devices]

@@ -21,7 +21,7 @@ class DocumentView(ABC):
 
     @property
     def html(self) -> Markup:
-        """The document as HTML without scripts or external references."""
+        """The document as HTML, without scripts or external references."""
         return self._page(self.document())
 
     @property
@@ -31,7 +31,7 @@ class DocumentView(ABC):
 
     @property
     def bundle(self) -> dict[str, str]:
-        """The document as a MIME bundle: HTML and text of the same state."""
+        """The document as a MIME bundle with HTML and text, both of the same state."""
         document = self.document()
         return {"text/html": self._page(document), "text/plain": text(document)}
 
@@ -50,7 +50,7 @@ def html(node: Node, *, inline: bool = True) -> Markup:
 
     Args:
         node: The document, or the part of it to render.
-        inline: Whether to style it by attributes, for saved notebooks, rather than by the style sheet of the panels.
+        inline: Whether to put styles into attributes, for saved notebooks. Panels have a style sheet instead.
     """
     return _Html(inline).node(node)
 
@@ -92,13 +92,13 @@ _ALIGNED = {
     "r": "text-align:right",
     "c": "text-align:left;white-space:nowrap;font-family:monospace",
 }
-"""The styles of columns of text, numbers and code. Front ends align all cells to the right by default."""
+"""The styles of columns of text, of numbers and of code. By default, front ends align all cells to the right."""
 _LEFT: Attributes = {"style": _ALIGNED["l"]}
 MANY_ROWS = 100
-"""In saved notebooks, larger tables are aligned by a style sheet, and the end tags of their cells are omitted.
+"""The number of rows above which a table in a saved notebook has a style sheet, and cells without end tags.
 
-This reduces their size to a third. Smaller tables have a style on each cell instead, because some front ends remove
-style sheets: JupyterLab does so until the user trusts the notebook.
+This reduces the size of the table to a third. In smaller tables, each cell has a style, because some front ends remove
+style sheets; JupyterLab does so until the user trusts the notebook.
 """
 _PRE = "font-family:monospace;white-space:pre-wrap;margin:0.3em 0"
 
@@ -168,7 +168,7 @@ class _Html:
         Args:
             group: The group to render.
             shown: The indices of the columns that are shown.
-            template: The tags of their cells, with %s in place of each content.
+            template: The tags of a row's cells, with %s in place of each cell's content.
         """
         given = group.rows or ()
         columns = list(zip(*(row.cells for row in given), strict=True))
@@ -182,7 +182,7 @@ class _Html:
         return element("tbody", *rows)
 
     def _contents(self, cells: Sequence[str | Cell]) -> list[str]:
-        """Return the contents of the cells of a column."""
+        """Return the contents of a column's cells as markup."""
         if set(map(type, cells)) == {str}:
             return _escaped(cast("Sequence[str]", cells))
         return _escaped([cell if isinstance(cell, str) else self._cell(cell) for cell in cells])
@@ -201,13 +201,13 @@ def _alignment(column: Column) -> str:
 
 
 def _aligned_table(parts: Sequence[Markup], alignments: str) -> Markup:
-    """Return a table whose columns are aligned by a style sheet.
+    """Return a table together with a style sheet that aligns the columns.
 
     Args:
         parts: The contents of the table.
-        alignments: The key of the style of each column.
+        alignments: The key in `_ALIGNED` for each column.
     """
-    name = f"na-columns-{alignments}"  # tables that share a name have an equal style sheet
+    name = f"na-columns-{alignments}"  # Tables with the same name have equal style sheets.
     rules = []
     for key in dict.fromkeys(alignments):
         places = ",".join(f":nth-child({place})" for place, each in enumerate(alignments, 1) if each == key)
@@ -216,9 +216,10 @@ def _aligned_table(parts: Sequence[Markup], alignments: str) -> Markup:
 
 
 def _escaped(contents: Sequence[str]) -> list[str]:
-    """Return the contents as markup: texts are escaped, and markup is returned unchanged."""
+    """Return contents as markup. Texts are escaped, and markup is left unchanged."""
     if set(map(type, contents)) == {str}:
-        # One call for thousands of texts is much faster. HTML does not allow the separator, so texts rarely contain it.
+        # Escape thousands of texts with one call, which is much faster. The separator is not allowed in HTML, so texts
+        # rarely contain it.
         found = escape("\0".join(contents)).split("\0")
         if len(found) == len(contents):
             return found
@@ -254,7 +255,7 @@ def _plain_cell(cell: Cell) -> str:
         return element("span", cell.text, style=f"display:inline-block;min-width:5em;background:{bar}")
     if cell.colour < 0:
         return str(cell)
-    # The colours repeat for later runs, whose curves are dashed.
+    # Colours are used again for later runs, whose curves are dashed.
     dot = "● " if cell.colour < len(COLOURS) else "○ "
     return join([element("span", dot, style=f"color:{COLOURS[cell.colour % len(COLOURS)]}"), str(cell)])
 
@@ -277,7 +278,7 @@ def _meter(cell: Cell, share: float) -> Markup:
 
 
 def state(status: str) -> Markup:
-    """Return a state as a word, marked by a distinctive shape and colour."""
+    """Return the name of a state, marked with a distinctive shape and colour."""
     return element("span", status.capitalize(), class_=f"na-state na-state-{status.replace(' ', '-')}")
 
 
@@ -287,5 +288,5 @@ def badge(remark: str) -> Markup:
 
 
 def swatch(part: int) -> Markup:
-    """Return a patch with the colour of a part of a step, for legends."""
+    """Return a patch for legends, in the colour of a part of a step."""
     return element("span", class_="na-swatch", style=f"background:var(--na-part-{part})")

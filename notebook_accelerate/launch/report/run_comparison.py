@@ -1,4 +1,4 @@
-"""A table of runs with their states, arguments, differing settings, and last and best metrics."""
+"""A table of runs with their states, arguments, settings that differ, and last and best metrics."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ MAX_ARGUMENTS, MAX_METRICS = 12, 8
 """The maximum numbers of arguments and of metrics that get a column."""
 _CAPTION = "Runs, the latest first; metrics are the last and the best values of the lowest rank"
 _HIDDEN_SETTINGS = ("env", "num_processes", "block", "panel", "use_port", "rdzv_conf", "tags", "output", "save", "name")
-"""Settings without a column, because they do not affect the training, have another column, or may contain a secret."""
+"""Settings that get no column, because they do not affect the training, have one already, or may contain a secret."""
 _DEFAULTS = {each.name: each.default for each in fields(LaunchConfig)}
 _HIGHER = re.compile(r"acc|f1|auc|bleu|rouge|reward|score|precision|recall|iou|psnr|ssim|r2", re.IGNORECASE)
 _LOWER = re.compile(r"loss|err|perplexity|ppl|mae|mse|nll|fid|(?:^|[/_])(?:wer|cer)", re.IGNORECASE)
 
 
-@dataclass(kw_only=True)  # not frozen: a folder may have thousands of runs, and frozen ones take four times as long
+@dataclass(kw_only=True)  # Not frozen, because creating thousands of entries would take four times as long.
 class RunEntry:
     """One run in a table of runs.
 
     Attributes:
         key: Identifies the run in later tables.
-        run: Its number or its name.
+        run: The run's number or name.
         function: Name of the launched function.
-        state: Its status, or the reason why it is waiting.
-        started: When it was launched, in seconds since the epoch, or 0.0 if not known.
-        seconds: How long it has run, or None if not known.
-        ranks: Number of its ranks, or None if not known.
-        settings: The settings of the launch that differ from their defaults.
-        arguments: The arguments of the function, by parameter.
+        state: The run's status, or the reason why the run is waiting.
+        started: When the run was launched, in seconds since the epoch, or 0.0 if not known.
+        seconds: How long the run has taken so far, or None if not known.
+        ranks: The number of ranks, or None if not known.
+        settings: The settings of the launch that differ from the defaults.
+        arguments: The function's arguments, by parameter.
         last: The last value of each metric.
         best: The best value of each metric, or None if not known.
-        name: The name that the user gave it, if ``run`` is a number.
-        step: Its last step, or None if not known.
-        origin: The notebook or folder that launched it, or "" if not known.
+        name: The name that the user chose, if ``run`` is a number, or "".
+        step: The last step, or None if not known.
+        origin: The notebook or folder from which the run was launched, or "" if not known.
         code: The commit of the code, or "" if not known.
-        colour: The index of the colour of its curves, or -1 if it has no curves.
-        tone: The tone of its row.
-        actions: The buttons of its row.
+        colour: The index of the colour of the run's curves, or -1 if it has no curves.
+        tone: The tone of the row; see `Row`.
+        actions: The buttons at the end of the row.
     """
 
     key: str
@@ -76,9 +76,9 @@ def runs_table(entries: Sequence[RunEntry], empty: str = "", *, sortable: bool =
     """Return a table that compares runs.
 
     Args:
-        entries: The runs, the oldest first.
+        entries: The runs to compare, oldest first.
         empty: The text to show if there are no runs.
-        sortable: Whether a live table sorts and filters the rows.
+        sortable: Whether users can sort and filter the rows of the live table.
     """
     columns = list(_columns(entries))
     cells = zip(*(column.cells for column in columns), strict=True)
@@ -98,7 +98,7 @@ def runs_table(entries: Sequence[RunEntry], empty: str = "", *, sortable: bool =
 
 
 def better(name: str) -> int:
-    """Return 1 if a metric should be high, -1 if it should be low, and 0 if its name does not say."""
+    """Return 1 if high values of a metric are better, -1 if low values are better, or 0 if the name does not tell."""
     last = name.rpartition("/")[2]
     return 1 if _HIGHER.search(last) else -1 if _LOWER.search(last) else 0
 
@@ -113,8 +113,8 @@ class _Column:
     Attributes:
         title: The heading of the column.
         kind: The kind of the column; see `Column`.
-        cells: The cell of each run.
-        values: The sort key of each run.
+        cells: A cell for each run.
+        values: The value of each run, which is the sort key if possible.
     """
 
     title: str
@@ -124,15 +124,15 @@ class _Column:
 
     @property
     def order(self) -> Iterator[float | str | None]:
-        """The sort keys, with None, which comes last, in place of values that are neither numbers nor texts."""
+        """The sort keys. Values that are neither numbers nor texts become None, which comes last."""
         for value in self.values:
-            # math.isnan raises for an integer that is too large for a float, which a file may contain.
+            # Test for a float first: a file may contain an integer for which math.isnan raises an OverflowError.
             is_nan = isinstance(value, float) and math.isnan(value)
             yield value if isinstance(value, (int, float, str)) and not is_nan else None
 
 
 def _columns(runs: Sequence[RunEntry]) -> Iterator[_Column]:
-    """Yield the columns of these runs. Arguments that differ come before arguments that are equal."""
+    """Yield the columns for some runs. Arguments that differ come before those that are equal in all runs."""
     names = [str(one.run) if one.colour < 0 else Cell(text=str(one.run), colour=one.colour) for one in runs]
     yield _Column("run", "run", names, [one.run for one in runs])
     yield _text("function", [one.function for one in runs])
@@ -175,13 +175,13 @@ def _states(states: Sequence[str]) -> _Column:
 
 
 def _starts(runs: Sequence[RunEntry]) -> list[str]:
-    """Return the time of each launch, with the date if it was on another day."""
+    """Return when each run was launched, as a time, or as a date and time if it was not today."""
     today = datetime.now().date()
 
     def text(started: float) -> str:
         try:
             launch = datetime.fromtimestamp(started)
-        except (ValueError, OverflowError, OSError):  # A file may contain any number.
+        except (ValueError, OverflowError, OSError):  # The file of a run may contain any number.
             return ""
         if launch.date() == today:
             return launch.time().isoformat("seconds")
@@ -191,7 +191,7 @@ def _starts(runs: Sequence[RunEntry]) -> list[str]:
 
 
 def _joined(tags: object) -> str:
-    # A file may contain any value.
+    # The file of a run may contain any value.
     return ", ".join(map(str, tags)) if isinstance(tags, list | tuple) else str(tags)
 
 
@@ -212,7 +212,7 @@ def _settings(runs: Sequence[RunEntry]) -> Iterator[_Column]:
     """Yield a column for each setting that differs among the runs."""
     names = dict.fromkeys(name for one in runs for name in one.settings)
     for name in names:
-        if name in _DEFAULTS and name not in _HIDDEN_SETTINGS:  # A file may contain any name.
+        if name in _DEFAULTS and name not in _HIDDEN_SETTINGS:  # The file of a run may contain any name.
             texts = [_setting(one.settings.get(name, _DEFAULTS[name])) for one in runs]
             if len(set(texts)) > 1:
                 yield _text(name, texts)

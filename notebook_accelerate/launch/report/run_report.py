@@ -33,33 +33,33 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry import RankFailure, Store
 
 MAX_TRACES = 256
-"""Maximum number of profiler traces that are listed."""
+"""Maximum number of profiler traces to list."""
 _SPARK = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 24
 _PACKAGES = ("notebook-accelerate", "torch", "numpy", "ipykernel", "ipywidgets")
 
-# These mid-tones are legible on light and dark backgrounds.
+# These mid-tones are legible on both light and dark backgrounds.
 _STATE_COLOURS = {"succeeded": "#2a9a68", "failed": "#d64545", "stopped": "#8a8a8a", "lost": "#c4881c"}
 _OTHER_STATES = "#3b82d6"
 _STATE = "border:1px solid {0};border-radius:1em;color:{0};font-weight:600;margin-right:0.6em;padding:0.1em 0.7em"
 _UNFOLDED = ".notebook-accelerate-report details::details-content { content-visibility: visible; }"
 _PRINT_STYLE = Markup(f"<style>@media print {{ {_UNFOLDED} }}</style>")
-"""Unfolds everything in print, because folds cannot be opened on paper or in a PDF."""
+"""A style sheet that opens all folds in print, because they cannot be opened on paper or in a PDF."""
 _PRE = "font-family:monospace;white-space:pre-wrap;margin:0.3em 0"
 
 
 class Report(DocumentView):
-    """The report of a run. Each property reads the current state of the run.
+    """The report of a run. Each property reads the run's current state.
 
     Attributes:
-        run: The run that is reported on.
+        run: The run to report on.
     """
 
     def __init__(self, run: RunView) -> None:
         self.run = run
 
     def document(self) -> Section:
-        """Return the current state of the run: its outcome, its curves, and tables behind folds."""
+        """Return the current state of the run: the outcome, the curves, and tables behind folds."""
         run = self.run
         seen = RunWatcher(run).snapshot(steady_time.now())
         folds = [
@@ -85,7 +85,7 @@ class Report(DocumentView):
     def _fold(self, table: Table, *, is_setup: bool = False) -> Section:
         """Return a table behind a fold.
 
-        While the run lasts, most folds are open, because each update would close a fold that the user has opened.
+        While the run is running, most folds are open, because each update would close those that the user has opened.
         """
         is_open = self.run.ended is None and not is_setup
         return Section(key=table.key, title=table.caption, nodes=(replace(table, caption=""),), open=is_open)
@@ -97,7 +97,7 @@ class Report(DocumentView):
         return Section(key="sharding", title=title, nodes=nodes, open=self.run.ended is None)
 
     def error_lines(self, error: WorkerError) -> list[str]:
-        """Return the lines that a failed cell shows: the failures with their cell lines, then the error's first line.
+        """Return the lines that a failed cell shows: the failures with lines of the cell, then the error's first line.
 
         Args:
             error: The error that the run ended with.
@@ -118,14 +118,14 @@ def _head(run: RunView) -> Drawing:
 
 
 def _error_text(run: RunView) -> str:
-    """Return the failures, or the error if there are none, for the end of the text, next to the prompt."""
+    """Return the failures, or else the error. They come last in the text, where they are next to the prompt."""
     if run.failures:
         return "\n".join(failures.failure_lines(run.failures))
     return str(run.error) if run.error is not None else ""
 
 
 def _curves_html(run: RunView) -> Markup:
-    """Return the curves of the logged metrics, or of the automatic metrics if nothing was logged."""
+    """Return images of the curves: those of the logged metrics, or of the automatic ones if nothing was logged."""
     failed = [failure.rank for failure in run.failures]
     source = Source(internals(run).store, run.started, chosen=failed, automatic=run.config.automatic_metrics)
     more = len(shown_names([source])) - svg_curves.MAX_IMAGES
@@ -150,11 +150,12 @@ def metric_table(run: RunView) -> Table:
     if len(rows) > svg_curves.MAX_IMAGES + 1:
         return table
     *columns, curve_column = table.columns
-    return replace(table, columns=(*columns, replace(curve_column, text_only=True)))  # HTML shows the images instead.
+    # HTML shows images of the curves instead.
+    return replace(table, columns=(*columns, replace(curve_column, text_only=True)))
 
 
 def attempt_table(run: RunView) -> Table:
-    """Return a table of the attempts of a run, which is empty if there was only one."""
+    """Return a table of a run's attempts, which is empty if there was only one."""
     rows = [["attempt", "started", "seconds", "outcome"]]
     for attempt in run.attempts if len(run.attempts) > 1 else ():
         started = datetime.fromtimestamp(attempt.started).strftime("%H:%M:%S")
@@ -179,7 +180,7 @@ def setup(run: RunView) -> tuple[Table, Table, Table]:
 
 
 def launch_rows(run: RunView) -> Rows:
-    """Return the plan of a run, and the remarks made at its launch."""
+    """Return rows with the launch plan of a run, and the notes about the launch."""
     rows = [["launch", "value"]]
     if (plan := run.plan) is not None:
         is_part = plan.node or plan.world_size != plan.num_processes
@@ -193,7 +194,7 @@ def launch_rows(run: RunView) -> Rows:
 
 
 def config_rows(run: RunView) -> Rows:
-    """Return the settings of a run. ``env`` and ``rdzv_conf`` show only names, because a value may be a secret."""
+    """Return rows with the settings of a run. Of ``env`` and ``rdzv_conf``, only names are shown, to hide secrets."""
     rows = [["setting", "value"]]
     for name, value in run.config.non_default().items():
         rows.append([name, ", ".join(value) if name in ("env", "rdzv_conf") else format_setting(value)])
@@ -202,12 +203,12 @@ def config_rows(run: RunView) -> Rows:
 
 @functools.cache
 def _versions() -> dict[str, str]:
-    """Return the versions of the packages, which are cached because reading the metadata takes 6 ms."""
+    """Return the versions of packages. They are cached, because reading the metadata takes 6 ms."""
     return {name: version for name in _PACKAGES if (version := installed_version(name)) is not None}
 
 
 def environment() -> dict[str, str]:
-    """Return the versions and the machine of this process, by the names that the report uses."""
+    """Return the versions and the machine of this process, under the names that the report uses."""
     found = {"python": f"{platform.python_version()} on {platform.platform()}", **_versions()}
     torch = sys.modules.get("torch")
     if torch is not None and getattr(torch, "version", None) is not None and torch.version.cuda:
@@ -216,7 +217,7 @@ def environment() -> dict[str, str]:
 
 
 def environment_rows(run: RunView) -> Rows:
-    """Return the versions and the machine of a run."""
+    """Return rows with the versions and the machine of a run."""
     rows = [["environment", "version"], *map(list, (internals(run).environment or environment()).items())]
     started = datetime.fromtimestamp(run.started).astimezone()
     rows.append(["started", started.strftime("%Y-%m-%d %H:%M:%S %Z")])
@@ -236,7 +237,7 @@ def errors_html(run: RunView) -> Markup:
 
 
 def failures_html(found: Sequence[RankFailure]) -> Markup:
-    """Return the failures as HTML: a block for each group of ranks that failed in the same way, the first one open."""
+    """Return the failures as HTML, with a fold for each group of ranks that failed alike. The first one is open."""
     blocks = []
     for position, group in enumerate(failures.grouped(list(found))):
         lines = failures.failure_lines(group)
@@ -249,7 +250,7 @@ def failures_html(found: Sequence[RankFailure]) -> Markup:
 
 
 def sparkline(values: Sequence[float] | np.ndarray) -> str:
-    """Return a curve of at most 24 characters. Each shows the mean of a section of the finite values.
+    """Draw a curve with at most 24 characters. Each character shows the mean of a section of the finite values.
 
     Args:
         values: The points of the curve, float64, shape (n,).
@@ -257,15 +258,15 @@ def sparkline(values: Sequence[float] | np.ndarray) -> str:
     import numpy as np
 
     found = np.asarray(values, dtype=float)
-    finite = found[np.isfinite(found)] / 64  # Scale down, so that no sum or difference overflows.
+    finite = found[np.isfinite(found)] / 64  # Scale values down, so that no sum or difference overflows.
     if not len(finite):
         return ""
     width = min(_SPARK_WIDTH, len(finite))
     cuts = np.round(np.arange(width + 1) * len(finite) / width).astype(int)
-    # Divide before summing. Otherwise the sum of many numbers near the largest float64 would overflow.
+    # Divide before summing. Otherwise, the sum of many numbers near the largest float64 would overflow.
     counts = np.diff(cuts)
     means = np.add.reduceat(finite / np.repeat(counts, counts), cuts[:-1])
     low, high = means.min(), means.max()
-    # Halve both numbers. Otherwise the span of numbers near the largest float64 would overflow.
+    # Halve both numbers. Otherwise, the difference of numbers near the largest float64 would overflow.
     scale = (len(_SPARK) - 1) / (high / 2 - low / 2) if high > low else 0.0
     return "".join(_SPARK[round(float((mean / 2 - low / 2) * scale))] for mean in means)

@@ -1,4 +1,4 @@
-"""Snapshots of a run for reports and panels: numbers and sentences, without markup."""
+"""Snapshots of a run for reports and panels, as numbers and sentences without markup."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry.rank_devices import RankDevice
 
 RATE_SECONDS = 10.0
-"""Seconds over which rates are measured."""
+"""The period in seconds over which rates are measured."""
 HISTORY = 60
-"""Number of samples of a rank's CPU use that the strip of resources draws, which cover a minute."""
+"""Number of samples of each rank's CPU use to keep for the strip of resources, which covers a minute."""
 SILENT_SECONDS = 10.0
-"""A running rank that sends nothing for longer than this is silent."""
+"""A running rank that has sent nothing for more than this many seconds is silent."""
 SETTLE_SECONDS = 2.0
-"""Seconds after the first step during which no rank counts as behind, because the rates are not yet known."""
+"""For this many seconds after the first step, no rank counts as behind, because the rates are not known yet."""
 
 
-@dataclass  # not frozen: there may be thousands of ranks, and frozen ones take four times as long
+@dataclass  # Not frozen, because creating thousands of snapshots would take four times as long.
 class RankSnapshot:
-    """A snapshot of one rank. None means that a value is not known."""
+    """A snapshot of one rank. Values that are not known are None."""
 
     rank: int
     state: str
@@ -53,41 +53,41 @@ class RankSnapshot:
 
     @property
     def gpu(self) -> float | None:
-        """Mean utilisation of its devices by all processes, in percent."""
+        """The mean utilisation of the rank's devices by all processes, in percent."""
         known = [device.percent for device in self.devices if device.percent is not None]
         return sum(known) / len(known) if known and self.active else None
 
     @property
     def gpu_memory(self) -> int | None:
-        """Memory that it has reserved on its devices, or its peak allocation after it has exited."""
+        """The bytes that the rank has reserved on its devices, or after its exit, the peak of what it had allocated."""
         if not self.devices:
             return None
         return sum(device.reserved if self.active else device.peak for device in self.devices)
 
     @property
     def active(self) -> bool:
-        """Whether it is starting or running."""
+        """Whether the rank is starting or running."""
         return self.state in ("starting", "running")
 
     @property
     def silent(self) -> bool:
-        """Whether it has sent nothing for more than `SILENT_SECONDS`."""
+        """Whether the rank has sent nothing for more than `SILENT_SECONDS`."""
         return self.silence is not None and self.silence > SILENT_SECONDS
 
 
 @dataclass(frozen=True)
 class Progress:
-    """The progress of all ranks.
+    """The progress of all ranks together.
 
     Attributes:
         share: The completed share, from 0 to 1, or None if the total is not known.
-        step: The step that every rank has reached.
-        total: The number of all steps, or None if not known.
-        rate: Steps per second.
-        left: Estimated seconds until the end.
-        label: The name of the counted unit, such as step.
+        step: The step that all ranks have reached, or None if not known.
+        total: The total number of steps, or None if not known.
+        rate: Steps per second, or None if not known.
+        left: The estimated number of seconds until the end, or None if not known.
+        label: The name of the unit that is counted, such as "step".
         epoch: The epoch of the rank that is furthest behind, counted from 1, or None if not known.
-        of_epoch: Whether share, step, total and left refer to this epoch.
+        of_epoch: Whether ``share``, ``step``, ``total`` and ``left`` refer to this epoch only.
     """
 
     share: float | None
@@ -102,7 +102,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class RunSnapshot:
-    """A snapshot of a run."""
+    """A snapshot of a run and its ranks."""
 
     status: str
     elapsed: float
@@ -115,14 +115,14 @@ class RunSnapshot:
 
 @dataclass
 class _Counter:
-    """The latest readings of a counter, used to compute its rate."""
+    """The latest readings of a counter, from which the rate is computed."""
 
     readings: deque[tuple[float, int]] = field(default_factory=deque)
 
     def rate(self, now: float, count: int | None) -> float | None:
         if count is None:
             return None
-        if self.readings and count < self.readings[-1][1]:  # The counter restarts with a new epoch or attempt.
+        if self.readings and count < self.readings[-1][1]:  # A new epoch or attempt has started from 0.
             self.readings.clear()
         self.readings.append((now, count))
         while len(self.readings) > 2 and self.readings[1][0] < now - RATE_SECONDS:
@@ -132,7 +132,7 @@ class _Counter:
 
 
 class RunWatcher:
-    """Takes snapshots of a run. It keeps only a few readings of each rank.
+    """Takes snapshots of a run. Between them, it keeps only a few readings of each rank.
 
     Args:
         run: The run to watch.
@@ -174,7 +174,7 @@ class RunWatcher:
                 self.processor.setdefault(rank, deque(maxlen=HISTORY)).append(event.cpu_percent)
 
     def _step_time(self, rank: int) -> tuple[dict[str, float], int, float]:
-        """Return the seconds of each part of the rank's latest steps, the number of steps, and its own seconds."""
+        """Return totals of a rank's latest steps: the seconds in each part, the steps, and the seconds of own work."""
         store = internals(self.run).store
         latest, known = store.latest_step_time(rank), self._parts.get(rank)
         if latest is None:
@@ -235,7 +235,7 @@ class RunWatcher:
         return Progress(share, step, total or None, rate, left, label, min(epochs, default=None))
 
     def _progress_of_steps(self, ranks: list[RankSnapshot]) -> Progress:
-        """Return the progress in optimizer steps, relative to the epoch if a prepared loader has a length."""
+        """Return the progress in optimizer steps. If a prepared loader has a length, it is relative to the epoch."""
         reached = min((rank.step for rank in ranks if rank.step is not None), default=None)
         rate = min((rank.rate for rank in ranks if rank.rate is not None), default=None)
         epochs = list(internals(self.run).store.epochs.values())
@@ -250,7 +250,7 @@ class RunWatcher:
 
 
 def status(run: RunView) -> str:
-    """Return the run's status, or one of `HELD` if a running run is waiting."""
+    """Return the run's status. For a running run that is waiting, return one of `HELD`."""
     if run.status != "running":
         return run.status
     if run.stall is not None:
@@ -264,11 +264,11 @@ def status(run: RunView) -> str:
 
 
 HELD = ("stuck", "at breakpoint", "waits for input", "paused")
-"""The states in which a running run makes no steps."""
+"""The states of a running run that currently makes no steps."""
 
 
 def loss_name(run: RunView) -> str:
-    """Return the metric that is most likely the training loss, or the first metric, or "" if there are no metrics."""
+    """Return the name of the metric that is most likely the training loss, or "" if there are no metrics."""
     names = internals(run).store.metric_names()
     likely = [name for name in names if "loss" in name.lower()]
     training = [name for name in likely if "val" not in name.lower() and "test" not in name.lower()]
@@ -278,20 +278,20 @@ def loss_name(run: RunView) -> str:
 # ---- ranks that delay the others
 
 SLOW = 1.25
-"""A rank whose own work takes this many times the others' median is a straggler."""
+"""A rank is a straggler if its own work takes more than this many times the median of the other ranks."""
 MAX_NAMED = 60
-"""Maximum number of characters for the ranks in a sentence."""
+"""Maximum number of characters for the names of ranks in a sentence."""
 
 
 def _verdict(ranks: list[RankSnapshot], *, active: bool, settled: bool) -> tuple[set[int], str]:
-    """Return the ranks that delay the others, and a sentence with the evidence."""
+    """Return the ranks that delay the others, and sentences with the evidence."""
     if len(ranks) < 2:
         return set(), ""
     late: set[int] = set()
     sentences = []
-    # The ranks of a finished run stop at different steps, so only their step times are compared.
+    # In a finished run, compare only step times, because ranks may have stopped at different steps.
     own = {rank.rank: rank.own_seconds for rank in ranks if rank.own_seconds is not None}
-    slow = stragglers(own) if len(own) == len(ranks) else _NONE  # only if all ranks have measured it
+    slow = stragglers(own) if len(own) == len(ranks) else _NONE  # Wait until all ranks have measured their own work.
     for found, text in (slow, _behind(ranks) if active and settled else _NONE):
         late |= found
         sentences += [text] if text else []
@@ -309,7 +309,10 @@ _NONE: tuple[set[int], str] = (set(), "")
 
 
 def _behind(ranks: list[RankSnapshot]) -> tuple[set[int], str]:
-    """Return the ranks that are more than a second of steps behind. Ranks report in batches, so less is normal."""
+    """Return the ranks that are behind by more steps than ranks make in a second, and a sentence about them.
+
+    A smaller difference is normal, because ranks report in batches.
+    """
     pace = max((rank.rate or 0.0 for rank in ranks), default=0.0)
     least = max(3.0, 0.02 * max((rank.step or 0 for rank in ranks), default=0), pace)
     far = {rank.rank: rank.behind for rank in ranks if rank.step is not None and rank.behind >= least}
@@ -322,10 +325,10 @@ def _behind(ranks: list[RankSnapshot]) -> tuple[set[int], str]:
 
 
 def stragglers(own: Mapping[int, float]) -> tuple[set[int], str]:
-    """Return the ranks whose own work takes longer than the others', and a sentence with the evidence.
+    """Return the ranks whose own work takes much longer than that of the others, and a sentence with the evidence.
 
     Args:
-        own: By rank, the seconds per step that the rank cannot have spent waiting for other ranks.
+        own: For each rank, the seconds per step that the rank cannot have spent waiting for other ranks.
     """
     if len(own) < 2:
         return set(), ""
@@ -347,7 +350,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def few_names(ranks: Iterable[int]) -> str:
-    """Return "Ranks 0–5, 8", or a shortened list such as "Ranks 3, 9, 17, 31 and 40 more"."""
+    """Return the names of ranks, as in "Ranks 0–5, 8", or shortened, as in "Ranks 3, 9, 17, 31 and 40 more"."""
     ordered = sorted(ranks)
     name = rank_names(ordered).capitalize()
     if len(name) <= MAX_NAMED:

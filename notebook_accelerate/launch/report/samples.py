@@ -1,4 +1,4 @@
-"""Results of sampling ranks: the lines that take the most time, a flame graph, and the contents of memory."""
+"""Measurements of running ranks: the lines that take the most time, a flame graph, and the contents of memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from notebook_accelerate.telemetry.tracebacks import is_user_code
 
 WIDTH, ROW = 900, 18
 LEAST_SHARE = 0.003
-"""Frames with a smaller share of the time than this are not drawn."""
+"""Frames with a smaller share of the time than this are left out of the flame graph."""
 DIFFERENT_SHARE = 0.1
-"""A frame whose share differs by at least this much among the ranks has another colour."""
+"""A frame whose share of the time differs by at least this much among the ranks has another colour."""
 MAX_LINES = 15
 MAX_DRAWN_DEPTH = 60
 STRONG_SHARE = 0.5
 """A frame whose share differs by at least this much has the strongest colour."""
-# These colours are visible on light and dark backgrounds, and dark text is legible on them.
+# These colours are visible on both light and dark backgrounds, and dark text is legible on them.
 _LIBRARY, _USER, _DIFFERENT = "#e0cda8", "#a9c9ea", "#e8694f"
 _INK = "#1c1c1c"
 _NARROW, _WIDE = frozenset("ijlrtfI.,:;'|!()[]· "), frozenset("mwMW@%")
@@ -35,13 +35,13 @@ _NARROW, _WIDE = frozenset("ijlrtfI.,:;'|!()[]· "), frozenset("mwMW@%")
 
 @dataclass(frozen=True)
 class LineTime:
-    """The time of one line, including the library functions that it called.
+    """The time spent in one line, including the library functions that it called.
 
     Attributes:
         place: The file and line, such as "Cell In[7], line 3".
         function: The function that contains the line.
         source: The text of the line, or "" if unknown.
-        shares: By rank, its share of the time that the rank was sampled, from 0 to 1.
+        shares: For each rank, the share of the sampled time that was spent in the line, from 0 to 1.
     """
 
     place: str
@@ -51,7 +51,7 @@ class LineTime:
 
     @property
     def share(self) -> float:
-        """The mean share over all sampled ranks."""
+        """The mean share of all sampled ranks."""
         return sum(self.shares.values()) / max(1, len(self.shares))
 
 
@@ -63,15 +63,15 @@ class _Node:
 
 
 class Samples(DocumentView):
-    """The sampled stacks of ranks. As the last line of a cell, they are shown as a flame graph and a table of lines.
+    """The sampled stacks of ranks. A cell whose last line is this object shows a flame graph and a table of lines.
 
     Args:
-        replies: The reply of each rank, or why there is none.
-        name_place: Returns the location of a frame, as "Cell In[7], line 12".
+        replies: The reply of each rank, or the reason why there is none.
+        name_place: A function that returns the location of a frame, such as "Cell In[7], line 12".
 
     Attributes:
-        seconds: By rank, how long it was sampled.
-        missing: By rank, why there are no samples.
+        seconds: How many seconds each rank was sampled, by rank.
+        missing: For each rank without samples, the reason.
     """
 
     def __init__(self, replies: Mapping[int, SampleReply | str], name_place: Callable[[FrameInfo], str]) -> None:
@@ -81,9 +81,9 @@ class Samples(DocumentView):
         self.seconds = {rank: reply.seconds for rank, reply in self._replies.items()}
 
     def lines(self) -> list[LineTime]:
-        """Return the lines of the user's code, sorted by time, the longest first.
+        """Return the lines of the user's code, sorted by time, longest first.
 
-        The time of a stack counts for its innermost line outside installed libraries.
+        The time of a stack is attributed to its innermost line outside installed libraries.
         """
         found: dict[tuple[str, int, str], dict[int, float]] = {}
         for rank, reply in self._replies.items():
@@ -115,7 +115,7 @@ class Samples(DocumentView):
         return Section(key="samples", nodes=(drawing, self._table(), notes))
 
     def _table(self) -> Table:
-        """Return the table of lines. Each share is also drawn as a bar."""
+        """Return the table of lines, where each share is also drawn as a bar."""
         titles = ["line", "function", *(f"rank {rank}" for rank in self._replies), "code"]
         kinds = ["text", "text", *["number"] * len(self._replies), "code"]
         columns = [
@@ -142,11 +142,11 @@ class Samples(DocumentView):
         return element("p", *(element("span", part, style=_ENTRY) for part in (self._sampled(), *entries)))
 
     def flame_graph(self) -> Markup:
-        """Return a flame graph as SVG. The width of a frame's bar is the ranks' mean share, and callers are on top.
+        """Return a flame graph as SVG, with callers on top. The width of a bar is the mean share of the ranks.
 
-        Bars of the user's code are blue with bold text, and bars of libraries are brown. A bar whose share differs by
-        at least 10 % of the time among the ranks is redder the more it differs. The callees of a frame are in the
-        order of its lines. The title of each bar is its place and shares.
+        Bars of the user's code are blue with bold text, and bars of libraries are brown. If the share differs among the
+        ranks by at least 10 % of the time, the bar is the redder, the more it differs. The callees of a frame are
+        ordered by the lines of their calls. The title of each bar names its place and shares.
         """
         bars: list[Markup] = []
         depth = self._draw(self._tree(), 0.0, 0, bars)
@@ -173,7 +173,7 @@ class Samples(DocumentView):
         return roots
 
     def _draw(self, level: Mapping[tuple[str, int, str], _Node], left: float, depth: int, bars: list[Markup]) -> int:
-        """Add the bars of a level and of the levels below it, and return the depth of the lowest level."""
+        """Add the bars of a level and of all levels below it, and return the depth of the lowest level."""
         deepest = depth
         for node in sorted(level.values(), key=lambda node: node.place):
             share = sum(node.shares.values()) / len(self._replies)
@@ -214,7 +214,7 @@ _ENTRY = "margin-right:16px;white-space:nowrap"
 
 
 def _colour(base: str, difference: float) -> str:
-    """Return the colour of a bar, which is redder the more its shares differ."""
+    """Return the colour of a bar. The more the shares differ, the redder it is."""
     if difference < DIFFERENT_SHARE:
         return base
     part = 0.3 + 0.7 * min(1.0, (difference - DIFFERENT_SHARE) / (STRONG_SHARE - DIFFERENT_SHARE))
@@ -223,7 +223,7 @@ def _colour(base: str, difference: float) -> str:
 
 
 def _fitted(text: str, room: float, scale: float) -> str:
-    """Return a text of 11 px, shortened to a number of pixels, or "" if fewer than three letters are left."""
+    """Shorten a text of 11 px to a number of pixels. Return "" if fewer than three letters would be left."""
     width = 0.0
     for place, letter in enumerate(text):
         width += scale * (3.6 if letter in _NARROW else 9.6 if letter in _WIDE else 6.7)
@@ -238,7 +238,7 @@ def _place(reply: SampleReply, index: int) -> tuple[str, int, str]:
     return filename, line, function
 
 
-# ``RunMemory`` shows the contents of the ranks' memory, and what else fits into it.
+# ``RunMemory`` shows the contents of the ranks' memory, and what else would fit into it.
 
 MAX_ROWS = 12
 _ESTIMATED = {
@@ -248,19 +248,19 @@ _ESTIMATED = {
 
 
 class RunMemory(DocumentView):
-    """The contents of the ranks' memory. As the last line of a cell, they are shown as tables.
+    """The contents of the ranks' memory. A cell whose last line is this object shows them as tables.
 
     Args:
-        replies: The report of each rank, or why there is none.
-        profile: A recorded step with its allocations, or None.
+        replies: The report of each rank, or the reason why there is none.
+        profile: The profile of a step with its allocations, or None.
         estimate: The result of ``estimate_memory`` to compare with, or None.
         world: The number of ranks that share the memory of this machine.
-        where: Returns the location of a frame.
+        where: A function that returns the location of a frame.
 
     Attributes:
         reports: The report of each rank.
-        missing: By rank, why there is no report.
-        peaks: By rank, the allocations at the peak of a step.
+        missing: For each rank without a report, the reason.
+        peaks: The allocations at the peak of a step, by rank.
     """
 
     def __init__(
@@ -279,18 +279,18 @@ class RunMemory(DocumentView):
                 self.reports[rank]["activations at the peak"] = peak.nbytes
 
     def bytes(self, rank: int) -> dict[str, int]:
-        """Return the bytes of a rank by kind.
+        """Return how many bytes each kind of content takes on a rank.
 
         Args:
             rank: The rank's global index.
 
         Raises:
-            KeyError: There is no report of this rank. ``missing`` has the reason.
+            KeyError: There is no report from this rank. The reason is in ``missing``.
         """
         return dict(memory_rows(self.reports[rank]))
 
     def fits(self) -> list[str]:
-        """Return sentences about what else fits into memory, or an empty list if no step was recorded."""
+        """Return sentences about what else would fit into memory, or an empty list if no step was recorded."""
         found: list[str] = []
         for rank, report in self.reports.items():
             parts = self.bytes(rank)
@@ -302,7 +302,7 @@ class RunMemory(DocumentView):
         return found
 
     def document(self) -> Section:
-        """Return the sentences about what else fits, and tables of parts, modules, variables and lines."""
+        """Return sentences about what else would fit, and tables of parts, modules, variables and lines."""
         tables = (self._part_table(), self._module_table(), self._variable_table(), self._line_table())
         return Section(key="memory", nodes=(Text(lines=tuple(self._sentences())), *tables))
 
@@ -320,9 +320,10 @@ class RunMemory(DocumentView):
         return table_of("parts", rows)
 
     def _compared(self) -> tuple[str, dict[str, int]]:
-        """Return the last column: the estimate, or the expected bytes if they are equal on all ranks.
+        """Return the title and the bytes for the last column.
 
-        Ranks that hold different parts of a model expect different numbers of bytes.
+        They are those of the estimate, or the bytes that the ranks expect, if these are equal on all ranks. Ranks that
+        hold different parts of a model expect different numbers of bytes.
         """
         if self._estimate:
             known = {_ESTIMATED[name]: nbytes for name, nbytes in self._estimate.items() if name in _ESTIMATED}

@@ -1,4 +1,4 @@
-"""Metric curves as SVG images for reports, legible on light and dark backgrounds."""
+"""Metric curves as SVG images for reports, which are legible on light and dark backgrounds."""
 
 from __future__ import annotations
 
@@ -25,35 +25,35 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 460, 210
 LEFT, RIGHT, TOP, BOTTOM = 58, 10, 30, 26
 DIGIT = 6.4
-"""Width of a digit in a label, in pixels."""
+"""The width of a digit in a label, in pixels."""
 POINTS = 400
 MAX_IMAGES = 24
-"""Maximum number of metrics with an image. It is low because a saved notebook stores every image."""
+"""Maximum number of metrics to show as images. It is low, because a saved notebook stores every image."""
 ALONE = 2.6
-"""Radius of an isolated point, which is marked because it has no line that shows it."""
-# These mid-tones have a contrast of at least 3:1 with white and with a dark notebook's #111, because an image cannot
-# follow the theme. The live plot can: it has the same hues in tones for each theme (PALETTE in
-# ``widgets/static/looks.js``).
+"""The radius of the mark for an isolated point, which would otherwise be invisible because no line leads to it."""
+# These mid-tones have a contrast of at least 3:1 both with white and with #111, the background of dark notebooks,
+# because an image cannot follow the theme. The live plot follows it, with the same hues in tones for each theme
+# (PALETTE in ``widgets/static/looks.js``).
 COLOURS = ("#3b82d6", "#d9662b", "#2a9a68", "#a85fd0", "#c4881c", "#1b98a6", "#d64f86", "#7f7f7f")
 INK, GRID = "#7a7a7a", "#808080"
 
 
 def image(title: str, curves: Sequence[Curve], alt: str) -> Markup:
-    """Return the drawing as an ``img`` element.
+    """Return a drawing of curves as an ``img`` element.
 
     Args:
         title: The title above the curves.
         curves: The curves to draw.
-        alt: The alternative text.
+        alt: The alternative text for readers who do not see the image.
     """
     return svg_image(svg(title, curves), WIDTH, HEIGHT, alt)
 
 
 def metric_image(sources: Sequence[Source], name: str) -> Markup:
-    """Return the curves of one metric as an ``img`` element, described in its alternative text.
+    """Return the curves of one metric as an ``img`` element. The alternative text describes them.
 
     Args:
-        sources: The runs to draw.
+        sources: The runs whose curves to draw.
         name: The name of the metric.
     """
     texts = []
@@ -85,7 +85,7 @@ def curves_of(sources: Sequence[Source], name: str) -> list[Curve]:
 
 
 def description(series: MetricSeries) -> str:
-    """Return an alternative text: the number of points, and the first, last, smallest and largest value."""
+    """Return an alternative text with the number of points, and the first, last, smallest and largest value."""
     import numpy as np
 
     ranks = len(set(series.ranks.tolist()))
@@ -107,7 +107,7 @@ def _at(step: int) -> str:
 
 
 def labels(values: Sequence[float]) -> list[str]:
-    """Return the labels of an axis, with enough digits to distinguish neighbours."""
+    """Return labels for the numbers on an axis, with enough digits to distinguish neighbours."""
     if len(values) < 2:
         return [number(value) for value in values]
     largest, step = max(map(abs, values)), abs(values[1] - values[0])
@@ -116,7 +116,7 @@ def labels(values: Sequence[float]) -> list[str]:
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """Return about ``about`` round numbers from ``low`` to ``high``."""
+    """Return round numbers from ``low`` to ``high``, approximately ``about`` of them."""
     span = high - low
     if not span > 0 or not math.isfinite(span):
         return [low]
@@ -129,7 +129,7 @@ def ticks(low: float, high: float, about: int) -> list[float]:
 
 
 def svg(title: str, curves: Sequence[Curve]) -> Markup:
-    """Return the drawing as SVG source.
+    """Return a drawing of curves as SVG source.
 
     Args:
         title: The title above the curves.
@@ -144,7 +144,7 @@ def svg(title: str, curves: Sequence[Curve]) -> Markup:
 
 
 class _Frame:
-    """The mapping from values to coordinates."""
+    """The frame of a drawing, which maps values to coordinates."""
 
     def __init__(self, curves: Sequence[Curve]) -> None:
         self.x0, self.x1 = _bounds([curve.x for curve in curves], 0.0)
@@ -205,7 +205,7 @@ def _bounds(columns: Sequence[np.ndarray], margin: float) -> tuple[float, float]
     values = np.concatenate(columns) if columns else np.empty(0)
     values = values[np.isfinite(values)]
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
-    # Limit values to half of the largest float64. Otherwise the span of two numbers could overflow.
+    # Limit values to half of the largest float64. Otherwise, the difference of two numbers could overflow.
     low, high = max(low, -8e307), min(high, 8e307)
     if low == high:
         spread = abs(low) * 0.1 or 1.0
@@ -214,12 +214,12 @@ def _bounds(columns: Sequence[np.ndarray], margin: float) -> tuple[float, float]
 
 
 def _dashes(index: int) -> dict[str, str]:
-    """Return the dash pattern of a curve. Curves after the eighth are dashed, because the colours repeat."""
+    """Return the dash pattern of a curve. From the ninth curve on, the colours repeat, and the curves are dashed."""
     return {"stroke_dasharray": "5 3"} if index // len(COLOURS) % 2 else {}
 
 
 MAX_NAMED = 8
-"""Maximum number of lines in the legend. There is no room for more next to the title."""
+"""Maximum number of curves in the legend, because there is no room for more next to the title."""
 
 
 def _legend(curves: Sequence[Curve]) -> list[Markup]:
@@ -245,16 +245,16 @@ def _shortened(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
-# ---- plots of metrics, by matplotlib if it is installed
+# ---- plots of metrics, which matplotlib draws if it is installed
 
 COLUMNS = 2
 INCHES = (5.2, 2.9)
-"""Width and height of the axes of one metric, in inches."""
+"""The width and height of the axes for one metric, in inches."""
 
 
 @dataclass(frozen=True)
 class CurveImages:
-    """Curves as in the static report, for environments without matplotlib.
+    """Images of curves like those in the static report, for environments without matplotlib.
 
     Attributes:
         html: An image for each metric.
@@ -272,17 +272,17 @@ class CurveImages:
 
 
 def plot(several: Sequence[MetricSeries], ax: Axes | None = None) -> Any:
-    """Plot metrics, each with a line per rank, or with the mean and range of more than eight ranks.
+    """Plot metrics, each with a line for each rank, or with the mean and the range if there are more than eight ranks.
 
     Args:
         several: The metrics to plot.
-        ax: matplotlib's axes for a single metric, or None for a new figure.
+        ax: The matplotlib axes for a single metric, or None for a new figure.
 
     Returns:
-        matplotlib's axes, or an array of axes. Without matplotlib, the images of the static report.
+        The matplotlib axes, or an array of axes. Without matplotlib, images like those in the static report.
 
     Raises:
-        ImportError: Axes are given, but matplotlib is not installed.
+        ImportError: ``ax`` is given, but matplotlib is not installed.
         ValueError: There are no metrics to plot.
     """
     if not several:
@@ -322,9 +322,9 @@ def _draw(series: MetricSeries, ax: Axes) -> Axes:
 
 
 def _curves(series: MetricSeries) -> list[Curve]:
-    """Return the curves of a series, which may be a selection made by the user.
+    """Return the curves of a series, which may contain only some of the points of a metric.
 
-    If any point has no step, all points are drawn over the seconds since the first point.
+    If any point has no step, the x-axis of all points shows the seconds since the first point.
     """
     import numpy as np
 

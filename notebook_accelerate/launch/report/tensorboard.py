@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def write_event_files(store: Store, folder: str | PathLike[str]) -> Path:
-    """Write the metrics of each rank to an event file; see ``Run.to_tensorboard``."""
+    """Write the metrics of each rank to TensorBoard event files; see ``Run.to_tensorboard``."""
     try:
         events: Any = import_module("tensorboard.compat.proto.event_pb2")
         summaries: Any = import_module("tensorboard.compat.proto.summary_pb2")

@@ -1,4 +1,4 @@
-"""The timeline of a profile as an SVG image of bounded size, for reports and saved notebooks."""
+"""The timeline of a profile as an SVG image of limited size, for reports and saved notebooks."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 WIDTH, LABEL, RIGHT, TOP, BOTTOM = 900, 62, 12, 30, 24
 STEP_HEIGHT, LANE, GAP = 11, 13, 9
 MAX_RANKS = 16
-"""Maximum number of ranks that are drawn. The title states how many there are."""
+"""Maximum number of ranks to draw. If there are more, a note says so."""
 MAX_STEPS = 100
-"""Maximum number of steps of a rank that are drawn separately."""
+"""Maximum number of steps of a rank to draw separately."""
 MAX_BYTES = 64_000
-"""Maximum size of the SVG in bytes. The number of columns is reduced to stay below it. Base64 adds a third."""
+"""Maximum size of the SVG in bytes, before base64 adds a third. The number of columns is chosen to stay below it."""
 COLUMNS = (824, 412, 206, 103, 52)
-"""Numbers of columns of a lane. The first that results in less than ``MAX_BYTES`` is used."""
+"""The numbers of columns to try for a lane. The first one that results in less than ``MAX_BYTES`` is used."""
 SAMPLES = 4
-"""Number of times per column at which a track is sampled. The most frequent category colours the column."""
+"""How many times a track is sampled in each column. The most frequent category determines the column's colour."""
 PHASES = ("forward", "backward", "optimizer", "loader", "collective", "checkpoint", "logging", "wait")
-"""Categories of enclosing phases, which are drawn instead of the operations within them."""
+"""The categories of phases, which are drawn instead of the operations inside them."""
 
 
 class CategoryLook(NamedTuple):
-    """How the events of a category are shown.
+    """The name and the colours with which the events of a category are shown.
 
     Attributes:
         title: The text in legends.
@@ -62,16 +62,16 @@ LOOKS = {
     "logging": CategoryLook("logging", "#c25a9b", "#e8a5cd", "#8a4a76"),
     "step": CategoryLook("step", "#808080", "#d9dce1", "#3a4048"),
 }
-"""The looks of the categories, in the order of legends."""
+"""The looks of all categories, in the order of the legend."""
 
 
 @dataclass
 class _RankRow:
-    """The parts of the picture that show one rank.
+    """The part of the picture that shows one rank.
 
     Attributes:
         rank: The rank's number.
-        lanes: Its lanes from top to bottom, each a list of the tracks that it merges.
+        lanes: The rank's lanes from top to bottom, each a list of the tracks to merge.
         waits: The start and end of each wait, in microseconds.
     """
 
@@ -85,10 +85,10 @@ class _RankRow:
 
 
 def timeline_svg(timeline: Timeline) -> Markup:
-    """Return a picture of a timeline as an ``img`` element of less than 100 kB that needs no script or network.
+    """Return a picture of a timeline as an ``img`` element of less than 100 kB, which needs no script or network.
 
-    Each rank has a row of steps, a lane for its main thread, a lane for its collectives, with waiting in red, and lanes
-    for its device.
+    Each rank has a row with its steps, a lane for the main thread, a lane for collectives, with waiting in red, and
+    lanes for the device.
 
     Args:
         timeline: The timeline to draw.
@@ -104,7 +104,7 @@ def timeline_svg(timeline: Timeline) -> Markup:
 
 
 def _rows(timeline: Timeline) -> list[_RankRow]:
-    """Return at most ``MAX_RANKS`` ranks, in order."""
+    """Return the rows of the first ``MAX_RANKS`` ranks."""
     rows: dict[int, _RankRow] = {}
     main: dict[int, list[Track]] = {}
     for track in timeline.tracks:
@@ -153,7 +153,7 @@ def _is_collective(track: Track) -> bool:
 
 
 def _axis(span: float, scale: float, height: int) -> Iterator[Markup]:
-    """Yield the grid and its labels, in a unit that suits the span."""
+    """Yield the lines of the grid and their labels, in a unit that suits the time span."""
     unit, name = next((each for each in ((1e6, "s"), (1e3, "ms")) if span >= 2 * each[0]), (1.0, "µs"))
     for value in ticks(0.0, span / unit, 8):
         x = LABEL + value * unit * scale
@@ -162,7 +162,7 @@ def _axis(span: float, scale: float, height: int) -> Iterator[Markup]:
 
 
 def _steps(timeline: Timeline, row: _RankRow, top: float, scale: float) -> Iterator[Markup]:
-    """Yield a bar for each step, with its number if there is room. Steps that are too narrow share one bar."""
+    """Yield a bar for each step, with the step's number if there is room, or one bar if there are too many steps."""
     steps = [step for step in timeline.steps if step.rank == row.rank]
     label = "step {}"
     if len(steps) > MAX_STEPS:
@@ -177,7 +177,7 @@ def _steps(timeline: Timeline, row: _RankRow, top: float, scale: float) -> Itera
 
 
 def _lane(timeline: Timeline, tracks: Sequence[Track], top: float, columns: int, used: list[str]) -> Iterator[Markup]:
-    """Yield a path for each category, with a rectangle for each run of columns of the same colour."""
+    """Yield a path for each category, with a rectangle for each sequence of columns of that category."""
     seen = _columns(timeline, tracks, columns)
     for category in sorted(set(seen.tolist()) - {-1}):
         name = timeline.categories[category]
@@ -186,7 +186,7 @@ def _lane(timeline: Timeline, tracks: Sequence[Track], top: float, columns: int,
 
 
 def _runs(columns: np.ndarray, top: float, height: float, colour: str) -> Markup:
-    """Return a path with a rectangle for each run of true columns."""
+    """Return a path with a rectangle for each sequence of columns that are True."""
     import numpy as np
 
     pixels = (WIDTH - LABEL - RIGHT) / len(columns)
@@ -201,7 +201,7 @@ def _runs(columns: np.ndarray, top: float, height: float, colour: str) -> Markup
 def _columns(timeline: Timeline, tracks: Sequence[Track], columns: int) -> np.ndarray:
     """Return the category of each column, int64, shape (columns,), with -1 for idle columns.
 
-    The deepest event determines the category, except that a phase of the training hides the events within it.
+    The deepest event determines the category, except that a phase of the training hides the events inside it.
     """
     import numpy as np
 
@@ -235,7 +235,7 @@ def _most_frequent(samples: np.ndarray) -> np.ndarray:
 
 
 def _waits(timeline: Timeline, row: _RankRow, top: float, columns: int, used: list[str]) -> Iterator[Markup]:
-    """Yield the columns that a rank spends mostly waiting."""
+    """Yield a path with the columns where a rank spends most of the time waiting."""
     import numpy as np
 
     if not row.waits:

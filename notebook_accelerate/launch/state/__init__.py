@@ -1,1 +1,1 @@
-"""State of a run: its events, failures and prompts, and the error messages about them."""
+"""The state of a run: its events, failures and prompts, and the error messages about failures."""

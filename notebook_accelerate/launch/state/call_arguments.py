@@ -1,4 +1,4 @@
-"""The launched call: its arguments for tables of runs, and references for repeating it."""
+"""The launched call: its arguments as plain values for tables of runs, and references that allow repeating it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from notebook_accelerate.errors import LaunchError
 
 Plain = bool | int | float | str | None
 MAX_ARGUMENTS = 40
-"""Maximum number of arguments that are kept, counting the entries of settings."""
+"""Maximum number of arguments to keep. Each value in a dict or dataclass counts separately."""
 MAX_CHARS = 120
 MAX_DEPTH = 3
 
@@ -23,19 +23,19 @@ MAX_DEPTH = 3
 def call_arguments(function: Callable[..., Any], arguments: Sequence[Any]) -> dict[str, Plain]:
     """Return the arguments of a call by parameter name, including defaults.
 
-    Dicts, namespaces and dataclasses become one entry per value, such as ``config.lr``. Other objects are represented
-    by their class. The values of names such as ``api_key`` are hidden.
+    Each value in a dict, namespace or dataclass becomes an entry of its own, such as ``config.lr``. Other objects are
+    represented by their class. The values of names such as ``api_key`` are hidden.
 
     Args:
         function: The launched function.
         arguments: The function's positional arguments.
     """
-    # The function was pickled by another process.
+    # A function that another process has pickled brings its arguments along.
     if (known := getattr(function, "plain_arguments", None)) is not None:
         return dict(known)
     try:
         bound = inspect.signature(function).bind(*arguments)
-    # The function has no signature, or does not accept the arguments, which the ranks will report.
+    # The function has no signature, or does not accept the arguments. The ranks will report the latter.
     except (TypeError, ValueError):
         named: dict[str, Any] = {str(index): value for index, value in enumerate(arguments)}
     else:
@@ -55,7 +55,7 @@ def _plain(name: str, value: Any, depth: int) -> Iterator[tuple[str, Plain]]:
         yield name, HIDDEN
     elif value is None or type(value) in (bool, int, float):
         yield name, value
-    elif isinstance(value, int | float):  # This includes numpy's float64, and enums.
+    elif isinstance(value, int | float):  # These include numpy's float64, and enums.
         yield name, float(value)
     elif isinstance(value, str):
         yield name, _short(hide_credentials(value))
@@ -88,11 +88,11 @@ def _short(text: str) -> str:
 
 _VALUES = (type(None), bool, int, float, complex, str, bytes)
 _MAX_SIZE = 10_000
-"""Maximum length of a text that is stored by value."""
+"""Maximum length of a string that is stored by value."""
 
 
 class RunCall:
-    """References to a launched function and its arguments, weak ones for objects, that allow repeating the call.
+    """References to a launched function and its arguments, which allow repeating the call. Objects are held weakly.
 
     Args:
         function: The launched function.
@@ -110,7 +110,7 @@ class RunCall:
             name: The function's name, for the error message.
 
         Raises:
-            LaunchError: The user has deleted one of them.
+            LaunchError: The user has deleted the function or an argument.
         """
         function, *arguments = (reference() for reference in (self._function, *self._arguments))
         gone = ["the function"] if function is _GONE else []
@@ -126,7 +126,7 @@ _GONE: Any = object()
 
 
 def _reference(value: Any) -> Callable[[], Any]:
-    """Return a function that returns the value, or `_GONE` after the user has deleted the value."""
+    """Return a function that returns the value, or `_GONE` once the user has deleted the value."""
     if type(value) in _VALUES and (not isinstance(value, (str, bytes)) or len(value) <= _MAX_SIZE):
         return lambda: value
     if type(value) is tuple and len(value) <= _MAX_SIZE:

@@ -1,4 +1,4 @@
-"""Build failures from reports and exits of ranks, and find out which of them was first."""
+"""Build failures from what ranks reported and how they exited, and find out which failure was the first."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 
 UNPICKLE_SECONDS = 2.0
-"""Time limit for unpickling all exceptions of a run together."""
+"""The total number of seconds that unpickling all exceptions of a run may take."""
 _PEER_LOST = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|Socket Timeout|connectFullMesh|recvValue failed|"
     r"failed to recv|caused pair closure|[Tt]imed out waiting|NCCL error|ncclRemoteError|gloo.*(closed|reset)",
 )
-"""Messages of torch in a rank that has lost a peer."""
+"""Matches the messages of torch in a rank that has lost the connection to a peer."""
 _UNKNOWN_EXIT = "; its exit status is unknown, because the kernel ignores SIGCHLD or one of its threads called os.wait"
 
 
 class ExceptionLoader:
-    """Unpickles the exceptions that the ranks of one run sent, within ``UNPICKLE_SECONDS`` for all of them.
+    """Unpickles the exceptions that the ranks of one run sent, all of them within ``UNPICKLE_SECONDS``.
 
-    Usually all ranks raise the same exception. With one limit per exception, slow ones would delay the run in
+    Usually all ranks raise the same exception. If each exception had its own limit, slow ones would delay the run in
     proportion to the number of ranks.
     """
 
@@ -50,8 +50,8 @@ class ExceptionLoader:
     def load(self, payload: bytes) -> tuple[BaseException | None, str]:
         """Return an exception object, or None and the reason why it cannot be unpickled.
 
-        Unpickling runs on a separate thread, because it may run any code of the exception's class, and the run's thread
-        must not wait for that.
+        Unpickling happens on a separate thread, because it may run arbitrary code of the exception's class, which may
+        take longer than the run's thread can wait.
         """
         if self._left <= 0:
             return None, f"not unpickled: the exceptions of other ranks took {UNPICKLE_SECONDS:g} s"
@@ -78,7 +78,7 @@ def _unpickled(payload: bytes) -> tuple[BaseException | None, str]:
 
 
 def from_event(rank: int, event: FailureEvent, exceptions: ExceptionLoader) -> RankFailure:
-    """Return the failure that a rank reported."""
+    """Build the failure that a rank reported."""
     chain = tracebacks.name_cells_of(event.chain)
     last = chain[-1]
     exception, note = exceptions.load(event.payload) if event.payload else (None, event.note)
@@ -89,7 +89,7 @@ def from_event(rank: int, event: FailureEvent, exceptions: ExceptionLoader) -> R
         message = f"the function called sys.exit({code})"
     if note:
         message += f"  ({note})"
-    # The user's exceptions keep their arguments. isinstance would query the exception's class, which may fail.
+    # Leave the user's exceptions unchanged. Don't use isinstance, which would run code of the exception's class.
     if exception is not None and issubclass(type(exception), NotebookAccelerateError):
         exception.args = tuple(
             tracebacks.name_cells(part) if isinstance(part, str) else part for part in exception.args
@@ -98,18 +98,18 @@ def from_event(rank: int, event: FailureEvent, exceptions: ExceptionLoader) -> R
 
 
 LARGE_SHARE = 0.5
-"""A rank that held this share of the machine's memory was probably killed for it."""
+"""A killed rank that held more than this share of the machine's memory was probably killed because of it."""
 
 
 def from_exit(rank: int, end: Exit, *, oom_kills: int | None, channel_error: str = "") -> RankFailure:
-    """Return the failure of a rank that died without reporting one.
+    """Build the failure of a rank that died without reporting one.
 
     Args:
         rank: The rank's global index.
         end: How the rank's process ended.
         oom_kills: How many processes the out-of-memory killer of the rank's machine has killed during the run, or None
             if unknown.
-        channel_error: Why its channel could not be read completely, or "".
+        channel_error: Why the rank's channel could not be read completely, or "" if it was.
     """
     now = steady_time.now()
     if end.lost:
@@ -127,7 +127,7 @@ def from_exit(rank: int, end: Exit, *, oom_kills: int | None, channel_error: str
 
 
 def exit_text(end: Exit) -> str:
-    """Return how a process ended: "exit 0", "exit unknown", "SIGKILL" or "lost", for example."""
+    """Return a short text about how a process ended, such as "exit 0", "exit unknown", "SIGKILL" or "lost"."""
     if end.lost:
         return "lost"
     if end.signal is not None:
@@ -162,7 +162,7 @@ def _cause(end: Exit, oom_kills: int | None) -> str:
 def _who_killed(oom_kills: int | None, *, large: bool) -> str:
     if oom_kills:
         return "the out-of-memory killer ended it"
-    if large:  # A killer outside the kernel, such as systemd-oomd, is not counted.
+    if large:  # The system does not count kills by processes such as systemd-oomd.
         return "likely an out-of-memory killer"
     if oom_kills is None:
         return "perhaps the out-of-memory killer, perhaps another process"
@@ -174,7 +174,10 @@ def _gib(size: int) -> str:
 
 
 def oom_kill_count() -> int | None:
-    """Return how many processes ran out of memory on this machine or in this control group, or None if unknown."""
+    """Return how many processes the out-of-memory killer has ended on this machine or in its control groups.
+
+    Return None if the system does not provide the number.
+    """
     groups = [*control_group_files("memory.events"), *control_group_files("memory.oom_control", "memory")]
     counts = [count for path in (Path("/proc/vmstat"), *groups) if (count := _oom_kills_in(path)) is not None]
     return sum(counts) if counts else None
@@ -189,10 +192,10 @@ def _oom_kills_in(path: Path) -> int | None:
 
 
 def ordered(failures: list[RankFailure]) -> list[RankFailure]:
-    """Return the failures starting with the first one, with those that only followed marked as consequences.
+    """Return the failures, starting with the first one, and mark those that it caused as consequences.
 
-    A rank whose peer has died often reports the lost connection before the supervisor notices the death, so the time
-    alone does not decide. A lost connection counts as a consequence whenever another rank failed in another way.
+    A rank whose peer has died often reports the lost connection before the supervisor notices the death, so the order
+    in time is not enough. A lost connection counts as a consequence whenever another rank failed in another way.
     """
     lost = {id(failure): looks_like_lost_peer(failure) for failure in failures}
     by_time = sorted(failures, key=lambda failure: (lost[id(failure)], failure.time))
@@ -222,16 +225,16 @@ def _same(first: RankFailure, other: RankFailure) -> bool:
 
 
 def places(failure: RankFailure) -> tuple[tuple[str, int], ...]:
-    """Return the location of a failure: the file and line of each frame of its last exception.
+    """Return the file and line of each frame of a failure's last exception.
 
-    The file name of a cell differs between notebooks, so the function's name replaces it.
+    For a cell, the function's name is used, because the cell's file name differs between notebooks.
     """
     frames = failure.chain[-1].frames if failure.chain else ()
     return tuple((frame.function if is_cell(frame.filename) else frame.filename, frame.lineno) for frame in frames)
 
 
 def grouped(failures: list[RankFailure]) -> list[list[RankFailure]]:
-    """Return the failures grouped by traceback, in order of their first members."""
+    """Return groups of failures with the same traceback, ordered by the first failure of each group."""
     groups: list[list[RankFailure]] = []
     for failure in failures:
         for group in groups:
@@ -255,14 +258,14 @@ _CAUSES = (
         ),
     ),
 )
-"""Messages of gloo when it aborts, with their meaning."""
+"""Patterns of the messages with which gloo aborts, and the meaning of each."""
 
 
 def explained(failure: RankFailure, lines: Sequence[str]) -> RankFailure:
-    """Add the location to a crash in native code, and the cause if it is known.
+    """Add the location of a crash in native code to its message, and the cause if it is known.
 
     Args:
-        failure: The failure of a rank, for example by a crash in native code.
+        failure: The failure of a rank. Unless it is a crash in native code, it is returned unchanged.
         lines: The last lines that the rank wrote to stderr.
     """
     text = "\n".join(lines)
@@ -289,11 +292,11 @@ def _place(text: str) -> FrameInfo | None:
 
 
 def with_returned_peers(found: Sequence[RankFailure], gone: Sequence[int]) -> list[RankFailure]:
-    """If the first failure is a lost connection, add that the peer had returned normally.
+    """If the first failure is a lost connection, add to its message that other ranks had already returned.
 
     Args:
         found: The failures, starting with the first one.
-        gone: The ranks whose function had returned.
+        gone: The ranks on which the function has returned.
     """
     if not found or not gone or not looks_like_lost_peer(found[0]):
         return list(found)
@@ -305,13 +308,13 @@ def with_returned_peers(found: Sequence[RankFailure], gone: Sequence[int]) -> li
 # ---- error messages
 
 HEADLINE_CHARACTERS = 1000
-"""Maximum length of a message's first line in a headline, and of the other lines. The report shows everything."""
+"""Maximum length of a message's first line in a headline, and of its other lines together. The report is not cut."""
 MESSAGE_LINES = 20
-"""Maximum number of the other lines."""
+"""Maximum number of a message's lines after the first one in a headline."""
 
 
 def headline(found: Sequence[RankFailure]) -> str:
-    """Return one line about the first failure."""
+    """Return a line about the first failure, for the run's error and the panel."""
     group = grouped(list(found))[0]
     first = group[0]
     text = _short(first)
@@ -319,7 +322,7 @@ def headline(found: Sequence[RankFailure]) -> str:
     where = ""
     if first.chain and first.chain[-1].frames:
         frames = first.chain[-1].frames
-        # The user's innermost line is more informative than the library's line that it called.
+        # The innermost line of the user's code says more than a line of the library that it calls.
         where = (
             f" at {tracebacks.frame_location(next((f for f in reversed(frames) if is_cell(f.filename)), frames[-1]))}"
         )
@@ -327,7 +330,7 @@ def headline(found: Sequence[RankFailure]) -> str:
 
 
 def failed(run_id: int, state: RunState) -> RunEnded:
-    """Return the end of a run whose ranks failed."""
+    """Build the event that ends a run whose ranks failed."""
     found = state.failures
     first = found[0]
     kind = "WorkerDiedError" if first.kind in ("signal", "exit", "lost") and not first.chain else "WorkerError"
@@ -341,7 +344,7 @@ def failed(run_id: int, state: RunState) -> RunEnded:
 
 
 def _further_lines(failure: RankFailure) -> str:
-    """Return the lines of a message after the first one. Many errors give their reason there."""
+    """Return the lines of a message after the first one, where many errors give their reason. Long texts are cut."""
     lines = [f"\n  {line}" for line in failure.message.rstrip().split("\n")[1:]]
     text = "".join(lines[:MESSAGE_LINES])
     cut = len(lines) > MESSAGE_LINES or len(text) > HEADLINE_CHARACTERS
@@ -349,9 +352,9 @@ def _further_lines(failure: RankFailure) -> str:
 
 
 def system_error(error: OSError) -> BaseException:
-    """Return the error of a launch that the system refused.
+    """Return the error for a launch that the system refused.
 
-    An OSError without a number, raised by the user, is kept.
+    An OSError without an error number was not raised by the system, and is returned unchanged.
     """
     if error.errno is None:
         return error
@@ -374,19 +377,19 @@ def explained_system_errors() -> Iterator[None]:
 
 
 def stopped(run_id: int, started: float) -> RunEnded:
-    """Return the end of a run that the user stopped. ``started`` is in seconds since the epoch."""
+    """Build the event that ends a run stopped by the user. ``started`` is in seconds since the epoch."""
     return RunEnded("stopped", "RunStoppedError", f"run {run_id} was stopped after {steady_time.now() - started:.1f} s")
 
 
 def original(error: WorkerError) -> BaseException | None:
-    """Return the exception of the user's function on the rank that failed first."""
+    """Return the exception that the user's function raised on the rank that failed first, or None."""
     if error.failures:
         return error.failures[0].exception
     return error.__cause__
 
 
 def failure_lines(found: Sequence[RankFailure]) -> list[str]:
-    """Return the lines of every group of failures with its traceback, the first failure first."""
+    """Describe each group of failures with its traceback, starting with the first failure. Return the lines."""
     lines: list[str] = []
     for position, group in enumerate(grouped(list(found))):
         first = group[0]
@@ -409,6 +412,6 @@ _SOURCE_PLACE = re.compile(r"\[/\S+\.(?:cc|cpp|cu|h):\d+\] ?")
 
 
 def _short(failure: RankFailure) -> str:
-    """Return the first line of a failure's message. For a consequence, omit torch's source files and advice."""
+    """Return the first line of a failure's message. For a consequence, leave out torch's source files and advice."""
     text = failure.message.split("\n")[0]
     return _SOURCE_PLACE.sub("", text).split(". ")[0] if failure.consequence else text

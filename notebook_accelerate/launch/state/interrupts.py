@@ -1,7 +1,7 @@
-"""Interrupts of the main thread: waits that every SIGINT ends, and blocks that defer it.
+"""Interrupts of the main thread: waits that any SIGINT can end, and blocks that defer SIGINT.
 
-If an interrupt arrives between the interpreter's last check for signals and a blocking system call, it does not end
-that call. The handler would run only when something else wakes the thread. Waits are therefore divided into slices.
+A signal that arrives between the interpreter's last check and a blocking system call does not end that call, and its
+handler runs only when something else wakes the thread. Waits are therefore divided into slices.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SLICE = 0.2
-"""Seconds after which a wait checks for interrupts again."""
+"""Maximum number of seconds after which a wait checks for interrupts again."""
 
 
 def wait_for(event: threading.Event, timeout: float | None = None) -> bool:
-    """Wait until ``event`` is set, for at most ``timeout`` seconds if given. Return whether ``event`` is set."""
+    """Wait until ``event`` is set, or for ``timeout`` seconds. Return whether ``event`` is set."""
     if timeout is not None:
         return event.wait(timeout)
     while not event.wait(SLICE):
@@ -25,7 +25,10 @@ def wait_for(event: threading.Event, timeout: float | None = None) -> bool:
 
 
 def next_wait(left: float | None) -> float:
-    """Return the duration of a condition's next wait, with ``left`` seconds remaining, or None for no limit."""
+    """Return how long to wait on a condition before checking for interrupts.
+
+    ``left`` is the number of remaining seconds, or None if there is no limit.
+    """
     return SLICE if left is None else min(left, SLICE)
 
 
@@ -33,7 +36,8 @@ def next_wait(left: float | None) -> float:
 def handle_interrupts(handler: Callable[[], None]) -> Iterator[None]:
     """Call ``handler`` for every SIGINT in the block, instead of the installed handler.
 
-    Only the main thread receives signals. On another thread, or if SIGINT is ignored, nothing changes.
+    This has no effect if SIGINT is ignored, or on another thread than the main one, which is the only one to receive
+    signals.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):

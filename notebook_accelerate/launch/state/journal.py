@@ -23,10 +23,10 @@ class Journal:
     receive all of them. Any thread may append and read.
 
     Args:
-        store: The store of another journal, to share it. If None, a new store is created.
+        store: The store of another journal, which the two then share. If None, a new store is created.
 
     Attributes:
-        store: Records of the ranks: metrics, progress, step times, lines of output.
+        store: The records of the ranks: metrics, progress, step times and lines of output.
     """
 
     def __init__(self, store: Store | None = None) -> None:
@@ -56,10 +56,10 @@ class Journal:
         return max(last, *self.store.last_activity.values(), 0.0)
 
     def append(self, event: RunEvent, at: float | None = None) -> None:
-        """Append an event of the run that happened ``at`` seconds since the epoch, or now if ``at`` is None.
+        """Append an event of the run. ``at`` is its time in seconds since the epoch. None means now.
 
         Raises:
-            TransitionError: The event is not allowed now. The journal is unchanged.
+            TransitionError: The event is not allowed in the current state. The journal is unchanged.
         """
         record = Record(RUN, steady_time.now() if at is None else at, event)
         with self._lock:
@@ -77,7 +77,7 @@ class Journal:
             self._notify(records)
 
     def replay(self, records: Iterable[Record]) -> None:
-        """Append records of another journal, keeping their times."""
+        """Append records of another journal with their original times."""
         for record in records:
             if isinstance(record.event, RunEvent):
                 self.append(record.event, record.time)
@@ -85,7 +85,7 @@ class Journal:
                 self.add([record])
 
     def free_old_results(self) -> None:
-        """Free results that no rank in the run's state has: of earlier attempts, and of ranks that were stopped."""
+        """Free the results of earlier attempts and of ranks that were stopped, which the run's state no longer has."""
         with self._lock:
             kept = {id(info.returned) for info in self._state.ranks}
             found = [record.event.result for record in self._records if isinstance(record.event, RankReturned)]
@@ -97,7 +97,7 @@ class Journal:
         """Return a copy without the ranks' results and exception objects. The copy shares the store.
 
         Args:
-            why: Why the results are missing.
+            why: The reason to give when someone reads a missing result.
         """
         copied = Journal(self.store)
         with self._lock:
@@ -106,12 +106,15 @@ class Journal:
         return copied
 
     def subscribe(self, listener: Listener, *, ordered: bool = False) -> Callable[[], None]:
-        """Call ``listener(records)`` after every append, on the appending thread. Return a function to unsubscribe.
+        """Call ``listener(records)`` after every append, on the appending thread.
 
         Args:
             listener: The function to call with the appended records.
-            ordered: Whether to call it in the order of the records even if several threads append. The journal is then
-                locked during the call, so the listener must return quickly and must not fail.
+            ordered: Whether the listener must receive the records in order even if several threads append. The journal
+                is then locked during each call, so the listener must return quickly and must not fail.
+
+        Returns:
+            A function that ends the calls.
         """
         with self._lock:
             if ordered:
@@ -127,7 +130,7 @@ class Journal:
         return unsubscribe
 
     def locked(self) -> AbstractContextManager[Any]:
-        """Return a context that blocks appends of other threads, so that journal and store stay at one position."""
+        """Return a context manager that blocks appends of other threads, so that journal and store stay unchanged."""
         return self._lock
 
     def _pass_on(self, records: Sequence[Record]) -> None:

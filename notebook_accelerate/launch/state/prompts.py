@@ -1,4 +1,4 @@
-"""Prompts of ranks that wait for a line of text, and the queue from which the user's cell takes them."""
+"""Prompts of ranks that wait for a line of input, and the queue from which the user's cell takes them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from notebook_accelerate.telemetry import InputReply, InputRequest
 from notebook_accelerate.telemetry.channel import Sender
 
 STAY_SECONDS = 1.0
-"""How long a rank's debugger has for its next prompt before the prompt of another rank is shown.
+"""How many seconds a rank's debugger has for its next prompt before the prompt of another rank is shown.
 
-A command such as ``n`` may wait for another rank that is stopped as well.
+After a command such as ``n``, the rank may wait for another rank that is stopped in a debugger too.
 """
 
 
 @dataclass
 class Prompt:
-    """The prompt of a rank that waits for a line of text.
+    """The prompt of a rank that waits for a line of input.
 
     Attributes:
         rank: The rank's global index.
-        request: The request for a line that the rank has sent.
-        channel: The channel to the rank.
-        on_answer: Called with the rank as soon as the prompt is answered here.
-        seen: Whether the user has seen the rank's output before the prompt.
+        request: The request that the rank has sent.
+        channel: The channel through which to answer the rank.
+        on_answer: The function to call with the rank as soon as the prompt is answered here.
+        seen: Whether the user has already seen the text that the rank showed before the prompt.
         over: Whether the rank no longer waits for an answer.
     """
 
@@ -46,7 +46,7 @@ class Prompt:
         return self.request.kind == "debugger"
 
     def answer(self, text: str | None) -> None:
-        """Send a line to the rank, or end of file if ``text`` is None. Do nothing if the rank has already ended."""
+        """Send a line to the rank, or end-of-file if ``text`` is None. Do nothing if the rank has already ended."""
         self.on_answer(self.rank)
         with suppress(ChannelClosedError):
             self.channel.send(InputReply(text, self.request.number))
@@ -56,9 +56,8 @@ class PromptQueue:
     """The open prompts of a run, at most one per rank. Safe to use from any thread.
 
     Attributes:
-        shown_in_cell: Whether a cell that waits for its ranks shows their prompts, in addition to ``wait`` and
-            ``debug``.
-        on_change: Called on any thread when the open prompts change.
+        shown_in_cell: Whether a cell that runs on warm ranks shows their prompts. ``wait`` and ``debug`` always do.
+        on_change: The function to call, on any thread, when the open prompts change.
     """
 
     def __init__(self) -> None:
@@ -82,20 +81,20 @@ class PromptQueue:
             self._note_change()
 
     def give_back(self, prompt: Prompt) -> None:
-        """Return a prompt that was taken but not answered to the queue, if its rank still waits for it."""
+        """Return an unanswered prompt that was taken to the queue, if the rank still waits for an answer."""
         with self._changed:
             if self._last.get(prompt.rank) is prompt and not prompt.over:
                 self._open[prompt.rank] = prompt
                 self._note_change()
 
     def stay_with(self, rank: int) -> None:
-        """Prefer this rank for the next prompts until its debugger releases it or stops asking."""
+        """Prefer this rank's prompts until its debugger releases it, or does not ask again within `STAY_SECONDS`."""
         with self._changed:
             self._current, self._stay_until = rank, time.monotonic() + STAY_SECONDS
             self._changed.notify_all()
 
     def current(self, default: int) -> int:
-        """Return the preferred rank if a debugger holds it, or ``default``."""
+        """Return the preferred rank if it is in a debugger, or else ``default``."""
         with self._changed:
             return self._current if self._current is not None and self._current in self._debugged else default
 
@@ -133,7 +132,7 @@ class PromptQueue:
         self.on_change()
 
     def debugged(self) -> list[int]:
-        """Return the ranks that a debugger holds, in order."""
+        """Return the ranks that are stopped in a debugger, in order."""
         with self._changed:
             return sorted(self._debugged)
 
@@ -156,14 +155,14 @@ class PromptQueue:
     ) -> Prompt | None:
         """Wait for a prompt and claim it, so that no other reader answers it.
 
-        If several debuggers are open, the prompts of one of them are claimed until it lets its rank continue; see
-        `stay_with`.
+        If several ranks are in debuggers, the prompts of one of them are claimed until its debugger lets it continue;
+        see `stay_with`.
 
         Args:
-            timeout: Seconds, or None to wait until the run ends.
-            rank: Claim only prompts of this rank, and only while its debugger holds it.
+            timeout: Seconds to wait. None means until the run ends.
+            rank: Claim only prompts of this rank, and only while it is in a debugger.
             among: Claim only prompts of these ranks. None means all ranks.
-            until: Ends the wait when it returns True. It is called after every change.
+            until: A function that ends the wait by returning True. It is called after every change.
 
         Returns:
             The prompt, or None after the timeout, at the end of the run, or when the debugger has released ``rank``.
@@ -194,14 +193,14 @@ class PromptQueue:
             return self._open.get(rank)
 
     def await_debugger(self, rank: int, timeout: float) -> None:
-        """Wait until a debugger holds ``rank``."""
+        """Wait until ``rank`` is in a debugger, for at most ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         with self._changed:
             while not self._closed and self._is_released(rank) and (left := deadline - time.monotonic()) > 0:
                 self._changed.wait(next_wait(left))
 
     def claim(self, rank: int) -> Prompt | None:
-        """Claim the open prompt of ``rank``'s debugger without waiting."""
+        """Claim the open prompt of ``rank``'s debugger without waiting. Return None if there is none."""
         with self._changed:
             prompt = self._open.get(rank)
             return self._open.pop(rank) if prompt is not None and prompt.of_debugger else None

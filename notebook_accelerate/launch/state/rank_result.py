@@ -1,4 +1,4 @@
-"""The value that a rank's function returned. It is unpickled when it is first read, on the reader's thread."""
+"""The value that the function returned on a rank. It is unpickled on the thread that first reads it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from notebook_accelerate.telemetry.results import ResultFiles
 from notebook_accelerate.telemetry.tracebacks import describe_error
 
 MAX_ESTIMATED = 10_000
-"""Maximum number of objects whose sizes are added for an estimate."""
+"""Maximum number of objects to measure when the size of a value is estimated."""
 
 
 class RankResult:
     """The return value of a rank. Any thread may read it.
 
-    Unpickling runs code of the value's classes, which may fail, end the process or take long. It therefore happens on
-    the thread that reads the value, not on the supervisor's thread.
+    Unpickling runs code of the value's classes, which may fail, end the process or take a long time. It therefore
+    happens on the thread that reads the value, not on the supervisor's thread.
 
     Args:
-        load: Returns the value. Called once, or again after a failure.
+        load: Returns the value. It is called once, and again only after a failure.
         nbytes: Approximate size of the value in bytes. If None, it is estimated from the value that ``load`` returns.
-        rank: Global index, for error messages.
-        advice: What to return instead of a value that cannot be read.
-        pickled: Returns the value's pickle, for `load_bytes`, until the value is read. None if there is no pickle.
+        rank: The rank's global index, for error messages.
+        advice: The advice in the error message: what the function should return instead of a value that cannot be read.
+        pickled: Returns the value's pickle, as `load_bytes` expects it, until the value is read. None if there is no
+            pickle.
     """
 
     def __init__(
@@ -47,8 +48,8 @@ class RankResult:
         self._pickled = pickled
         self._rank, self._advice, self._freed = rank, advice, ""
         self._value: Any = None
-        self._loading = threading.RLock()  # Held during unpickling, which may take long.
-        self._lock = threading.Lock()  # Held only briefly, because the supervisor's thread uses it too.
+        self._loading = threading.RLock()  # This lock is held during unpickling, which may take a long time.
+        self._lock = threading.Lock()  # This lock is held only briefly, because the supervisor's thread uses it too.
         self._nbytes = nbytes
 
     @property
@@ -59,7 +60,7 @@ class RankResult:
         return self._nbytes
 
     def pickled(self, most: int) -> bytes | None:
-        """Return the pickle of an unread value, or None if it is missing or larger than ``most`` bytes."""
+        """Return the pickle of an unread value, or None if there is no pickle or it is larger than ``most`` bytes."""
         with self._lock:
             pickled, nbytes = self._pickled, self._nbytes
         return pickled() if pickled is not None and nbytes is not None and nbytes <= most else None
@@ -68,7 +69,7 @@ class RankResult:
         """Return the value.
 
         Raises:
-            SerializationError: The value cannot be read. A later call tries again.
+            SerializationError: The value cannot be unpickled. A later call tries again.
             ResultsFreedError: The value was freed.
         """
         with self._loading:
@@ -97,9 +98,9 @@ class RankResult:
             ) from error
 
     def free(self, reason: str) -> None:
-        """Drop the value.
+        """Drop the value, so that later reads raise an error with ``reason``.
 
-        Later reads raise an error with ``reason``. This does not wait for a thread that is unpickling the value.
+        This does not wait for a thread that is unpickling the value.
         """
         with self._lock:
             if self._freed:
@@ -107,10 +108,10 @@ class RankResult:
             dropped = self._load, self._value
             self._freed, self._load, self._value = reason, None, None
             self._nbytes, self._pickled = 0, None
-        del dropped  # Delete it without the lock, because that may run the user's code.
+        del dropped  # Delete the value without holding the lock, because deleting may run user code.
 
     def freed(self, reason: str) -> RankResult:
-        """Return a replacement for this result that raises an error with ``reason`` when read."""
+        """Return a replacement for this result. Reading it raises an error with ``reason``."""
         result = RankResult(int)
         result.free(reason)
         return result
@@ -120,19 +121,19 @@ class RankResult:
 
 
 def holding(value: object) -> RankResult:
-    """Return a `RankResult` that holds a value of this process."""
+    """Return a `RankResult` for a value that is already in this process."""
     return RankResult(lambda: value, None)
 
 
 def estimated_bytes(value: object) -> int:
-    """Return the approximate size of a value in bytes, estimated from its first objects."""
+    """Estimate the size of a value in bytes from the first objects that it contains."""
     total, left = 0, [value]
     seen: set[int] = set()
     while left and len(seen) < MAX_ESTIMATED:
         item = left.pop()
         if id(item) not in seen:
             seen.add(id(item))
-            with suppress(Exception):  # Classes of the user may raise any error.
+            with suppress(Exception):  # The user's classes may raise any error.
                 total += _own_bytes(item)
                 left += _parts(item)
     return total
@@ -153,7 +154,7 @@ def _parts(item: object) -> Iterable[Any]:
 
 
 def received(event: ResultEvent, descriptors: tuple[int, ...], rank: int) -> RankResult:
-    """Return the result that a rank has sent, given the descriptors of its files."""
+    """Return the result that a rank has sent. A large value is in files, which ``descriptors`` refer to."""
     if event.error:
         return _unreadable(f"rank {rank}: {event.error}", rank)
     if event.sizes is None:
@@ -184,9 +185,9 @@ class Exit:
 
     Attributes:
         code: Exit status, or None if a signal ended the process or the status is unknown.
-        signal: Number of the signal that ended the process, or None.
+        signal: Number of the signal that ended the process, or None if no signal did.
         max_rss: Peak resident memory in bytes, or 0 if unknown.
-        lost: Why nothing is known about the end, such as "node 1 (c3-n07) was lost", or "".
+        lost: Why nothing is known about how the process ended, such as "node 1 (c3-n07) was lost", or "" otherwise.
     """
 
     code: int | None = None
@@ -196,6 +197,6 @@ class Exit:
 
     @classmethod
     def from_status(cls, status: int, max_rss_kib: int) -> Exit:
-        """Convert the status and the memory that ``os.wait4`` returns."""
+        """Convert the wait status and the peak memory in KiB that ``os.wait4`` returns."""
         code = os.waitstatus_to_exitcode(status)
         return cls(code if code >= 0 else None, -code if code < 0 else None, max_rss_kib * 1024)

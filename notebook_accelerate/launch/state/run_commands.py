@@ -9,16 +9,16 @@ from notebook_accelerate.debugging.session import RankRequests
 from notebook_accelerate.launch.state.prompts import PromptQueue
 
 DEFAULT_GRACE = 5.0
-"""Default seconds from KeyboardInterrupt to SIGKILL."""
+"""The default number of seconds between the KeyboardInterrupt and SIGKILL."""
 
 
 class RunCommands(Protocol):
-    """Commands to the supervisor of a run. Safe to call from any thread, and without effect once the run is over.
+    """Commands to a run's supervisor. They can be called from any thread, and have no effect once the run is over.
 
     Attributes:
-        prompts: The ranks that wait for a line of text.
-        requests: Requests to the ranks, matched with their replies.
-        refusal: Why the run cannot be stopped from here, or "".
+        prompts: The prompts of ranks that wait for a line of input.
+        requests: Sends requests to the ranks, and matches their replies.
+        refusal: Why the run cannot be stopped from here, or "" if it can.
     """
 
     refusal: str
@@ -27,7 +27,7 @@ class RunCommands(Protocol):
 
     @property
     def connected(self) -> bool:
-        """Whether a detached run's process is connected. After the run's end, it may still wait for space on a disk."""
+        """Whether a detached run's process is connected. It may be even after the run's end, if a disk is full."""
 
     def stop(self, grace: float) -> None:
         """Stop the ranks within ``grace`` seconds. A second call kills them immediately."""
@@ -36,13 +36,13 @@ class RunCommands(Protocol):
         """Send a KeyboardInterrupt to ranks, without ending the run."""
 
     def show_under(self, cell: object) -> None:
-        """Show later output under another cell, identified by its execute request ``cell``."""
+        """Show later output under another cell, which is given by its execute request."""
 
     def hold_clock(self, rank: int) -> None:
         """Suspend the run's time limits while the user holds a rank."""
 
     def release_clock(self, rank: int) -> None:
-        """Undo ``hold_clock``."""
+        """End the suspension of the time limits by ``hold_clock``."""
 
 
 class NoCommands:

@@ -1,7 +1,7 @@
 """The events of a run's journal.
 
-The supervisor emits them, and `RunState` is the fold over them. The journal also contains the telemetry events of the
-ranks (metrics, output, step times).
+The supervisor emits these events, and `RunState` is the fold over them. The journal also contains the telemetry events
+of the ranks, such as metrics, output and step times.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ RUN = -1
 
 @dataclass(slots=True)
 class RunEvent(Event):
-    """Base of the events that change a `RunState`."""
+    """The base class of events that change a `RunState`."""
 
 
 @dataclass(slots=True)
 class RunCreated(RunEvent):
-    """A launch has started. This is the first event of every journal. ``arguments`` are the function's, by name."""
+    """A launch has started, the first event of every journal. ``arguments`` holds the function's, by name."""
 
     function_name: str
     arguments: dict[str, bool | int | float | str | None] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class RunPlanned(RunEvent):
 
 @dataclass(slots=True)
 class NoteAdded(RunEvent):
-    """The launch has a note for the user, such as a port that was taken."""
+    """There is a note about the launch for the user, such as that a port was taken."""
 
     text: str
 
@@ -60,7 +60,7 @@ class WarningAdded(RunEvent):
 
 @dataclass(slots=True)
 class SavingChanged(RunEvent):
-    """The run cannot be written to its folder because of ``problem``. "" means that it can be written again."""
+    """Writing the run to its folder fails because of ``problem``, or works again if ``problem`` is ""."""
 
     problem: str
 
@@ -77,7 +77,7 @@ class DiagnosisAdded(RunEvent):
 
 @dataclass(slots=True)
 class RunStalled(RunEvent):
-    """No rank has made progress since ``since``, in seconds since the epoch. ``cause`` explains why, in a sentence."""
+    """No rank has made progress since ``since``, in seconds since the epoch. ``cause`` gives the reason if known."""
 
     since: float
     cause: str = ""
@@ -88,7 +88,7 @@ class RunStalled(RunEvent):
 
 @dataclass(slots=True)
 class RunMoved(RunEvent):
-    """A rank of a stalled run has made progress."""
+    """A rank of a stalled run has made progress, which ends the stall."""
 
 
 @dataclass(slots=True)
@@ -100,7 +100,7 @@ class AttemptStarted(RunEvent):
 
 @dataclass(slots=True)
 class RankStarted(RunEvent):
-    """The process of a rank has started."""
+    """The process of a rank has been started."""
 
     rank: int
     pid: int
@@ -117,7 +117,7 @@ class RankRunning(RunEvent):
 
 @dataclass(slots=True)
 class RankReturned(RunEvent):
-    """The function has returned ``result`` on a rank. Its process still exists."""
+    """The function has returned ``result`` on a rank, whose process still exists."""
 
     rank: int
     result: RankResult
@@ -125,7 +125,7 @@ class RankReturned(RunEvent):
 
 @dataclass(slots=True)
 class RankFailed(RunEvent):
-    """A rank has failed. Its process may still exist."""
+    """A rank has failed, but its process may still exist."""
 
     failure: RankFailure
 
@@ -135,7 +135,7 @@ class RankFailed(RunEvent):
 
 @dataclass(slots=True)
 class RankStopped(RunEvent):
-    """A rank ends because it was stopped. Its process may still exist."""
+    """A rank ends because it was stopped, but its process may still exist."""
 
     rank: int
 
@@ -144,8 +144,8 @@ class RankStopped(RunEvent):
 class RankExited(RunEvent):
     """The process of a rank has exited and was reaped.
 
-    ``state`` is the rank's final state: "succeeded", "failed" or "stopped". ``exit`` describes the end, for example
-    "exit 0".
+    ``state`` is the rank's final state: "succeeded", "failed" or "stopped". ``exit`` describes how the process ended,
+    for example "exit 0".
     """
 
     rank: int
@@ -169,7 +169,7 @@ class RankResumed(RunEvent):
 
 @dataclass(slots=True)
 class PromptOpened(RunEvent):
-    """A rank waits for a line of text; see ``telemetry.InputRequest``."""
+    """A rank waits for a line of input; see ``telemetry.InputRequest``."""
 
     rank: int
     number: int
@@ -181,7 +181,7 @@ class PromptOpened(RunEvent):
 
 @dataclass(slots=True)
 class PromptClosed(RunEvent):
-    """A prompt was closed, because it was ``answered``, or because the rank ended or continued."""
+    """A prompt was closed. If it was not ``answered``, the rank ended, or continued without an answer."""
 
     rank: int
     answered: bool
@@ -189,7 +189,7 @@ class PromptClosed(RunEvent):
 
 @dataclass(slots=True)
 class DebuggerLeft(RunEvent):
-    """A debugger has released a rank, or the rank has exited."""
+    """A rank has left the debugger, because the rank continues or has exited."""
 
     rank: int
 
@@ -198,7 +198,7 @@ class DebuggerLeft(RunEvent):
 class StopAdvanced(RunEvent):
     """The stop sequence has reached ``phase``, one of `STOP_PHASES`.
 
-    ``reason`` is why the ranks are stopped, or "" if a rank's failure is the cause.
+    ``reason`` says why the ranks are stopped, or is "" if they are stopped because a rank failed.
     """
 
     phase: str
@@ -217,7 +217,7 @@ class FailuresRecorded(RunEvent):
 
 @dataclass(slots=True)
 class AttemptEnded(RunEvent):
-    """All ranks of the attempt have ended or are held. Another attempt follows if ``restarts``."""
+    """All ranks of the attempt have ended or are held. If ``restarts`` is set, another attempt follows."""
 
     outcome: str
     restarts: bool = False
@@ -230,8 +230,8 @@ class RunEnded(RunEvent):
     Attributes:
         status: "succeeded", "failed" or "stopped".
         error: Name of the error's class in `notebook_accelerate.errors`, or "" if there was no error.
-        message: The error's text.
-        cause: The error of the launch itself, if there was one.
+        message: The error's message.
+        cause: The exception that made the launch fail, if it was not raised on a rank.
     """
 
     status: str
@@ -247,21 +247,21 @@ class RanksReleased(RunEvent):
 
 @dataclass(slots=True)
 class RunLost(RunEvent):
-    """The process that ran the run is gone without having recorded an end. ``message`` gives the details."""
+    """The process that supervised the run disappeared without recording an end. ``message`` gives the details."""
 
     message: str
 
 
 @dataclass(slots=True)
 class RunContinued(RunEvent):
-    """The run continues the training of an earlier one, whose records up to ``until`` precede its own.
+    """The run continues the training of an earlier run, whose records up to ``until`` precede this run's own.
 
     Attributes:
         name: Name of the earlier run.
         status: How the earlier run ended.
         checkpoint: The checkpoint that the ranks load.
         until: When that checkpoint was saved, in seconds since the epoch.
-        step: The last step that was logged before the checkpoint, or None.
+        step: The last step that was logged before the checkpoint, or None if there was none.
     """
 
     name: str

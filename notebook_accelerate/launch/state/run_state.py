@@ -1,7 +1,7 @@
 """`RunState`: the state of a run, as a pure fold over the events of its journal.
 
-The tables below list the allowed transitions. An event that a table does not allow raises `TransitionError`, because
-its emitter has a bug.
+The tables below list the allowed transitions. Any other event raises `TransitionError`, because the code that emits the
+event has a bug.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 RUN_TRANSITIONS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "starting": frozenset({"running", "stopping", "succeeded", "failed", "stopped", "lost"}),
-        # "starting" follows at a restart.
+        # "starting" follows when the run restarts.
         "running": frozenset({"starting", "stopping", "succeeded", "failed", "stopped", "lost"}),
-        # "starting" follows at a restart that lets a notebook join. "succeeded" follows if the ranks had just returned.
+        # "starting" follows when the run restarts to let a notebook join. "succeeded" follows if the function has
+        # returned on all ranks in the meantime.
         "stopping": frozenset({"starting", "succeeded", "failed", "stopped", "lost"}),
         "succeeded": frozenset(),
         "failed": frozenset(),
@@ -60,8 +61,8 @@ STOP_TRANSITIONS: Mapping[str, frozenset[str]] = MappingProxyType(
 )
 """Every attempt starts at "none".
 
-"settling": a rank has failed, and the others have a moment to fail or finish too. "held": the ranks are kept unchanged
-for the debugger. The remaining phases send SIGINT, SIGTERM and SIGKILL in turn.
+In "settling", a rank has failed, and the others have a moment to fail or finish too. In "held", the ranks are kept as
+they are, for the debugger. The remaining phases send SIGINT, SIGTERM and SIGKILL in turn.
 """
 STOP_PHASES = tuple(STOP_TRANSITIONS)
 ENDED = ("succeeded", "failed", "stopped")
@@ -77,14 +78,14 @@ class RankInfo:
 
     Attributes:
         rank: The rank's global index.
-        pid: Its process id, or None before the process is started.
+        pid: The id of the rank's process, or None until the process has been started.
         state: "starting", "running", "succeeded", "failed", "stopped" or "lost".
-        last_step: The last step that it logged, or None.
-        exit: How its process ended, such as "exit 0" or "SIGKILL", or "" while it runs.
+        last_step: The last step that the rank logged, or None if it has not logged any.
+        exit: How the process ended, such as "exit 0" or "SIGKILL", or "" while it is running.
         returned: Holds the function's return value, or None unless the rank succeeded.
-        node: Index of the machine it runs on.
+        node: Index of the machine that the rank runs on.
         host: Name of that machine, or "" for this one.
-        exited: Whether its process has exited.
+        exited: Whether the process has exited.
     """
 
     rank: int
@@ -99,7 +100,7 @@ class RankInfo:
 
     @property
     def result(self) -> Any:
-        """The function's return value, unpickled when it is first read, or None unless the rank succeeded.
+        """The function's return value, or None unless the rank succeeded. The first access unpickles it.
 
         Raises:
             SerializationError: The value cannot be transferred to the kernel.
@@ -114,9 +115,9 @@ class Attempt:
 
     Attributes:
         number: The number of the attempt, counting from 0.
-        started: Seconds since the epoch.
-        ended: Seconds since the epoch, or None while it is running.
-        outcome: "running", "succeeded", "stopped" or a text about the first failure.
+        started: When the attempt started, in seconds since the epoch.
+        ended: When the attempt ended, in seconds since the epoch, or None while it is running.
+        outcome: "running", "succeeded", "stopped" or a line about the first failure.
     """
 
     number: int
@@ -127,14 +128,14 @@ class Attempt:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The point at which a run continues the training of an earlier one.
+    """The point at which a run continues the training of an earlier run.
 
     Attributes:
         name: Name of the earlier run.
         status: How the earlier run ended.
         checkpoint: The checkpoint that the ranks load.
         time: When that checkpoint was saved, in seconds since the epoch. Earlier records belong to the earlier run.
-        step: The last step that was logged before the checkpoint, or None.
+        step: The last step that was logged before the checkpoint, or None if there was none.
     """
 
     name: str
@@ -146,7 +147,7 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class Stall:
-    """A period in which no rank makes progress while some wait in a collective.
+    """A period during which no rank makes progress while some wait in a collective.
 
     Attributes:
         since: When the last rank made progress, in seconds since the epoch.
@@ -162,29 +163,29 @@ class RunState:
     """The state of a run at one point of its journal.
 
     Attributes:
-        started: Seconds since the epoch, or 0 before the first event.
+        started: When the launch started, in seconds since the epoch, or 0 before the first event.
         status: A key of `RUN_TRANSITIONS`.
-        ended: Seconds since the epoch, or None until the end of the run.
-        plan: The launch plan, or None before it is made.
+        ended: When the run ended, in seconds since the epoch, or None while it is running.
+        plan: The launch plan, or None until it has been made.
         ranks: The ranks that are shown in this notebook, in order.
         starting: How many of these ranks are still starting.
         attempts: The attempts, the oldest first.
         arguments: The function's arguments, by name.
         failures: The failures of the last attempt, starting with the first one.
-        stop_phase: Phase of the last attempt's stop sequence: a key of `STOP_TRANSITIONS`.
-        stop_reason: Why the ranks are being stopped, or "" if they are not, or if a failure is the cause.
+        stop_phase: The phase of the last attempt's stop sequence, a key of `STOP_TRANSITIONS`.
+        stop_reason: Why the ranks are being stopped, or "" if they are not being stopped, or only because of a failure.
         held: Whether ranks are kept for inspection even though the run has ended.
         prompts: The number of each rank's open prompt, by rank.
         paused: The ranks that wait for ``run.unpause()``.
-        notes: Notes about the launch.
-        warnings: Findings of the sanity checks.
+        notes: Notes about the launch, such as that a port was taken.
+        warnings: The likely mistakes that the sanity checks have found.
         unsaved: Why the run cannot be written to its folder, or "" if it can.
-        diagnoses: Results of automatic diagnoses, the oldest first.
+        diagnoses: Results of automatic diagnoses, oldest first.
         stall: The current stall, or None if at least one rank is making progress.
-        error: Class of the error that the run ended with, or "".
-        message: The text of the error.
-        cause: The error of the launch itself.
-        resume_points: The points at which it continues the training of earlier runs, the oldest first.
+        error: Name of the class of the error that the run ended with, or "" if there was none.
+        message: The error's message.
+        cause: The exception that made the launch fail, if it was not raised on a rank.
+        resume_points: The points at which the run continues the training of earlier runs, oldest first.
     """
 
     started: float = 0.0
@@ -238,13 +239,13 @@ class RunState:
 
     @property
     def attempt_status(self) -> str:
-        """The state of the last attempt: a key of `ATTEMPT_TRANSITIONS`."""
+        """The status of the last attempt, a key of `ATTEMPT_TRANSITIONS`."""
         if not self.attempts:
             return "none"
         return "running" if self.attempts[-1].ended is None else "ended"
 
     def without_results(self, why: str) -> RunState:
-        """Return the state without results and exception objects, because these refer to frames and their variables."""
+        """Return the state without results and exception objects, whose frames would keep variables alive."""
         ranks = tuple(
             info if info.returned is None else replace(info, returned=info.returned.freed(why)) for info in self.ranks
         )
@@ -350,7 +351,7 @@ class RunState:
         self._require(self.ended is None or self.held, event)
         after = replace(self, stop_phase=event.phase, stop_reason=event.reason or self.stop_reason)
         if not event.reason or self.status not in ("starting", "running") or self.stop_phase != "none":
-            return after  # A failure and its consequences do not count as a stop.
+            return after  # Ending the other ranks after a failure does not count as a stop.
         return replace(after, status=_check("run", RUN_TRANSITIONS, self.status, "stopping"))
 
     def _failures_recorded(self, event: events.FailuresRecorded, _time: float) -> RunState:
@@ -419,7 +420,7 @@ class RunState:
         return index
 
     def _living(self, rank: int, event: events.RunEvent) -> RankInfo:
-        """Return a rank whose process is running, if the attempt is running too or its ranks are held."""
+        """Return a rank's state. Its process must exist, and the attempt must be running or its ranks held."""
         info = self.rank(rank)
         self._require(not info.exited and (self.attempt_status == "running" or self.held), event)
         return info
@@ -440,13 +441,13 @@ class RunState:
     def _require(self, condition: bool, event: events.RunEvent) -> None:
         if not condition:
             raise TransitionError(
-                f"{event} is not possible in a run that is {self.status}, its attempt {self.attempt_status}, "
-                f"its stop sequence at {self.stop_phase!r}"
+                f"{event} is not possible while the run is {self.status}, its attempt is {self.attempt_status}, "
+                f"and its stop sequence is at {self.stop_phase!r}"
             )
 
 
 def without_result(event: Any, why: str) -> Any:
-    """Return an event of the journal without its result or exception objects; see `RunState.without_results`."""
+    """Return an event of the journal without any result or exception object; see `RunState.without_results`."""
     if isinstance(event, events.RankReturned):
         return replace(event, result=event.result.freed(why))
     if isinstance(event, events.RankFailed):
@@ -463,9 +464,9 @@ def _without_exceptions(found: Sequence[RankFailure]) -> tuple[RankFailure, ...]
 
 
 def _check(what: str, table: Mapping[str, frozenset[str]], before: str, after: str) -> str:
-    """Return ``after`` if the table allows the transition to it."""
+    """Return ``after``. Raise an error unless the table allows the transition from ``before``."""
     if after not in table[before]:
-        raise TransitionError(f"{what}: {before!r} to {after!r} is not allowed; allowed: {sorted(table[before])}")
+        raise TransitionError(f"{what}: {before!r} cannot become {after!r}; allowed are: {sorted(table[before])}")
     return after
 
 

@@ -25,11 +25,12 @@ class RunInternals:
 
     Attributes:
         journal: The run's events, in order.
-        commands: Commands to the supervisor.
-        environment: Versions and machine of an opened run, shown in its report. If empty, this process's are shown.
-        call: The launched function and its arguments, for resuming the training. None if another kernel has them.
-        journal_file: The file of its journal, or None if the run is not kept.
-        delete_files: Deletes that file and the results. None if the run is not kept.
+        commands: Sends commands to the supervisor.
+        environment: The versions and the machine of an opened run, for its report. If empty, the report shows those of
+            this process.
+        call: The launched function and its arguments, for resuming the training. None if another kernel launched it.
+        journal_file: The file of the run's journal, or None if the run is not kept.
+        delete_files: A function that deletes the journal's file and the results, or None if the run is not kept.
     """
 
     journal: Journal
@@ -41,7 +42,7 @@ class RunInternals:
 
     @property
     def store(self) -> Store:
-        """Records of the ranks: metrics, progress, step times, lines of output."""
+        """The records of the ranks: metrics, progress, step times and lines of output."""
         return self.journal.store
 
 
@@ -52,7 +53,7 @@ class HasInternals(Protocol):
 
 
 def internals(run: HasInternals) -> RunInternals:
-    """Return the parts of a run that are not public."""
+    """Return the parts of a run that only this package uses."""
     return run._internals
 
 

@@ -1,1 +1,1 @@
-"""One run's supervisor: the event loop over its ranks, the stop sequence and the time limits."""
+"""The supervisor of a run: the event loop over the ranks, the stop sequence and the time limits."""

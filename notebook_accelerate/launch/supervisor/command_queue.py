@@ -1,4 +1,4 @@
-"""Commands for a run's supervisor, queued by any thread and executed on the run's thread, and the run's clock."""
+"""The run's clock, and commands for its supervisor, which any thread can queue and the run's thread executes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class CommandTarget(Protocol):
-    """Executes commands: the ranks of an attempt, or `WaitingTarget` while there are no ranks."""
+    """An object that executes commands: a `RankGroup`, or a `WaitingTarget` while there are no ranks."""
 
     def stop(self, grace: float, reason: StopReason) -> None:
-        """Start to stop the ranks, or stop waiting for them, because of ``reason``."""
+        """Start stopping the ranks, or stop waiting for them, because of ``reason``."""
 
     def interrupt(self, ranks: Iterable[int]) -> None:
         """Send SIGINT to these ranks."""
@@ -37,9 +37,9 @@ class CommandQueue:
     """The `RunCommands` of a supervised run.
 
     Attributes:
-        wake: Readable while commands are queued.
-        prompts: The ranks that wait for a line of text.
-        requests: Requests to the ranks, matched with their replies.
+        wake: A descriptor that is readable while commands are queued.
+        prompts: The prompts of ranks that wait for a line of input.
+        requests: Sends requests to the ranks, and matches their replies.
         clock: The clock of the run's time limits.
     """
 
@@ -48,7 +48,8 @@ class CommandQueue:
     def __init__(self) -> None:
         self.prompts, self.requests, self.clock = PromptQueue(), RankRequests(), PausableClock()
         self.wake = WakeDescriptor()
-        self._waiting: deque[Command] = deque()  # A lock could deadlock, because signal handlers post commands too.
+        # A deque needs no lock. A lock could deadlock, because signal handlers post commands too.
+        self._waiting: deque[Command] = deque()
         self._stopping = False
 
     # ---- any thread
@@ -79,7 +80,7 @@ class CommandQueue:
     # ---- the run's thread
 
     def stopping(self) -> bool:
-        """Return whether a stop of the run was requested."""
+        """Return whether the user has stopped the run."""
         return self._stopping
 
     def carry_out(self, target: CommandTarget) -> None:
@@ -89,25 +90,25 @@ class CommandQueue:
             self._waiting.popleft()(target)
 
     def close(self) -> None:
-        """Close the descriptor. Later commands have no effect."""
+        """Close the descriptor, so that later commands have no effect."""
         self.wake.close()
 
 
 def paused(rank: int) -> Hashable:
-    """Return the clock holder for a paused rank. A rank that waits at a prompt uses its number instead."""
+    """Return the holder that suspends the clock for a paused rank. For a rank at a prompt, it is the rank's number."""
     return ("paused", rank)
 
 
 class WaitingTarget:
-    """The `CommandTarget` of a run without ranks.
+    """The `CommandTarget` of a run that has no ranks yet.
 
     Args:
         publisher: Shows the run's output.
-        on_stop: Called with the grace period of every stop.
+        on_stop: A function to call with the grace period of every stop.
 
     Attributes:
-        stop_reason: Why to stop waiting, or None to continue. It is never reset, because if a stop arrives together
-            with the awaited event, the next wait must see it.
+        stop_reason: Why to stop waiting, or None to continue. It is never reset: if a stop arrives at the same time as
+            the awaited event, the next wait must notice the stop.
     """
 
     def __init__(self, publisher: Publisher, on_stop: Callable[[float], None] = lambda _: None) -> None:
@@ -127,12 +128,12 @@ class WaitingTarget:
 
 
 class PausableClock:
-    """The seconds on ``time.monotonic`` that count toward a run's time limits. Safe to use from any thread.
+    """A clock that counts the seconds toward a run's time limits. Safe to use from any thread.
 
-    Seconds do not count while the run waits for its user or the machine sleeps.
+    Time does not count while the run waits for its user or the machine sleeps.
 
     Attributes:
-        started: The clock's time at its creation.
+        started: The time of this clock when it was created.
     """
 
     def __init__(self) -> None:
@@ -142,7 +143,7 @@ class PausableClock:
         self.started = self.now()
 
     def now(self) -> float:
-        """Return the number of seconds that count so far."""
+        """Return the clock's time, in seconds. Only differences between two times are meaningful."""
         with self._lock:
             return (self._held_at if self._holders else time.monotonic()) - self._excluded
 
@@ -154,7 +155,7 @@ class PausableClock:
             self._holders.add(holder)
 
     def resume(self, holder: Hashable) -> None:
-        """End the suspension by ``holder``, if there is one. The clock resumes when there is no other holder."""
+        """End any suspension by ``holder``. The clock resumes when no other holder suspends it."""
         with self._lock:
             if holder in self._holders:
                 self._holders.discard(holder)
@@ -162,7 +163,7 @@ class PausableClock:
                     self._excluded += time.monotonic() - self._held_at
 
     def exclude(self, seconds: float) -> None:
-        """Exclude the last ``seconds``, during which this process did not run."""
+        """Don't count the last ``seconds``, during which this process did not run."""
         with self._lock:
             if not self._holders:
                 self._excluded += seconds

@@ -79,22 +79,21 @@ if TYPE_CHECKING:
 STEP_COMPARISON_SECONDS = 0.5
 """Minimum seconds between two comparisons of all ranks' steps."""
 _NO_SIGNS_OF_LIFE = frozenset({HeartbeatEvent, ResourceEvent, DeviceMemoryEvent, DeviceUseEvent})
-"""Events that a rank's agent or host sends even if the rank itself does nothing."""
+"""The events that a rank's agent or host sends even if the rank itself hangs."""
 
 
 class RankEventHandler:
-    """Handles what the ranks of one attempt send, as the supervisor's `RankListener`.
+    """The supervisor's `RankListener`, which handles what the ranks of one attempt send.
 
     Args:
         supervisor: The run's supervisor.
-        selector: Ranks are registered here as they start.
-        ranks: Ranks are added here as they start.
+        selector: The selector to register ranks with as they start.
+        ranks: The table to add ranks to as they start.
         stops: The attempt's stop sequence, which decides what failures and exits mean.
 
     Attributes:
-        last_activity: The time of the last call of `record` before which a rank had sent anything or made progress, by
-            the run's clock.
-        stall: Detects that no rank makes progress.
+        last_activity: When a rank last sent anything or made progress, by the run's clock. It is updated by `record`.
+        stall: Detects periods during which no rank makes progress.
     """
 
     def __init__(
@@ -117,16 +116,16 @@ class RankEventHandler:
         """Start listening to a rank that has started."""
         label = self._label(process.rank, process.local_rank)
         output = RankOutput(process.rank, label, self._keep_lines, self._publisher)
-        # Add the rank first, because a rank that is not known here is not reaped.
+        # Add the rank before anything can fail, because only ranks in the table are reaped.
         self._ranks.add(SupervisedRank(process, output))
-        # Open requests before recording the start, because an attached kernel may send one as soon as it sees that
-        # event.
+        # Open requests before recording the start, because an attached kernel may send one as soon as it sees that the
+        # rank has started.
         self._requests.open(process.rank, process.channel, process.capture_stacks)
         self._journal.append(RankStarted(process.rank, process.pid, process.node, process.host))
         process.connect(self._selector, self)
 
     def finish(self) -> None:
-        """Report what the sanity checks find once the last rank has ended."""
+        """Report the final findings of the sanity checks. Call this once the last rank has ended."""
         self.warn(self._checks.finish())
 
     def warn(self, warnings: list[str]) -> None:
@@ -139,7 +138,7 @@ class RankEventHandler:
         self._unrecorded.append(Record(rank, steady_time.now(), LogEvent(stream, text)))
 
     def record(self) -> None:
-        """Append what has arrived since the last call to the journal, once for all ranks."""
+        """Append everything that has arrived from all ranks since the last call to the journal."""
         if self._active:
             self._active, self.last_activity = False, self._clock.now()
         records, self._unrecorded = self._unrecorded, []
@@ -167,7 +166,7 @@ class RankEventHandler:
     def _decode(self, supervised: SupervisedRank, decoder: Decoder, data: bytes) -> list[Stamped]:
         """Return the events that ``data`` completes.
 
-        After invalid data the channel is still read, so that the rank does not block, but its data is ignored.
+        After invalid data, the channel is still read so that the rank does not block, but everything is ignored.
         """
         if supervised.channel_error:
             return []
@@ -190,7 +189,7 @@ class RankEventHandler:
                 self._active = True
         for event in handled:
             if type(event) is not HeartbeatEvent:
-                self.record()  # Record what the ranks have sent so far before the handler appends its own events.
+                self.record()  # Record what the ranks have sent so far before the handler appends events of its own.
             _HANDLERS[type(event)](self, supervised, event)
 
     def _on_status(self, supervised: SupervisedRank, event: StatusEvent) -> None:
@@ -217,12 +216,12 @@ class RankEventHandler:
         self._stops.fail(failures.from_event(rank, event, self._supervisor.exceptions), supervised)
 
     def _on_display(self, supervised: SupervisedRank, event: DisplayEvent) -> None:
-        # Show the output written before the display first, including standard error.
+        # Show all output that was written before the display first, including standard error.
         supervised.process.drain(self, channel=False)
         supervised.output.display(event)
 
     def _on_reply(self, supervised: SupervisedRank, event: Reply) -> None:
-        if isinstance(event, CellReply):  # Handle the cell's output before the reply, which marks its end.
+        if isinstance(event, CellReply):  # Show all of the cell's output before the reply, which marks the cell's end.
             supervised.process.drain(self, channel=False)
             supervised.output.settle()
             self._publisher.flush(force=True)
@@ -265,14 +264,14 @@ class RankEventHandler:
         process = supervised.process
         prompt = Prompt(process.rank, event, process.channel, self._clock.resume)
         if prompt.of_debugger and self._stops.stopping:
-            prompt.answer(None)  # The debugger was interrupted before it received its last answer, and asks again.
+            prompt.answer(None)  # The stop interrupted the debugger before its last answer arrived, so it asks again.
             return
         known = prompt.of_debugger and prompt.rank in self._prompts.debugged()
         if not (self._supervisor.config.block or self._prompts.shown_in_cell or known):
             self._publisher.line("stderr", f"rank {prompt.rank} {_how_to_answer(prompt)}")
         self._publisher.flush(force=True)
         self._clock.pause(prompt.rank)
-        # Queue the prompt first, because an attached kernel may answer as soon as it sees the event.
+        # Queue the prompt before recording it, because an attached kernel may answer as soon as it sees the event.
         self._prompts.put(prompt)
         self._journal.append(
             PromptOpened(prompt.rank, event.number, event.kind, event.prompt, event.password, event.shown)
@@ -303,7 +302,7 @@ class RankEventHandler:
     # ---- exits
 
     def on_end(self, rank: int) -> None:
-        """Check whether a rank has ended. If so, handle everything it sent before, then its end."""
+        """Check whether a rank has ended. If so, handle everything that it sent, and then its end."""
         supervised = self._all[rank]
         end = None if supervised.ended else supervised.process.poll()
         if end is None:
@@ -316,7 +315,7 @@ class RankEventHandler:
 
     def _forget(self, supervised: SupervisedRank) -> None:
         rank = supervised.process.rank
-        supervised.output.finish()  # A process that outlives the rank may keep its streams open.
+        supervised.output.finish()  # Don't wait for the streams to close: a child of the rank may keep them open.
         supervised.process.disconnect(self._selector)
         supervised.process.close()
         self._ranks.remove(supervised)
@@ -324,7 +323,7 @@ class RankEventHandler:
         self.forget_prompt(rank)
 
     def forget_prompt(self, rank: int) -> None:
-        """Drop the prompt of a rank that has ended, and resume the clock if the rank held it."""
+        """Drop the prompt of a rank that has ended, and resume the clock if the rank has suspended it."""
         self._clock.resume(rank)
         self._clock.resume(paused(rank))
         self._drop_prompt(rank)

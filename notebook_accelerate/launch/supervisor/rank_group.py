@@ -1,4 +1,4 @@
-"""Start the ranks of one attempt, handle what they send, enforce their time limits, and reap them."""
+"""Start the ranks of one attempt, handle what they send, enforce the time limits, and reap the ranks."""
 
 from __future__ import annotations
 
@@ -37,37 +37,37 @@ if TYPE_CHECKING:
 
 
 UNKILLABLE_SECONDS = 20.0
-"""How long a rank may take to end after SIGKILL. A driver takes seconds to free a device's memory."""
+"""How many seconds a rank may take to end after SIGKILL. A driver takes some of them to free a device's memory."""
 ABANDON_SECONDS = 5.0
-"""How long to wait for the end of a killed rank."""
+"""How many seconds to wait for a rank to end after killing it without a stop sequence."""
 LONGEST_WAIT = 1.0
-"""Maximum seconds that the event loop sleeps, so that it soon detects that it has not run."""
+"""The maximum number of seconds that the event loop sleeps, so that it soon notices when the machine has slept."""
 GAP_SECONDS = 1.0
-"""If the loop wakes up later than this, it did not run because the machine slept or the kernel was stopped."""
+"""If the loop wakes up more than this many seconds late, the machine was asleep or the kernel was suspended."""
 PAUSED_RANKS, PAUSE_PER_RANK = 32, 40e-6
-"""The loop pauses after each turn if there are at least this many ranks, for example for 20 ms with 512 ranks.
+"""The number of ranks from which the loop pauses after each turn, and the seconds per rank: 20 ms for 512 ranks.
 
-Waking up for every event would cost more than handling the event.
+With so many ranks, waking up for every single event would cost more than handling the events.
 """
 FLIGHT_RECORDER_ENTRIES = "2000"
-"""Number of operations that each of torch's flight recorders keeps, which is torch's own default for NCCL.
+"""The number of operations that each of torch's flight recorders keeps, which is torch's own default for NCCL.
 
-A host queues NCCL's operations ahead of its device, so hundreds may follow the one that the device waits in.
+A rank queues NCCL operations ahead of its device, so hundreds may follow the one that the device is waiting in.
 """
 
 
 class RankGroup:
-    """The ranks of one attempt, from their start until the last one is reaped. A `CommandTarget`.
+    """The ranks of one attempt, from their start until the last one is reaped. It is a `CommandTarget`.
 
     Args:
         supervisor: The run's supervisor.
-        plan: The launch plan.
+        plan: The plan that says how many ranks to start, and how.
 
     Attributes:
-        selector: Registers everything that the event loop waits on.
-        events: Handles everything the ranks send.
-        stops: Decides when the ranks are stopped, and how each rank's end is judged.
-        after_turn: Called after every turn of the event loop.
+        selector: The selector with everything that the event loop waits for.
+        events: Handles everything that the ranks send.
+        stops: Decides when the ranks are stopped, and whether each of them succeeded, failed or was stopped.
+        after_turn: A function to call after every turn of the event loop, or None.
     """
 
     def __init__(self, supervisor: Supervisor, plan: LaunchPlan) -> None:
@@ -84,7 +84,7 @@ class RankGroup:
     # ---- start
 
     def start(self, backend: ProcessBackend, attempt: int, inherited: InheritedState) -> None:
-        """Start all ranks. If one fails to start, kill those that were started."""
+        """Start all ranks. If one fails to start, kill those that have already started."""
         nodes = range(len(self._plan.sizes)) if self._plan.sizes else (self._plan.node,)
         plans = [self._plan if node == self._plan.node else on_node(self._plan, node) for node in nodes]
         orders = [self._order(plan, at, attempt, inherited) for plan in plans for at in range(plan.num_processes)]
@@ -114,7 +114,7 @@ class RankGroup:
             as_accelerate=config.as_accelerate or accelerate_alias.is_installed(),
             report_from=config.report_from,
             automatic_metrics=config.automatic_metrics,
-            result_bytes=CHANNEL_BYTES if here else None,  # Files of one machine cannot be opened on another.
+            result_bytes=CHANNEL_BYTES if here else None,  # This machine cannot open the result files of another one.
         )
 
     # ---- commands
@@ -177,7 +177,7 @@ class RankGroup:
         if self.stops.hold_when_due():
             self._hold()
         if (due := self.stops.next_due()) is not None and due <= time.monotonic():
-            # Handle pending events before stopping ranks, because there may be many on a busy machine.
+            # On a busy machine, many events may be pending. Handle them before any ranks are stopped.
             dispatch(self.selector, 0)
         if time.monotonic() >= self._guard_due:
             self._guard_due = time.monotonic() + LONGEST_WAIT
@@ -191,7 +191,7 @@ class RankGroup:
             self.after_turn()
 
     def _hold(self) -> None:
-        """End the run with its failure while its ranks are held for the debugger."""
+        """Record that the run has failed, while its ranks are held for the debugger."""
         found, supervisor = self.verdicts(), self._supervisor
         supervisor.publisher.flush(force=True)
         supervisor.journal.append(FailuresRecorded(found))
@@ -206,13 +206,13 @@ class RankGroup:
     def _check_limits(self) -> None:
         reason = self._limits.reached()
         if reason:
-            # Set the reason first, because the diagnosis sends signals, which can end the call that the ranks are stuck
+            # Set the reason before the diagnosis, which sends signals that may end the call that the ranks are stuck
             # in.
             self.stops.reason = StopReason(RunTimeoutError, reason)
             self.events.stall.diagnose_then(partial(self._give_up, reason))
 
     def _give_up(self, reason: str, found: Diagnosis | None) -> None:
-        if not self._ranks.living:  # The ranks ended while they were diagnosed. Another attempt may have started.
+        if not self._ranks.living:  # The ranks ended during the diagnosis, and another attempt may have started.
             return
         self.stop(
             DEFAULT_GRACE, StopReason(RunTimeoutError, f"{reason}; {found.verdict}" if found is not None else reason)
@@ -221,7 +221,7 @@ class RankGroup:
     # ---- queries
 
     def verdicts(self) -> tuple[RankFailure, ...]:
-        """Return the failures in order of time, with explanations if they are known."""
+        """Return the failures, starting with the first one, with explanations if they are known."""
         found = failures.ordered(self.stops.failures)
         store, lines = self._supervisor.journal.store, failures.LAST_LINES
         last = {failure.rank: [line.text for line in store.log_lines(failure.rank)][-lines:] for failure in found}
@@ -230,11 +230,11 @@ class RankGroup:
         return tuple(failures.with_returned_peers(explained, returned))
 
     def pids(self) -> dict[int, int]:
-        """Return the process ids, by rank, of the ranks on this machine."""
+        """Return the process id of each rank on this machine, by rank."""
         return {rank: each.process.pid for rank, each in self._ranks.all.items() if not each.process.host}
 
     def listen(self, source: HasFileno, call: Callable[[], object]) -> None:
-        """Call ``call`` on this thread whenever ``source`` is readable, while there are running ranks."""
+        """Call ``call`` on the run's thread whenever ``source`` is readable, until the last rank has ended."""
         self.selector.register(source, selectors.EVENT_READ, call)
 
     # ---- the end
@@ -247,7 +247,7 @@ class RankGroup:
         self.selector.close()
 
     def _abandon_unkillable(self) -> None:
-        """Give up on ranks that survive SIGKILL because a system call does not return, for example in a hung driver."""
+        """Give up on ranks that survive SIGKILL because a system call hangs, for example in a device driver."""
         for rank in list(self._ranks.living.values()):
             process = rank.process
             where = f" on {process.host}" if process.host else ""
@@ -267,7 +267,7 @@ class RankGroup:
         self._ranks.remove(rank)
         self._supervisor.commands.requests.close(process.rank)
         self.events.forget_prompt(process.rank)
-        with suppress(TransitionError):  # The process is gone, whatever state was recorded for it.
+        with suppress(TransitionError):  # The run's state may no longer allow recording the exit.
             state = self._supervisor.state.rank(process.rank).state
             self._supervisor.journal.append(RankExited(process.rank, state if state in ENDED else "stopped", "SIGKILL"))
 
@@ -287,8 +287,8 @@ def _launch_environment(supervisor: Supervisor, plan: LaunchPlan, attempt: int) 
 def watched_rank_variables() -> dict[str, str]:
     """Return the torch environment variables for a supervised rank.
 
-    They enable the flight recorders, and disable NCCL's monitoring of its threads, which would abort a rank that was
-    suspended for eight minutes, with its machine or by Ctrl-Z.
+    The variables enable the flight recorders and disable NCCL's monitoring of its threads. The monitoring would abort a
+    rank that was suspended for eight minutes, by Ctrl-Z or together with its machine.
     """
     if torch_build().version is None:
         return {}
@@ -296,7 +296,10 @@ def watched_rank_variables() -> dict[str, str]:
 
 
 def _display_variables() -> dict[str, str]:
-    """Return plotly's renderer for a kernel. In a rank, plotly does not detect the notebook and opens a browser."""
+    """Return the variable that makes plotly display figures in the notebook.
+
+    In a rank, plotly does not detect the notebook, and would open a browser.
+    """
     if not in_kernel() or "PLOTLY_RENDERER" in os.environ:
         return {}
     return {"PLOTLY_RENDERER": "plotly_mimetype+notebook"}
@@ -306,12 +309,12 @@ def _display_variables() -> dict[str, str]:
 
 
 class TimeLimits:
-    """The time limits of one attempt, by the run's clock.
+    """The time limits of one attempt, measured with the run's clock.
 
     Args:
         supervisor: The run's supervisor.
-        events: Records when a rank was last active, and which collectives are waiting.
-        stops: The limits do not apply once the attempt is being stopped.
+        events: Knows when a rank was last active, and which collectives are waiting.
+        stops: The attempt's stop sequence. Once it has started, the limits no longer apply.
     """
 
     def __init__(self, supervisor: Supervisor, events: RankEventHandler, stops: StopSequence) -> None:
@@ -328,7 +331,7 @@ class TimeLimits:
         return next((reason for due, reason in self._limits() if now >= due), "")
 
     def _limits(self) -> list[tuple[float, str]]:
-        """Return the time, by the run's clock, at which each limit is reached, with the reason to stop."""
+        """Return when each limit is reached, by the run's clock, and the reason to stop the run then."""
         stops, stall = self._stops, self._events.stall
         if stops.reason or stops.failures or stops.held or self._clock.suspended or stall.busy:
             return []

@@ -1,4 +1,4 @@
-"""The supervisor of a run's ranks. It starts, watches and restarts them, and decides how the run ended."""
+"""The supervisor that starts a run's ranks, watches and restarts them, and decides how the run ended."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RankSupervisor(Supervisor):
 
     def _main(self, plan: LaunchPlan) -> None:
         super()._main(plan)
-        # Drop the backend, which refers to this object and so keeps the run's results alive.
+        # Drop the backend, because it refers to this object and would keep the run's results alive.
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.prepare_next()
@@ -49,10 +49,10 @@ class RankSupervisor(Supervisor):
     # ---- resources for the ranks of this machine
 
     def reserve(self, plan: LaunchPlan) -> LaunchPlan:
-        """Return the plan with a port and a private folder, if this machine has several ranks.
+        """Return the plan with a port and a private folder if this machine has several ranks.
 
         Raises:
-            LaunchError: The ranks cannot reach each other. Torch would report this only after minutes.
+            LaunchError: The ranks cannot reach each other, which torch would report only after minutes.
         """
         if plan.accelerator == "tpu" and plan.variables:
             plan = replace(plan, variables={**plan.variables, **_tpu_addresses(plan.num_processes)})
@@ -65,7 +65,7 @@ class RankSupervisor(Supervisor):
             )
         store = ports.make_store_folder(self.id)
         port, note = ports.reserve(self.id, plan.port, fixed=False)
-        # The default port matters only to code that creates torch's process group itself.
+        # A changed default port is not worth a note, because only code that creates the process group itself uses it.
         if note and plan.port != ports.DEFAULT:
             self.journal.append(NoteAdded(note))
         return replace(plan, port=port, store=store)
@@ -83,7 +83,7 @@ class RankSupervisor(Supervisor):
                 text = f"{self._ended_text()}, before all nodes had joined: {gathered.text}"
                 return RunEnded("stopped", gathered.error.__name__, text)
             group = self._supervise_attempt(gathered, number)
-            if self.state.ended is not None:  # The ranks were held after a failure and have been released.
+            if self.state.ended is not None:  # The run ended when its ranks were held, and they are released now.
                 return RunEnded(self.state.status, self.state.error, self.state.message)
             if not self._restarts(group, number):
                 return self._verdict(group)
@@ -109,7 +109,7 @@ class RankSupervisor(Supervisor):
         assert self._inherited is not None, "given with the call"
         self._backend = process_backend(plan.start_method)(*self._call)
         if number >= self.config.max_restarts:
-            self._call = None  # The ranks have received the arguments, which may be large.
+            self._call = None  # No other attempt needs the arguments, which may be large.
         group = RankGroup(self, plan)
         backend = self._with_hosts(self._backend, group)
         backend.configure(self.config, self.note, self.commands.stopping)
@@ -120,7 +120,7 @@ class RankSupervisor(Supervisor):
     # ---- the end of an attempt
 
     def _restarts(self, group: RankGroup, number: int) -> bool:
-        """Record the end of an attempt. Return whether another attempt follows."""
+        """Record how an attempt ended. Return whether another attempt follows."""
         found, reason = group.verdicts(), group.stops.reason
         again = self._can_restart(group, found) and number < self.config.max_restarts
         makes_room = again and reason is not None
@@ -155,7 +155,7 @@ class RankSupervisor(Supervisor):
     # ---- other machines
 
     def _await_hosts(self, plan: LaunchPlan, number: int) -> LaunchPlan | StopReason:
-        """Return the plan of attempt ``number`` once the run's hosts have joined, or why the run was stopped."""
+        """Wait for the run's hosts. Return the plan of attempt ``number``, or why the run was stopped meanwhile."""
         return plan
 
     def _with_hosts(self, own: ProcessBackend, group: RankGroup) -> ProcessBackend:
@@ -163,14 +163,14 @@ class RankSupervisor(Supervisor):
         return own
 
     def _can_restart(self, group: RankGroup, found: Sequence[RankFailure]) -> bool:
-        """Return whether another attempt can follow one with the failures ``found``."""
+        """Return whether another attempt may follow one that ended with the failures ``found``."""
         return bool(found) and group.stops.reason is None
 
 
 def _tpu_addresses(ranks: int) -> dict[str, str]:
-    """Return the variables that torch_tpu's runtimes must share: one address per rank and a profiling session.
+    """Return the variables that the ranks' TPU runtimes must share: one address per rank, and a profiling session.
 
-    Source: ``torch.tpu.distributed.set_tpu_launch_env`` of torch_tpu 0.2.0.
+    In torch_tpu 0.2.0, ``torch.tpu.distributed.set_tpu_launch_env`` sets the same variables.
     """
     return {
         "TORCH_TPU_SLICEBUILDER_ADDRESSES": ",".join(f"localhost:{port}" for port in ports.unused(ranks)),

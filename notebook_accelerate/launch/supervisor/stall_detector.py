@@ -1,4 +1,4 @@
-"""Detect that no rank of a run makes progress, and start a diagnosis."""
+"""Detect when no rank of a run makes progress, and start a diagnosis."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 STALL_SECONDS = 10.0
-"""The run is diagnosed if no rank has made progress for this long while some wait in a collective."""
+"""The run is diagnosed if, for this many seconds, no rank makes progress while some wait in a collective."""
 STALL_CHECK_SECONDS = 0.5
 """Minimum seconds between two checks of all ranks."""
 
 
 class StallDetector:
-    """Detects stalls of one attempt. Its methods run on the run's thread, the diagnosis on a separate one.
+    """Detects stalls of one attempt. Its methods run on the run's thread, and the diagnosis on a separate one.
 
-    All times are by the run's clock, so a suspended clock or a sleeping machine does not count as a stall.
+    All times are measured with the run's clock, so a pause or a sleeping machine does not count as a stall.
 
     Attributes:
         busy: Whether a diagnosis is in progress.
-        group_timeout: Time limit of a collective in seconds, or None if the process group has no limit.
+        group_timeout: The process group's time limit for a collective in seconds, or None if there is no limit.
     """
 
     def __init__(self, supervisor: Supervisor) -> None:
@@ -45,7 +45,7 @@ class StallDetector:
         self.group_timeout: float | None = None
 
     def note(self, rank: int, beat: HeartbeatEvent) -> bool:
-        """Record a heartbeat. Return whether the rank has made progress since the last one."""
+        """Record a heartbeat. Return whether the rank has made progress since the previous one."""
         before, now = self._beats.get(rank), self._clock.now()
         moves = before is None or before.moved != beat.moved
         self._beats[rank] = beat
@@ -68,18 +68,18 @@ class StallDetector:
         self._first = None if changed else self._first
 
     def limits(self) -> list[tuple[float, str]]:
-        """Return the time limit of the oldest waiting collective, by the run's clock, with the reason to stop."""
+        """Return when the oldest waiting collective times out, by the run's clock, and the reason to stop then."""
         if self.group_timeout is None:
             return []
         text = f"a collective reached the process group's timeout of {self.group_timeout:g} s"
-        # Wait for another heartbeat from the same collective, because the rank may have continued since the last one.
+        # Wait for one more heartbeat, because the rank may have left the collective since the last one.
         patience = self.group_timeout + 1.5 * HEARTBEAT_SECONDS
         if self._first is None and self._waiting_since:
             self._first = min(since for _, since in self._waiting_since.values())
         return [] if self._first is None else [(self._first + patience, text)]
 
     def _is_check_due(self) -> bool:
-        """Return whether to check all ranks again. Doing so for every heartbeat would be too expensive."""
+        """Return whether to check all ranks again, which would be too expensive after every heartbeat."""
         if time.monotonic() < self._check_due:
             return False
         self._check_due = time.monotonic() + STALL_CHECK_SECONDS
@@ -93,7 +93,7 @@ class StallDetector:
         return all(now - self._moved[rank] > STALL_SECONDS for rank in alive)
 
     def _report(self, found: Diagnosis | None) -> None:
-        """Record a stall in the journal. Print only the first one."""
+        """Record a stall in the journal. If it is the attempt's first one, print it too."""
         if not self._stall or self._supervisor.state.ended is not None:  # A rank made progress during the diagnosis.
             return
         idle = self._clock.now() - max(self._moved.values(), default=self._clock.now())
@@ -110,7 +110,10 @@ class StallDetector:
                 self._supervisor.journal.append(RunMoved())
 
     def diagnose_then(self, report: Callable[[Diagnosis | None], None]) -> None:
-        """Diagnose the run on another thread, then call ``report`` on the run's thread, with None if it failed."""
+        """Diagnose the run on another thread, then call ``report`` with the result on the run's thread.
+
+        If the diagnosis fails, ``report`` is called with None.
+        """
         self.busy = True
         supervisor = self._supervisor
 

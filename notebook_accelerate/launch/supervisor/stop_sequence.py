@@ -1,8 +1,8 @@
-"""The stop sequence: the one place that decides when the ranks of an attempt are stopped, and sends the signals.
+"""The stop sequence, the only code that decides when the ranks of an attempt are stopped, and that signals them.
 
-Every cause that ends an attempt is handled here: the stop button and ``run.stop()``, time limits, a rank's failure, the
-end of the kernel. A stop sends SIGINT, SIGTERM and SIGKILL in turn. `STOP_TRANSITIONS` in `launch.state.run_state`
-lists its phases.
+Every cause that ends an attempt is handled here: the stop button and ``run.stop()``, time limits, the failure of a
+rank, and the exit of the kernel. A stop sends SIGINT, SIGTERM and SIGKILL in turn. Its phases are listed in
+`launch.state.run_state.STOP_TRANSITIONS`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.supervisor.supervised_ranks import SupervisedRank
 
 SETTLE_SECONDS = 0.3
-"""How long after the first failure the other ranks may fail or finish before they are stopped."""
+"""How many seconds the other ranks have to fail or finish after the first failure, before they are stopped."""
 FAILURE_GRACE = 2.0
 """Seconds from SIGINT to SIGKILL for the remaining ranks after a failure."""
 TERMINATE_AT = 0.6
-"""Fraction of the grace period between SIGINT and SIGTERM."""
+"""The fraction of the grace period after which SIGTERM follows SIGINT."""
 SIGNALS = {"interrupting": signal.SIGINT, "terminating": signal.SIGTERM, "killing": signal.SIGKILL}
-"""The signal of each phase. A rank that dies of another signal has failed by itself."""
+"""The signal of each phase. A rank that is killed by another signal has failed by itself."""
 
 
 @dataclass(frozen=True)
 class StopReason:
-    """Why a run is stopped: the error it ends with, and its message."""
+    """Why a run is stopped: the class of the error that the run ends with, and the text in its message."""
 
     error: type[WorkerError]
     text: str
@@ -53,17 +53,17 @@ class StopSequence:
     Its methods run on the supervisor's thread.
 
     Args:
-        journal: The run's journal.
-        prompts: Debugger prompts are answered with end of file when a stop starts.
-        hold: Whether to hold the ranks for the debugger after a failure, instead of stopping them.
+        journal: The journal to record the stop and the exits of ranks in.
+        prompts: The ranks' prompts. When a stop starts, those of debuggers are answered with end-of-file.
+        hold: Whether to hold the ranks for the debugger after a failure instead of stopping them.
 
     Attributes:
         stopping: Whether the ranks are being stopped, or will be once the peers of a failed rank have had time to fail
             or finish.
         held: Whether the ranks were held for the debugger after a failure.
         failures: The failures, in the order in which they were reported.
-        reason: Why the ranks are stopped, if a failure is not the cause.
-        killed_at: When SIGKILL was sent, by ``time.monotonic``, or None before that.
+        reason: Why the ranks are stopped, or None if they are not being stopped, or if a failure is the only reason.
+        killed_at: When SIGKILL was sent, by ``time.monotonic``, or None until then.
     """
 
     def __init__(self, journal: Journal, prompts: PromptQueue, *, hold: bool) -> None:
@@ -90,7 +90,7 @@ class StopSequence:
         self._begin(grace, reason)
 
     def make_room(self, reason: StopReason) -> bool:
-        """Stop the ranks to restart with another host. Return False if they are being stopped already."""
+        """Stop the ranks so that the run can restart with another host. Return False if they are already stopping."""
         if self.stopping:
             return False
         self.reason = reason
@@ -98,8 +98,8 @@ class StopSequence:
         return True
 
     def fail(self, failure: RankFailure, rank: SupervisedRank) -> None:
-        """Record the failure of a rank. The others are stopped, or held for the debugger."""
-        if self._state_of(rank) in ENDED:  # A held rank reports its failure again when it ends.
+        """Record the failure of a rank, and schedule the stop of the other ranks, or their hold for the debugger."""
+        if self._state_of(rank) in ENDED:  # A held rank reports the same failure again when it ends.
             return
         if self.held or self._only_lost_a_stopped_one(failure):
             self._journal.append(RankStopped(failure.rank))
@@ -118,7 +118,7 @@ class StopSequence:
     def _only_lost_a_stopped_one(self, failure: RankFailure) -> bool:
         """Return whether a running rank failed only because the stop has already ended one of its peers."""
         if not self.stopping or self.failures or self.reason is None or self.reason.error is WorkerError:
-            return False  # After a failure, report everything.
+            return False  # When a rank has failed by itself, report all failures.
         return failures.looks_like_lost_peer(failure)
 
     def _settle_until_held(self) -> None:
@@ -131,7 +131,7 @@ class StopSequence:
         self._schedule(grace, time.monotonic())
         for prompt in self._prompts.open_prompts():
             if prompt.of_debugger:
-                # A debugger handles KeyboardInterrupt itself, so the interrupt would not end its prompt.
+                # Debuggers handle KeyboardInterrupt themselves, so the interrupt would not end their prompts.
                 prompt.answer(None)
 
     def _schedule(self, grace: float, start: float) -> None:
@@ -140,7 +140,7 @@ class StopSequence:
         self._steps = [(start + delay, phase) for phase, delay in delays.items()]
 
     def _enter(self, phase: str, reason: StopReason | None = None) -> None:
-        """Record a phase. A repeated stop with another grace period never returns to an earlier phase."""
+        """Enter a phase and record it, unless it comes before the current one, which may happen in a repeated stop."""
         if STOP_PHASES.index(phase) > STOP_PHASES.index(self._phase):
             self._phase = phase
             self._journal.append(StopAdvanced(phase, reason.text if reason is not None else ""))
@@ -148,12 +148,12 @@ class StopSequence:
     # ---- due actions
 
     def next_due(self) -> float | None:
-        """Return when the next action is due, in ``time.monotonic`` seconds, or None."""
+        """Return when the next action is due, by ``time.monotonic``, or None if no action is scheduled."""
         dues = [due for due, _ in self._steps[:1]] + ([self._hold_at] if self._hold_at is not None else [])
         return min(dues, default=None)
 
     def hold_when_due(self) -> bool:
-        """Hold the ranks once the others have had time to fail too. Return whether this call started to hold them."""
+        """Hold the ranks if the others have had enough time to fail too. Return whether this call started the hold."""
         if self._hold_at is None or time.monotonic() < self._hold_at:
             return False
         self._hold_at, self.held = None, True
@@ -161,7 +161,7 @@ class StopSequence:
         return True
 
     def signal_when_due(self, living: Iterable[RankProcess]) -> None:
-        """Send the signals that are due to all running ranks."""
+        """Send all signals that are due to the living ranks."""
         ranks = list(living) if self._steps else []
         while self._steps and self._steps[0][0] <= time.monotonic():
             _, phase = self._steps.pop(0)
@@ -184,18 +184,18 @@ class StopSequence:
         if state not in ENDED:
             state = "succeeded" if isinstance(rank.outcome, ResultEvent) else "stopped"
         self._journal.append(RankExited(number, state, failures.exit_text(end)))
-        if self.held and not self.stopping:  # The rank's debugger was quit, so release the others too.
+        if self.held and not self.stopping:  # The user has quit this rank's debugger, so release the others too.
             self._begin(FAILURE_GRACE)
 
     def _oom_kills_on(self, host: str) -> int | None:
-        """Return the out-of-memory kills since the attempt started, or None if unknown, as for other hosts."""
+        """Return the number of out-of-memory kills since the attempt started, or None if unknown or on another host."""
         now = None if host else failures.oom_kill_count()
         return None if now is None or self._oom_kills is None else now - self._oom_kills
 
     def _died_by_itself(self, end: Exit) -> bool:
-        """Return whether a rank that reported no outcome ended by itself rather than because of the stop."""
+        """Return whether a rank that did not report any outcome ended by itself rather than because of a stop."""
         untouched = self.reason is None and not self._signalled
-        gone = self.reason is None and bool(end.lost)  # Signals sent to a rank cannot cause the loss of its machine.
+        gone = self.reason is None and bool(end.lost)  # Signals sent to ranks do not cause the loss of a machine.
         return untouched or gone or end.signal not in (None, *SIGNALS.values())
 
     def _state_of(self, rank: SupervisedRank) -> str:

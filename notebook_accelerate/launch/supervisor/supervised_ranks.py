@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 class SupervisedRank:
-    """A rank under supervision.
+    """A supervised rank.
 
     Args:
-        process: The process of the rank, which has started.
-        output: Destination of its output.
+        process: The rank's process, which has started.
+        output: Handles the rank's output.
 
     Attributes:
-        decoder: Decodes what arrives on its channel.
-        outcome: The result or failure that it reported, or None before that.
-        channel_error: Why its channel is no longer decoded, or "" if it is.
-        ended: Whether its process has been reaped.
+        decoder: Decodes what arrives on the rank's channel.
+        outcome: The result or failure that the rank reported, or None until then.
+        channel_error: Why the channel is no longer decoded, or "" if it is.
+        ended: Whether the process has been reaped.
     """
 
     def __init__(self, process: RankProcess, output: RankOutput) -> None:
@@ -37,13 +37,13 @@ class SupervisedRank:
 class SupervisedRanks:
     """The ranks of one attempt.
 
-    Hundreds of ranks report continuously, so the handling of a report must not iterate over all ranks. There is a table
-    for each property that every report needs.
+    Hundreds of ranks report all the time, so handling a report must not iterate over all of them. Properties that are
+    needed for every report therefore have tables of their own.
 
     Attributes:
         all: Every rank that was started.
         living: The ranks that have not been reaped.
-        polled: The living ranks whose end can be detected only by polling.
+        polled: The living ranks whose exit can be detected only by polling.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class SupervisedRanks:
         self.poll_if_needed(rank)
 
     def poll_if_needed(self, rank: SupervisedRank) -> None:
-        """Poll a living rank from now on, if its end is not reported."""
+        """Start polling a living rank if nothing reports its exit."""
         if rank.process.needs_polling and not rank.ended:
             self.polled[rank.process.rank] = rank
 

@@ -1,4 +1,4 @@
-"""The base of all supervisors, which run a launch on a thread, from its start to the last event of the journal."""
+"""The base of all supervisors, which run a launch on a thread from its start to the last event of its journal."""
 
 from __future__ import annotations
 
@@ -25,27 +25,28 @@ if TYPE_CHECKING:
 
 
 class Supervisor(ABC):
-    """Runs a launch on its own thread, and ends the run whatever happens there.
+    """Runs a launch on its own thread, and ends the run even if an error occurs there.
 
-    A `RankSupervisor` supervises the run's ranks. A `JoinedNotebook` runs its ranks for the notebook that supervises
-    them. The parts of a supervisor hold a reference to it and read the run's shared objects from it.
+    A `RankSupervisor` supervises the run's ranks. A `JoinedNotebook` runs its ranks on behalf of the notebook that
+    supervises them. The parts of a supervisor refer to it, and use the run's shared objects through it.
 
     Args:
-        run: The run. It is not stored, because its user may drop it.
+        run: The run to supervise. No reference to it is kept, because its user may drop the run.
         commands: The user's commands, the prompts, and the requests to ranks.
-        publisher: Shows output in the notebook. After the run's thread has started, it is used on that thread only.
+        publisher: Shows output in the notebook. Once the run's thread has started, only that thread uses it.
 
     Attributes:
         id: The run's number in this kernel.
-        config: Configuration of the launch.
+        config: The launch configuration.
         function_name: Name of the launched function.
         journal: Receives the run's events.
         commands: The user's commands.
         publisher: Shows output in the notebook.
         exceptions: Unpickles the exceptions of the ranks.
-        started: Set once all ranks have started or failed to start, or earlier if that may take minutes.
-        over: Set once the run has ended.
-        problem: The error that prevented the start of the ranks.
+        started: An event that is set once all ranks have started or failed to start, or earlier if the start may take
+            minutes.
+        over: An event that is set once the run has ended.
+        problem: The error that prevented the start of the ranks, or None.
     """
 
     def __init__(self, run: Run, commands: CommandQueue, publisher: Publisher) -> None:
@@ -60,7 +61,7 @@ class Supervisor(ABC):
     # ---- the launching thread
 
     def reserve(self, plan: LaunchPlan) -> LaunchPlan:
-        """Reserve what this machine's ranks need until the run ends, and return the plan with it."""
+        """Reserve what this machine's ranks need until the run ends. Return the plan with what was reserved."""
         return plan
 
     def start(
@@ -70,16 +71,16 @@ class Supervisor(ABC):
 
         Args:
             plan: The plan that `reserve` returned.
-            function: The launched function.
+            function: The function to launch.
             arguments: The function's positional arguments.
-            inherited: State that ranks inherit from the launching thread.
+            inherited: The state that ranks inherit from the launching thread.
         """
         self._call, self._inherited = (function, arguments), inherited
         name = f"notebook-accelerate-run-{self.id}"
         thread = threading.Thread(target=self._main, args=(plan,), name=name, daemon=True)
         try:
             thread.start()
-        except RuntimeError as problem:  # The system refuses to create another thread.
+        except RuntimeError as problem:  # The system refused to create another thread.
             self.fail(problem)
 
     def fail(self, problem: BaseException) -> None:
@@ -97,7 +98,10 @@ class Supervisor(ABC):
             self._end(ended)
 
     def _outcome(self, plan: LaunchPlan) -> RunEnded:
-        """Run to the end and return how it ended, in a separate frame, so that an error's frames do not refer to it."""
+        """Run the launch to its end and return how the run ended.
+
+        This is a separate method so that the frames of an error do not refer to the returned object.
+        """
         try:
             return self._run(plan)
         except BaseException as problem:  # noqa: BLE001 - raised by the caller, or recorded in the run
@@ -105,12 +109,12 @@ class Supervisor(ABC):
 
     @abstractmethod
     def _run(self, plan: LaunchPlan) -> RunEnded:
-        """Run to the end and return how it ended."""
+        """Run the launch to its end and return how the run ended. Errors are handled by the caller."""
 
     def _ended_by(self, problem: BaseException) -> RunEnded:
         if not self.started.is_set():
             self.problem = failures.system_error(problem) if isinstance(problem, OSError) else problem
-        if isinstance(problem, RunStoppedError):  # The run was stopped before its ranks had started.
+        if isinstance(problem, RunStoppedError):  # The user stopped the run before its ranks had started.
             return RunEnded("stopped", "RunStoppedError", str(problem))
         text = f"the launch failed: {type(problem).__name__}: {problem}"
         return RunEnded("failed", "WorkerError", text, problem)
@@ -118,7 +122,7 @@ class Supervisor(ABC):
     # ---- the end
 
     def _end(self, ended: RunEnded) -> None:
-        """Release the run's resources and end it even if a step fails, because other threads wait for the end."""
+        """Release the run's resources and end the run. Every step is taken, because other threads wait for the end."""
         steps: list[Callable[[], object]] = [
             partial(self._disconnect, ended),
             self.commands.close,
@@ -129,7 +133,7 @@ class Supervisor(ABC):
             self.started.set,
             self.over.set,
         ]
-        with ExitStack() as stack:  # The stack calls the last registered step first.
+        with ExitStack() as stack:  # An ExitStack calls the last registered step first.
             for step in reversed(steps):
                 stack.callback(step)
 
@@ -137,7 +141,7 @@ class Supervisor(ABC):
         """Close the connections to other machines."""
 
     def _release(self) -> None:  # noqa: B027 - the ranks of another notebook's run need nothing
-        """Release what `reserve` has reserved."""
+        """Release the resources that `reserve` reserved."""
 
     def _record_end(self, ended: RunEnded) -> None:
         if self.state.attempt_status == "running":
@@ -165,6 +169,6 @@ class Supervisor(ABC):
         self.publisher.flush(force=True)
 
     def note(self, text: str, *, shown_as: str | None = None) -> None:
-        """Record a note for the panel and the report, and show it (as ``shown_as``, if given)."""
+        """Record a note for the panel and the report. Also show it, or ``shown_as`` if that is given."""
         self.journal.append(NoteAdded(text))
         self.show(text if shown_as is None else shown_as, "stderr")

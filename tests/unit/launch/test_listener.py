@@ -160,7 +160,7 @@ def test_a_name_with_several_addresses_is_tried_until_one_accepts(
 def test_a_port_without_a_listener_is_not_an_authentication_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    with pytest.raises(ConnectionRefusedError, match=f"nothing listens at 127.0.0.1:{port}"):
+    with pytest.raises(ConnectionRefusedError, match=f"nothing listens on 127.0.0.1:{port}"):
         connect_to_kernel("127.0.0.1", port, SECRET, HelloEvent(1, "x"))
     assert not _threads()
 

@@ -86,8 +86,8 @@ def _on_xla(chips: int, environment: dict[str, str], asked: int) -> dict[str, An
     [
         ({"num_processes": 2, "start_method": "inline"}, "inline.*2 are requested"),
         ({"num_nodes": 2, "start_method": "inline"}, "inline"),
-        ({"start_method": "inline", "block": False}, "cannot do block=False"),
-        ({"start_method": "inline", "timeout": 3}, "cannot do timeout"),
+        ({"start_method": "inline", "block": False}, "does not support block=False"),
+        ({"start_method": "inline", "timeout": 3}, "does not support timeout"),
         ({"start_method": "fork", "num_processes": 2, "hazard": "CUDA is initialised"}, "CUDA is initialised"),
         ({"start_method": "fork", "num_processes": 2, "can_fork": False}, "spawn"),
         ({"start_method": "zygote", "num_processes": 2, "can_fork": False}, "spawn"),

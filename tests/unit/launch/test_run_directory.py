@@ -248,7 +248,7 @@ def test_without_an_identifier_of_the_machine_the_lock_decides(tmp_path: Path, m
     _recorded(tmp_path / "one", "one", time.time(), pid=2**22 - 1)
     assert [entry.lives for entry in run_directory.entries()] == [True]
     monkeypatch.setattr(detached_launch, "CLAIM_SECONDS", 0.1)
-    with pytest.raises(ValueError, match="has not ended"):
+    with pytest.raises(ValueError, match="is still running"):
         detached_launch._claim("one")
     os.close(claimed)  # The exit of the run's process closes this descriptor.
     assert [entry.lives for entry in run_directory.entries()] == [False]

@@ -157,7 +157,7 @@ def test_the_tables_name_only_their_own_states(table: Mapping[str, frozenset[str
 def test_an_invalid_event_does_not_change_the_journal() -> None:
     journal = make_run()._internals.journal
     before, count = journal.state, len(journal.records)
-    with pytest.raises(TransitionError, match="'running' to 'running' is not allowed"):
+    with pytest.raises(TransitionError, match="'running' cannot become 'running'"):
         journal.append(events.RankRunning(0))
     with pytest.raises(TransitionError, match="is not an event of a run"):
         journal.append(LogEvent("stdout", "x"))  # type: ignore[arg-type]

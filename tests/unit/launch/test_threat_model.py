@@ -253,7 +253,7 @@ def test_the_kernel_listens_on_one_address_for_the_hosts_it_expects() -> None:
 
 
 def test_a_peer_without_the_secret_is_refused_and_reported(step: _Listening) -> None:
-    with pytest.raises(AuthenticationError, match="another secret"):
+    with pytest.raises(AuthenticationError, match="with this secret"):
         connect_to_kernel("127.0.0.1", step.host_listener.port, stream.new_secret(), HELLO)
     step.wait_for_reports()
     assert re.fullmatch(

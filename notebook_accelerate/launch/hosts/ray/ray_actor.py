@@ -1,4 +1,4 @@
-"""The code of a Ray actor, which is the host of one node and starts the ranks there as child processes.
+"""The code of a Ray actor, which acts as the host of one node and starts the node's ranks as child processes.
 
 The actor itself never loads the user's function.
 """
@@ -31,22 +31,22 @@ TUNNEL_BYTES = 1 << 20
 TUNNEL_SECONDS = 10.0
 """How many seconds a tunnel waits for its connection, and then for data."""
 KILLED_SECONDS = 1.0
-"""If Ray ends an actor, the actor exits within this many seconds after its ranks were killed."""
+"""When Ray ends an actor, the actor exits within this many seconds after its ranks have been killed."""
 
 
 class ActorHost(FunctionHost):
-    """The host in an actor.
+    """The host that runs in an actor.
 
     Ray's workers kill their child processes before they exit, for example when their node is lost (Ray 2.60,
-    `QuickExit`). The ranks have then not failed by themselves, and this host is lost a moment later. It therefore waits
-    for that moment before it reports that a rank was killed by a SIGKILL that the kernel did not request.
+    `QuickExit`). In this case, the ranks have not failed by themselves, and this host is lost a moment later. Before
+    the host reports that a SIGKILL ended a rank without a request from the kernel, it therefore waits for that moment.
     """
 
     _killed_by_order = _has_waited = False
 
     def report_end(self, rank: int, end: Exit) -> None:
         if end.signal == signal.SIGKILL and not (self._killed_by_order or self._has_waited):
-            self._has_waited = True  # Wait only once, because after this failure the other ranks are killed too.
+            self._has_waited = True  # Wait only once, because all other ranks are killed after this failure.
             time.sleep(KILLED_SECONDS)
         super().report_end(rank, end)
 
@@ -56,10 +56,10 @@ class ActorHost(FunctionHost):
 
 
 class NodeHost:
-    """The work of the actor of one node. The driver calls its methods.
+    """The object whose methods the driver calls in the actor of a node.
 
-    If the actor cannot reach the kernel, it connects to a local port, the tunnel. Calls of this actor then
-    carry what that connection sends and receives. The tunnel does not know the run's secret, because the stream is
+    If the actor cannot reach the kernel, it connects to a local port, the tunnel, and everything on that connection is
+    carried by calls of the actor's methods. The tunnel does not need the run's secret, because the stream is
     authenticated and encrypted from end to end.
     """
 
@@ -69,25 +69,25 @@ class NodeHost:
         self._accepting = threading.Lock()
 
     def open_tunnel(self) -> None:
-        """Send the stream to the kernel through calls of this actor instead of a direct connection."""
+        """Use calls of this actor's methods for the stream to the kernel, instead of a direct connection."""
         self._tunnel = socket.create_server(("127.0.0.1", 0), backlog=1)
 
     def serve(
         self, address: str, port: int, secret: bytes, node: int, host: str, own_address: str, devices: dict[str, str]
     ) -> None:
-        """Run ranks for the kernel until it leaves or is lost.
+        """Run ranks for the kernel until the kernel leaves or is lost.
 
         Args:
-            address: Address at which the kernel listens.
-            port: Port of the kernel's listener.
+            address: The address on which the kernel listens.
+            port: The port on which the kernel listens.
             secret: The run's secret.
             node: Index of this machine in the run.
             host: Name of this machine.
             own_address: Address of this machine.
-            devices: The variables that list the devices of its ranks.
+            devices: The environment variables that list the devices of this machine's ranks.
         """
         where: tuple[str, int] = self._tunnel.getsockname() if self._tunnel else (address, port)
-        rendezvous, _ = ports.reserve(os.getpid(), 0, fixed=False)  # Held until the actor ends.
+        rendezvous, _ = ports.reserve(os.getpid(), 0, fixed=False)  # The port is reserved until the actor ends.
         interface = interface_of(own_address)
         network = {name: interface for name in RAY_INTERFACE_VARIABLES if interface and name not in os.environ}
         stream = connect_to_kernel(*where, secret, HelloEvent(node, host, port=rendezvous))
@@ -96,7 +96,7 @@ class NodeHost:
                 serving.handle_message(message)
 
     def _connected(self) -> socket.socket | None:
-        """Return the tunnel's connection, or None if it did not arrive in time."""
+        """Return the tunnel's connection, or None if there is none in time."""
         with self._accepting:
             if self._connection is None and self._tunnel is not None and _readable(self._tunnel):
                 connection, peer = self._tunnel.accept()
@@ -108,7 +108,7 @@ class NodeHost:
             return self._connection
 
     def push(self, data: bytes) -> None:
-        """Accept data for the tunnel from the kernel. Empty bytes mean the end."""
+        """Pass data from the kernel into the tunnel. Empty ``data`` means the end."""
         while (connection := self._connected()) is None:
             pass
         with suppress(OSError):
@@ -118,7 +118,7 @@ class NodeHost:
                 connection.shutdown(socket.SHUT_WR)
 
     def pull(self) -> bytes | None:
-        """Return data for the kernel: empty bytes at the end, or None if no data arrived in time."""
+        """Return data for the kernel. Return empty bytes at the end, or None if no data arrives in time."""
         connection = self._connected()
         if connection is None or not _readable(connection):
             return None
@@ -129,16 +129,19 @@ class NodeHost:
 
 
 def _is_own(peer: tuple[str, int]) -> bool:
-    """Return whether this process opened a connection, because any user of the machine can connect to the tunnel."""
+    """Return whether this process has opened a connection. Any user of the machine can connect to the tunnel."""
     process = psutil.Process()
-    connections = getattr(process, "net_connections", None) or process.connections  # psutil before version 6
-    # libzmq opens an IPv6 socket, so its address is an IPv4-mapped one.
+    connections = getattr(process, "net_connections", None) or process.connections  # Before version 6 of psutil.
+    # libzmq opens an IPv6 socket, so the address is an IPv4-mapped one.
     own = [(each.laddr.ip.removeprefix("::ffff:"), each.laddr.port) for each in connections("tcp") if each.laddr]
     return peer in own
 
 
 def _readable(waiting: socket.socket) -> bool:
-    """Wait for a socket with poll. A timeout of the socket would also apply to a concurrent push and truncate it."""
+    """Wait until a socket is readable, or `TUNNEL_SECONDS`. Return whether it is readable.
+
+    This uses poll, because a timeout of the socket would also apply to a concurrent push, and could truncate the data.
+    """
     waiter = select.poll()
     waiter.register(waiting, select.POLLIN)
     return bool(waiter.poll(TUNNEL_SECONDS * 1000))

@@ -1,8 +1,8 @@
-"""Run ranks on a Ray cluster, with one actor per node as the host of the ranks there.
+"""Run ranks on a Ray cluster, where one actor per node acts as the host of the node's ranks.
 
 This is the kernel's part. It starts a driver process (see ``ray_driver``), listens until every node's actor has
-connected, and then makes the actors start their ranks, like other hosts. The kernel itself never imports Ray;
-``ray_driver`` gives the reason.
+connected, and then makes the actors start their ranks, like other hosts. The kernel itself never imports Ray; the
+reason is in ``ray_driver``.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.2
 REASON_SECONDS = 45.0
-"""How long to wait for Ray's reason after a connection breaks. It is longer than the driver's own limit."""
+"""How many seconds to wait for Ray's reason after a connection breaks. The driver's own limit is shorter."""
 LEAVE_SECONDS, GIVE_UP_SECONDS = 10.0, 3.0
 
 
 class DriverProcess:
-    """The process that is the kernel's driver on a Ray cluster.
+    """The process that acts as the kernel's driver on a Ray cluster.
 
     Args:
-        cluster: The cluster, whose secrets are removed from Ray's texts.
+        cluster: The cluster to use. Its secrets are removed from texts by Ray.
 
     Attributes:
         channel: Sends orders to the driver.
-        ends: Why the actor of each node has exited, or "" if its ranks have finished.
-        connected: The nodes with open connections. The driver ends with the last connection.
+        ends: For each node whose actor has exited, the reason, or "" if the actor's ranks have finished.
+        connected: The nodes with open connections. When the last connection is closed, the driver is ended.
     """
 
     def __init__(self, cluster: RayCluster) -> None:
         self._cluster = cluster
         ours, theirs = socket.socketpair()
         self.channel = Channel(ours)
-        self.channel.queues = True  # A driver that does not read must not block the kernel.
+        self.channel.queues = True  # Otherwise, a driver that does not read would block the kernel.
         kernel_descriptors.add(ours.fileno())
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - kept open while the process runs
         call = (
@@ -74,13 +74,14 @@ class DriverProcess:
         self.connected: set[int] = set()
 
     def next(self, kind: type[Event], seconds: float, what: str, waiting: Callable[[str], None]) -> Any:
-        """Wait for the driver's next event of a kind.
+        """Wait for the driver's next event of a certain type.
 
         Args:
             kind: The type of the event.
             seconds: Maximum seconds to wait.
-            what: The awaited operation, for the error message.
-            waiting: Called with notes for the user, and with "" after a moment without notes. It may raise an error.
+            what: What the driver is doing, for the error message.
+            waiting: A function to call with each note for the user, and with "" if there is none for a moment. It may
+                raise an error.
 
         Raises:
             LaunchError: The driver refused the launch, has exited, or took too long.
@@ -93,13 +94,15 @@ class DriverProcess:
             if isinstance(event, kind):
                 return event
             waiting(redact(event.text, self._cluster) if isinstance(event, ClusterNoteEvent) else "")
-        raise LaunchError(f"{what} took longer than {seconds:g} s (RayCluster(start_timeout=...)){self._log_tail()}")
+        raise LaunchError(
+            f"{what} took longer than {seconds:g} s; pass a longer RayCluster(start_timeout=...){self._log_tail()}"
+        )
 
     def _log_tail(self) -> str:
         return redact(log_tail(self._log), self._cluster)
 
     def receive(self, seconds: float, what: str) -> None:
-        """Receive what the driver sends within ``seconds``.
+        """Wait up to ``seconds`` for messages from the driver, and store those that arrive.
 
         Raises:
             LaunchError: The driver refused the launch, or has exited.
@@ -117,7 +120,7 @@ class DriverProcess:
                 self._received.append(event)
 
     def end_reason(self, node: int) -> str:
-        """Return why a node's actor has exited, or "" if Ray does not report it in time."""
+        """Return why a node's actor has exited, or "" if Ray does not report a reason in time."""
         deadline = time.monotonic() + REASON_SECONDS
         while node not in self.ends and (left := deadline - time.monotonic()) > 0:
             try:
@@ -127,7 +130,7 @@ class DriverProcess:
         return self.ends.get(node, "")
 
     def end(self, seconds: float = LEAVE_SECONDS) -> None:
-        """Tell the driver to release its resources and exit. Kill it if that takes longer than ``seconds``.
+        """Tell the driver to release its resources and exit. If that takes longer than ``seconds``, kill the driver.
 
         If the driver is killed, the cluster releases the resources as soon as it notices.
         """
@@ -146,11 +149,11 @@ class DriverProcess:
 
 
 class RayHostConnection(HostConnection):
-    """The connection to one node's actor for one attempt. When it breaks, Ray reports the reason.
+    """The connection to one node's actor for one attempt. If it breaks, the reason comes from Ray.
 
     Args:
         incoming: The actor's stream and first message.
-        driver: The driver process, which returns Ray's reason.
+        driver: The driver process, which asks Ray for the reason.
     """
 
     def __init__(self, incoming: IncomingHost, driver: DriverProcess) -> None:
@@ -172,11 +175,11 @@ class RayHostConnection(HostConnection):
 
 
 class RayBackend(FunctionBackend):
-    """Starts the ranks on the cluster that the launch names."""
+    """Starts the ranks on the Ray cluster that the launch configuration names."""
 
     def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         if importlib.util.find_spec("ray") is None:
-            raise LaunchError("on='ray' needs Ray, which is not installed; pip install 'notebook-accelerate[ray]'")
+            raise LaunchError("on='ray' needs Ray; install it: pip install 'notebook-accelerate[ray]'")
         super().__init__(function, arguments)
         self._cluster = RayCluster()
         self._cpu = False
@@ -200,8 +203,8 @@ class RayBackend(FunctionBackend):
             for node, own in enumerate(by_node):
                 self.send(connections[node], own)
             for node, own in enumerate(by_node):
-                with suppress(ChannelClosedError):  # A lost node is noticed when its ranks are awaited.
-                    connections[node].measure_clock()  # Measure while the ranks start.
+                with suppress(ChannelClosedError):  # A lost node is noticed while waiting for its ranks.
+                    connections[node].measure_clock()  # The ranks start in the meantime.
                 take_ranks(connections[node], own, started, self._cluster.start_timeout, self._stopping)
         except BaseException:
             for connection in connections.values():
@@ -210,7 +213,7 @@ class RayBackend(FunctionBackend):
             raise
 
     def _place(self, driver: DriverProcess, ranks: int) -> tuple[str, list[tuple[str, int]]]:
-        """Make the driver place the ranks. Return this machine's address as seen by the nodes, and the nodes."""
+        """Make the driver place the ranks. Return the address of this machine for the nodes, and the nodes."""
         cluster = self._cluster
         wanted = replace(
             cluster,
@@ -227,7 +230,7 @@ class RayBackend(FunctionBackend):
         return connected.address, placed.nodes
 
     def _handle_note(self, text: str) -> None:
-        """Show the user a note, and raise an error if the run is to be stopped."""
+        """Show the user a note, and raise an error if the user has stopped the run."""
         if text:
             self._note(text)
         if self._stopping():
@@ -246,7 +249,7 @@ class RayBackend(FunctionBackend):
         nodes: Sequence[tuple[str, int]],
         found: dict[int, RayHostConnection],
     ) -> None:
-        """Wait until every node's actor has connected, and add the connections to ``found``."""
+        """Wait until the actors of all nodes have connected, and add the connections to ``found``."""
         deadline = time.monotonic() + self._cluster.start_timeout
         while len(found) < len(nodes):
             self._handle_note("")
@@ -266,7 +269,7 @@ class RayBackend(FunctionBackend):
 
 
 def _by_node(orders: Sequence[WorkerOrder], nodes: Sequence[tuple[str, int]], port: int) -> list[list[WorkerOrder]]:
-    """Return the orders of each node's consecutive ranks, with the variables of their placement."""
+    """Divide the orders among the nodes, and add the environment variables that say where each rank is placed."""
     remaining = iter(orders)
     by_node = [list(itertools.islice(remaining, size)) for _, size in nodes]
     for node, own in enumerate(by_node):
@@ -284,12 +287,15 @@ def _by_node(orders: Sequence[WorkerOrder], nodes: Sequence[tuple[str, int]], po
 
 
 def address_of(cluster: RayCluster) -> str:
-    """Return the address for the driver. For "auto", use the notebook's ``ray.init()``, or RAY_ADDRESS."""
+    """Return the address to which the driver connects.
+
+    "auto" means the cluster of the notebook's ``ray.init()``, or else RAY_ADDRESS.
+    """
     if cluster.address != "auto":
         return cluster.address
     ray: Any = sys.modules.get("ray")
     if ray is not None and hasattr(ray, "is_initialized") and ray.is_initialized():
-        with suppress(Exception):  # Ray's client does not have this address.
+        with suppress(Exception):  # A notebook that uses Ray's client does not have this address.
             return str(ray.get_runtime_context().gcs_address)
     return os.environ.get("RAY_ADDRESS") or "auto"
 
@@ -303,7 +309,7 @@ class PlaceOrder(Event):
 
     Attributes:
         ranks: The number of ranks to place.
-        payload: The ``RayCluster`` with its address, pickled.
+        payload: The pickled ``RayCluster``, including the address.
     """
 
     ranks: int
@@ -315,7 +321,7 @@ class ConnectedEvent(Event):
     """The driver has connected to the cluster.
 
     Attributes:
-        address: Address of the kernel's machine as seen by the nodes, or "" if they cannot reach it.
+        address: The address by which the nodes can reach the kernel's machine, or "" if they cannot.
     """
 
     address: str
@@ -330,22 +336,22 @@ class ClusterNoteEvent(Event):
 
 @dataclass(slots=True)
 class ReservedEvent(Event):
-    """The resources are reserved, and the actors are starting."""
+    """The resources have been reserved, and the actors are starting."""
 
 
 @dataclass(slots=True)
 class RefusedEvent(Event):
-    """The launch is not possible, for the reason given."""
+    """The launch is not possible, for the reason in ``text``."""
 
     text: str
 
 
 @dataclass(slots=True)
 class PlacedEvent(Event):
-    """Every rank has a node, and every node has an actor.
+    """Every rank has been assigned to a node, and every node has an actor.
 
     Attributes:
-        nodes: The address of each node and the number of its ranks, in order.
+        nodes: The address of each node and the number of ranks there, in order.
     """
 
     nodes: list[tuple[str, int]]
@@ -356,8 +362,8 @@ class ServeOrder(Event):
     """A request to make the actors connect to the kernel as hosts.
 
     Attributes:
-        address: Address of the kernel's listener.
-        port: Port of the kernel's listener.
+        address: The address on which the kernel listens.
+        port: The port on which the kernel listens.
         payload: The run's secret.
     """
 
@@ -368,7 +374,7 @@ class ServeOrder(Event):
 
 @dataclass(slots=True)
 class ActorEndedEvent(Event):
-    """A node's actor has exited. The reason is "" if its ranks have finished."""
+    """A node's actor has exited. ``text`` is the reason, or "" if the actor's ranks have finished."""
 
     node: int
     text: str

@@ -1,14 +1,14 @@
-"""The kernel's driver on a Ray cluster: a separate process, which lives as long as an attempt of a run.
+"""The kernel's driver on a Ray cluster, a separate process that lives as long as one attempt of a run.
 
-Ray's driver installs a handler for SIGTERM, sets environment variables, and keeps threads for gRPC, after which forking
-that process is not safe. A separate process leaves the kernel unchanged. When it ends, for whatever reason, its actors
-end and their resources are released.
+A process that connects to Ray gets a handler for SIGTERM, environment variables, and threads for gRPC, which make later
+forks unsafe. A separate process keeps all of this out of the kernel. When the driver ends, for whatever reason, its
+actors end and their resources are released.
 
-The ranks' resources are reserved by a placement group with one bundle per rank. Once Ray has placed it, one actor is
-started on each node, in one of the node's bundles and without resources, because the ranks use the resources of the
-bundles. Ray assigns devices to the bundles when it reserves them, until the group is removed, and shows them only to
-tasks and actors in a bundle. A short task in each bundle therefore reports them. A second group with one bundle per
-node would need no tasks, but others could take the resources between the two groups.
+The ranks' resources are reserved by a placement group with one bundle per rank. Once Ray has placed the group, one
+actor is started on each node, in one of the node's bundles. The actor itself requests no resources, because the ranks
+use those of the bundles. Ray assigns devices to a bundle when it reserves the group, and shows them only to tasks and
+actors in the bundle, so a short task in each bundle reports its devices. A second group with one bundle per node would
+need no tasks, but others could take the resources between the two groups.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from notebook_accelerate.worker.entry import die_with_parent
 
 POLL_SECONDS = 0.5
 CONFIRM_SECONDS, NODE_SECONDS = 30.0, 3.0
-"""How long Ray may take to confirm that an unavailable actor has exited, and then that its node has died."""
+"""How many seconds Ray may take to confirm that an unavailable actor has exited, and then that its node has died."""
 REFUSE_SECONDS = 3.0
-"""Seconds until resources released by an earlier attempt are available again."""
+"""Minimum seconds to wait for resources, because those released by an earlier attempt are not free immediately."""
 CONNECT_TRIES = 3
-"""Attempts to connect. Ray's head waits 30 seconds for a client's server, which is too short on a busy machine."""
+"""Number of attempts to connect. Ray's head waits only 30 s for a client's server, which a busy machine may exceed."""
 NOTE_SECONDS = 10.0
-"""Seconds between two notes of a launch that waits for resources."""
+"""Seconds between two notes while a launch waits for resources."""
 CALLS = 16
-"""Concurrent calls of an actor. One of them lasts until its ranks finish, and the others are short."""
+"""Maximum number of concurrent calls of an actor. One lasts until the ranks finish, and the others are short."""
 UNPLACED_STATES = ("NO_RESOURCES", "INFEASIBLE")
-"""Ray's states of a placement group that it could not place."""
+"""The states of a placement group that Ray could not place."""
 
 
 def main(control: int, parent: int) -> NoReturn:
-    """Run the driver. Never returns.
+    """Run the driver, then exit the process.
 
     Args:
-        control: Descriptor of the socket to the kernel.
-        parent: Process id of the kernel.
+        control: The descriptor of the socket to the kernel.
+        parent: The process id of the kernel.
     """
     die_with_parent(parent)
     channel = Channel(socket.socket(fileno=control))
@@ -63,7 +63,7 @@ def main(control: int, parent: int) -> NoReturn:
     try:
         Driver(channel).run()
     except ChannelClosedError:
-        code = 1  # The kernel is lost.
+        code = 1  # The kernel has died or closed the socket.
     except LaunchError as error:
         with suppress(ChannelClosedError):
             channel.send(ray_backend.RefusedEvent(str(error)))
@@ -76,14 +76,14 @@ def main(control: int, parent: int) -> NoReturn:
 
 
 class Node(NamedTuple):
-    """A node of the run.
+    """A node that takes part in the run.
 
     Attributes:
         id: The node's id in the cluster.
         actor: The actor on the node.
-        facts: Its host name, address and versions.
-        ranks: The number of ranks on it.
-        devices: The variables that list the ranks' devices.
+        facts: The node's host name, address and versions.
+        ranks: The number of ranks on the node.
+        devices: The environment variables that list the ranks' devices.
     """
 
     id: str
@@ -94,7 +94,7 @@ class Node(NamedTuple):
 
     @property
     def address(self) -> str:
-        """The address of the node."""
+        """The node's address in the cluster."""
         return str(self.facts["address"])
 
 
@@ -102,7 +102,7 @@ class Driver:
     """Reserves resources for the ranks of one attempt, and releases them.
 
     Args:
-        channel: The stream to the kernel.
+        channel: The channel to the kernel.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -113,7 +113,7 @@ class Driver:
         self._nodes: list[Node] = []
 
     def run(self) -> None:
-        """Execute the kernel's orders until it leaves."""
+        """Execute the kernel's orders until the kernel releases the resources or leaves."""
         order = self._next()
         assert isinstance(order, ray_backend.PlaceOrder)
         self._ranks, self._cluster = order.ranks, pickle.loads(order.payload)
@@ -137,7 +137,7 @@ class Driver:
     # ---- the cluster
 
     def _connect(self) -> None:
-        """Connect to the cluster, trying again if its server for clients takes too long to start."""
+        """Connect to the cluster. If its server for clients takes too long to start, try again."""
         import ray
 
         address = self._cluster.address
@@ -154,7 +154,7 @@ class Driver:
         self._channel.send(ray_backend.ConnectedEvent("" if by_client else ray.util.get_node_ip_address()))
 
     def _reserve(self) -> None:
-        """Reserve the ranks' resources, and wait for them if requested.
+        """Reserve the ranks' resources. If the user has requested it, wait until they are available.
 
         Raises:
             LaunchError: The cluster does not have enough resources.
@@ -167,7 +167,8 @@ class Driver:
         while not self._group.wait(POLL_SECONDS):
             self._check_still_wanted()
             alive = _alive_nodes()
-            # A group placed on a node whose death Ray had not yet noticed may wait forever (Ray 2.60).
+            # If a node has died, request a new group, because Ray may have placed this one on the node before it
+            # noticed, and such a group may wait forever (Ray 2.60).
             nodes = alive if nodes <= alive else self._request_placement_group()
             now = time.monotonic()
             stuck = placement_group_table(self._group)["stats"]["scheduling_state"] in UNPLACED_STATES
@@ -181,7 +182,7 @@ class Driver:
         self._channel.send(ray_backend.ReservedEvent())
 
     def _request_placement_group(self) -> set[str]:
-        """Replace the placement group with a new one for all ranks. Return the nodes that are alive."""
+        """Request a placement group for all ranks, in place of any earlier one. Return the ids of the living nodes."""
         from ray.util.placement_group import placement_group, remove_placement_group
 
         nodes = _alive_nodes()
@@ -191,12 +192,12 @@ class Driver:
         return nodes
 
     def _check_still_wanted(self) -> None:
-        if self._channel.receive(0.0):  # No other message is sent at this point.
+        if self._channel.receive(0.0):  # At this point, any message means that the kernel releases the resources.
             raise LaunchError("the kernel stopped waiting")
 
     @functools.cached_property
     def _bundle(self) -> dict[str, float]:
-        """The resources that are reserved for one rank, by name."""
+        """The amount of each resource to reserve for one rank."""
         import ray
 
         cluster, gpus = self._cluster, self._cluster.gpus
@@ -206,7 +207,7 @@ class Driver:
         return {name: amount for name, amount in bundle.items() if amount}
 
     def _resources_text(self) -> str:
-        """Return a text with the requested, existing and free resources."""
+        """Describe the requested, existing and free resources."""
         import ray
 
         nodes = [node for node in ray.nodes() if node["Alive"]]
@@ -233,18 +234,18 @@ class Driver:
     # ---- the actors
 
     def _place(self) -> None:
-        """Start an actor on each node, compare versions, and report the nodes.
+        """Start an actor on each node, compare versions, and report the nodes to the kernel.
 
         Raises:
-            LaunchError: An actor could not be started, or its versions do not match.
+            LaunchError: An actor could not be started, or the versions on its node do not match.
         """
         import ray
 
         actor, options = ray.remote(_actor_class()), {"num_cpus": 0, "num_gpus": 0, "max_concurrency": CALLS}
         bundles, facts = self._bundles_by_node(), list[dict[str, Any]]()
         while [fact["node"] for fact in facts] != list(bundles):
-            # Ray has moved bundles off a dead node. Read them only then: through Ray's client, each read starts a
-            # process.
+            # If Ray has moved bundles away from a dead node, read the table again. Avoid reading it without a reason,
+            # because each read through Ray's client starts a process.
             if facts:
                 bundles = self._bundles_by_node()
             actors = [actor.options(**options, **self._within(own[0])).remote() for own in bundles.values()]
@@ -259,7 +260,7 @@ class Driver:
         self._channel.send(ray_backend.PlacedEvent([(node.address, node.ranks) for node in self._nodes]))
 
     def _bundles_by_node(self) -> dict[str, list[int]]:
-        """Return the indices of the bundles on each node."""
+        """Return the indices of the bundles on each node, by the node's id."""
         from ray.util.placement_group import placement_group_table
 
         nodes = placement_group_table(self._group)["bundles_to_node_id"]
@@ -269,14 +270,14 @@ class Driver:
         return found
 
     def _within(self, bundle: int) -> dict[str, Any]:
-        """Return Ray's options for a task or actor in a bundle."""
+        """Return the options that make Ray run a task or an actor in a bundle."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
         return {"scheduling_strategy": strategy, "runtime_env": self._cluster.runtime_env or None}
 
     def _devices(self) -> list[dict[str, str]]:
-        """Return Ray's variables that list the devices of each bundle."""
+        """Return, for each bundle, the environment variables in which Ray lists the devices."""
         import ray
 
         others = {name: amount for name, amount in self._bundle.items() if name not in ("CPU", "GPU")}
@@ -287,7 +288,7 @@ class Driver:
         return _results(task.options(**options, **self._within(index)).remote() for index in range(self._ranks))
 
     def _serve(self, order: ray_backend.ServeOrder) -> None:
-        """Make the actors connect to the kernel and run their ranks."""
+        """Make the actors connect to the kernel and run the ranks that it requests."""
         where, tunnelled = (order.address, order.port), self._cluster.address.startswith(RAY_CLIENT)
         if tunnelled:
             _results(node.actor.call.remote("open_tunnel") for node in self._nodes)
@@ -299,7 +300,7 @@ class Driver:
             threading.Thread(target=self._watch, args=(index, serving), daemon=True).start()
 
     def _watch(self, index: int, serving: Any) -> None:
-        """Report to the kernel why a node's actor has ended."""
+        """Wait until a node's actor has ended, and report the reason to the kernel."""
         import ray
 
         reason = ""
@@ -315,7 +316,7 @@ class Driver:
         ray: Any = sys.modules.get("ray")
         if ray is None or not ray.is_initialized():
             return
-        with suppress(Exception):  # A lost cluster cannot release the resources.
+        with suppress(Exception):  # The cluster may be lost.
             if self._group is not None:
                 from ray.util.placement_group import remove_placement_group
 
@@ -324,7 +325,7 @@ class Driver:
 
 
 def _end_reason(node: Node, error: Exception) -> str:
-    """Return why a node's actor has exited. Poll Ray while it only reports that the actor is unavailable."""
+    """Return why a node's actor has exited. As long as Ray only says that the actor is unavailable, ask again."""
     import ray
 
     deadline = time.monotonic() + CONFIRM_SECONDS
@@ -333,16 +334,16 @@ def _end_reason(node: Node, error: Exception) -> str:
         try:
             ray.get(node.actor.facts.remote(), timeout=max(POLL_SECONDS, deadline - time.monotonic()))
         except ray.exceptions.GetTimeoutError:
-            continue  # Ray has not confirmed the end yet.
+            continue  # Ray has not confirmed the exit yet.
         except Exception as later:  # noqa: BLE001 - any error is the reason
             error = later
     return _node_death(node) or cause(error)
 
 
 def _node_death(node: Node) -> str:
-    """Return a text if a node has died. The cluster reports a node's death later than its actor's."""
+    """Return a text if a node has died, or "" otherwise. Ray reports the death of a node later than its actor's."""
     deadline = time.monotonic() + NODE_SECONDS
-    with suppress(Exception):  # A lost cluster does not answer.
+    with suppress(Exception):  # If the cluster is lost, it does not answer.
         while time.monotonic() < deadline:
             if node.id not in _alive_nodes():
                 return f"the Ray node at {node.address} has died"
@@ -358,10 +359,10 @@ def _alive_nodes() -> set[str]:
 
 
 def _results(references: Iterable[Any]) -> list[Any]:
-    """Return the results of calls of actors and tasks.
+    """Wait for calls of actors and tasks, and return their results.
 
     Raises:
-        LaunchError: One of them could not be started, or has died.
+        LaunchError: An actor or task could not be started, or has died.
     """
     import ray
 
@@ -372,7 +373,7 @@ def _results(references: Iterable[Any]) -> list[Any]:
 
 
 def _device_task() -> Callable[[], dict[str, str]]:
-    """Return the function of the tasks that report devices. Like the actors' class, it is pickled by value."""
+    """Return the function for the tasks that report devices. Like the actors' class, it is pickled by value."""
     names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
 
     def devices() -> dict[str, str]:
@@ -386,15 +387,15 @@ def _device_task() -> Callable[[], dict[str, str]]:
 def _actor_class() -> type[Any]:
     """Return the class of the actors.
 
-    It is pickled by value and imports this package only after the comparison of versions, so that a node without the
-    package can report that fact.
+    The class is pickled by value, and imports this package only after the versions have been compared, so that a node
+    without the package can report that.
     """
 
     class NodeActor:
-        """Reports on one node, and has its host run ranks."""
+        """An actor that reports facts about its node and calls the methods of the node's host."""
 
         def facts(self) -> dict[str, Any]:
-            """Return the versions of Python and packages, the host name, the address and the id of this node."""
+            """Return this node's versions of Python and packages, host name, address and id."""
             import importlib.metadata
             import platform
             import socket
@@ -426,9 +427,9 @@ def _actor_class() -> type[Any]:
 
 
 def merge_devices(devices: list[dict[str, str]]) -> dict[str, str]:
-    """Return the variables that show each rank the devices of all ranks on its node.
+    """Return the environment variables that show each rank the devices of all ranks on its node.
 
-    The device of a rank is at the index of its local rank. If each rank saw only the device of its bundle, that device
+    Each rank's own device is at the index of its local rank. If a rank saw only the device of its bundle, that device
     would have number 0 in every rank. However, frameworks use the device whose number is the local rank, and NCCL
     accesses a neighbour's memory only if the neighbour's device is visible.
     """
@@ -442,13 +443,13 @@ def merge_devices(devices: list[dict[str, str]]) -> dict[str, str]:
 
 
 def run_tunnel(actor: Any, address: str, port: int) -> None:
-    """Forward the stream between the kernel's listener and an actor that cannot reach it."""
+    """Forward the stream between the kernel's listener and an actor that cannot reach the listener."""
     import ray
 
     with socket.create_connection((address, port)) as connection:
 
         def down() -> None:
-            with suppress(Exception):  # One of the ends may be lost.
+            with suppress(Exception):  # The kernel or the actor may be lost.
                 while True:
                     data = connection.recv(1 << 20)
                     ray.get(actor.call.remote("push", data))
@@ -456,19 +457,19 @@ def run_tunnel(actor: Any, address: str, port: int) -> None:
                         return
 
         threading.Thread(target=down, daemon=True).start()
-        with suppress(Exception):  # If the actor is lost, the kernel sees the connection close.
+        with suppress(Exception):  # If the actor is lost, closing the connection tells the kernel.
             while (data := ray.get(actor.call.remote("pull"))) != b"":
                 if data:
                     connection.sendall(data)
-        with suppress(OSError):  # close() is not enough, because the other thread is still blocked on the connection.
+        with suppress(OSError):  # close() would not be enough, because the other thread is blocked in recv().
             connection.shutdown(socket.SHUT_RDWR)
 
 
-# ---- error messages for errors of Ray and its nodes
+# ---- messages for errors of Ray and its nodes
 
 
 def mismatches(ours: dict[str, str], facts: list[dict[str, Any]]) -> str:
-    """Return a message about nodes whose versions do not match the kernel's, or "" if all match."""
+    """Return a message about nodes whose versions do not match the kernel's, or "" if all versions match."""
     lines: list[str] = []
     for fact in facts:
         lines += version_differences(f"node {fact['host']} ({fact['address']})", fact["versions"], ours, "the notebook")
@@ -481,7 +482,7 @@ def mismatches(ours: dict[str, str], facts: list[dict[str, Any]]) -> str:
 
 
 def unreachable(address: str, error: Exception) -> str:
-    """Return why a cluster could not be reached, with advice."""
+    """Return a message about why a cluster could not be reached, with advice."""
     text = str(error).strip()
     if "Version mismatch" in text or "version mismatch" in text:
         return f"the notebook's Ray or Python does not match the cluster's: {' '.join(text.split())}"
@@ -491,7 +492,8 @@ def unreachable(address: str, error: Exception) -> str:
             "variable RAY_ADDRESS, or pass on='ray://host:10001'"
         )
     lines = text.splitlines() or [""]
-    summary = " ".join(dict.fromkeys([lines[0].strip(), lines[-1].strip()]))  # The error, and the end of its traceback.
+    # The first line has the error, and the last one the end of the error's traceback.
+    summary = " ".join(dict.fromkeys([lines[0].strip(), lines[-1].strip()]))
     hint = "; on a machine that is not one of its nodes, pass on='ray://host:10001'"
     if address.startswith("ray://"):
         hint = ""
@@ -504,7 +506,7 @@ _ADDRESS = re.compile(r"address: ([\w.:]+)")
 
 
 def cause(error: BaseException) -> str:
-    """Return one sentence about why an actor has ended or could not start."""
+    """Return a phrase about why an actor has ended or could not start."""
     text = str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if "node has died" in text or "marked dead" in text or "node was terminated" in text or "node died" in text:
@@ -521,5 +523,5 @@ def cause(error: BaseException) -> str:
 
 
 def amounts(resources: Mapping[str, float], names: list[str]) -> str:
-    """Return a text with the amount of each resource."""
+    """List the amounts of resources, as in "CPU 4, GPU 1"."""
     return ", ".join(f"{name} {resources.get(name, 0):g}" for name in names)

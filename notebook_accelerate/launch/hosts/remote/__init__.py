@@ -1,1 +1,1 @@
-"""Ranks on other machines, with an authenticated stream to each host."""
+"""Ranks on other machines, and the authenticated stream to the host on each machine."""

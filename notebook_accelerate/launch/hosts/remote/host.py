@@ -1,4 +1,4 @@
-"""A host, which runs ranks on its machine for a kernel elsewhere and relays messages between them."""
+"""A host, which runs ranks on its machine for a kernel elsewhere, and relays messages between the two."""
 
 from __future__ import annotations
 
@@ -46,22 +46,22 @@ if TYPE_CHECKING:
 
 
 POLL_SECONDS = 0.1
-"""Seconds between polls of the ranks, on systems that cannot report the end of a process."""
+"""Seconds between polls of the ranks, on systems that cannot report when a process exits."""
 RELAY_SECONDS = 0.1
-"""Seconds between two relays of a steady flow. The kernel sends a front end at most ten messages a second."""
+"""Seconds between two relays of steady output. The kernel sends no more than ten messages a second to a front end."""
 GUARD_SECONDS = 1.0
 """Seconds between two checks that the orphan guard is running."""
 
 
 class Host:
-    """Serves one kernel.
+    """Serves one kernel, by running ranks and relaying messages.
 
     Args:
         stream: The stream to the kernel, which `close` closes.
 
     Attributes:
-        lost: Why the stream ended even though the kernel did not leave, or "".
-        refused: Why the kernel has refused this host, or "".
+        lost: Why the stream ended even though the kernel has not left, or "" otherwise.
+        refused: Why the kernel has refused this host, or "" if it has not.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -71,33 +71,33 @@ class Host:
         self.lost = self.refused = ""
         self._guard_due = 0.0
         self._pace, self._relayed = RateLimiter(RELAY_SECONDS, burst=50), 0
-        self._pieces: list[tuple[int, str, bytes]] = []  # Data that has been read from the ranks but not sent yet.
+        self._pieces: list[tuple[int, str, bytes]] = []  # Hold the data that has been read from ranks but not sent yet.
         self._messages: deque[Event] = deque()
-        # Use a thread: a rank that does not read, such as a suspended one, must not block the others, or its own
-        # signals.
+        # Send to ranks on a separate thread, because one that does not read, such as a suspended one, must block
+        # neither the other ranks nor the signals sent to it.
         self._to_ranks = ThreadPoolExecutor(1, "notebook-accelerate-host")
         self._selector = DispatchSelector()
         stream.register(self._selector, self._receive)
 
     def watch(self, source: HasFileno, call: Callable[[], object]) -> None:
-        """Call ``call`` on the thread that uses the host whenever ``source`` is readable."""
+        """Call ``call`` on the host's thread whenever ``source`` is readable."""
         self._selector.register(source, selectors.EVENT_READ, call)
 
     def next_message(self) -> Event | None:
-        """Wait for the kernel's next message that is not for a rank. Return None if the kernel has left or is lost."""
+        """Wait for the kernel's next message that is not for a rank. Return None if the kernel left or was lost."""
         while not self._messages and not self._left:
             dispatch(self._selector, None)
         return self._messages.popleft() if self._messages else None
 
     def run_ranks(self, backend: ProcessBackend, orders: Sequence[WorkerOrder]) -> None:
-        """Start ranks and relay until all have finished. Kill them if the kernel leaves or is lost.
+        """Start ranks and relay messages until all ranks have finished. Kill them if the kernel leaves or is lost.
 
         Args:
             backend: Starts the ranks on this machine.
-            orders: One order per rank.
+            orders: One order for each rank.
 
         Raises:
-            LaunchError: A rank could not be started. The error has been sent to the kernel.
+            LaunchError: A rank could not be started. The kernel has already been told.
         """
         self._start(backend, orders)
         sampler = ResourceSampler({rank: process.pid for rank, process in self._ranks.items()}, self.sampled)
@@ -109,7 +109,7 @@ class Host:
             sampler.stop()
 
     def disconnect(self, reason: str = "", *, stopped: bool = False) -> None:
-        """Disconnect from the kernel, and send it the reason. The ranks of this host are killed."""
+        """Leave, and send the reason to the kernel. The ranks of this host are killed."""
         self._relay_pieces()
         self.send(LeaveEvent(reason, stopped))
         self._left = True
@@ -149,29 +149,29 @@ class Host:
             self.handle_urgent()
 
     def seconds_until_due(self) -> float | None:
-        """Return the seconds until `handle_urgent` must be called, or None to wait until something arrives."""
+        """Return the seconds until `handle_urgent` must be called, or None if it can wait until something arrives."""
         return None
 
     def handle_urgent(self) -> None:
-        """Handle messages that cannot wait for the end of the ranks. Called repeatedly while the ranks run."""
+        """Handle messages that cannot wait until the ranks have ended. This is called repeatedly while they run."""
         while self._messages and _is_urgent(self._messages[0]):
             self.handle_message(self._messages.popleft())
 
     def handle_message(self, message: Event) -> None:
-        """Handle a message about the whole run, on the thread that uses the host."""
+        """Handle a message about the whole run, on the host's thread."""
 
     def _kill(self) -> None:
         for process in list(self._ranks.values()):
             process.send_signal(signal.SIGKILL, group=True)
             process.await_end(5.0)
-            process.drain(self, channel=True)  # Relay the last output, so that nothing is lost.
+            process.drain(self, channel=True)  # Relay the last output too.
             self.release(process)
         self._relay_pieces()
 
-    # ---- messages from the ranks: RankListener
+    # ---- messages from the ranks (RankListener)
 
     def started(self, process: RankProcess) -> None:
-        """Report that a rank has started, and listen to it."""
+        """Report that a rank has started, and start listening to the rank."""
         self._ranks[process.rank] = process
         self.send(StartedEvent(process.rank, process.pid))
         process.connect(self._selector, self)
@@ -180,7 +180,7 @@ class Host:
         self._add_piece(rank, stream, data)
 
     def on_frames(self, rank: int, data: bytes) -> None:
-        """Relay the frames, after the output that the rank wrote before them."""
+        """Relay a rank's frames, after any output that the rank wrote earlier."""
         if process := self._ranks.get(rank):
             process.drain(self, channel=False)
         self._add_piece(rank, CHANNEL, data)
@@ -195,7 +195,7 @@ class Host:
             self._relay_pieces()
 
     def _relay_pieces(self) -> None:
-        """Send what was read from the ranks, at the end of each turn and before messages that must follow it."""
+        """Send everything that was read from the ranks. Call this before sending a message that must come later."""
         if self._pieces:
             pieces, self._pieces = self._pieces, []
             self.send(_relayed(pieces))
@@ -211,17 +211,17 @@ class Host:
         self.report_end(rank, end)
 
     def report_end(self, rank: int, end: Exit) -> None:
-        """Report how a rank ended. All its output has been sent before."""
+        """Report how a rank ended, after all of the rank's output has been sent."""
         self.send(EndedEvent(rank, end.code, end.signal, end.max_rss))
 
     def release(self, process: RankProcess) -> None:
-        """Close a rank whose process has exited and whose output was read."""
+        """Close a rank whose process has exited and whose output has been read."""
         process.disconnect(self._selector)
         process.close()
         self._ranks.pop(process.rank, None)
 
     def sampled(self, records: list[Record]) -> None:
-        """Send samples of the ranks' resource use. Called on the sampler's thread."""
+        """Send samples of the ranks' resource use. The sampler calls this on its own thread."""
         frames = [(rank, SAMPLES, encode([Stamped(stamp, event)])) for rank, stamp, event in records]
         if frames:
             self.send(_relayed(frames))
@@ -229,7 +229,7 @@ class Host:
     def send(self, event: Event) -> None:
         """Send an event to the kernel, unless the kernel or this host has left. Safe to call from any thread."""
         if not self._left:
-            with suppress(ChannelClosedError):  # The error is noticed when the stream is read.
+            with suppress(ChannelClosedError):  # The error will be noticed when the stream is read.
                 self._stream.send(event)
 
     # ---- messages from the kernel
@@ -275,5 +275,5 @@ def _relayed(pieces: Sequence[tuple[int, str, bytes]]) -> RelayEvent:
 
 
 def _is_urgent(message: Event) -> bool:
-    """Return whether a message cannot wait for the end of the ranks."""
+    """Return whether a message cannot wait until the ranks have ended."""
     return isinstance(message, JournalEvent) or (isinstance(message, RunOverEvent) and message.held)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 CLOCK_ROUNDS = 5
 CLOCK_SECONDS = 2.0
 SLICE_SECONDS = 0.2
-"""Seconds between two checks of whether the run is to be stopped."""
+"""Seconds between two checks of whether the user has stopped the run."""
 
 
 _START_REPLIES = (protocol.StartedEvent, protocol.LeaveEvent, protocol.StopRequest)
@@ -42,13 +42,13 @@ class HostConnection:
     Attributes:
         node: Index of the host's machine in the run.
         hello: The host's first message.
-        clock_offset: Seconds to add to the host's time to get this machine's, or 0 if the difference is within the
-            delay.
+        clock_offset: Seconds to add to the host's time to get this machine's time, or 0 if the difference is smaller
+            than the delay of messages.
         lost: Why the host no longer takes part, or "" if it does.
-        ranks: Its ranks that have not been closed.
-        cells: The cells of the host's notebook, or None if it is not a notebook.
-        on_last_end: Called when the last of its ranks has been closed.
-        on_message: Called on the selector's thread with the host's messages about the whole run.
+        ranks: The host's ranks that have not been closed.
+        cells: The cells of the host's notebook, or None if the host is not a notebook.
+        on_last_end: A function to call when the last of the host's ranks has been closed.
+        on_message: A function to call, on the selector's thread, with each message about the whole run.
     """
 
     def __init__(self, incoming: IncomingHost) -> None:
@@ -66,13 +66,13 @@ class HostConnection:
 
     @property
     def name(self) -> str:
-        """The name of the host's node, as shown in messages."""
+        """The name of the host's node in messages."""
         return protocol.node_name(self.node, self.hello.host)
 
     def measure_clock(self) -> None:
-        """Request the host's time and store the difference.
+        """Request the host's time and store the difference to this machine's.
 
-        The fastest of several replies has the smallest error, half of its round-trip time (as in NTP, RFC 5905).
+        Of several replies, the fastest one has the smallest error, half of its round-trip time (as in NTP, RFC 5905).
         """
         best = (CLOCK_SECONDS, 0.0)
         for number in range(CLOCK_ROUNDS):
@@ -85,34 +85,34 @@ class HostConnection:
         self.clock_offset = best[1] if abs(best[1]) > best[0] else 0.0
 
     def await_started(self, order: WorkerOrder, timeout: float, stopping: Callable[[], bool] = bool) -> RemoteRank:
-        """Wait until the host has started its next rank, and return it, or an ended rank if the host is lost.
+        """Wait until the host has started its next rank, and return the rank. If the host is lost, the rank has ended.
 
         Args:
             order: The rank's order.
             timeout: Maximum seconds to wait for the host.
-            stopping: Returns whether the run is being stopped.
+            stopping: A function that returns whether the user has stopped the run.
 
         Raises:
             LaunchError: The host reports a failure, or sends nothing for ``timeout`` seconds.
-            RunStoppedError: The run is ``stopping``, or a user has stopped it on the host.
+            RunStoppedError: The run has been stopped, here or by the host's user.
         """
         local_rank = int(order.environment.get("LOCAL_RANK", 0))
         try:
             found = self._await(lambda event: isinstance(event, _START_REPLIES), timeout, stopping)
-        except ChannelClosedError:  # The end is noticed when the rank is connected.
+        except ChannelClosedError:  # The loss of the host will be noticed when the rank is connected.
             return RemoteRank(self, order.rank, 0, local_rank)
         if found is None:
             raise LaunchError(f"{self.name} did not start its ranks within {timeout:g} s")
         if isinstance(found.event, protocol.StartedEvent):
             return RemoteRank(self, found.event.rank, found.event.pid, local_rank)
         if not isinstance(found.event, protocol.LeaveEvent) or found.event.stopped:
-            raise RunStoppedError(f"{self.name}: it was stopped while its ranks were started")
+            raise RunStoppedError(f"{self.name}: it was stopped while its ranks were starting")
         raise LaunchError(f"{self.name} could not start its ranks: {found.event.reason or 'it has left'}")
 
     def _await(
         self, wanted: Callable[[Event], bool], timeout: float, stopping: Callable[[], bool] = lambda: False
     ) -> Stamped | None:
-        """Return the next event that is ``wanted``, or None if it does not arrive in time.
+        """Return the next event for which ``wanted`` returns True, or None if there is none in time.
 
         Other events are kept for later.
         """
@@ -125,23 +125,23 @@ class HostConnection:
             if left <= 0:
                 return None
             if stopping():
-                raise RunStoppedError("the run was stopped while its ranks were started")
+                raise RunStoppedError("the run was stopped while its ranks were starting")
             self._early += self._stream.receive(min(left, SLICE_SECONDS))
 
     def send(self, *events: Event) -> None:
-        """Send events to the host. A lost host is noticed when its stream is read. Safe to call from any thread."""
+        """Send events to the host. If the host is lost, do nothing. Safe to call from any thread."""
         now = steady_time.now()
         self._stream.queue((encode([Stamped(now, event) for event in events]),))
 
     def send_each(self, events: Iterable[Event]) -> None:
-        """Stream large events lazily, creating each one only when the host is ready to receive it."""
+        """Send large events one by one. Each is created only when the host is ready to receive it."""
         self._stream.queue(encode([Stamped(steady_time.now(), event)]) for event in events)
 
-    # ---- on the thread of the selector
+    # ---- on the selector's thread
 
     def connect(self, selector: selectors.BaseSelector) -> None:
-        """Register the stream, once for all its ranks, and handle what has already arrived."""
-        # The other ranks are connected next, and the last one registers the stream.
+        """Register the stream, once for all of the host's ranks, and handle what has already arrived."""
+        # Wait until the last rank is connected, so that no rank misses a message.
         if any(rank.listener is None for rank in self.ranks.values()):
             return
         early, self._early = self._early, []
@@ -158,7 +158,7 @@ class HostConnection:
             self.mark_lost(f"{self.name} was lost: {error}")
 
     def handle(self, event: Event) -> None:
-        """Handle an event from the host, which may concern the whole run or one of its ranks."""
+        """Handle an event from the host, which concerns either the whole run or one of the host's ranks."""
         if isinstance(event, protocol.RelayEvent):
             self._pass_on(event)
         elif isinstance(event, protocol.LeaveEvent):
@@ -183,7 +183,7 @@ class HostConnection:
                 rank.dispatch(source, data)
 
     def mark_lost(self, reason: str) -> None:
-        """Record that the host is lost, and its ranks with it."""
+        """Record that the host has been lost, together with its ranks."""
         self.disconnect()
         self.lost = reason or f"{self.name} has left"
         for waiting in list(self._captured.values()):
@@ -193,17 +193,17 @@ class HostConnection:
                 rank.end(Exit(lost=self.lost))
 
     def disconnect(self) -> None:
-        """Stop handling what arrives, until the next `connect`."""
+        """Stop handling what arrives until `connect` is called again."""
         self._stream.on_ready = None
 
     def remove(self, rank: int) -> None:
-        """Remove an ended rank from those that the connection serves."""
+        """Remove an ended rank from the ranks of this connection."""
         self.ranks.pop(rank, None)
         if not self.ranks:
             self.on_last_end()
 
     def close(self, reason: str = "") -> None:
-        """Close the connection, so that the host kills its ranks. If the host is refused, ``reason`` says why."""
+        """Close the connection, after which the host kills its ranks. To refuse the host, pass a ``reason``."""
         self.send(protocol.LeaveEvent(reason))
         self.disconnect()
         self._stream.close()
@@ -213,9 +213,9 @@ class HostConnection:
     # ---- any thread
 
     def capture_stacks(self, rank: int) -> ProcessStacks:
-        """Make the host capture the stacks of a rank."""
+        """Make the host capture the stacks of a rank, and return them. They are empty if there is no reply in time."""
         number, replies = next(self._numbers), SimpleQueue[protocol.CapturedStacksEvent | None]()
-        self._captured[number] = replies  # Use a queue, because an interrupt of the caller then leaves no lock held.
+        self._captured[number] = replies  # This is a queue because an interrupt of the caller leaves no lock held.
         self.send(protocol.CaptureStacksOrder(rank, number))
         answer = None
         with suppress(Empty):
@@ -236,10 +236,10 @@ class RemoteRank(RankProcess):
     """A rank on a remote host.
 
     Args:
-        connection: The connection to its host.
+        connection: The connection to the rank's host.
         rank: The rank's global index.
-        pid: Its process id on that host.
-        local_rank: Index on its machine.
+        pid: The id of the rank's process on that host.
+        local_rank: The rank's index on its machine.
     """
 
     def __init__(self, connection: HostConnection, rank: int, pid: int, local_rank: int) -> None:
@@ -251,7 +251,7 @@ class RemoteRank(RankProcess):
         connection.ranks[rank] = self
 
     def dispatch(self, source: str, data: bytes) -> None:
-        """Handle a piece of the rank's frames or output; see ``RelayEvent``."""
+        """Pass on a piece of the rank's frames or output to the listener; see ``RelayEvent``."""
         assert self.listener is not None, "pieces are handled when it is connected"
         if source == protocol.CHANNEL:
             self.listener.on_frames(self.rank, data)
@@ -283,13 +283,13 @@ class RemoteRank(RankProcess):
         self._connection.connect(selector)
 
     def drain(self, listener: RankListener, *, channel: bool) -> None:
-        """Do nothing, because output and frames arrive in order on the same stream."""
+        """Do nothing, because output and frames arrive over the same stream, and so in the right order."""
 
     def disconnect(self, selector: selectors.BaseSelector) -> None:
         """Do nothing, because all ranks of the host share the connection."""
 
     def in_local_time(self, messages: list[Stamped]) -> list[Stamped]:
-        """Convert the times of messages, and name the cells of the host's notebook as in this one."""
+        """Convert the times of messages to this machine's clock, and name the cells of the host's notebook."""
         offset, cells = self._connection.clock_offset, self._connection.cells
         if cells is not None:
             messages = [Stamped(stamp, cells.with_named_cells(event)) for stamp, event in messages]
@@ -300,7 +300,7 @@ class RemoteRank(RankProcess):
         return [Stamped(stamp + offset, event) for stamp, event in messages]
 
     def await_end(self, timeout: float) -> None:
-        """Do not wait, because the host kills and reaps its ranks when the connection closes."""
+        """Do nothing, because the host kills and reaps its ranks when the connection closes."""
 
     def open_dump(self, path: str) -> None:
         self._connection.send(protocol.DumpOrder(self.rank, path))
@@ -312,5 +312,5 @@ class RemoteRank(RankProcess):
         return self._connection.capture_stacks(self.rank)
 
     def close(self) -> None:
-        """Remove the rank from the connection. The host kills processes that the rank left running."""
+        """Remove the rank from the connection. The host kills the processes that the rank has left running."""
         self._connection.remove(self.rank)

@@ -1,6 +1,6 @@
 """The messages between a kernel and a host, which runs ranks on another machine for the kernel.
 
-They contain the frames and the output of ranks as bytes, which the host does not decode.
+Messages contain the frames and the output of ranks as bytes, which the host does not decode.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from notebook_accelerate.telemetry import Event
 
 NOTEBOOK, COMMAND = "notebook", "command"
-"""The kinds of hosts. A notebook has a cell with the function; a command receives the function from the kernel."""
+"""The kinds of hosts. A notebook has the function in a cell, while a command receives it from the kernel."""
 CHANNEL, SAMPLES = "channel", "samples"
-"""Sources of the pieces of a `RelayEvent`, in addition to the streams "stdout" and "stderr"."""
+"""The sources of pieces in a `RelayEvent`, in addition to the streams "stdout" and "stderr"."""
 
 
 @dataclass(slots=True)
@@ -20,16 +20,16 @@ class HelloEvent(Event):
     """The first message of a host, which describes the host.
 
     Attributes:
-        node: Index of its machine in the run, or -1 to let the kernel choose it.
-        host: Name of its machine.
-        versions: Its versions by name: python, torch, notebook_accelerate.
+        node: Index of the host's machine in the run, or -1 if the kernel should choose the index.
+        host: Name of the host's machine.
+        versions: The versions of Python and packages by name: python, torch, notebook_accelerate.
         kind: `NOTEBOOK` or `COMMAND`.
-        pid: Its process id.
-        processes: The number of ranks it starts, or 0 for as many as the first notebook.
-        accelerator: Device type of its ranks.
-        num_nodes: The number of nodes that it was launched with, or 0 if unknown.
+        pid: The id of the host's process.
+        processes: The number of ranks to start on the host. 0 means as many as in the first notebook.
+        accelerator: Device type of the host's ranks.
+        num_nodes: The number of nodes that the host was launched with, or 0 if unknown.
         rdzv_id: The name of the run to join, or "" for any run.
-        port: A port that it holds for the store of the process group, or 0.
+        port: A port that the host has reserved for the store of the process group, or 0.
     """
 
     node: int = -1
@@ -45,18 +45,18 @@ class HelloEvent(Event):
 
     @property
     def title(self) -> str:
-        """The host's machine and process, as shown in messages."""
+        """The machine and the process of the host, as shown in messages."""
         return f"{self.host} ({'kernel' if self.kind == NOTEBOOK else 'process'} {self.pid})"
 
 
 def node_name(node: int, host: str) -> str:
-    """Return the name of a node as shown in messages."""
+    """Return the name of a node in messages, such as "node 1 (c3-n07)"."""
     return f"node {node} ({host})" if host else f"node {node}"
 
 
 @dataclass(slots=True)
 class WaitingEvent(Event):
-    """A line for the user of a host that has joined: which hosts have joined, and which are missing."""
+    """A line for the user of a host, about which hosts have joined and which are missing."""
 
     text: str
 
@@ -67,8 +67,8 @@ class HostPlanEvent(Event):
 
     Attributes:
         first: Name of the first notebook's machine.
-        clock_offset: Seconds to add to this host's time to get the first notebook's.
-        payload: The host's ``LaunchPlan``, pickled.
+        clock_offset: Seconds to add to the receiving host's time to get the first notebook's time.
+        payload: The pickled ``LaunchPlan`` of the receiving host.
     """
 
     first: str
@@ -85,14 +85,14 @@ class FunctionEvent(Event):
 
 @dataclass(slots=True)
 class StartOrder(Event):
-    """A request to start the ranks of an attempt. The payload is the pickled list of their orders."""
+    """A request to start the ranks of an attempt. The payload is the pickled list of the ranks' orders."""
 
     payload: bytes
 
 
 @dataclass(slots=True)
 class JournalEvent(Event):
-    """Pickled journal records for another notebook, without results and exception objects."""
+    """Records of the journal for another notebook, pickled, without results and exception objects."""
 
     payload: bytes
 
@@ -106,17 +106,17 @@ class StopRequest(Event):
 
 @dataclass(slots=True)
 class CellsEvent(Event):
-    """Cells that a host's notebook has run. Maps file names to the cell's name in that notebook and its source."""
+    """The cells that a host's notebook has run. Each file name is mapped to the cell's name and source."""
 
     cells: dict[str, list[str]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class RunOverEvent(Event):
-    """The run is over, with its status, the class of its error and the message, as in the journal's ``RunEnded``.
+    """The run is over, with the same status, error and message as in the journal's ``RunEnded``.
 
     Attributes:
-        held: Whether its ranks are held for inspection. When they are released, the same message follows without it.
+        held: Whether the ranks are held for inspection. When they are released, the same event follows with False.
     """
 
     status: str
@@ -134,7 +134,7 @@ class ClockEvent(Event):
 
 @dataclass(slots=True)
 class RelayEvent(Event):
-    """Frames and output of a host's ranks, in one event for everything that the host reads at a time.
+    """Frames and output of a host's ranks. One event contains everything that the host has read in one turn.
 
     Attributes:
         pieces: The rank, the source and the length of each piece, in order. Pieces from `CHANNEL` are bytes of the
@@ -149,7 +149,7 @@ class RelayEvent(Event):
 
 @dataclass(slots=True)
 class RankEvent(Event):
-    """Base of the messages about one rank."""
+    """The base class of messages about one rank."""
 
     rank: int
 
@@ -170,9 +170,9 @@ class FramesEvent(RankEvent):
 
 @dataclass(slots=True)
 class EndedEvent(RankEvent):
-    """A rank's process has exited, as in ``launch.state.rank_result.Exit``.
+    """A rank's process has exited. The fields are those of ``launch.state.rank_result.Exit``.
 
-    All its output and frames have been sent before.
+    All of the rank's output and frames have been sent before this event.
     """
 
     code: int | None
@@ -190,14 +190,14 @@ class SignalOrder(RankEvent):
 
 @dataclass(slots=True)
 class DumpOrder(RankEvent):
-    """A request to keep open the file on the host's machine into which the rank dumps its stacks."""
+    """A request to open the file on the host's machine to which the rank writes its stacks."""
 
     path: str
 
 
 @dataclass(slots=True)
 class CaptureStacksOrder(RankEvent):
-    """A request to capture the stacks of a rank that cannot answer."""
+    """A request to capture the stacks of a rank that cannot reply."""
 
     number: int
 
@@ -217,8 +217,9 @@ class LeaveEvent(Event):
     """The sender leaves.
 
     Attributes:
-        reason: Why it leaves, or "" if its part of the run is over. From the kernel: why the host cannot take part.
-        stopped: Whether its user has stopped the run.
+        reason: Why the sender leaves, or "" if its part of the run is over. If the sender is the kernel, this says why
+            the host cannot take part.
+        stopped: Whether the sender's user has stopped the run.
     """
 
     reason: str = ""

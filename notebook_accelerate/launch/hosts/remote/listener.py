@@ -1,4 +1,4 @@
-"""The kernel's listener for the hosts of a run, and a host's connection to it."""
+"""The kernel's listener for the hosts of a run, and a host's connection to the kernel."""
 
 from __future__ import annotations
 
@@ -33,22 +33,23 @@ from notebook_accelerate.telemetry import Stamped, encode, steady_time
 
 EVENTS = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECTED
 EVENTS |= zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
-"""The events that are requested from libzmq's monitor. EVENT_HANDSHAKE_FAILED_PROTOCOL must not be among them.
+"""The events to request from libzmq's monitor. EVENT_HANDSHAKE_FAILED_PROTOCOL must not be among them.
 
-libzmq 4.3.5 also emits this event for a forged message of an established connection. Doing so resets `errno`, and
-libzmq therefore stops reading the connection instead of ending it. If the peer then disconnects, the next heartbeat
-fails the assertion `!_io_error`, and the process aborts (compare zeromq/libzmq#4841).
+libzmq 4.3.5 also emits this event for a forged message on an established connection. Emitting it resets `errno`, so
+that libzmq stops reading the connection instead of ending it. If the peer then disconnects, the next heartbeat fails
+the assertion `!_io_error`, and the process aborts (compare zeromq/libzmq#4841).
 """
 HANDSHAKE_SECONDS = 30.0
-"""How long the handshake of a connection may take before libzmq closes it."""
+"""How many seconds a connection's handshake may take before libzmq closes the connection."""
 CHECK_SECONDS = 0.2
-"""Seconds between two checks of whether a connection is still wanted."""
+"""Seconds between two checks of whether a connection is still needed."""
 MESSAGES = 100
-"""Maximum messages read before other sockets get their turn."""
+"""Maximum number of messages to read before other sockets get their turn."""
 MAX_WAITING = 1024
-"""Maximum connections in their handshake. One more closes the oldest. A low limit of open files lowers the maximum."""
+"""Maximum number of connections in the handshake. It is smaller if only few files may be open. Another connection
+closes the oldest one."""
 MAX_REPORTS = 20
-"""Maximum refused connections that are reported one by one. Only the number of the others is reported."""
+"""Maximum number of refused connections to report one by one. Of the others, only the number is reported."""
 _T = TypeVar("_T")
 _ZAP = "inproc://zeromq.zap.01"
 _UNKNOWN_PEER = "it does not know the run's secret, or uses another protocol"
@@ -56,7 +57,7 @@ _CROWDED = "too many connections were waiting for their handshake"
 
 
 class IncomingHost(NamedTuple):
-    """A host that has authenticated: its stream, its first message, and the messages that arrived along with it."""
+    """A host that has authenticated: the stream, the first message, and the messages that arrived along with it."""
 
     stream: Stream
     hello: HelloEvent
@@ -64,16 +65,17 @@ class IncomingHost(NamedTuple):
 
 
 class HostListener(Exchange):
-    """Listens for the hosts of one run, and carries their streams. Its thread ends with the last stream.
+    """Listens for the hosts of one run, and carries their streams. The thread ends with the last stream.
 
-    Hosts may connect until `close`, even while others are connected. A selector can wait for the next host (`fileno`).
+    Hosts may connect until `close` is called, even while others are connected. A selector can wait for the next host
+    (`fileno`).
 
     Args:
-        address: The one address of this machine to listen on.
+        address: The only address of this machine to listen on.
         secret: The secret that a host must know.
-        port: The port, or 0 for any free port.
-        report: Called on the listener's thread with a line about each refused connection.
-        keep_alive: The keep-alive interval, and the silence after which a host counts as lost, in seconds.
+        port: The port to listen on. 0 means any free port.
+        report: A function to call, on the listener's thread, with a line about each refused connection.
+        keep_alive: The keep-alive interval, and how long a host may be silent before it counts as lost, in seconds.
 
     Raises:
         OSError: The address or the port is not available.
@@ -88,7 +90,7 @@ class HostListener(Exchange):
         report: Callable[[str], None] = lambda _: None,
         keep_alive: tuple[float, float] = KEEP_ALIVE,
     ) -> None:
-        # The burst is 1000, because measuring the clocks of 64 hosts takes 640 messages.
+        # Allow a burst of 1000 messages, because measuring the clocks of 64 hosts takes 640 of them.
         super().__init__("notebook-accelerate-listener", RateLimiter(0.01, burst=1000))
         self._report = report
         self._hosts: dict[bytes, Stream] = {}
@@ -129,10 +131,11 @@ class HostListener(Exchange):
         return int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def next_host(self, timeout: float) -> IncomingHost | None:
-        """Return the next host that has connected, or None after ``timeout`` seconds."""
+        """Return the next host that has connected, or None if there is none within ``timeout`` seconds."""
         self._ready.clear()
         try:
-            # Do not call get(timeout=0.0): in Python 3.10 the time left becomes negative, which means no limit.
+            # Don't call get(timeout=0.0), because in Python 3.10, the remaining time becomes negative, which means no
+            # limit.
             return self._incoming.get(timeout > 0, timeout)
         except Empty:
             return None
@@ -141,23 +144,23 @@ class HostListener(Exchange):
                 self._ready.set()
 
     def close(self) -> None:
-        """Refuse new connections, and close those that are still unclaimed. The others stay open.
+        """Refuse new connections, and close those that `next_host` has not returned. The others stay open.
 
-        The port is in use until the last connection closes, because libzmq ends a listener's connections with the
-        listener.
+        The port remains in use until the last connection closes, because libzmq ends a listener's connections together
+        with the listener.
         """
         if self._stopping.is_set():
             return
         self._stopping.set()
         self._wake.set()
         self._refusing.wait(FLUSH_SECONDS)
-        while (incoming := self.next_host(0.0)) is not None:  # These hosts arrived too late to be returned by a caller.
+        while (incoming := self.next_host(0.0)) is not None:  # No caller will ask for these hosts any more.
             incoming.stream.close()
         if self._refused > MAX_REPORTS:
             self._report(f"{self._refused - MAX_REPORTS} more connections were refused")
 
     def wait_until_free(self) -> None:
-        """Wait until the port can be used again, after `close` and the end of all hosts."""
+        """Wait until the port can be used again, after `close` and after all hosts have ended."""
         self._thread.join(2 * FLUSH_SECONDS)
 
     # ---- on the listener's thread
@@ -177,7 +180,7 @@ class HostListener(Exchange):
         return all(stream.is_over(now) for stream in self._hosts.values())
 
     def _tick(self) -> None:
-        """Check for hosts that are gone. libzmq reports a lost host when the next message is sent to it."""
+        """Check for hosts that are gone. libzmq reports a lost host only when a message is sent to that host."""
         for identity, stream in list(self._hosts.items()):
             if stream.lost:
                 if stream.is_over(0.0):
@@ -194,7 +197,7 @@ class HostListener(Exchange):
             if error.errno not in (errno.EHOSTUNREACH, zmq.EAGAIN):
                 raise
             self._hosts[identity].gone = True
-            self._tick_soon()  # First, read what has arrived.
+            self._tick_soon()  # Read what has arrived before treating the host as lost.
 
     def _route(self) -> None:
         for _ in range(MESSAGES):
@@ -223,7 +226,7 @@ class HostListener(Exchange):
         return frame.bytes, b"".join(part.bytes for part in parts)
 
     def _read_hello(self, stream: Stream) -> None:
-        """Read the first message of a host."""
+        """Read the first message of a host, and close the stream if it is not a `HelloEvent`."""
         found: list[Stamped] = []
         with suppress(ChannelClosedError):
             if not (found := stream.receive(0.0)):
@@ -238,8 +241,8 @@ class HostListener(Exchange):
     # ---- authentication
 
     def _authorize(self) -> None:
-        """Answer libzmq's request to authorize a client (ZeroMQ RFC 27)."""
-        self._observe()  # Count the client before it authenticates.
+        """Answer libzmq's question whether to accept a client (ZeroMQ RFC 27)."""
+        self._observe()  # Count the client's connection first, because it is then still in its handshake.
         version, number, _, _, _, mechanism, *credentials = self._zap.recv_multipart()
         known = mechanism == b"CURVE" and len(credentials) == 1 and z85.encode(credentials[0]) == self._allowed
         known = known and not self._stopping.is_set()
@@ -247,7 +250,7 @@ class HostListener(Exchange):
         self._zap.send_multipart([version, number, status, b"", b"host" if known else b"", b""])
 
     def _observe(self) -> None:
-        """Count the connections in their handshake, and report those that are refused."""
+        """Count the connections that are in their handshake, and report those that are refused."""
         for kind, descriptor in _events(self._monitor):
             if kind == zmq.EVENT_ACCEPTED:
                 self._count(descriptor)
@@ -265,13 +268,13 @@ class HostListener(Exchange):
             self._use_accepted(oldest, lambda peer: peer.shutdown(socket.SHUT_RDWR))
 
     def _peer_address(self, descriptor: int) -> str:
-        """Return the address of a connection's peer, if it is still connected."""
+        """Return the address of a connection's peer, or a placeholder if the peer has disconnected."""
         return self._use_accepted(descriptor, lambda peer: str(peer.getpeername()[0])) or "an unknown address"
 
     def _use_accepted(self, descriptor: int, use: Callable[[socket.socket], _T]) -> _T | None:
-        """Return the result of ``use`` with libzmq's socket, or None if libzmq has closed the socket."""
+        """Call ``use`` with one of libzmq's sockets, and return the result, or None if the socket is closed."""
         with suppress(OSError), socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as peer:
-            if peer.getsockname()[1:2] == (self.port,):  # Otherwise the descriptor has been reused for another file.
+            if peer.getsockname()[1:2] == (self.port,):  # Otherwise, the descriptor now belongs to another socket.
                 return use(peer)
         return None
 
@@ -279,7 +282,7 @@ class HostListener(Exchange):
         text = f"a connection from {self._waiting.pop(descriptor)} was refused: {reason}"
         self._refused += 1
         if self._refused <= MAX_REPORTS and not self._stopping.is_set():
-            with suppress(Exception):  # A failing report must not end this thread, which the other hosts need.
+            with suppress(Exception):  # An error in the report must not end this thread, which other hosts need.
                 self._report(text)
 
 
@@ -292,14 +295,14 @@ class KernelConnection(Exchange):
     """A host's connection to the kernel.
 
     Args:
-        endpoint: The kernel's address and port for libzmq.
-        where: The address and port as shown in messages.
+        endpoint: The kernel's address and port, in libzmq's format.
+        where: The kernel's address and port, for messages.
         secret: The run's secret.
         keep_alive: See `connect_to_kernel`.
         stopping: See `connect_to_kernel`.
 
     Attributes:
-        stream: The stream to the kernel. Closing it waits until everything sent has left, or cannot leave.
+        stream: The stream to the kernel. Closing it waits until all data has been sent, or cannot be sent.
 
     Raises:
         AuthenticationError: See `connect_to_kernel`.
@@ -334,7 +337,7 @@ class KernelConnection(Exchange):
         dealer.curve_serverkey = keys.kernel_public
         dealer.curve_publickey, dealer.curve_secretkey = keys.host_public, keys.host_secret
         dealer.setsockopt(zmq.RECONNECT_IVL, -1)
-        # There is no limit, because a silent kernel, such as a suspended one, is not refusing the connection.
+        # Set no limit, because a kernel that does not answer, for example a suspended one, has not refused the host.
         dealer.setsockopt(zmq.HANDSHAKE_IVL, 0)
         dealer.ipv6 = True
         self._monitor = dealer.get_monitor_socket(EVENTS)
@@ -351,9 +354,9 @@ class KernelConnection(Exchange):
                 if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     return
                 if kind == zmq.EVENT_CLOSED and not connected:
-                    raise ConnectionRefusedError(f"nothing listens at {where}, or it cannot be reached")
+                    raise ConnectionRefusedError(f"nothing listens on {where}, or it cannot be reached")
                 if kind in (zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED):
-                    raise AuthenticationError(f"{where} is not a listener of a run, or has another secret")
+                    raise AuthenticationError(f"no run with this secret listens on {where}")
         if not connected:
             raise TimeoutError(f"{where} cannot be reached: no answer within {HANDSHAKE_SECONDS:g} s")
         raise TimeoutError(f"{where} did not complete the handshake within {HANDSHAKE_SECONDS:g} s")
@@ -372,7 +375,7 @@ class KernelConnection(Exchange):
     def _send(self, message: bytes) -> None:
         try:
             self._dealer.send(message, zmq.DONTWAIT)
-        except zmq.Again:  # Only a closed connection refuses a message.
+        except zmq.Again:  # Only a closed connection does not accept a message.
             self._expect_end()
 
     def _route(self) -> None:
@@ -393,7 +396,7 @@ class KernelConnection(Exchange):
 
     def _tick(self) -> None:
         if self._lost and int(self._dealer.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
-            self._expect_end()  # First, read what has arrived.
+            self._expect_end()  # Read what has arrived before treating the kernel as lost.
         elif self._lost and not self.stream.lost:
             self._lose(self.stream)
 
@@ -409,16 +412,17 @@ def connect_to_kernel(
     """Connect to a kernel's listener, send ``hello``, and return the stream to the kernel.
 
     Args:
-        address: Address at which the kernel listens. If a name has several addresses, the first that accepts is used.
-        port: The listener's port.
+        address: The address on which the kernel listens. If it is a name with several addresses, the first one that
+            accepts the connection is used.
+        port: The port on which the kernel listens.
         secret: The run's secret.
         hello: The host's first message.
-        keep_alive: The keep-alive interval, and the silence after which the kernel counts as lost, in seconds.
-        stopping: Returns whether to give up.
+        keep_alive: The keep-alive interval, and how long the kernel may be silent before it counts as lost, in seconds.
+        stopping: A function that returns whether to give up.
 
     Raises:
         AuthenticationError: The listener has another secret, or does not belong to a run.
-        OSError: Nothing listens at the address, or ``stopping`` returned True.
+        OSError: Nothing listens on the address and port, or ``stopping`` returned True.
     """
     problem = OSError(f"{address} has no address")
     for *_, found in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
@@ -438,10 +442,7 @@ def _endpoint(ip: str, port: int | str) -> str:
 
 
 def _events(monitor: Any) -> Iterator[tuple[int, int]]:
-    """Yield the events of a monitor that have arrived, with their values.
-
-    For most events, the value is a descriptor.
-    """
+    """Yield each event of a monitor that has arrived, and its value, which is a descriptor for most events."""
     with suppress(zmq.Again):
         while True:
             event = recv_monitor_message(monitor, zmq.DONTWAIT)

@@ -1,17 +1,17 @@
-"""Streams of events between the kernel and its hosts, carried by one thread over the messages of a ZeroMQ socket.
+"""Streams of events between the kernel and its hosts. One thread carries them as messages of a ZeroMQ socket.
 
 CurveZMQ encrypts and authenticates the messages, and ZeroMQ's heartbeats detect lost peers. A stream adds a window, as
-in TCP: each message states how much its sender has read. ZeroMQ's high-water marks cannot replace the window (measured
-with libzmq 4.3.5):
+in TCP: each message states how much its sender has read. Tests with libzmq 4.3.5 have shown that ZeroMQ's high-water
+marks cannot replace the window:
 
-- A receiver at its mark reads nothing from the connection, not even the replies to its own heartbeats, and ends the
-connection to a living peer after `KEEP_ALIVE`.
+- A receiver that has reached its mark reads nothing from the connection, not even the replies to its own heartbeats,
+and ends the connection to a living peer after `KEEP_ALIVE`.
 - A ROUTER reads from all of its peers or from none. A host whose ranks write a lot would delay a message that the
-kernel awaits from another host. A socket for each host would need a port for each host.
+kernel awaits from another host. With a separate socket for each host, each would need its own port.
 - A ROUTER counts as writable if any of its peers has room, so waiting for a host that does not read would become a busy
 loop.
-- Marks count messages in each of two sockets, in addition to the buffers of the system. With a mark of 64 on both
-sides, 160 messages were in flight.
+- Marks count the messages in each of the two sockets, and the buffers of the system come on top. With a mark of 64 on
+both sides, 160 messages were in flight.
 """
 
 from __future__ import annotations
@@ -38,40 +38,40 @@ from notebook_accelerate.telemetry import Decoder, Event, Stamped, encode, stead
 
 CHUNK = 1 << 16
 WINDOW = 1 << 22
-"""Maximum bytes that one end sends before the other has read the first of them."""
+"""Maximum number of bytes that one end sends before the other end has read the first of them."""
 SLICE_SECONDS = 0.1
-"""Maximum seconds of a call of `Exchange.dispatch`. The calling thread has other tasks, such as stopping a run."""
+"""Maximum seconds that a call of `Exchange.dispatch` takes, because its thread also has to stop runs, for example."""
 HEADER = struct.Struct("!QQ?")
-"""The header of a message, followed by data or nothing.
+"""The header of a message, which is followed by data or by nothing.
 
-It contains the number of bytes that the sender has sent before this message, the number of bytes that it has read, and
-whether this is its last message. CurveZMQ rejects messages that are repeated or out of order. It does not notice
-missing ones, so the first count is used for that.
+It contains the number of bytes that the sender has sent before this message, the number of bytes that the sender has
+read, and whether this is the sender's last message. CurveZMQ rejects messages that are repeated or out of order, but
+does not notice when one is missing. The first number reveals that.
 """
 TICK_SECONDS = 2.0
 """Seconds between checks for lost peers."""
 SOON_SECONDS = 0.05
-"""How long after the end of a connection libzmq may take to deliver what arrived before it."""
+"""How many seconds libzmq may take, after a connection has ended, to deliver what arrived before the end."""
 FLUSH_SECONDS = 5.0
-"""How long a closed stream waits for a sign that its last messages arrive."""
+"""How many seconds a closed stream waits for a sign that its last messages arrive."""
 
 
 class Stream:
-    """One end of a stream of events. Any thread may send; one thread receives.
+    """One end of a stream of events. Any thread may send, but only one thread receives.
 
     The connection must last until the peer has closed its end, which the peer also does to confirm that this end has
-    closed. Otherwise libzmq may drop messages that it has already encoded together with the socket, whatever the linger
-    time is.
+    closed. Otherwise, when the socket is closed, libzmq may drop messages that it has already encoded, whatever the
+    linger time is.
 
     Args:
         exchange: Carries the stream.
-        send_message: Sends a message to the peer. Called on the exchange's thread.
+        send_message: Sends a message to the peer. It is called on the exchange's thread.
 
     Attributes:
-        ended: Whether nothing further arrives, because the peer has closed its end or is lost.
+        ended: Whether nothing more will arrive, because the peer has closed its end or is lost.
         gone: Whether a message could not be sent, and none has arrived since then.
         lost: Whether the peer is gone, and everything that it sent has arrived.
-        on_ready: Called by `Exchange.dispatch` when something has arrived; see `watch`.
+        on_ready: The function that `Exchange.dispatch` calls when something has arrived; see `register`.
     """
 
     def __init__(self, exchange: Exchange, send_message: Callable[[bytes], None]) -> None:
@@ -89,10 +89,10 @@ class Stream:
     # ---- any thread
 
     def send(self, *events: Event) -> None:
-        """Send events. Wait while the other end does not read.
+        """Send events. If the other end does not read, wait.
 
         Raises:
-            ChannelClosedError: The other end or this one has closed.
+            ChannelClosedError: The other end or this end has been closed.
         """
         now = steady_time.now()
         data = encode([Stamped(now, event) for event in events])
@@ -105,13 +105,16 @@ class Stream:
         self._exchange.request_step(self)
 
     def queue(self, parts: Iterable[bytes]) -> None:
-        """Send encoded frames without waiting, unless the stream is over. ``parts`` is consumed as the peer reads."""
+        """Send encoded frames without waiting. The items of ``parts`` are taken as the peer reads.
+
+        If the stream is over, do nothing.
+        """
         if not self._is_at_end:
             self._queue.append(iter(parts))
             self._exchange.request_step(self)
 
     def close(self) -> None:
-        """Close this end. Data sent before is still delivered, unless the other end does not read."""
+        """Close this end. Data sent before that is still delivered, unless the other end does not read."""
         with self._changed:
             self._closed, self._deadline = True, time.monotonic() + FLUSH_SECONDS
             self._arrived.clear()
@@ -126,7 +129,7 @@ class Stream:
     # ---- the receiving thread
 
     def register(self, selector: selectors.BaseSelector, call: Callable[[], object]) -> None:
-        """Call ``call`` on a selector's thread whenever events, or the end of the stream, can be received."""
+        """Call ``call`` on the selector's thread whenever events, or the end of the stream, can be received."""
         self.on_ready = call
         if self._exchange not in selector.get_map():
             selector.register(self._exchange, selectors.EVENT_READ, self._exchange.dispatch)
@@ -134,16 +137,16 @@ class Stream:
             self._exchange.announce(self)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait for data or the end, for at most ``timeout`` seconds if given. Return whether there is data."""
+        """Wait for data or for the end, up to ``timeout`` seconds. Return whether there is data."""
         with self._changed:
             self._changed.wait_for(lambda: self._arrived or self._is_at_end, timeout)
             return bool(self._arrived)
 
     def receive(self, timeout: float | None = None) -> list[Stamped]:
-        """Wait for events, for at most ``timeout`` seconds if given. Return some of them, possibly none.
+        """Wait for events, up to ``timeout`` seconds. Return some of those that have arrived, possibly none.
 
         Raises:
-            ChannelClosedError: The other end has closed, and everything it sent was returned.
+            ChannelClosedError: The stream has ended, and everything that arrived has been returned.
         """
         with self._changed:
             if not self.wait(timeout):
@@ -181,7 +184,7 @@ class Stream:
 
     def _accept(self, data: bytes) -> None:
         self._received += len(data)
-        # The peer has sent more than it may without an acknowledgement.
+        # End the stream if the peer has sent more than it may send without an acknowledgement.
         if self._received - self._taken > WINDOW + CHUNK:
             self.ended = True
         elif data and not self._closed:
@@ -194,7 +197,7 @@ class Stream:
             self._changed.notify_all()
 
     def step(self, now: float) -> int:
-        """Send the data that the window allows, then this end's end. Return the number of bytes."""
+        """Send as much data as the window allows, and the end if this end is closed. Return the number of bytes."""
         with self._changed:
             before = self._sent
             if self.ended or (self._closed and now >= self._deadline):
@@ -210,7 +213,7 @@ class Stream:
             return self._sent - before
 
     def ping(self) -> None:
-        """Send a message without data. A ROUTER notices that a peer is gone only when it sends to the peer."""
+        """Send a message without data, because a ROUTER notices that a peer is gone only when it sends something."""
         with self._changed:
             self._send_one()
 
@@ -235,16 +238,17 @@ class Stream:
 
 
 class Exchange(ABC):
-    """A thread that carries the streams of one ZeroMQ socket. No other thread uses the socket.
+    """A thread that carries the streams of one ZeroMQ socket, which no other thread uses.
 
-    A selector can wait for what arrives (`fileno`), and then calls `dispatch`.
+    A selector can wait until something has arrived (`fileno`), and then calls `dispatch`.
 
     Args:
-        name: The name to give the thread.
-        pace: Limits wake-ups that carry little data, because each costs several times as much as a short message.
+        name: The thread's name.
+        pace: Limits how often the thread wakes up for little data, because waking up costs several times as much as
+            sending a short message.
 
     Attributes:
-        changed: A condition that guards all streams, and is notified when a stream has changed.
+        changed: A condition that guards all streams, and that is notified when a stream changes.
     """
 
     def __init__(self, name: str, pace: RateLimiter) -> None:
@@ -254,7 +258,7 @@ class Exchange(ABC):
         self._wake, self._ready = WakeDescriptor(), WakeDescriptor()
         self._handle(self._wake.fileno(), self._wake.clear)
         self._due: set[Stream] = set()
-        self._arrived: dict[Stream, None] = {}  # The streams on which something has arrived, in order.
+        self._arrived: dict[Stream, None] = {}  # Hold the streams with arrived data, in order.
         self._next_tick = 0.0
         self._pace, self._carried = pace, 0
         self._linger = FLUSH_SECONDS
@@ -263,9 +267,9 @@ class Exchange(ABC):
     # ---- any thread
 
     def request_step(self, stream: Stream) -> None:
-        """Make the thread call ``stream.step``.
+        """Make the exchange's thread call ``stream.step``.
 
-        No lock is used, so an interrupt of the caller cannot leave one held.
+        This does not use a lock, because an interrupt of the caller could leave the lock held.
         """
         self._due.add(stream)
         self._wake.set()
@@ -277,7 +281,7 @@ class Exchange(ABC):
             self._ready.set()
 
     def after_close(self) -> None:
-        """Called after a stream has been closed."""
+        """Do what is needed after a stream has been closed, which is nothing by default."""
         return
 
     # ---- the receiving thread
@@ -287,7 +291,7 @@ class Exchange(ABC):
         return self._ready.fileno()
 
     def dispatch(self) -> None:
-        """Call ``on_ready`` of the streams on which something has arrived."""
+        """Call ``on_ready`` of each stream that has received something."""
         self._ready.clear()
         deadline = time.monotonic() + SLICE_SECONDS
         for stream in list(self._arrived):
@@ -326,7 +330,7 @@ class Exchange(ABC):
             self._destroy(self._linger)
 
     def _take(self, stream: Stream, message: bytes) -> None:
-        """Deliver a message that has arrived to its stream."""
+        """Pass a message that has arrived to its stream."""
         self._carried += max(0, len(message) - HEADER.size)
         stream.gone = False
         stream.handle(message)
@@ -341,50 +345,50 @@ class Exchange(ABC):
         self.announce(stream)
 
     def _destroy(self, seconds: float) -> None:
-        """Close all sockets. Messages still in transit get ``seconds`` to leave."""
+        """Close all sockets. Messages that have not been sent yet get ``seconds`` to leave."""
         self._context.destroy(linger=int(1000 * seconds))
         self._wake.close()
         self._ready.close()
 
     @abstractmethod
     def _streams(self) -> Iterable[Stream]:
-        """Return the streams that are carried now."""
+        """Return the streams that this exchange carries at the moment."""
 
     @abstractmethod
     def _is_over(self) -> bool:
-        """Return whether nothing is left to carry."""
+        """Return whether there is nothing left to carry, so that the thread can end."""
 
     @abstractmethod
     def _tick(self) -> None:
-        """Check for lost peers. Called every `TICK_SECONDS`, and soon after the end of a connection."""
+        """Check for lost peers. This is called every `TICK_SECONDS`, and soon after a connection has ended."""
 
 
 # ---- the keys of both ends (CurveZMQ, ZeroMQ RFC 26), and the options of their sockets
 #
-# The keys are derived from the run's secret, and no key is ever sent: an end without the secret can neither connect nor
-# accept connections. libzmq authenticates both ends, encrypts with keys that are new for each connection, and ends a
-# connection whose peer does not answer.
+# The keys are derived from the run's secret and never sent, so an end without the secret can neither connect nor accept
+# connections. libzmq authenticates both ends, encrypts with new keys for each connection, and ends a connection whose
+# peer does not answer.
 
 SECRET_BYTES = 32
 MESSAGE_BYTES = (1 << 18) + 64
-"""Maximum size of a message, in bytes."""
+"""Maximum size of a message in bytes."""
 KEEP_ALIVE = (5.0, 15.0)
-"""The interval of libzmq's heartbeats, and the silence after which it ends a connection, in seconds.
+"""The interval of libzmq's heartbeats, and how long a peer may be silent before libzmq ends the connection, in seconds.
 
-These are torch's defaults for ``keep_alive_interval``, and for ``keep_alive_interval`` times
+The values are torch's defaults for ``keep_alive_interval``, and for ``keep_alive_interval`` times
 ``keep_alive_max_attempt``.
 """
 _MAX_SECONDS = 3276.0
-"""Maximum of both values. libzmq stores their sum in 16 bits, in tenths of a second."""
+"""The maximum of each of these values, because libzmq stores their sum in 16 bits, in tenths of a second."""
 
 
 def new_secret() -> bytes:
-    """Return a new secret for one run."""
+    """Create a random secret for one run."""
     return secrets.token_bytes(SECRET_BYTES)
 
 
 class Keys(NamedTuple):
-    """The keys of both ends, in Z85 (ZeroMQ RFC 32)."""
+    """The keys of both ends, encoded in Z85 (ZeroMQ RFC 32)."""
 
     kernel_public: bytes
     kernel_secret: bytes
@@ -394,7 +398,7 @@ class Keys(NamedTuple):
 
 @functools.lru_cache(maxsize=16)
 def derive_keys(secret: bytes) -> Keys:
-    """Derive both ends' keys from the secret. Scrypt (RFC 7914) makes guesses at a short secret expensive."""
+    """Derive the keys of both ends from the secret. Scrypt (RFC 7914) makes it expensive to guess a short secret."""
     data = hashlib.scrypt(secret, salt=b"notebook_accelerate/2", n=1 << 14, r=8, p=1, dklen=64)
     kernel, host = z85.encode(data[:32]), z85.encode(data[32:])
     return Keys(zmq.curve_public(kernel), kernel, zmq.curve_public(host), host)
@@ -402,27 +406,27 @@ def derive_keys(secret: bytes) -> Keys:
 
 def configure(zmq_socket: Any, keep_alive: tuple[float, float]) -> None:
     """Set the options that the sockets of both ends share."""
-    zmq_socket.sndhwm = zmq_socket.rcvhwm = 0  # No high-water mark, because streams have windows.
+    zmq_socket.sndhwm = zmq_socket.rcvhwm = 0  # High-water marks are not needed, because streams have windows.
     zmq_socket.maxmsgsize = MESSAGE_BYTES
     interval, silent = (max(1, int(1000 * min(seconds, _MAX_SECONDS))) for seconds in keep_alive)
     zmq_socket.setsockopt(zmq.HEARTBEAT_IVL, interval)
     zmq_socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, silent)
-    # A peer with other settings adopts these. The next heartbeat may be an interval away.
+    # A peer with other settings uses this value as its limit, which includes the interval until the next heartbeat.
     zmq_socket.setsockopt(zmq.HEARTBEAT_TTL, silent + interval)
 
 
 # ---- batches of small messages
 
 SMALL = 1 << 14
-"""Work of this many bytes or more is never delayed."""
+"""The number of bytes from which a piece of work is never delayed."""
 
 
 class RateLimiter:
-    """Delays a steady flow of small pieces of work, so that they are done in batches. The first few are not delayed.
+    """Delays small pieces of work that keep coming, so that they are done in batches. The first few are not delayed.
 
     Args:
         seconds: Average seconds between two pieces of work.
-        burst: Pieces of work before the first is delayed.
+        burst: The number of pieces of work that are done without delay.
     """
 
     def __init__(self, seconds: float, burst: int) -> None:
