@@ -45,7 +45,7 @@ class ForkBackend(ProcessBackend):
     """Forks ranks from the calling thread, which must outlive them: Linux kills a rank when its parent thread ends."""
 
     _instead: ProcessBackend | None = None
-    """Starts the ranks if the kernel turns out not to be safe to fork."""
+    """The backend that starts the ranks if the kernel turns out to be unsafe to fork, or None."""
 
     def configure(self, config: LaunchConfig, note: Callable[[str], None], stopping: Callable[[], bool]) -> None:
         self._settings = config, note, stopping
@@ -71,10 +71,10 @@ class ForkBackend(ProcessBackend):
                 started(process)
 
     def _share_imports(self) -> None:
-        """Import what the ranks need into the kernel. If that makes it unsafe to fork, use its server process instead.
+        """Import what the ranks need into the kernel. If that makes forks unsafe, use the server process instead.
 
         Raises:
-            RunStoppedError: The run was stopped during the import.
+            RunStoppedError: The user stopped the run during the import.
         """
         config, note, stopping = self._settings
         loaded = shared_imports.load_for_training(self.function, self.arguments, config.env or {}, note, stopping)

@@ -43,7 +43,7 @@ COMPUTING_SHARE = 0.1
 
 
 def kernel_facts(variables: Mapping[str, str] | None = None) -> KernelFacts:
-    """Return the planner's facts about this kernel.
+    """Return the facts about this kernel that the planner needs.
 
     Args:
         variables: The environment variables that the launch sets.

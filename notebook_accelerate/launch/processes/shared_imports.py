@@ -1,11 +1,11 @@
-"""Import in the kernel, once, what every rank forked from it would otherwise import in its first training step.
+"""Import once in the kernel what every forked rank would otherwise import in its first training step.
 
 The first optimizer of a process imports ``torch._dynamo``, which loads 800 modules in about a second of CPU time. Ranks
-share these modules if the kernel has loaded them before it forks. Measured from the call to the end of the first step,
-with 2 ranks on 2 busy processors: 2.3 s before, and 0.3 s after.
+share these modules if the kernel has loaded them before it forks. With 2 ranks on 2 busy processors, this reduced the
+time from the call to the end of the first step from 2.3 s to 0.3 s.
 
-The import must not change what a rank does. It is left to the ranks if the launch or the function sets variables that
-are read during the import, or if it would load a module from the user's folders into the kernel.
+The import must not change what a rank does. It is therefore left to the ranks if the launch or the function sets
+environment variables that are read during the import, or if the import would load a module from the user's folders.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from notebook_accelerate.telemetry.tracebacks import describe_error
 
 MODULE = "torch._dynamo"
 NOTE_SECONDS = 0.5
-"""Show a note if the import takes longer than this."""
+"""Seconds after which a note about the import is shown."""
 SLICE_SECONDS = 0.05
-"""Seconds between two checks of whether the run is to be stopped during the import."""
+"""Seconds between two checks, during the import, of whether the user has stopped the run."""
 
 
 # ---- the import
 
 
 class _Import(threading.Thread):
-    """Imports the module on a thread of its own, which an interrupt of the cell cannot end halfway.
+    """Imports the module on a separate thread, where an interrupt of the cell cannot end the import halfway.
 
-    The thread that forks the ranks must not import, because an OpenMP team created there would break the ranks.
+    The thread that forks the ranks must not do this, because an OpenMP team created on that thread would break them.
 
     Attributes:
-        variables: The variables that the import reads, at its start.
-        error: The error of the import, if it failed.
+        variables: The environment variables that the import reads, as they were when it started.
+        error: The error that the import raised, or None.
     """
 
     error: BaseException | None = None
@@ -65,7 +65,7 @@ class _Import(threading.Thread):
 
 
 _import: _Import | None = None
-"""The import for an earlier launch, or for this one. It is tried once."""
+"""The import for this launch or an earlier one, or None. It is tried only once."""
 
 
 def load_for_training(
@@ -75,20 +75,20 @@ def load_for_training(
     note: Callable[[str], None],
     stopping: Callable[[], bool],
 ) -> bool:
-    """Load what ranks that train need into this process, before they are forked.
+    """Load into this process what ranks need for training, before they are forked.
 
     Args:
         function: The function that the ranks will run.
-        arguments: Its positional arguments.
+        arguments: The function's positional arguments.
         variables: The environment variables that the launch sets.
-        note: Shows the user a line if the import is slow.
-        stopping: Returns whether the run is to be stopped.
+        note: A function that shows the user a line, for a slow import.
+        stopping: A function that returns whether the user has stopped the run.
 
     Returns:
         Whether the import may have made this process unsafe to fork; see `failure`.
 
     Raises:
-        RunStoppedError: The run was stopped during the import, which continues.
+        RunStoppedError: The user stopped the run during the import. The import continues.
     """
     global _import  # noqa: PLW0603 - one import per process
     if _import is None:
@@ -98,19 +98,23 @@ def load_for_training(
         _import.start()
     if not _import.is_alive():
         return _import.error is not None and trains(function, arguments)
-    # Wait for the import of an earlier run, too: a rank forked now could never take the locks of its modules.
+    # Even if an earlier run started the import, wait for it, because a rank forked now could never take the locks of
+    # modules that are being imported.
     _wait_for(_import, note, stopping)
     return True
 
 
 def failure() -> str:
-    """Return how the import failed, as a phrase, or "". Afterwards, forked ranks cannot import the module either."""
+    """Return how the import failed, as a phrase, or "" if it has not failed.
+
+    After a failure, forked ranks cannot import the module either.
+    """
     error = None if _import is None else _import.error
     return f"importing {MODULE} failed there ({describe_error(error)})" if error is not None else ""
 
 
 def _would_help(variables: Mapping[str, str]) -> bool:
-    """Return whether the kernel can import the module just as the ranks of the launch would."""
+    """Return whether importing the module in the kernel saves time and has the same result as in the ranks."""
     launch = {**os.environ, **variables}
     return (
         "torch" in sys.modules
@@ -126,23 +130,23 @@ def _wait_for(thread: threading.Thread, note: Callable[[str], None], stopping: C
     while thread.is_alive():
         thread.join(SLICE_SECONDS)
         if stopping():
-            raise RunStoppedError("the run was stopped while its ranks were started")
+            raise RunStoppedError("the run was stopped while its ranks were starting")
         if time.monotonic() > note_at and thread.is_alive():
             note_at = float("inf")
             note(f"importing {MODULE} for all ranks that train, once per kernel")
 
 
-# ---- the variables that the import reads
+# ---- the environment variables that the import reads
 
 _CACHE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
-"""Set by the import to its default value, and read again whenever it is needed."""
+"""A variable that the import sets to its default value, and that is read again whenever it is needed."""
 _DEBUGGING = frozenset({"TORCH_LOGS", "TORCH_LOGS_OUT", "TORCH_TRACE", "TORCH_COMPILE_CPROFILE"})
-"""With these variables, the module writes a summary at the end of the process that has imported it."""
+"""Variables that make the module write a summary when the process that has imported it exits."""
 _READ = (
     "AOT", "INDUCTOR_", "MPMATH_", "PARTITIONER_", "SYMPY_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_CACHING_",
     "TORCH_COMPILE", "TORCH_DYNAMO_", "TORCH_FAKE_", "TORCH_STRICT_",
 )  # fmt: skip
-"""What the names of the variables start with."""
+"""The prefixes of the variables that the import reads."""
 
 
 def import_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -155,7 +159,10 @@ def _is_read(name: str) -> bool:
 
 
 def hazard(environment: Mapping[str, str]) -> str:
-    """Return why ranks with this environment cannot share what the kernel has imported for an earlier launch, or ""."""
+    """Return why ranks with this environment cannot share what the kernel has imported for an earlier launch.
+
+    Return "" if they can, or if the kernel has not imported anything.
+    """
     if _import is None or MODULE not in sys.modules:
         return ""
     now, before = import_variables(environment), _import.variables
@@ -163,18 +170,18 @@ def hazard(environment: Mapping[str, str]) -> str:
     return f"{changed[0]} has changed since the kernel imported {MODULE} for an earlier launch" if changed else ""
 
 
-# ---- modules of the user
+# ---- modules in the user's folders
 
 OPTIONAL = frozenset({
     "colorama", "flint", "fx2trt_oss", "gmpy", "gmpy2", "hypothesis", "mpmath", "networkx", "numpy", "onnx", "onnx_tf",
     "onnxruntime", "pandas", "sklearn", "sympy", "tabulate", "tensorflow", "tensorrt", "torch", "torch2trt",
     "torchdistx", "tree", "triton", "tvm", "xarray",
 })  # fmt: skip
-"""The packages outside the standard library that the import loads or looks for."""
+"""Packages outside the standard library that the import loads or searches for."""
 
 
 def _shadowed_by_user() -> bool:
-    """Return whether a folder outside the installation has a module with the name of one that the import may load."""
+    """Return whether a folder of the user contains a module with the same name as one that the import may load."""
     wanted = (sys.stdlib_module_names | OPTIONAL) - sys.modules.keys()
     return any(not wanted.isdisjoint(_modules_in(Path(entry))) for entry in sys.path if not _is_installed(entry))
 
@@ -201,15 +208,16 @@ def _modules_in(folder: Path) -> Iterator[str]:
 # ---- whether a function trains
 
 _TRAINING = frozenset({"backward", "fit", "optim", "prepare"})
-"""A function that uses one of these names probably creates an optimizer, or wraps a model for training."""
+"""Names that a function probably uses to create an optimizer, or to wrap a model for training."""
 MAX_FUNCTIONS = 300
-"""The number of the user's functions that are searched."""
+"""Maximum number of the user's functions to search."""
 
 
 def trains(function: Callable[..., Any], arguments: Sequence[object] = ()) -> bool:
     """Return whether a function, or a function of the user that it refers to, probably trains a model.
 
-    Return False if one of them names a variable that the import reads, because it may set it.
+    Return False if one of these functions contains the name of an environment variable that the import reads, because
+    the function may set that variable.
     """
     codes = list(_codes([function, *arguments]))
     return any(map(_names_training, codes)) and not any(map(_names_variable, codes))
@@ -220,7 +228,7 @@ def _names_training(code: CodeType) -> bool:
 
 
 def _names_variable(code: CodeType) -> bool:
-    """Return whether one of the code's constants is the name of a variable that the import reads."""
+    """Return whether one of the code's constants is the name of an environment variable that the import reads."""
     for constant in code.co_consts:
         names = constant if isinstance(constant, tuple) else (constant,)  # The keys of a dictionary are a tuple.
         if any(isinstance(name, str) and name.isidentifier() and _is_read(name) for name in names):
@@ -255,14 +263,14 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 
 def _values(function: FunctionType, code: CodeType) -> Iterator[object]:
-    """Yield the values that ``code``, a part of ``function``, refers to, as far as they can be known."""
+    """Yield the values to which ``code``, a part of ``function``, refers, as far as they are known."""
     for name in code.co_names:
         value = function.__globals__.get(name)
         yield value
         if isinstance(value, ModuleType):
             yield from (vars(value).get(attribute) for attribute in code.co_names)
     for cell in function.__closure__ or ():
-        with suppress(ValueError):  # The cell is empty.
+        with suppress(ValueError):  # The cell may be empty.
             yield cell.cell_contents
 
 
