@@ -102,7 +102,7 @@ def _track(heading: Sequence[str], label: str, pieces: Sequence[str], limit: int
 
 
 def device_map_html(placed: Any) -> Markup:
-    """Return a device map, with modules as blocks on their devices, and offloaded modules hatched.
+    """Return a device map: modules as blocks on their devices, with widths by size, and hatched if they move.
 
     Args:
         placed: The result of `measure_device_map`, whose class the kernel's side must not import.

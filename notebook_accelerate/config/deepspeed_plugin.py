@@ -511,8 +511,8 @@ class DummyScheduler:
 
     Args:
         optimizer: The optimizer whose learning rate is scheduled.
-        total_num_steps: Number of all steps, which replaces "auto" in the configuration.
-        warmup_num_steps: Number of warm-up steps, which replaces "auto" in the configuration.
+        total_num_steps: Number of all steps, for "auto" values in the configuration.
+        warmup_num_steps: Number of warm-up steps, for "auto" values in the configuration.
         lr_scheduler_callable: Called with an optimizer; returns its scheduler.
         **kwargs: Further values, which are stored unchanged.
     """

@@ -264,7 +264,7 @@ def _check_rendezvous(config: LaunchConfig) -> None:
         return
     check_whole_number("min_nodes", config.min_nodes)
     if config.min_nodes > config.num_nodes:
-        raise ValueError(f"min_nodes={config.min_nodes} is more than num_nodes={config.num_nodes}")
+        raise ValueError(f"min_nodes={config.min_nodes} is more than num_nodes={config.num_nodes}; pass at most that")
     if config.min_nodes < config.num_nodes and config.rdzv_backend != "c10d":
         raise ValueError(
             f"min_nodes={config.min_nodes} is not allowed with rdzv_backend={config.rdzv_backend!r}, whose number of "

@@ -112,7 +112,7 @@ def layout(environment: Mapping[str, str], chips: int) -> XlaLayout:
 
 
 def chips_of_host(environment: Mapping[str, str]) -> int:
-    """Return the number of this machine's chips by its TPU type, as in Colab ("v5e-1") and Kaggle ("v5e-8").
+    """Return the number of chips in the TPU type that Colab (such as "v5e-1") or Kaggle (such as "v5e-8") sets.
 
     Bounds are not used, because Colab's machine with one chip sets TPU_CHIPS_PER_HOST_BOUNDS=2,2,1.
 
@@ -120,7 +120,7 @@ def chips_of_host(environment: Mapping[str, str]) -> int:
         environment: The environment variables of the processes.
 
     Returns:
-        The number, or 0 without a TPU.
+        The number of chips, or 0 without a TPU.
     """
     generation, number = accelerator_type(environment)
     if generation in {"v5e", "v5litepod", "v6e"}:

@@ -145,7 +145,7 @@ def _logger_settings(name: str, logger: logging.Logger) -> LoggerSettings:
 
 
 def _root(value: Any) -> str:
-    """Return the top-level package that a logger is named after, or in which a filter is defined."""
+    """Return the top-level package that a logger is named after, or that defines a filter."""
     if isinstance(value, logging.Logger):
         return value.name.partition(".")[0]
     module = (value if isinstance(value, FunctionType) else type(value)).__module__

@@ -285,7 +285,7 @@ class _DefinitionFile(io.BytesIO):
 
 def _check_definition(size: int) -> None:
     if size > MAX_DEFINITION_BYTES:
-        raise SerializationError(f"its methods use more than {MAX_DEFINITION_BYTES >> 20} MiB of other values")
+        raise SerializationError(f"the class's methods use more than {MAX_DEFINITION_BYTES >> 20} MiB of other values")
 
 
 def _dump_definition(kind: type) -> tuple[bytes | str, set[str]]:

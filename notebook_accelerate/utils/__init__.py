@@ -1,4 +1,4 @@
-"""The names and submodules of Accelerate's ``utils``, each imported from its home on first use."""
+"""The names and submodules of Accelerate's ``utils``, imported on first use from the modules that define them."""
 
 from __future__ import annotations
 

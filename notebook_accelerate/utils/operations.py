@@ -90,8 +90,8 @@ def find_batch_size(data: Any) -> int:
     size = ignorant_find_batch_size(data)
     if size is None:
         raise ValueError(
-            f"no batch size in {type(data).__name__}: it contains no tensor with at least one dimension; pass a "
-            "batch of tensors, for instance torch.ones(batch_size, 3)"
+            f"{type(data).__name__} has no batch size, because it contains no tensor with at least one dimension; pass "
+            "a batch of tensors, for instance torch.ones(batch_size, 3)"
         )
     return size
 
@@ -244,7 +244,7 @@ def GatheredParameters(  # noqa: N802 - Accelerate's name
 ) -> Iterator[None]:
     """Gather parameters sharded by DeepSpeed's ZeRO stage 3 during a with block; every rank must enter it.
 
-    It does nothing for other parameters.
+    Other parameters are left unchanged.
 
     Args:
         params: The parameters to gather.

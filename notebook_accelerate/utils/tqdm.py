@@ -1,4 +1,4 @@
-"""Re-export the progress bar that only one process of each machine draws."""
+"""Re-export the progress bar that the first rank on each machine shows."""
 
 from __future__ import annotations
 

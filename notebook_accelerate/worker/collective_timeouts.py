@@ -36,7 +36,7 @@ class GroupTimeouts:
         self._seen: list[Any] = []
 
     def poll(self) -> float | None:
-        """Return the limit of a new default group in seconds, or None if it was already returned. Takes about 1 µs."""
+        """Return the limit of a new default group in seconds, only once, and otherwise None. Takes about 1 µs."""
         found = process_groups()
         if not found:
             self._seen.clear()

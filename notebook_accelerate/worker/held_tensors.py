@@ -27,7 +27,7 @@ Nested containers are inspected down to the depth ``NESTED``.
 """
 _CONTAINERS = (list, tuple, set, dict)
 _PLAIN = {int, float, str, bool, bytes, type(None), type, ModuleType, FunctionType, BuiltinFunctionType}
-"""Types whose values cannot hold tensors, and modules and functions, whose tensors no variable of the user names."""
+"""Types of values that hold no tensors, or only tensors that the user has not named, such as those in a module."""
 _STORES = ("STORE_FAST", "STORE_DEREF", "STORE_NAME", "STORE_GLOBAL")
 _UNSHARED = 3
 """The number of references to ``f_locals`` if nothing else uses it. The frame, the variable, and the call that counts

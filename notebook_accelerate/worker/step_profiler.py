@@ -109,7 +109,7 @@ class StepProfiler:
             return {"error": describe_error(error, 300)}
 
     def _collectives(self) -> list[tuple[str, int, str, int, float]]:
-        """Return each collective with its group, which gloo does not report to torch's profiler."""
+        """Return the collectives with their groups if there are several, because gloo does not report groups."""
         with suppress(Exception):  # If this fails, only the collectives of different ranks cannot be matched.
             if self._marks and len(torch_internals.process_groups()) > 1:
                 return waits.entered_collectives(self._marks[0]["time"] / 1e9, self._marks[-1]["time"] / 1e9)
@@ -126,7 +126,7 @@ class StepProfiler:
     # ---- the main thread
 
     def at_boundary(self) -> None:
-        """Handle a step, a metric or a report of progress. The latter two end a step if no optimizer takes steps."""
+        """Handle a metric or a report of progress, which ends a step if no optimizer has taken one."""
         if self._counts_metrics:
             self._note_step()
         if self._over or not self._ready or threading.get_ident() != self._main or step_time.steps():

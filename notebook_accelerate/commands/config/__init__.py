@@ -1,4 +1,4 @@
-"""Re-export the classes and paths of the configuration file from Accelerate's module path."""
+"""Re-export the classes and paths of the configuration file, as Accelerate's package of this name does."""
 
 from __future__ import annotations
 

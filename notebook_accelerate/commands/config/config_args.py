@@ -1,4 +1,4 @@
-"""Re-export the classes and paths of the configuration file from Accelerate's older module path."""
+"""Re-export the classes and paths of the configuration file, as Accelerate's module of this name does."""
 
 from __future__ import annotations
 
