@@ -231,7 +231,7 @@ def name_of_scales(name: str) -> str:
 
 
 def find_tied_parameters(model: torch.nn.Module, **kwargs: Any) -> list[list[str]]:  # noqa: ARG001
-    """Find tied parameters.
+    """List the names of a model's tied parameters.
 
     Args:
         model: The model before it is dispatched, because hooks untie the parameters that they offload.

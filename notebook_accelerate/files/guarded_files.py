@@ -89,7 +89,7 @@ def check_folder(folder: Path, *, private: bool = False) -> None:
     if found.st_uid != os.getuid():
         raise ForeignFileError(f"{folder} belongs to {_user_name(found.st_uid)}")
     if found.st_mode & (0o077 if private else 0o022):
-        raise ForeignFileError(f"others can enter {folder}: chmod 700 {folder}")
+        raise ForeignFileError(f"other users can enter {folder}: chmod 700 {folder}")
 
 
 def is_own_folder(folder: Path) -> bool:
@@ -108,9 +108,9 @@ def _check_writers(folder: Path, found: os.stat_result) -> None:
     if found.st_mode & stat.S_ISVTX:
         return
     if found.st_mode & 0o002:
-        raise ForeignFileError(f"others can replace what is in {folder}: chmod go-w {folder}")
+        raise ForeignFileError(f"other users can replace files in {folder}: chmod go-w {folder}")
     if found.st_mode & 0o020 and (_has_access_list(folder) or not _is_private_group(found.st_gid)):
-        raise ForeignFileError(f"others can replace what is in {folder}, as its group can: chmod g-w {folder}")
+        raise ForeignFileError(f"other users can replace files in {folder}, as its group can: chmod g-w {folder}")
 
 
 def _is_trusted(owner: int, *, shared: bool) -> bool:
@@ -198,7 +198,7 @@ def read_limited(path: Path, most: int, *, own: bool = False) -> bytes:
         size = os.fstat(descriptor).st_size
         data = file.read(most + 1) if size <= most else b""
     if max(size, len(data)) > most:
-        raise ValueError(f"{path} has {max(size, len(data)):,} bytes, at most {most:,} are allowed")
+        raise ValueError(f"{path} has {max(size, len(data)):,} bytes; at most {most:,} are allowed")
     return data
 
 

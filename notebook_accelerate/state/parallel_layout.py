@@ -112,7 +112,7 @@ def arrange_ranks(slots: Slots) -> Slots:
             )
         if not shards:
             raise ValueError(
-                f"fsdp_plugin shards, but {layout!r} has no dimension to shard over; pass dp_shard_size above 1, or "
+                f"fsdp_plugin shards, but {layout!r} has no dimension to shard along; pass dp_shard_size above 1, or "
                 "omit fsdp_plugin"
             )
     mesh = layout.get_device_mesh(slots["device"].type)

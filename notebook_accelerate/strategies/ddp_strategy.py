@@ -164,7 +164,7 @@ def synchronised_backward(model: Any) -> Iterator[None]:
         return
     before = wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync
     wrapped.require_backward_grad_sync = wrapped.require_forward_param_sync = True
-    # DDP's forward pass only does this if it knows that gradients will be exchanged.
+    # DDP's forward pass only prepares the reducer if it knows that gradients will be exchanged.
     wrapped.reducer.prepare_for_backward(_outputs_to_search(wrapped))
     try:
         yield

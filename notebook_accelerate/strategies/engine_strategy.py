@@ -71,7 +71,7 @@ class EngineStrategy(Strategy):
     """Creates one engine from a model and its optimizer. The engine scales losses, clips gradients and takes steps.
 
     Attributes:
-        models: A list of the engine, once a model is prepared.
+        models: A list with the engine, once a model is prepared.
         engine: The object that takes the engine's steps, or None before a model is prepared.
     """
 

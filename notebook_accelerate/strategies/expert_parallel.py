@@ -50,7 +50,7 @@ def split_experts(model: nn.Module, ranks: DeviceMesh | None) -> None:
             f"unevenly sharded experts with rows missing: pip install -U 'torch>={MINIMUM}'"
         )
     if model_has_dtensor(model):
-        raise ValueError(f"{type(model).__name__} is split already, and ep_size needs whole weights; load it unsplit")
+        raise ValueError(f"{type(model).__name__} is already split, but ep_size needs whole weights; load it unsplit")
     mesh, ties = ranks["ep"], tied_names(model)
     layers = _expert_layers(model)
     for name, layer in layers.items():
@@ -116,7 +116,7 @@ def _check_call(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
     if len(inputs) != 3 or inputs[1].shape != inputs[2].shape:
         raise ValueError(
             f"{type(layer).__name__} is split by ep_size; call it as experts(hidden_states, top_k_index, "
-            "top_k_weights), the last two of one shape"
+            "top_k_weights), the last two with the same shape"
         )
 
 

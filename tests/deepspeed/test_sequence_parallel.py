@@ -333,7 +333,7 @@ def bare(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     [
         ("model", r"Linear has no config with hidden_size, .* such as LlamaForCausalLM"),
         ("attention", r"uses the attention 'eager'; load it with attn_implementation='sdpa'"),
-        ("state", r"has layers of the kind linear_attention, whose state would start anew in each piece"),
+        ("state", r"has layers of the kind linear_attention, whose state would be reset in each piece"),
         ("uneven", r"even_batches=True"),
         ("rows", r"a batch has 3 sequences, but DeepSpeed's attention was created for 2"),
         ("places", r"a batch has input_ids, but no position_ids, labels"),

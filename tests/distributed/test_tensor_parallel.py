@@ -139,7 +139,7 @@ def refused(reason: str) -> None:
         ("module", "names 'sideways', but Tied has no such module"),
         ("style", r"splits 'up' by 'diagonal', which is not known; styles: colwise, rowwise"),
         ("tied", r"are one parameter, and the plan splits them in different ways"),
-        ("odd", r"up of shape \[33, 9\] cannot be split over tp_size=2"),
+        ("odd", r"up of shape \[33, 9\] cannot be split across tp_size=2"),
     ],
 )
 def test_invalid_plans_are_refused(reason: str, message: str) -> None:

@@ -204,7 +204,7 @@ def test_only_the_user_of_the_run_can_attach_and_stop(
     again.stop(grace=1.0)
     assert (again.status, run.wait(60), run.status) == ("stopped", True, "stopped")
     (state / "notebook-accelerate" / "sockets").chmod(0o755)
-    with pytest.raises(LaunchError, match=r"others can enter .*: chmod 700"):
+    with pytest.raises(LaunchError, match=r"other users can enter .*: chmod 700"):
         notebook_launcher(int, (), **options)  # type: ignore[arg-type]
     (state / "notebook-accelerate" / "sockets").chmod(0o700)
 

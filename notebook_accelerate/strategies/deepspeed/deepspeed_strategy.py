@@ -73,7 +73,7 @@ class DeepSpeedStrategy(EngineStrategy):
     """Trains with any stage of DeepSpeed's ZeRO, with one engine per Accelerator.
 
     Attributes:
-        models: A list of the engine, once a model is prepared.
+        models: A list with the engine, once a model is prepared.
         engine: The engine's wrapper, or None before a model is prepared.
     """
 

@@ -233,7 +233,7 @@ def _attention_name(model: nn.Module, wanted: str | None, ranks: int) -> str:
     if recurrent := [kind for kind in layer_kinds(model) if "linear_attention" in kind]:
         raise ValueError(
             f"sp_size={ranks} splits sequences, and {type(model).__name__} has layers of the kind "
-            f"{', '.join(recurrent)}, whose state would start anew in each piece; use a model without them, or leave "
+            f"{', '.join(recurrent)}, whose state would be reset in each piece; use a model without them, or leave "
             "sp_size out"
         )
     current = getattr(config, "_attn_implementation", None)

@@ -45,7 +45,7 @@ class Sampling:
         if self.top_k < 0:
             raise ValueError(f"top_k={self.top_k} must be 0 (all tokens) or more")
         if not 0 <= self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} must be from 0 to 1")
+            raise ValueError(f"top_p={self.top_p} must be between 0 and 1")
         if self.top_k and self.top_p:
             raise ValueError(f"top_k={self.top_k} and top_p={self.top_p} contradict each other; leave one of them out")
 

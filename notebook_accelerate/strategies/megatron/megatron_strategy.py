@@ -88,7 +88,7 @@ class MegatronLMStrategy(EngineStrategy):
     `num_micro_batches` batches, which the prepared loader yields as one batch.
 
     Attributes:
-        models: A list of the engine, once a model is prepared.
+        models: A list with the engine, once a model is prepared.
         engine: The engine, or None before a model is prepared.
     """
 

@@ -99,7 +99,7 @@ def test_only_the_group_with_the_users_name_is_private(
 def test_a_folder_that_another_group_can_write_to_is_not_the_users(tmp_path: Path, group: int) -> None:
     tmp_path.chmod(0o770)
     os.chown(tmp_path, -1, group)
-    with pytest.raises(guarded_files.ForeignFileError, match=f"others can replace what is in {tmp_path}, .* chmod g-w"):
+    with pytest.raises(guarded_files.ForeignFileError, match=f"users can replace files in {tmp_path}, .* chmod g-w"):
         guarded_files.check_folder(tmp_path)
 
 
@@ -125,7 +125,7 @@ def test_endless_files_are_not_read(tmp_path: Path) -> None:
     for name in ("pipe", "zero", "."):
         with pytest.raises(OSError, match="not a regular file"):
             guarded_files.read_limited(tmp_path / name, 5)
-    with pytest.raises(ValueError, match="has 6 bytes, at most 5"):
+    with pytest.raises(ValueError, match="has 6 bytes; at most 5"):
         guarded_files.read_limited(tmp_path / "large", 5)
 
 

@@ -204,7 +204,7 @@ def test_others_may_not_replace_a_folder_on_the_path(tmp_path: Path, shared: Pat
     if allowed:
         assert run_directory.runs_folder().is_dir()
     else:
-        with pytest.raises(LaunchError, match=f"others can replace what is in {shared}: chmod go-w"):
+        with pytest.raises(LaunchError, match=f"other users can replace files in {shared}: chmod go-w"):
             run_directory.runs_folder()
 
 
