@@ -208,7 +208,7 @@ def _modules_in(folder: Path) -> Iterator[str]:
 # ---- whether a function trains
 
 _TRAINING = frozenset({"backward", "fit", "optim", "prepare"})
-"""Names that a function probably uses to create an optimizer, or to wrap a model for training."""
+"""Names that suggest that a function creates an optimizer, or wraps a model for training."""
 MAX_FUNCTIONS = 300
 """Maximum number of the user's functions to search."""
 

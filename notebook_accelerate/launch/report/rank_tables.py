@@ -224,7 +224,7 @@ def _outliers_first(columns: Sequence[RankColumn], ranks: Ranks, *, with_others:
 
 
 def _by_state(columns: Sequence[RankColumn], ranks: Ranks) -> list[Group]:
-    """Return a group of nodes, and one with a row for all ranks that have the same state and exit, worst first."""
+    """Return a group of nodes, and a group with one row for all ranks of the same state and exit, worst first."""
     states: dict[tuple[str, str], list[RankSnapshot]] = {}
     for rank in ranks:
         states.setdefault((rank.state, rank.exit), []).append(rank)

@@ -166,7 +166,7 @@ class RankEventHandler:
     def _decode(self, supervised: SupervisedRank, decoder: Decoder, data: bytes) -> list[Stamped]:
         """Return the events that ``data`` completes.
 
-        After invalid data, the channel is still read so that the rank does not block, but everything is ignored.
+        After invalid data, the channel is still read so that the rank does not block, but what arrives is ignored.
         """
         if supervised.channel_error:
             return []

@@ -85,7 +85,7 @@ class HostConnection:
         self.clock_offset = best[1] if abs(best[1]) > best[0] else 0.0
 
     def await_started(self, order: WorkerOrder, timeout: float, stopping: Callable[[], bool] = bool) -> RemoteRank:
-        """Wait until the host has started its next rank, and return the rank. If the host is lost, the rank has ended.
+        """Wait until the host has started its next rank, and return it. If the host is lost, return an ended rank.
 
         Args:
             order: The rank's order.
