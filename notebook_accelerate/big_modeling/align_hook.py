@@ -219,7 +219,8 @@ class AlignDevicesHook(ModelHook):
         """Load the weights for something other than a forward pass, without disturbing the plan for reading ahead.
 
         Args:
-            device: The device to load the weights to. If None, the device that the module computes on.
+            device: The device to load the weights to. If None, they are loaded to the device that the module computes
+                on.
         """
         usual = self.execution_device, self._planned
         self.execution_device, self._planned = usual[0] if device is None else device, (None, None)

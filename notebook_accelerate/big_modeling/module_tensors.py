@@ -130,7 +130,8 @@ def align_module_device(module: torch.nn.Module, execution_device: torch.device 
 
     Args:
         module: The module. Its submodules are not moved.
-        execution_device: The device to move to. If None, the hook's device, or the current device of the parameters.
+        execution_device: The device to move to. If None, the hook's device is used or, without a hook, the parameters
+            stay on their device.
     """
     if has_offloaded_params(module):
         with _loaded(module, execution_device):

@@ -141,7 +141,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         state_dict: The tensors that are in memory.
         save_folder: An offload folder with its ``index.json``.
         index: An index to use instead of the folder's. An entry with "safetensors_file" refers to a safetensors file.
-        device: The device to put tensors from safetensors files on. If None, the CPU.
+        device: The device to put tensors from safetensors files on. If None, they are put on the CPU.
 
     Raises:
         ValueError: None of the first three arguments is given.

@@ -160,7 +160,7 @@ class CheckpointStore(ABC):
         """Return a value that changes while a rank is working, or None if the destination no longer exists.
 
         Args:
-            rank: The rank that reports.
+            rank: The rank to check.
         """
 
     def commit(self, manifest: Manifest, parts: Sequence[FileRecords]) -> None:

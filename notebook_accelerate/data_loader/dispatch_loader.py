@@ -234,7 +234,7 @@ class DataLoaderDispatcher(PreparedDataLoader):
                 yield joined
 
     def _pad_rounds(self, rounds: Iterator[Any]) -> Iterator[tuple[Any, int]]:
-        """Pad rounds that cannot be split evenly with the first samples of the epoch.
+        """Pad rounds that cannot be split evenly, using the first samples of the epoch.
 
         If the first samples have a different form, such as longer sequences, a round is padded with its own samples.
 

@@ -332,7 +332,7 @@ def world_from_environ() -> World:
     """Read the rank and world size from the environment.
 
     Returns:
-        The rank and world size. If no variable is set, rank 0 of a single rank.
+        The rank and world size. If no variable is set, these are 0 and 1.
 
     Raises:
         ValueError: A variable is not a number, or the rank is not below the world size.

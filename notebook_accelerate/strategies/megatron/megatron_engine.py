@@ -150,10 +150,11 @@ class MegatronEngine(nn.Module):
             max_length: The maximum number of tokens in a sample, including the prompt.
             max_new_tokens: The maximum number of tokens after the longest prompt. Pass either this or `max_length`.
             num_beams: The number of candidates in a beam search, which takes one prompt. If None, tokens are sampled.
-            temperature: The number that divides the logits. If None, 1.
+            temperature: The number that divides the logits. If None, it is 1.
             top_k: The number of most probable tokens to sample from. If 1, decoding is greedy.
             top_p: The total probability of the most probable tokens, which are sampled from.
-            length_penalty: A candidate's log probability is divided by its length to this power. If None, 1.
+            length_penalty: A candidate's log probability is divided by its length to this power. If None, the power is
+                1.
             kwargs: `top_p_decay`, `top_p_bound`, `random_seed`, `add_BOS`, `bos_token_id`, `eos_token_id`.
 
         Returns:

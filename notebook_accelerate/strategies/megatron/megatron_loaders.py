@@ -51,7 +51,7 @@ class MegatronLMDummyDataLoader:
         """Add this placeholder's arguments to those of a plugin.
 
         Args:
-            plugin: The plugin to change. If None, the plugin of the current state.
+            plugin: The plugin to change. If None, the current state's plugin is changed.
         """
         if plugin is None:
             from notebook_accelerate.state import AcceleratorState
