@@ -16,8 +16,9 @@ _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 _OUT_OF_MEMORY = (
-    " out of memory.",  # CUDA, XPU, MPS and others
+    " out of memory.",  # CUDA, XPU and others
     "out of memory. Tried to allocate",
+    "MPS backend out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "cuDNN error: CUDNN_STATUS_NOT_SUPPORTED.",
     "DefaultCPUAllocator: can't allocate memory",

@@ -190,15 +190,19 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def train(self) -> None:
         """Switch to training mode, if the optimizer has modes, as schedule-free ones do."""
-        switch = getattr(self.optimizer, "train", None)
-        if callable(switch):
-            switch()
+        self._switch_mode("train")
 
     def eval(self) -> None:
         """Switch to evaluation mode, if the optimizer has modes, as schedule-free ones do."""
-        switch = getattr(self.optimizer, "eval", None)
-        if callable(switch):
-            switch()
+        self._switch_mode("eval")
+
+    def _switch_mode(self, mode: str) -> None:
+        # An engine such as DeepSpeed wraps the user's optimizer once more.
+        for optimizer in (self.optimizer, getattr(self.optimizer, "optimizer", None)):
+            switch = getattr(optimizer, mode, None)
+            if callable(switch):
+                switch()
+                return
 
     def __getattr__(self, name: str) -> Any:
         # All other attributes are those of the wrapped optimizer. Hooks are registered there, and only run in real

@@ -309,16 +309,24 @@ def get_max_memory(max_memory: Mapping[Any, Any] | None = None) -> dict[Any, int
 
 def _free() -> dict[Any, int]:
     found: dict[Any, int] = {}
+    shared = False
     for kind in _KINDS:
         module = getattr(torch, kind, None)
         if module is not None and module.is_available():
             found = {number: module.mem_get_info(number)[0] for number in range(module.device_count())}
+            shared = any(_shares_host_memory(module, number) for number in found)
             break
+    # If the GPU and the CPU share memory, an entry for each would count the same bytes twice.
     if torch.backends.mps.is_available():
-        found["mps"] = system_memory()[1]  # The GPU and the CPU share memory.
-    else:
+        found["mps"] = system_memory()[1]
+    elif not shared:
         found["cpu"] = system_memory()[1]
     return found
+
+
+def _shares_host_memory(module: Any, number: int) -> bool:
+    """Return whether an accelerator is an integrated CUDA device, as in Jetson and DGX Spark."""
+    return module is torch.cuda and bool(getattr(module.get_device_properties(number), "is_integrated", False))
 
 
 def get_balanced_memory(

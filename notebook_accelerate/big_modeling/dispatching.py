@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from notebook_accelerate.big_modeling.offload_folder import (
     extract_submodules_state_dict,
     offload_state_dict,
 )
+from notebook_accelerate.hardware import nvml
 
 _LOG = logging.getLogger(__name__)
 _MOVES = ("to", "cuda", "npu", "xpu", "mlu", "musa", "sdaa")
@@ -177,8 +178,9 @@ def dispatch_model(
         CheckpointError: The disk is full, or the folder's files are corrupt.
     """
     check_device_map(model, device_map)
-    check_free_memory(bytes_to_move(model, device_map))
     devices = set(device_map.values())
+    _warn_about_peer_to_peer(devices)
+    check_free_memory(bytes_to_move(model, device_map))
     if len(devices) > 1 or devices == {"disk"} or force_hooks:
         placement = _Placement(model, device_map, main_device, state_dict, offload_dir, offload_index)
         placement.attach(offload_buffers, skip_keys, preload_module_classes)
@@ -187,6 +189,17 @@ def dispatch_model(
         model.to(next(iter(devices)))
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
+
+
+def _warn_about_peer_to_peer(devices: Collection[Any]) -> None:
+    """Warn if activations will be copied between GPUs whose driver wrongly reports peer-to-peer access."""
+    accelerators = [device for device in devices if str(device) not in ("cpu", "disk")]
+    if len(accelerators) > 1 and not nvml.check_cuda_p2p_ib_support():
+        _LOG.warning(
+            "The driver %s of these GPUs has defects in peer-to-peer access, which affect models on several GPUs. "
+            "Install version 550.40.07 or newer.",
+            nvml.driver_version(),
+        )
 
 
 class _Placement:

@@ -28,7 +28,7 @@ from notebook_accelerate.config.low_precision import AORecipeKwargs
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state import AcceleratorState, GradientState, reset_shared_state
-from notebook_accelerate.utils import has_compiled_regions
+from notebook_accelerate.utils import DeepSpeedOptimizerWrapper, has_compiled_regions
 
 
 def loader(samples: int = 12, batch_size: int = 2) -> DataLoader[Any]:
@@ -498,6 +498,31 @@ class TestOptimizer:
         assert again.param_groups[0]["lr"] == 0.1
         assert copy.deepcopy(optimizer).state_dict().keys() == state.keys()
         assert "AcceleratedOptimizer" in repr(optimizer)
+
+    @pytest.mark.parametrize("wrapper", [AcceleratedOptimizer, DeepSpeedOptimizerWrapper])
+    def test_the_mode_of_an_optimizer_inside_an_engines_optimizer_is_switched(self, wrapper: Any) -> None:
+        class ScheduleFree(torch.optim.SGD):
+            mode = "new"
+
+            def train(self) -> None:
+                self.mode = "train"
+
+            def eval(self) -> None:
+                self.mode = "eval"
+
+        class Engine(torch.optim.SGD):
+            def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+                super().__init__(optimizer.param_groups)
+                self.optimizer = optimizer
+
+        Accelerator(cpu=True)
+        inner = ScheduleFree(nn.Linear(1, 1).parameters())
+        for outer in (inner, Engine(inner)):
+            prepared = wrapper(outer)
+            prepared.train()
+            assert inner.mode == "train"
+            prepared.eval()
+            assert inner.mode == "eval"
 
     def test_a_closure_is_called(self) -> None:
         accelerator = Accelerator(cpu=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -198,6 +199,19 @@ def test_memory_limits_are_ordered_and_checked() -> None:
     ]  # fmt: skip
     with pytest.raises(ValueError, match="Device foo is not recognized"):
         get_max_memory({"foo": 1})
+
+
+@pytest.mark.parametrize("integrated", [0, 1])
+def test_memory_that_the_gpu_shares_with_the_cpu_counts_once(monkeypatch: pytest.MonkeyPatch, integrated: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100, 200))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(is_integrated=integrated))
+    limits = get_max_memory()
+    assert (limits[0], "cpu" in limits) == (100, not integrated)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))  # Each layer has 80 bytes, and another 80 are reserved.
+    assert infer_auto_device_map(model) == {"": "disk" if integrated else "cpu"}
+    assert ("cpu" in get_balanced_memory(model)) is not integrated
 
 
 def test_strings_in_a_dict_of_memory_limits_become_numbers() -> None:

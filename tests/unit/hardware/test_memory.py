@@ -82,6 +82,11 @@ def test_a_batch_size_in_the_call_is_refused_with_the_line_to_write() -> None:
         find_executable_batch_size(starting_batch_size=-1)(lambda batch_size: batch_size)
 
 
+def test_the_error_of_mps_reduces_the_batch_size() -> None:
+    text = "MPS backend out of memory (MPS allocated: 17.5 GB, other allocations: 1.2 GB, max allowed: 18.1 GB)"
+    assert should_reduce_batch_size(RuntimeError(text))
+
+
 def test_memory_of_a_failed_attempt_is_freed_before_the_next() -> None:
     alive: list[Any] = []
 

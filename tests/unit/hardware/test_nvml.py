@@ -61,6 +61,20 @@ def test_names_and_driver_determine_peer_to_peer_access(library: Path) -> None:
     assert _run(library, code) == f"{(names, 2)} 535.104.05 False"
 
 
+def test_a_model_on_several_gpus_with_such_a_driver_is_dispatched_with_a_warning(library: Path) -> None:
+    code = (
+        "import logging, torch, sys\n"
+        "from notebook_accelerate import dispatch_model\n"
+        "logging.basicConfig(stream=sys.stdout, format='%(name)s %(message)s')\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))\n"
+        "try: dispatch_model(model, MAP)\n"
+        "except Exception: pass  # torch has no CUDA here.\n"
+    )
+    found = _run(library, code.replace("MAP", "{'0': 0, '1': 1}"))
+    assert found.startswith("notebook_accelerate.big_modeling.dispatching The driver 535.104.05 of these GPUs")
+    assert _run(library, code.replace("MAP", "{'0': 'cpu', '1': 0}")) == ""
+
+
 def test_utilization_is_read_per_gpu(library: Path) -> None:
     code = (
         "from notebook_accelerate.hardware.nvml import GpuReader\n"
