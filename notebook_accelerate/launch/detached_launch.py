@@ -21,6 +21,7 @@ from notebook_accelerate.launch.attaching import OPEN_SECONDS, attach, running_e
 from notebook_accelerate.launch.detached import run_directory
 from notebook_accelerate.launch.processes.interpreters import log_tail, start_interpreter, uninterrupted
 from notebook_accelerate.launch.processes.pickled import to_file
+from notebook_accelerate.launch.processes.shared_imports import trains
 from notebook_accelerate.launch.run import Run, default_name, next_number
 from notebook_accelerate.launch.state.call_arguments import call_arguments
 from notebook_accelerate.launch.state.interrupts import SLICE
@@ -59,6 +60,8 @@ class DetachedOrder:
     """The sources of the kernel's cells, by file name."""
     cell_names: dict[str, str]
     """The names of these cells in tracebacks, by file name."""
+    trains: bool
+    """Whether the function probably trains a model."""
     settings: bytes
     """The kernel's settings, from ``capture_notebook_settings``."""
     inherited: InheritedState
@@ -106,6 +109,7 @@ def launch_detached(
             resume=None if resume is None else str(resume.folder),
             sources=(cells := cell_sources()),
             cell_names={filename: cell_name(filename) for filename in cells},
+            trains=trains(function, arguments),
             settings=capture_notebook_settings(),
             inherited=capture_inherited_state(),
             origin=_origin(),

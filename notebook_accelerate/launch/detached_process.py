@@ -81,7 +81,9 @@ class DetachedRun:
         try:
             self._held_seconds = held_seconds()
             self._path = run_directory.new_socket()
-            function = PickledFunction(order.function_name, self._payload, order.arguments, order.settings)
+            function = PickledFunction(
+                order.function_name, self._payload, order.arguments, order.settings, trains=order.trains
+            )
             earlier = None if order.resume is None else open_run(order.resume)
             run = start_here(order.config.changed(panel=False), function, (), earlier, order.inherited, self._serve)
         except BaseException as error:  # noqa: BLE001 - the kernel raises it again

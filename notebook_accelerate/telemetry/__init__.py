@@ -28,6 +28,7 @@ from notebook_accelerate.telemetry.events import (
     Event as Event,
     ExitWaitEvent as ExitWaitEvent,
     GroupTimeoutEvent as GroupTimeoutEvent,
+    ImportedEvent as ImportedEvent,
     InputReply as InputReply,
     InputRequest as InputRequest,
     LogEvent as LogEvent,

@@ -271,6 +271,15 @@ class ResultEvent(Event):
 
 
 @dataclass(slots=True)
+class ImportedEvent(Event):
+    """The rank has imported ``module``, which the kernel imports for later ranks of the same function."""
+
+    latest_by: ClassVar[tuple[str, ...]] = ("module",)
+
+    module: str
+
+
+@dataclass(slots=True)
 class GroupTimeoutEvent(Event):
     """The requested time limit of the default process group's collectives, in seconds.
 

@@ -11,6 +11,9 @@ from notebook_accelerate.telemetry import inherited_state
 CHANNEL_BYTES = 1 << 20
 """Return values with more bytes than this are sent in files alongside the channel."""
 
+OPTIMIZER_MODULE = "torch._dynamo"
+"""The module that the first optimizer of a process imports, with 800 others, in a second of CPU time."""
+
 
 @dataclass
 class WorkerOrder:

@@ -35,6 +35,7 @@ from notebook_accelerate.telemetry import (
     Channel,
     Event,
     FailureEvent,
+    ImportedEvent,
     ResultEvent,
     Sink,
     StatusEvent,
@@ -51,7 +52,7 @@ from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 from notebook_accelerate.telemetry.results import advice, dump_result
 from notebook_accelerate.telemetry.sink import require_sink
 from notebook_accelerate.telemetry.tracebacks import built_in_attribute, class_name, describe_error, install_sources
-from notebook_accelerate.telemetry.worker_order import WorkerOrder
+from notebook_accelerate.telemetry.worker_order import OPTIMIZER_MODULE, WorkerOrder
 from notebook_accelerate.worker import console, exit_handlers, plain_process
 from notebook_accelerate.worker.agent import Agent
 from notebook_accelerate.worker.debug_agent import DebugAgent
@@ -114,7 +115,10 @@ def main(
         gc.freeze()
         detach(descriptors, kernel_descriptors)
         agent, debugging, devices = connect(descriptors)
+        shared = OPTIMIZER_MODULE in sys.modules
         outcome = run_function(order, load, debugging)
+        if not shared and OPTIMIZER_MODULE in sys.modules:
+            agent.sink.emit(ImportedEvent(OPTIMIZER_MODULE))
         debugging.exit_watch.begin()
         devices.send()  # Report the last peak, which is the only report of a short run.
         step_time.end_run()

@@ -48,9 +48,8 @@ def kernel_facts(variables: Mapping[str, str] | None = None) -> KernelFacts:
     Args:
         variables: The environment variables that the launch sets.
     """
-    environment = {**os.environ, **(variables or {})}
     return KernelFacts(
-        fork_hazard=lambda: shared_imports.hazard(environment) or fork_hazard(),
+        fork_hazard=lambda: shared_imports.hazard(variables) or fork_hazard(),
         can_fork=hasattr(os, "fork"),
         environment=os.environ,
         alias_hazard=accelerate_alias.inherited_hazard(),

@@ -31,11 +31,14 @@ class PickledFunction:
         payload: The descriptor of the file with the pickled data.
         arguments: The function's arguments by name, as plain values.
         settings: The settings of the other process, from ``capture_notebook_settings``.
+        trains: Whether the function probably trains a model; see ``shared_imports.trains``.
     """
 
-    def __init__(self, name: str, payload: int, arguments: Mapping[str, Plain], settings: bytes) -> None:
+    def __init__(
+        self, name: str, payload: int, arguments: Mapping[str, Plain], settings: bytes, *, trains: bool
+    ) -> None:
         self.__name__ = name
-        self.payload, self.plain_arguments, self.settings = payload, arguments, settings
+        self.payload, self.plain_arguments, self.settings, self.trains = payload, arguments, settings, trains
 
     def __call__(self) -> Any:
         """Load the function and call it."""

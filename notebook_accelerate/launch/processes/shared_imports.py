@@ -24,9 +24,10 @@ from typing import Any
 
 from notebook_accelerate._collection import gc_paused
 from notebook_accelerate.errors import RunStoppedError
+from notebook_accelerate.launch.processes.pickled import PickledFunction
 from notebook_accelerate.telemetry.tracebacks import describe_error
+from notebook_accelerate.telemetry.worker_order import OPTIMIZER_MODULE as MODULE
 
-MODULE = "torch._dynamo"
 NOTE_SECONDS = 0.5
 """Seconds after which a note about the import is shown."""
 SLICE_SECONDS = 0.05
@@ -115,12 +116,11 @@ def failure() -> str:
 
 def _would_help(variables: Mapping[str, str]) -> bool:
     """Return whether importing the module in the kernel saves time and has the same result as in the ranks."""
-    launch = {**os.environ, **variables}
     return (
         "torch" in sys.modules
         and MODULE not in sys.modules
-        and import_variables(launch) == import_variables(os.environ)
-        and launch.keys().isdisjoint(_DEBUGGING)
+        and launch_variables(variables) == import_variables(os.environ)
+        and {*os.environ, *variables}.isdisjoint(_DEBUGGING)
         and not _shadowed_by_user()
     )
 
@@ -154,18 +154,23 @@ def import_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if _is_read(name)}
 
 
+def launch_variables(variables: Mapping[str, str] | None) -> dict[str, str]:
+    """Return the variables that the import may read in the ranks of a launch that sets ``variables``."""
+    return import_variables({**os.environ, **(variables or {})})
+
+
 def _is_read(name: str) -> bool:
     return name.startswith(_READ) and name != _CACHE_FOLDER
 
 
-def hazard(environment: Mapping[str, str]) -> str:
-    """Return why ranks with this environment cannot share what the kernel has imported for an earlier launch.
+def hazard(variables: Mapping[str, str] | None) -> str:
+    """Return why the ranks of a launch that sets ``variables`` cannot share what the kernel has already imported.
 
     Return "" if they can, or if the kernel has not imported anything.
     """
     if _import is None or MODULE not in sys.modules:
         return ""
-    now, before = import_variables(environment), _import.variables
+    now, before = launch_variables(variables), _import.variables
     changed = sorted(name for name in now.keys() | before.keys() if now.get(name) != before.get(name))
     return f"{changed[0]} has changed since the kernel imported {MODULE} for an earlier launch" if changed else ""
 
@@ -211,16 +216,26 @@ _TRAINING = frozenset({"backward", "fit", "optim", "prepare"})
 """Names that suggest that a function creates an optimizer, or wraps a model for training."""
 MAX_FUNCTIONS = 300
 """Maximum number of the user's functions to search."""
+_learned: set[str] = set()
+
+
+def learn(name: str) -> None:
+    """Record that ranks that ran the function of this name have imported the module."""
+    _learned.add(name)
 
 
 def trains(function: Callable[..., Any], arguments: Sequence[object] = ()) -> bool:
     """Return whether a function, or a function of the user that it refers to, probably trains a model.
 
-    Return False if one of these functions contains the name of an environment variable that the import reads, because
-    the function may set that variable.
+    The answer is also True if ranks of an earlier launch of the function have imported the module. Return False if one
+    of these functions contains the name of an environment variable that the import reads, because the function may set
+    that variable.
     """
+    if isinstance(function, PickledFunction):
+        return function.trains
     codes = list(_codes([function, *arguments]))
-    return any(map(_names_training, codes)) and not any(map(_names_variable, codes))
+    learned = getattr(function, "__name__", type(function).__name__) in _learned
+    return (learned or any(map(_names_training, codes))) and not any(map(_names_variable, codes))
 
 
 def _names_training(code: CodeType) -> bool:

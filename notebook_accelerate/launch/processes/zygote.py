@@ -24,7 +24,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import IO, TYPE_CHECKING
@@ -38,6 +38,7 @@ from notebook_accelerate.launch.processes.interpreters import log_tail, start_in
 from notebook_accelerate.launch.processes.pickled import PickledBackend
 from notebook_accelerate.launch.processes.rank_pipes import RankPipes
 from notebook_accelerate.launch.processes.rank_process import LocalRank, RankListener, RankProcess, pidfd_of
+from notebook_accelerate.launch.processes.shared_imports import import_variables, launch_variables, trains
 from notebook_accelerate.launch.state.rank_result import Exit
 
 if TYPE_CHECKING:
@@ -50,6 +51,11 @@ STATUS = struct.Struct("!qq")
 """The server's message about an exited rank: the wait status, and the peak resident memory in KiB."""
 CROWDED = 1 << 31
 """A flag in the length of a request. It is set if the ranks have more threads than there are processors."""
+TRAINS = 1 << 30
+"""A flag in the length of a request. If it is set, the server imports what an optimizer needs before it forks the rank.
+
+A server that has ranks does not, because it could not report their ends during the import.
+"""
 READY = b"\1"
 """The server's first message, sent once it has imported the modules that ranks need when they start."""
 START_SECONDS = 120.0
@@ -63,13 +69,19 @@ class Zygote:
 
     Attributes:
         ranks: The process ids of the server's running ranks, which end when the server ends.
-        retired: Whether the server failed to serve a request and is no longer used.
+        retired: Whether the server is no longer used, because it failed to serve a request or is outdated.
+        variables: The server's values of the environment variables that an import of torch reads.
+
+    Args:
+        variables: Environment variables that override the kernel's.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
         self._requests = threading.Lock()
         self._owner = os.getpid()
-        self._ready = self.retired = False
+        self._ready = self._loaded = self.retired = False
+        changed = import_variables(variables or {})
+        self.variables = import_variables(os.environ) | changed
         self._unread = 0  # Count the replies that are still to be read, even those whose run was stopped meanwhile.
         self.ranks: set[int] = set()
         with ExitStack() as undo:
@@ -77,7 +89,7 @@ class Zygote:
             self._log: IO[bytes] = undo.enter_context(tempfile.TemporaryFile())
             call = f"from notebook_accelerate.launch.processes.zygote_server import serve; serve({theirs.fileno()})"
             with uninterrupted():
-                self._process = start_interpreter(call, [theirs.fileno()], self._log.fileno())
+                self._process = start_interpreter(call, [theirs.fileno()], self._log.fileno(), **changed)
             undo.pop_all()
         theirs.close()
         self._control.setblocking(False)
@@ -108,6 +120,7 @@ class Zygote:
         descriptors: list[int],
         *,
         crowded: bool = False,
+        trains: bool = False,
         stopping: Callable[[], bool] = lambda: False,
     ) -> int:
         """Make the server fork a rank, and return the id of the rank's process.
@@ -117,6 +130,7 @@ class Zygote:
             descriptors: The descriptors of the channel, standard output, standard error, the payload, and the pipe for
                 the status.
             crowded: Whether the ranks of the launch together have more threads than there are processors.
+            trains: Whether the ranks will probably train a model.
             stopping: A function that returns whether the user has stopped the run.
 
         Raises:
@@ -130,21 +144,25 @@ class Zygote:
         try:
             if self.retired:
                 raise ServerStuckError("the server process did not reply to another run")
-            pid = self._request(LENGTH.pack(len(order) | (CROWDED if crowded else 0)) + order, descriptors, wait)
+            flags = (CROWDED if crowded else 0) | (TRAINS if trains else 0)
+            loads = trains and not self._loaded and not self.ranks
+            pid = self._request(LENGTH.pack(len(order) | flags) + order, descriptors, wait, loads=loads)
+            self._loaded = self._loaded or loads
         finally:
             self._requests.release()
         return pid
 
-    def _request(self, request: bytes, descriptors: list[int], wait: Wait) -> int:
+    def _request(self, request: bytes, descriptors: list[int], wait: Wait, *, loads: bool) -> int:
         try:
             if not self._ready:
                 self._ready = receive(self._control, len(READY), wait) == READY
-            wait.begin_request()
+            if not loads:
+                wait.begin_request()
             self._send(request, descriptors, wait)
             self._unread += 1
             pid = self._last_reply(wait)
         except (OSError, ServerStuckError) as error:
-            self._retire()
+            self.retire()
             raise ServerStuckError(f"the server process did not reply: {error}{self.log_tail()}") from error
         self.ranks.add(pid)
         return pid
@@ -161,7 +179,7 @@ class Zygote:
         try:
             send(self._control, request, descriptors, wait)
         except RunStoppedError:  # Retire the server, which would take the next request for the rest of this one.
-            self._retire()
+            self.retire()
             raise
 
     def log_tail(self) -> str:
@@ -174,7 +192,7 @@ class Zygote:
         if self.retired and not self.ranks and self._owner == os.getpid():
             self._end()
 
-    def _retire(self) -> None:
+    def retire(self) -> None:
         """Retire the server. It ends immediately if it has no ranks, or else with its last rank."""
         self.retired = True
         if not self.ranks:
@@ -212,14 +230,20 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)
 
 
-def ensure_zygote() -> Zygote:
-    """Return the server. Start it first if it is not running."""
+def ensure_zygote(variables: Mapping[str, str] | None = None) -> Zygote:
+    """Return the server. Start it first if it is not running, or if its imports have read other variables.
+
+    Args:
+        variables: The environment variables that the launch sets.
+    """
     global _zygote  # noqa: PLW0603 - one server per kernel
     with _lock:
+        if _zygote is not None and _zygote.alive() and _zygote.variables != launch_variables(variables):
+            _zygote.retire()
         if _zygote is None or not _zygote.alive():
             if _zygote is not None and not _zygote.retired:
                 _zygote.close()
-            _zygote = Zygote()
+            _zygote = Zygote(variables)
         return _zygote
 
 
@@ -301,16 +325,17 @@ class ZygoteRank(LocalRank):
 class ZygoteBackend(PickledBackend):
     """Starts ranks by asking the server to fork them one by one."""
 
-    _crowded = False
+    _crowded = _trains = False
 
     def configure(self, config: LaunchConfig, note: Callable[[str], None], stopping: Callable[[], bool]) -> None:
-        self._note, self._stopping = note, stopping
+        self._note, self._stopping, self._variables = note, stopping, config.env
         with suppress(OSError, LaunchError):  # Starting the first rank will report the error.
-            if not ensure_zygote().ready():
+            if not ensure_zygote(self._variables).ready():
                 note("waiting for the process that ranks are forked from to import torch, once per kernel")
 
     def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
         self._crowded = is_crowded(orders)
+        self._trains = trains(self.function, self.arguments)
         super().start_ranks(orders, started)
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
@@ -322,7 +347,7 @@ class ZygoteBackend(PickledBackend):
             return self._start_rank(order.rank, body)
 
     def _start_rank(self, rank: int, order: bytes) -> RankProcess:
-        server = ensure_zygote()
+        server = ensure_zygote(self._variables)
         with ExitStack() as rank_side, ExitStack() as undo:
             ends = RankPipes()
             rank_side.callback(ends.close_rank_side)
@@ -333,7 +358,7 @@ class ZygoteBackend(PickledBackend):
             undo.callback(os.close, status_reader)
             os.set_blocking(status_reader, False)
             wires = [ends.rank_channel.fileno(), ends.rank_stdout, ends.rank_stderr, self._payload, status_writer]
-            pid = server.fork(order, wires, crowded=self._crowded, stopping=self._stopping)
+            pid = server.fork(order, wires, crowded=self._crowded, trains=self._trains, stopping=self._stopping)
             undo.pop_all()
         kernel_descriptors.add(status_reader)
         return ZygoteRank(rank, pid, ends, status_reader, server)

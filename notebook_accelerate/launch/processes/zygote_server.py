@@ -16,8 +16,9 @@ from contextlib import suppress
 from notebook_accelerate._collection import gc_paused
 from notebook_accelerate.launch.processes.fork_costs import BriefSpins, collapse_memory
 from notebook_accelerate.launch.processes.fork_probe import fork_quietly
-from notebook_accelerate.launch.processes.zygote import CROWDED, LENGTH, READY, STATUS
+from notebook_accelerate.launch.processes.zygote import CROWDED, LENGTH, READY, STATUS, TRAINS
 from notebook_accelerate.telemetry.pickling import load_file
+from notebook_accelerate.telemetry.worker_order import OPTIMIZER_MODULE
 from notebook_accelerate.worker import entry
 
 PRELOADED = (
@@ -32,8 +33,8 @@ PRELOADED = (
     "notebook_accelerate.data_loader",
 )
 """Modules to import once for all ranks. None of them initialises a device or starts a thread pool."""
-PRELOADED_WHEN_IDLE = ("torch._dynamo",)
-"""Modules to import while the server is idle. The first optimizer in a process imports them, which takes a second."""
+PRELOADED_WHEN_IDLE = (OPTIMIZER_MODULE,)
+"""Modules to import before the first rank that trains is forked, or earlier, while the server is idle."""
 PRELOAD_AFTER = 1.0
 """Idle seconds before these modules are imported. A request that arrives during the import is delayed."""
 COLLAPSE_AFTER = 0.01
@@ -85,10 +86,14 @@ class _Server:
         """Move memory into huge pages, which earlier forks have split. After that, import what ranks need later."""
         self._spins.release()
         if self._collapsed:
-            preload(PRELOADED_WHEN_IDLE)
-            self._preloaded = True
+            self._preload()
         collapse_memory(COLLAPSE_SECONDS, stop=lambda: bool(self._selector.select(0)))
         self._collapsed = True
+
+    def _preload(self) -> None:
+        self._preloaded = True
+        with suppress(Exception):  # A rank that needs the module reports the error.
+            preload(PRELOADED_WHEN_IDLE)
 
     def _serve_one(self) -> bool:
         """Serve the next request. Return False if the kernel has exited."""
@@ -97,7 +102,7 @@ class _Server:
             if len(header) < LENGTH.size:
                 return False
             length = LENGTH.unpack(header)[0]
-            size = length & ~CROWDED
+            size = length & ~(CROWDED | TRAINS)
             body = self._receive(size)
             if len(body) < size:
                 return False
@@ -105,6 +110,9 @@ class _Server:
                 self._spins.hold()
             else:
                 self._spins.release()
+            # The import would delay the report that a rank of another run has ended.
+            if length & TRAINS and not (self._preloaded or self._children):
+                self._preload()
             self._control.sendall(LENGTH.pack(self._fork(body, descriptors)))
         except ConnectionError:  # The kernel died before it read the last reply or this one.
             return False

@@ -11,6 +11,7 @@ from notebook_accelerate.debugging import sanity_checks
 from notebook_accelerate.errors import ChannelClosedError, RunStoppedError
 from notebook_accelerate.launch.output.publisher import line_label
 from notebook_accelerate.launch.output.rank_output import RankOutput
+from notebook_accelerate.launch.processes import shared_imports
 from notebook_accelerate.launch.state import failures, rank_result
 from notebook_accelerate.launch.state.prompts import Prompt
 from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
@@ -42,6 +43,7 @@ from notebook_accelerate.telemetry import (
     ExitWaitEvent,
     FailureEvent,
     GroupTimeoutEvent,
+    ImportedEvent,
     InputRequest,
     LogEvent,
     ResourceEvent,
@@ -239,6 +241,9 @@ class RankEventHandler:
             self._exit_waits.add(event.text)
             self.warn([f"rank {supervised.process.rank} does not exit: {tracebacks.name_cells(event.text)}"])
 
+    def _on_imported(self, _supervised: SupervisedRank, _event: ImportedEvent) -> None:
+        shared_imports.learn(self._supervisor.function_name)
+
     # ---- progress and the lack of it
 
     def _on_group_timeout(self, supervised: SupervisedRank, event: GroupTimeoutEvent) -> None:
@@ -338,6 +343,7 @@ _HANDLERS: dict[type[Event], Callable[[RankEventHandler, SupervisedRank, Any], N
     FailureEvent: RankEventHandler._on_failure,
     DisplayEvent: RankEventHandler._on_display,
     ExitWaitEvent: RankEventHandler._on_exit_wait,
+    ImportedEvent: RankEventHandler._on_imported,
     InputRequest: RankEventHandler._on_input,
     AnsweredEvent: RankEventHandler._on_answered,
     AgentFailedEvent: RankEventHandler._on_agent_failed,

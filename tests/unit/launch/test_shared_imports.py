@@ -74,30 +74,63 @@ def test_the_kernel_imports_once_for_the_ranks_of_functions_that_train(tmp_path:
     assert not left, "a launch leaves no variable behind"
 
 
+def test_ranks_of_the_server_process_share_an_import(tmp_path: Path) -> None:
+    script = """
+    for _ in range(2):
+        answers.append(launch(step, start_method="zygote").results)
+    answers.append(here())
+    """
+    assert _answers(script, tmp_path) == [[True, True], [True, True], False]
+
+
+@pytest.mark.parametrize("method", ["fork", "zygote"])
+def test_the_kernel_learns_from_ranks_which_functions_train(method: str, tmp_path: Path) -> None:
+    script = f"""
+    def hidden():
+        before = here()
+        getattr(torch, "optim").SGD([torch.ones(1, requires_grad=True)], 0.1)
+        return before
+
+    answers.append(shared_imports.trains(hidden))
+    launch(hidden, start_method={method!r})
+    answers += [shared_imports.trains(hidden), launch(hidden, start_method={method!r}).results]
+    """
+    unknown, learned, shared = _answers(script, tmp_path)
+    assert (unknown, learned, shared) == (False, True, [True, True])
+
+
 def test_changed_variables_are_read_by_ranks_from_the_server_process(tmp_path: Path) -> None:
     """The first launch with a variable leaves the import to the ranks. Later, the kernel's import is too old."""
     script = """
+    from notebook_accelerate.launch.processes.zygote import ensure_zygote
+
     def suppressed():
         step()
         return torch._dynamo.config.suppress_errors
 
-    for env in ({"TORCHDYNAMO_SUPPRESS_ERRORS": "1"}, None, {"TORCHDYNAMO_SUPPRESS_ERRORS": "1"}, None):
+    changed = {"TORCHDYNAMO_SUPPRESS_ERRORS": "1"}
+    servers = [ensure_zygote().pid]
+    for env in (changed, None, changed, changed, None):
         run = launch(suppressed, env=env)
         answers.append([run.results, here(), run.plan.start_method])
-    answers.append(run.plan.reason)
+        if run.plan.start_method == "zygote":
+            servers.append(ensure_zygote(changed).pid)
+    answers += [run.plan.reason, servers]
     try:
-        launch(suppressed, env={"TORCHDYNAMO_SUPPRESS_ERRORS": "1"}, start_method="fork")
+        launch(suppressed, env=changed, start_method="fork")
     except ValueError as error:
         answers.append(str(error))
     """
-    *launches, reason, refusal = _answers(script, tmp_path)
+    *launches, reason, (first, second, third), refusal = _answers(script, tmp_path)
     assert launches == [
         [[True, True], False, "fork"],
         [[False, False], True, "fork"],
         [[True, True], True, "zygote"],
+        [[True, True], True, "zygote"],
         [[False, False], True, "fork"],
     ]
     assert reason == "the kernel is safe to fork"
+    assert first != second == third, "a server process is replaced only if its variables are outdated"
     assert "TORCHDYNAMO_SUPPRESS_ERRORS has changed since the kernel imported torch._dynamo" in refusal
 
 

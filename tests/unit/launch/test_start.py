@@ -20,12 +20,12 @@ pytestmark = pytest.mark.usefixtures("zygote", "interruptible")
 def test_each_of_two_interrupts_during_the_start_of_ranks_waits_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     ensure, main = server.ensure_zygote, threading.get_ident()
 
-    def late() -> Any:
+    def late(*variables: Any) -> Any:
         for _ in range(2):
             time.sleep(0.3)
             signal.pthread_kill(main, signal.SIGINT)
         time.sleep(0.3)
-        return ensure()
+        return ensure(*variables)
 
     monkeypatch.setattr(server, "ensure_zygote", late)
     with pytest.raises(RunInterrupted):

@@ -38,6 +38,11 @@ def print_imported() -> None:
     print("torch" in sys.modules, "torch._dynamo" in sys.modules, flush=True)
 
 
+def sleep_long() -> None:
+    """Sleep until the rank is killed."""
+    time.sleep(600)
+
+
 @pytest.fixture
 def server() -> Iterator[Zygote]:
     """Yield a zygote that has imported its modules."""
@@ -157,6 +162,20 @@ def test_requests_are_served_before_deferred_imports() -> None:
             time.sleep(3)  # Wait for the imports, and for a second of idle time.
     finally:
         made.close()
+
+
+def test_imports_of_an_optimizer_precede_the_fork_of_a_rank_that_trains(server: Zygote) -> None:
+    """The server waits for no import while it must report the ends of other ranks."""
+    with _Wires(sleep_long) as waiting, _Wires(print_imported) as wires:
+        other = server.fork(ORDER, waiting.theirs)
+        server.fork(ORDER, wires.theirs, trains=True)
+        assert wires.printed() == b"True False\n"
+        os.kill(other, signal.SIGKILL)
+        for each in (waiting, wires):
+            assert os.read(each.ours[3], zygote.STATUS.size), "the server has reported the end"
+        server.ranks.clear()
+        server.fork(ORDER, wires.theirs, trains=True)
+        assert wires.printed() == b"True True\n"
 
 
 @pytest.mark.usefixtures("interruptible")
