@@ -594,7 +594,12 @@ def pictures(session: nox.Session) -> None:
 def benchmarks(session: nox.Session, *options: str) -> None:
     """Run the areas or rows in ROWS, or all if it is not set, each in the environment that it needs."""
     rows = shlex.split(VARIABLES.get("ROWS", ""))
-    apart = {"": ["browser"], "ray": ["ray"], "bench-deepspeed": ["strategies", "zero", "trainer"]}
+    apart = {
+        "": ["browser"],
+        "bench-deepspeed": ["strategies", "zero", "trainer"],
+        "clients": ["lightning"],
+        "ray": ["ray"],
+    }
     # The environment with Accelerate comes last, because its version is on the page.
     for name, areas in apart.items():
         chosen = [row for row in rows if row in areas] if rows else areas

@@ -10,6 +10,8 @@ from benchmarks import (  # noqa: F401
     big_models,
     checkpoints,
     debugging,
+    first_panel,
+    first_step,
     hosts,
     in_browser,
     kept_runs,

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,7 +19,7 @@ HERE, PEER = "notebook_accelerate", "accelerate"
 # Both launchers run these functions. Their times can be subtracted, because all processes share the monotonic clock.
 SETUP = """
 import os, time, pathlib, socket, torch
-from {package} import notebook_launcher
+{define}
 
 FOLDER = pathlib.Path({folder!r})
 
@@ -49,13 +49,20 @@ WARM_POOL = "x = torch.ones(1024, 1024); (x @ x).sum().item(); torch.get_num_thr
 
 
 class Launcher:
-    """A kernel that has imported one of the launchers."""
+    """A kernel that has imported a launcher.
 
-    def __init__(self, package: str, env: dict[str, str | None] | None = None) -> None:
+    Args:
+        package: The package of the launcher, or code that defines ``notebook_launcher``.
+        env: Variables that override this process's own.
+        forked: Whether the kernel may be forked from a process that has imported torch and torch._dynamo.
+    """
+
+    def __init__(self, package: str, env: Mapping[str, str | None] | None = None, *, forked: bool = True) -> None:
         self._stack = ExitStack()
         self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
-        self.kernel = self._stack.enter_context(Kernel(env=env, timeout=120.0))
-        self.kernel.check(SETUP.format(package=package, folder=str(self.folder)))
+        self.kernel = self._stack.enter_context(Kernel(env=env, timeout=120.0, forked=forked))
+        define = f"from {package} import notebook_launcher" if package.isidentifier() else package
+        self.kernel.check(SETUP.format(define=define, folder=str(self.folder)))
 
     def __enter__(self) -> Launcher:
         return self
@@ -76,6 +83,17 @@ class Launcher:
         lines = [float(file.read_text()) for file in self.folder.iterdir()]
         assert len(lines) == ranks, f"{len(lines)} of {ranks} ranks wrote the time"
         return max(lines) - begin, end - begin
+
+    def time_of_rank_0(self, function: str, ranks: int, options: str = "") -> float:
+        """Launch, and return the seconds from the call to the time that rank 0 writes."""
+        self.kernel.finish(self.submit(function, ranks, options), 300.0).expect_ok()
+        begin, _ = self.kernel.value("times")
+        return float((self.folder / "0").read_text()) - float(begin)
+
+    def time_in_kernel(self, call: str) -> float:
+        """Execute a call in a cell, and return the seconds that it takes."""
+        self.kernel.check(f"begin = time.monotonic(); {call}; took = time.monotonic() - begin")
+        return float(self.kernel.value("took"))
 
     def wait_for_ranks(self, ranks: int) -> None:
         """Wait until every rank has written its file."""
