@@ -25,7 +25,7 @@ from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.widgets.actions import CopyButton
 from notebook_accelerate.widgets.live_panel import LivePanel, close_hidden
-from notebook_accelerate.widgets.panel_elements import PANEL_STYLES, card, row, style_sheet, with_classes
+from notebook_accelerate.widgets.panel_elements import PANEL_STYLES, card, html_widgets, row, style_sheet, with_classes
 from notebook_accelerate.widgets.render_schedule import ticker
 from notebook_accelerate.widgets.table_view import LiveDocument
 
@@ -224,13 +224,19 @@ class DebugSection:
 
     def __init__(self, run: Run, clock: Callable[[], float]) -> None:
         self.run, self._clock = run, clock
-        self._text = ipywidgets.HTML()
-        self._code = ipywidgets.HTML()
-        self.copy = CopyButton(label="Copy this line", insertable=True)
-        self._line = with_classes(ipywidgets.HBox([self._code, self.copy]), "na-debug-line")
+        self._text: Any = None
+        self._code: Any = None
+        self._line: Any = None
+        self.copy: Any = None
         self.panel: DebugPanel | None = None
         self.widget: Any = with_classes(ipywidgets.VBox(), "na-debug")
         self.shows = ""
+
+    def _build(self) -> None:
+        """Create the widgets when the section is opened first, because most panels are shown without it."""
+        self._text, self._code = html_widgets(2)
+        self.copy = CopyButton(label="Copy this line", insertable=True)
+        self._line = with_classes(ipywidgets.HBox([self._code, self.copy]), "na-debug-line")
 
     def toggle(self, topic: str) -> None:
         """Open the section, or close it if it shows this topic.
@@ -244,6 +250,8 @@ class DebugSection:
             self.widget.children = ()
             return
         self.shows = topic
+        if self._text is None:
+            self._build()
         self._text.value, code = self._how_to_open(topic)
         self._code.value = element("pre", code, class_="na-code") if code else ""
         self.copy.text = code

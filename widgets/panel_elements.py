@@ -31,6 +31,18 @@ def style_widget(*names: str) -> Any:
     return widget
 
 
+def html_widgets(count: int) -> list[Any]:
+    """Return HTML widgets of one view, which share a layout and a style.
+
+    Layouts and styles are models, too, so a view with one of each per widget sends three times as many messages. Close
+    the widgets together, because closing one also closes its layout and its style.
+    """
+    import ipywidgets
+
+    first = ipywidgets.HTML()
+    return [first, *(ipywidgets.HTML(layout=first.layout, style=first.style) for _ in range(count - 1))]
+
+
 def with_classes(widget: Any, *names: str) -> Any:
     """Add CSS classes to a widget and return it."""
     for name in names:

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Any
 
-import ipywidgets
 import traitlets
 
 from notebook_accelerate.launch.report import rendering
 from notebook_accelerate.launch.report.document import Cell, Group, Node, Row, Section, Table
 from notebook_accelerate.widgets.feed import Feed
-from notebook_accelerate.widgets.panel_elements import asset, script
+from notebook_accelerate.widgets.panel_elements import asset, html_widgets, script
 
 OPEN_SECONDS, FOLDED_SECONDS = 1.0, 5.0
 """The shortest time between two updates of the throttled rows: while their fold is open, and while it is closed."""
@@ -30,7 +29,8 @@ class LiveDocument:
     """
 
     def __init__(self, *nodes: str, tables: Sequence[str] = ()) -> None:
-        self.widgets: dict[str, Any] = {name: TableView() if name in tables else ipywidgets.HTML() for name in nodes}
+        texts = iter(html_widgets(len(nodes) - len(tables)))
+        self.widgets: dict[str, Any] = {name: TableView() if name in tables else next(texts) for name in nodes}
         self._shown: dict[str, object] = {}
 
     def update(self, now: float, document: Section, *, complete: bool = False) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -27,7 +28,7 @@ from notebook_accelerate.launch.processes.fork_probe import kernel_facts
 from notebook_accelerate.launch.resumption import resumption_of
 from notebook_accelerate.launch.run import Run, default_name, next_number, output_of
 from notebook_accelerate.launch.run_debugging import ask_user
-from notebook_accelerate.launch.run_display import LIVE_AFTER_SECONDS
+from notebook_accelerate.launch.run_display import IMPORT_AFTER_SECONDS, LIVE_AFTER_SECONDS
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.launch.state.call_arguments import RunCall, call_arguments
 from notebook_accelerate.launch.state.interrupts import deferred_interrupts, handle_interrupts, wait_for
@@ -359,18 +360,21 @@ class BlockingCell:
 
     def _wait_for_end(self, supervisor: Supervisor) -> None:
         """Wait until the run ends or its ranks are held. Show prompts and the live panel in the meantime."""
-        show_at: float | None = time.monotonic() + LIVE_AFTER_SECONDS
-        run = self._run
+        run, begin = self._run, time.monotonic()
+        output = output_of(run)
+        steps: deque[tuple[float, Callable[[], None]]] = deque([
+            (begin + IMPORT_AFTER_SECONDS, output.import_panel),
+            (begin + LIVE_AFTER_SECONDS, partial(output.show_panel, run)),
+        ])  # fmt: skip
         while not run.done:
-            left = None if show_at is None else max(0.0, show_at - time.monotonic())
+            left = max(0.0, steps[0][0] - time.monotonic()) if steps else None
             if (prompt := internals(run).commands.prompts.claim_next(left, until=lambda: run.done)) is not None:
                 self._ask(prompt)
-            elif show_at is not None and time.monotonic() >= show_at:
-                show_at = None
-                output_of(run).show_panel(run)
-        if show_at is not None:
-            output_of(self._run).show_panel(self._run)
-        if not self._run.held:
+            elif steps and time.monotonic() >= steps[0][0]:
+                steps.popleft()[1]()
+        if steps:
+            output.show_panel(run)
+        if not run.held:
             wait_for(supervisor.over)
 
     def _ask(self, prompt: Prompt) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from typing import Any
 
+import ipywidgets
 import pytest
 
 from notebook_accelerate.launch import Run
@@ -48,7 +49,7 @@ from notebook_accelerate.telemetry import (
 from notebook_accelerate.telemetry.step_time import PARTS
 from notebook_accelerate.telemetry.store import MAX_POINTS, RUN_LOG_BYTES, Record
 from notebook_accelerate.widgets import live_panel
-from notebook_accelerate.widgets.actions import stopping
+from notebook_accelerate.widgets.actions import CopyButton, stopping
 from notebook_accelerate.widgets.front_end import KernelState
 from notebook_accelerate.widgets.panel_output import PanelOutput
 from notebook_accelerate.widgets.resource_strip import ResourceStrip
@@ -205,6 +206,24 @@ def test_items_that_need_the_user_are_listed_by_urgency() -> None:
     feed(one.run, MetricEvent({"loss": 0.5}, 242), rank=1)
     one.look()
     assert [row["text"] for row in one.panel.attention.rows] == ["the data are the same"]
+
+
+def _models() -> dict[str, Any]:
+    with pytest.deprecated_call():
+        return dict(ipywidgets.Widget.widgets)
+
+
+def test_a_panel_sends_few_models() -> None:
+    """Each model is a message, and an object that the browser creates before it shows the panel."""
+    before = _models()
+    one = _Panel()
+    made = [widget for key, widget in _models().items() if key not in before]
+    assert len({widget.layout.model_id for widget in one.panel.sections.widgets.values()}) == 1
+    assert not any(isinstance(widget, CopyButton) for widget in made), "the Debug section has not been opened"
+    assert len(made) < 45
+    one.panel.close()
+    live_panel.close_retired(float("inf"))
+    assert _models().keys() <= before.keys()
 
 
 def test_a_failed_run_has_a_debug_button_with_the_line_to_type() -> None:
