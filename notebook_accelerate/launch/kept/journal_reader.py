@@ -355,7 +355,7 @@ def _check_header(section: dict[str, Any]) -> None:
         raise ValueError("it does not start with a header")
     if version > journal_format.FORMAT:
         raise ValueError(
-            f"it has format {version}, but this version reads formats up to {journal_format.FORMAT}: "
+            f"it has format {version}, but this version reads formats up to {journal_format.FORMAT}; upgrade it: "
             "pip install -U notebook-accelerate"
         )
     for name, kind in {"name": str, "function": str, "config": dict, "process": dict, "arguments": dict}.items():
