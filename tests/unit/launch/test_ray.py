@@ -50,7 +50,7 @@ def test_the_plan_names_the_cluster_and_is_never_inline() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is not None, reason="Ray is installed")
 def test_without_ray_the_error_has_the_line_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    words = r"Ray, which is not installed; pip install 'notebook-accelerate\[ray\]'"
+    words = r"on='ray' needs Ray; install it: pip install 'notebook-accelerate\[ray\]'"
     with pytest.raises(LaunchError, match=words):
         notebook_launcher(print, num_processes=2, on="ray")
     monkeypatch.setenv("NOTEBOOK_ACCELERATE_ON", "ray://head:10001")
