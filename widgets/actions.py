@@ -14,7 +14,6 @@ from notebook_accelerate import launch
 from notebook_accelerate.launch.output.running_cell import published_under
 from notebook_accelerate.launch.report import rank_rows
 from notebook_accelerate.launch.report.document import Action
-from notebook_accelerate.launch.report.markup import duration
 from notebook_accelerate.launch.resumption import newest_complete_checkpoint
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.launch.state.run_view import internals
@@ -202,8 +201,7 @@ def _failed(run: Run) -> Iterator[ActionRow]:
 
 
 def _stuck(run: Run, now: float, stop: Action) -> Iterator[ActionRow]:
-    if (stall := run.stall) is not None:
-        text = f"Stuck for {duration(max(0.0, now - stall.since))}: {stall.cause or 'no rank makes progress'}"
+    if text := rank_rows.stuck(run, now):
         yield ActionRow(key="stuck", text=text, actions=(DEBUG, stop), tone="bad")
 
 

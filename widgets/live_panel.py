@@ -87,6 +87,11 @@ class Panel(DocumentView):
         """Whether an output of a cell shows the view."""
         return bool(self._shown)
 
+    @property
+    def is_live(self) -> bool:
+        """Whether a notebook's front end shows the widget, as far as is known."""
+        return not self.closed and self._shown.stays_live
+
     def show(self, output: Output | None = None) -> Output | None:
         """Show the view.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -140,12 +140,14 @@ class RunPanel(LivePanel):
         reached = kernel is None or kernel.handles_clicks
         rows = [*needs(run, now, how.action), *self._still_running(), *self._resume_offer.rows(run)]
         server_id = kernel.id if kernel is not None else ""
-        self.attention.show([_reached(row, reached=reached) for row in rows], server_id, how.note, how.unreachable)
         actions = [] if run.ended is not None else [how.action]
         if run.ended is None and not is_inline(run):
             pause = UNPAUSE if status == "paused" else PAUSE
             profile = replace(PROFILE, enabled=not self.profile_section.recording)
-            actions = [pause, profile, DEBUG, how.action]
+            needed = any(DEBUG in row.actions for row in rows)
+            actions = [pause, profile, replace(DEBUG, tone="first" if needed else ""), how.action]
+        rows = [_reached(_without(row, actions), reached=reached) for row in rows]
+        self.attention.show(rows, server_id, how.note, how.unreachable)
         self.buttons.show([_reached(ActionRow(key="run", actions=tuple(actions)), reached=reached)], server_id)
 
     def _show_in(self, output: Output) -> None:
@@ -241,6 +243,12 @@ def _earlier_of_cell(run: Run) -> list[Run]:
 
 def _precedes(earlier: Run, run: Run) -> bool:
     return earlier.id < run.id and earlier.ended is None and run.ended is None
+
+
+def _without(row: ActionRow, actions: Sequence[Action]) -> ActionRow:
+    """Return a row without the buttons that the header has."""
+    known = {action.id for action in actions}
+    return replace(row, actions=tuple(action for action in row.actions if action.id not in known))
 
 
 def _reached(row: ActionRow, *, reached: bool) -> ActionRow:

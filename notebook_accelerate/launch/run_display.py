@@ -52,6 +52,11 @@ class LaunchOutput:
         """The id of the notebook cell that launched the run, or "" if the front end does not send it."""
         return self._place.notebook_cell if self._place is not None else ""
 
+    @property
+    def is_live(self) -> bool:
+        """Whether a live panel shows the run."""
+        return self._view is not None and self._view.is_live
+
     def is_announced(self, config: LaunchConfig) -> bool:
         """Return whether the launch shows a header, which it does if ``panel`` is True, or "auto" in a notebook."""
         return self._place is not None if config.panel == "auto" else bool(config.panel)

@@ -456,7 +456,7 @@ def test_the_panel_says_when_it_needs_its_user(opened: Any, server: Server, app:
     news("Paused at step")
     state("Paused")
     page.shot(f"{app}-news-paused", CARD)
-    button("Unpause").click()
+    page.page.locator(".na-toolbar").get_by_role("button", name="Unpause").click()
     gone("Paused")
     state("Running")
 
@@ -489,7 +489,7 @@ def test_the_panel_says_when_it_needs_its_user(opened: Any, server: Server, app:
 
 def _hang_and_stop(page: NotebookPage, server: Server, news: Say, gone: Say, state: Say) -> None:
     """Let rank 1 hang, continue, and hang again; then stop the run."""
-    button = lambda name: page.page.locator(NEWS).get_by_role("button", name=name)  # noqa: E731
+    button = lambda name: page.page.locator(".na-toolbar").get_by_role("button", name=name)  # noqa: E731
     (server.notebooks / "hang").touch()
     news("Stuck for ")
     news(": rank 1 never reached all_reduce #")
@@ -497,6 +497,8 @@ def _hang_and_stop(page: NotebookPage, server: Server, news: Say, gone: Say, sta
     button("Debug").first.click()
     page.wait_for(f"() => document.querySelector('{CARD} .na-debug')?.innerText.includes('Why is it stuck?')")
     page.shot("news-stuck", CARD)
+    assert page.page.locator(NEWS).get_by_role("button").all_inner_texts() == [], "the header has the buttons"
+    assert "has stalled" not in page.page.locator(".jp-OutputArea").nth(1).inner_text(), "the panel shows it"
     (server.notebooks / "hang").unlink()
     gone("Stuck")
     state("Running")

@@ -416,3 +416,22 @@ def test_input_selection_and_scrolling_survive_updates_of_a_table(blank: Any, *,
     assert blank.get_by_text("No runs match 'nothing'.").is_visible()
     search.fill("")
     assert blank.evaluate("() => document.querySelector(\"tr[data-key='1'] td:last-child\") === cell")
+
+
+def test_a_long_message_is_folded_until_a_click(blank: Any) -> None:
+    _load(blank, "feed.js", "actions.js")
+    blank.evaluate(_RUNS.replace("values = {}", "values = { rows: [], note: {}, label: '', kernel: '' }"))
+    text = "the ranks disagree " * 20
+    row = {"key": "one", "text": text, "actions": [], "tone": "warn"}
+    blank.evaluate("(rows) => put('rows', rows)", [row])
+    shown = blank.locator(".na-row-text")
+    assert shown.inner_text().startswith("the ranks disagree")
+    assert len(shown.inner_text()) < 220
+    blank.get_by_role("button", name="Show all").click()
+    assert text.strip() in shown.inner_text()
+    blank.evaluate("(rows) => put('rows', rows)", [{**row, "text": f"{text} still"}])
+    assert "still" in shown.inner_text(), "an update does not fold it again"
+    blank.get_by_role("button", name="Show less").click()
+    assert len(shown.inner_text()) < 220
+    blank.evaluate("(rows) => put('rows', rows)", [{**row, "text": "short"}])
+    assert shown.inner_text().strip() == "short"

@@ -4,6 +4,7 @@
  * notebook's own server to interrupt the kernel, as the toolbar's button ■ does. If the page has no such server (an
  * output frame of another origin, or a kernel that the server does not list), the button is disabled.
  */
+const FOLDED = 200;  // characters of a text that are shown without a click
 const PRESS = "Press ■ in the toolbar";
 
 function serverOfPage() {
@@ -80,12 +81,24 @@ class Rows {
     else if (!this.note.isConnected) this.box.after(this.note);
   }
   row() {
-    return make("div", {}, make("span", { class: "na-row-text" }), make("span", { class: "na-row-actions" }));
+    const text = make("span"), more = make("button", { type: "button", class: "na-more" });
+    const node = make("div", {}, make("span", { class: "na-row-text" }, text, more), make("span", { class: "na-row-actions" }));
+    more.addEventListener("click", () => { node.open = !node.open; this.fold(node); });
+    return node;
+  }
+  /* Shows the start of a long text until its button is clicked. */
+  fold(node) {
+    const [text, more] = node.firstChild.children, long = node.text.length > FOLDED;
+    setText(text, long && !node.open ? `${node.text.slice(0, FOLDED).replace(/\s+\S*$/, "")} … ` : `${node.text} `);
+    setText(more, node.open ? "Show less" : "Show all");
+    more.setAttribute("aria-expanded", String(Boolean(node.open)));
+    more.hidden = !long;
   }
   fill(node, row) {
     const [text, buttons] = node.children;
     node.className = `na-row na-tone-${row.tone || "plain"}`;
-    setText(text, row.text);
+    node.text = row.text;
+    this.fold(node);
     text.hidden = !row.text;
     const possible = (action) => (action.interrupts && !this.reachable ? { ...action, hint: PRESS, enabled: false } : action);
     showButtons(buttons, row.actions.map(possible), (id, button) => this.click(id, button));

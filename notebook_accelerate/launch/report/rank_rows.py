@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from notebook_accelerate.launch.report.markup import duration
 from notebook_accelerate.launch.report.run_snapshot import stragglers
 from notebook_accelerate.launch.state.run_view import internals
+from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.telemetry.rank_names import rank_names
 
 if TYPE_CHECKING:
@@ -31,12 +33,28 @@ def findings(run: RunView, seen: RunSnapshot) -> list[str]:
     """Return sentences about what went wrong in a run, most important first."""
     own = {rank.rank: rank.own_seconds for rank in seen.ranks if rank.own_seconds is not None}
     _, slow = stragglers(own) if len(own) == len(seen.ranks) else (set(), "")
-    return [text for text in (not_finite(run), slow, left_out(run), *latest_warnings(run)) if text]
+    stalled = stuck(run, steady_time.now())
+    return [text for text in (stalled, not_finite(run), slow, left_out(run), *latest_warnings(run)) if text]
+
+
+def stuck(run: RunView, now: float) -> str:
+    """Return how long no rank has made progress, why, and what to change, or "" if at least one makes progress."""
+    if (stall := run.stall) is None:
+        return ""
+    text = f"Stuck for {duration(max(0.0, now - stall.since))}: {stall.cause or 'no rank makes progress'}"
+    return f"{text}; {mistake}" if (mistake := _mistake(run)) else text
+
+
+def _mistake(run: RunView) -> str:
+    """Return the mistake that caused the current stall, or "" if it is unknown."""
+    found = internals(run).journal.state.diagnoses
+    return found[-1].mistake if run.stall is not None and found else ""
 
 
 def latest_warnings(run: RunView) -> Sequence[str]:
-    """Return the latest ``MAX_WARNINGS`` warnings of a run."""
-    return run.warnings[-MAX_WARNINGS:]
+    """Return the latest ``MAX_WARNINGS`` warnings of a run, except the one that `stuck` includes."""
+    included = _mistake(run)
+    return [text for text in run.warnings if text != included][-MAX_WARNINGS:]
 
 
 def left_out(run: RunView) -> str:

@@ -412,6 +412,6 @@ _SOURCE_PLACE = re.compile(r"\[/\S+\.(?:cc|cpp|cu|h):\d+\] ?")
 
 
 def _short(failure: RankFailure) -> str:
-    """Return the first line of a failure's message. For a consequence, leave out torch's source files and advice."""
-    text = failure.message.split("\n")[0]
-    return _SOURCE_PLACE.sub("", text).split(". ")[0] if failure.consequence else text
+    """Return a failure's first line without torch's source files. For a consequence, also omit torch's advice."""
+    text = _SOURCE_PLACE.sub("", failure.message.split("\n")[0])
+    return text.split(". ")[0] if failure.consequence else text

@@ -93,7 +93,7 @@ class StallDetector:
         return all(now - self._moved[rank] > STALL_SECONDS for rank in alive)
 
     def _report(self, found: Diagnosis | None) -> None:
-        """Record a stall in the journal. If it is the attempt's first one, print it too."""
+        """Record a stall in the journal. Print the attempt's first one, too, unless a live panel shows it."""
         if not self._stall or self._supervisor.state.ended is not None:  # A rank made progress during the diagnosis.
             return
         idle = self._clock.now() - max(self._moved.values(), default=self._clock.now())
@@ -101,7 +101,7 @@ class StallDetector:
         if not self._printed:
             self._printed = True
             verdict = found.verdict if found is not None else "no rank makes progress"
-            self._supervisor.show(f"run {self._supervisor.id} has stalled: {verdict}", "stderr")
+            self._supervisor.show_without_panel(f"run {self._supervisor.id} has stalled: {verdict}")
 
     def _end_stall(self) -> None:
         if self._stall:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.errors import RunStoppedError
+from notebook_accelerate.launch.run import output_of
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.launch.state.failures import ExceptionLoader
 from notebook_accelerate.launch.state.run_events import AttemptEnded, NoteAdded, RanksReleased, RunEnded
@@ -57,6 +59,7 @@ class Supervisor(ABC):
         self.problem: BaseException | None = None
         self._call: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
         self._inherited: InheritedState | None = None
+        self._output = weakref.ref(output_of(run))
 
     # ---- the launching thread
 
@@ -167,6 +170,12 @@ class Supervisor(ABC):
         """Show a line about the launch itself."""
         self.publisher.line(stream, text)
         self.publisher.flush(force=True)
+
+    def show_without_panel(self, text: str) -> None:
+        """Show a line on stderr, unless a live panel shows the same."""
+        output = self._output()
+        if output is None or not output.is_live:
+            self.show(text, "stderr")
 
     def note(self, text: str, *, shown_as: str | None = None) -> None:
         """Record a note for the panel and the report. Also show it, or ``shown_as`` if that is given."""

@@ -15,11 +15,13 @@ from typing import Any
 import ipywidgets
 import pytest
 
+from notebook_accelerate.debugging.diagnosis import Diagnosis
 from notebook_accelerate.launch import Run
 from notebook_accelerate.launch.report import mesh_diagram, rendering
 from notebook_accelerate.launch.report.document import Table
 from notebook_accelerate.launch.state.run_events import (
     AttemptEnded,
+    DiagnosisAdded,
     FailuresRecorded,
     NoteAdded,
     PromptClosed,
@@ -199,7 +201,7 @@ def test_items_that_need_the_user_are_listed_by_urgency() -> None:
         "the data are the same",
     ]
     labels = [[action["label"] for action in row["actions"]] for row in one.panel.attention.rows]
-    assert labels == [["Debug", "Stop"], ["Answer"], ["Unpause", "Debug"], ["Debug"], []]
+    assert labels == [[], ["Answer"], ["Unpause"], [], []], "the header has Debug and Stop"
     one.run._internals.journal.append(RunMoved())
     one.run._internals.journal.append(PromptClosed(1, answered=True))
     one.run._internals.journal.append(RankResumed(2))
@@ -224,6 +226,22 @@ def test_a_panel_sends_few_models() -> None:
     one.panel.close()
     live_panel.close_retired(float("inf"))
     assert _models().keys() <= before.keys()
+
+
+def test_a_stall_and_the_mistake_that_caused_it_are_one_row() -> None:
+    one = _Panel()
+    mistake = "the call of all_reduce #4 stands under 'if main:': move it out of that block"
+    one.run._internals.journal.append(DiagnosisAdded(Diagnosis("", (), (), START, mistake=mistake)))
+    one.run._internals.journal.append(WarningAdded(mistake))
+    _stall(one.run)
+    one.look(2.0)
+    (row,) = one.panel.attention.rows
+    assert row["text"] == f"Stuck for 12 s: rank 1 never reached all_reduce #4; {mistake}"
+    assert "Stuck for " in one.run.report().text
+    assert one.run.report().text.count(mistake) == 1
+    one.run._internals.journal.append(RunMoved())
+    one.look()
+    assert [row["text"] for row in one.panel.attention.rows] == [mistake], "a mistake stays a warning"
 
 
 def test_a_failed_run_has_a_debug_button_with_the_line_to_type() -> None:
