@@ -28,6 +28,7 @@ from notebook_accelerate.config.launch_config import takes_launch_arguments
 from notebook_accelerate.config.parallelism_config import ParallelismConfig
 from notebook_accelerate.config.plain_values import check_type
 from notebook_accelerate.data_loader import skip_first_batches
+from notebook_accelerate.hardware.versions import check_os_kernel
 from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.precision import make_precision
 from notebook_accelerate.scheduler import AcceleratedScheduler
@@ -144,6 +145,8 @@ class Accelerator(AcceleratorProperties):
         )
         self.gradient_state = GradientState(gradient_accumulation_plugin=accumulation)
         self._set_up(log_with)
+        if self.is_main_process:
+            check_os_kernel()
 
     def _set_up(self, log_with: Tracker | Sequence[Tracker] | None) -> None:
         """Choose the precision and the strategy."""

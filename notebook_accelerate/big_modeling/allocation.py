@@ -40,6 +40,8 @@ class Allocation:
         self.tree, self.limits = tree, dict(limits)
         self.accelerators = [device for device in limits if device not in ("cpu", "disk")]
         self.used: dict[Any, Any] = {}
+        self.too_small: dict[Any, Any] = {}
+        """The number of bytes that each device without modules would have needed."""
         self.offloaded: list[int] = []
         self._devices = [device for device in limits if device != "disk"] + ["disk"]
         self._main = {"mps"} if "mps" in limits else {*self.accelerators[:1], "cpu"}
@@ -171,6 +173,9 @@ class Allocation:
     def _next_device(self, entry: int) -> None:
         if self._fallback and not self.used.get(self._device()) and self._fill_empty_device(entry):
             return
+        if not self.used.get(self._device()):
+            reserved = self._layers[self._after[entry]] if self._device() in self._main else 0
+            self.too_small[self._device()] = self._sizes[entry] + reserved
         if self._log:
             self._log(f"  no room on {self._device()}: continue with the next device")
         self._current += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from notebook_accelerate._loggers import accelerate_logger
 from notebook_accelerate.big_modeling.checkpoint_shards import Shard, find_shards, tensor_names, weights_on_disk
 from notebook_accelerate.big_modeling.device_map import (
     check_device_map,
@@ -25,6 +25,7 @@ from notebook_accelerate.big_modeling.module_tensors import (
     name_of_scales,
     retie_parameters,
     set_module_tensor_to_device,
+    warn_if_untied,
 )
 from notebook_accelerate.big_modeling.module_tree import compute_module_sizes, dtype_of
 from notebook_accelerate.big_modeling.offload_folder import OffloadedWeightsLoader, offload_weight, save_offload_index
@@ -41,7 +42,7 @@ from notebook_accelerate.files.tensor_sources import FileSource, TensorSource
 from notebook_accelerate.files.weight_files import safetensors_sources
 from notebook_accelerate.torch_internals import uncompiled_name
 
-_LOG = logging.getLogger(__name__)
+_LOG = accelerate_logger("utils.modeling")
 
 
 def load_state_dict(
@@ -160,6 +161,7 @@ class _Loading:
         self._model, self._checkpoint, self._strict = model, checkpoint, strict
         self._map, self._folder = device_map or {}, folder
         self._tied = find_tied_parameters(model)
+        warn_if_untied(model, self._tied)
         self._dtype = None if dtype is None else dtype_of(dtype)
         self._kept, self._offload_buffers = kept, buffers
         self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections import defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -11,10 +10,11 @@ from typing import Any
 import torch
 
 from notebook_accelerate._collection import gc_paused
+from notebook_accelerate._loggers import accelerate_logger
 from notebook_accelerate.big_modeling.allocation import MIXED, Allocation
 from notebook_accelerate.big_modeling.module_tensors import (
-    check_tied_parameters_in_config,
     device_of,
+    warn_if_untied,
 )
 from notebook_accelerate.big_modeling.module_tree import (
     Totals,
@@ -30,7 +30,7 @@ from notebook_accelerate.big_modeling.module_tree import (
 )
 from notebook_accelerate.hardware.detection import machine_memory, system_memory
 
-_LOG = logging.getLogger(__name__)
+_LOG = accelerate_logger("utils.modeling")
 
 DeviceMap = dict[str, int | str | torch.device]
 _STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -80,12 +80,10 @@ def infer_auto_device_map(
         allocation = Allocation(tree, totals, limits, no_split_module_classes, verbose, fallback_allocation)
         allocation.place_all()
         device_map = allocation.clean_device_map() if clean_result else allocation.device_map()
-    if check_tied_parameters_in_config(model) and not totals.tied:
-        warnings.warn(
-            "The model weights are not tied. Please use the `tie_weights` method before using the "
-            "`infer_auto_device` function.",
-            stacklevel=2,
-        )
+    warn_if_untied(model, totals.tied)
+    if allocation.too_small:
+        devices = ", ".join(f"{device} (it needs {readable(size)})" for device, size in allocation.too_small.items())
+        _LOG.info("No modules were assigned to these devices, whose memory is too small for the next one: %s", devices)
     if verbose:
         print(_table(allocation.used, limits))  # noqa: T201 - verbose
     if not offload_buffers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from notebook_accelerate._loggers import accelerate_logger
 from notebook_accelerate.big_modeling.align_hook import (
     AlignDevicesHook,
     attach_align_device_hook,
@@ -33,7 +33,7 @@ from notebook_accelerate.big_modeling.offload_folder import (
 )
 from notebook_accelerate.hardware import nvml
 
-_LOG = logging.getLogger(__name__)
+_LOG = accelerate_logger("big_modeling")
 _MOVES = ("to", "cuda", "npu", "xpu", "mlu", "musa", "sdaa")
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from notebook_accelerate._loggers import accelerate_logger
 from notebook_accelerate.big_modeling.empty_init import like
 from notebook_accelerate.big_modeling.module_hooks import align_hooks
 from notebook_accelerate.big_modeling.module_tree import (
@@ -20,7 +20,7 @@ from notebook_accelerate.big_modeling.module_tree import (
     tied_parameters,
 )
 
-_LOG = logging.getLogger(__name__)
+_LOG = accelerate_logger("utils.modeling")
 
 TiedParams = dict[int, dict[torch.device, torch.Tensor]]
 
@@ -274,6 +274,20 @@ def check_tied_parameters_in_config(model: torch.nn.Module) -> bool:
     encoders = getattr(config, "is_encoder_decoder", False) and getattr(config, "tie_encoder_decoder", False)
     modules = any(hasattr(module, "_tie_weights") for module in model.modules())
     return bool(embeddings or encoders or modules)
+
+
+def warn_if_untied(model: torch.nn.Module, tied_params: Collection[Sequence[str]]) -> None:
+    """Warn if a model's configuration requests tied weights, but no parameters are tied.
+
+    Args:
+        model: The model whose configuration is read.
+        tied_params: The result of `find_tied_parameters`.
+    """
+    if not tied_params and check_tied_parameters_in_config(model):
+        _LOG.warning(
+            "The model weights are not tied. Please use the `tie_weights` method before using the "
+            "`infer_auto_device` function."
+        )
 
 
 def _has_output_embeddings(model: Any) -> bool:

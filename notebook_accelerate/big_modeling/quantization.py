@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch
 
+from notebook_accelerate._loggers import accelerate_logger
 from notebook_accelerate.big_modeling.checkpoint_shards import find_shards
 from notebook_accelerate.big_modeling.device_map import make_device_map
 from notebook_accelerate.big_modeling.dispatching import dispatch_model
@@ -28,7 +28,7 @@ from notebook_accelerate.config.low_precision import BnbQuantizationConfig
 from notebook_accelerate.errors import CheckpointMismatchError
 from notebook_accelerate.hardware.versions import is_package
 
-_LOG = logging.getLogger(__name__)
+_LOG = accelerate_logger("utils.bnb")
 
 
 def load_and_quantize_model(

@@ -17,6 +17,7 @@ import safetensors
 import safetensors.torch
 import torch
 
+from notebook_accelerate._loggers import accelerate_logger
 from notebook_accelerate.checkpointing.snapshot import is_plain_tensor
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 from notebook_accelerate.files.remote_paths import AnyPath
@@ -27,6 +28,7 @@ from notebook_accelerate.files.weight_files import read_torch
 if TYPE_CHECKING:
     from notebook_accelerate.state.rank_execution import RankExecution
 
+_LOG = accelerate_logger("utils.other")
 _PARTIAL = ".partial"
 _DISK_FULL = (28, 122)
 """The error codes of a full disk: ENOSPC (no space left) and EDQUOT (quota exceeded)."""
@@ -324,6 +326,12 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
         ValueError: A value is not a tensor.
     """
     dropped = {name for group in names_of_same_memory(state_dict) for name in group[1:]}
+    if dropped:
+        _LOG.warning(
+            "Removed shared tensor %s while saving. This should be OK, but check by verifying that you don't receive "
+            "any warning while reloading",
+            dropped,
+        )
     seen: set[tuple[Any, int]] = set()
     clean = {}
     for name, tensor in state_dict.items():

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-import logging
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from notebook_accelerate._loggers import accelerate_logger
 from notebook_accelerate.config import constants, environ
 from notebook_accelerate.config.plain_values import check_one_of
 from notebook_accelerate.config.settings import (
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
         StateDictType,
     )
 
-_logger = logging.getLogger(__name__)
+_logger = accelerate_logger("utils.dataclasses")
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import platform
 import re
 import sys
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 
 from packaging.version import Version, parse
 
+from notebook_accelerate._loggers import accelerate_logger
 from notebook_accelerate.config.constants import STR_OPERATION_TO_FUNC
 
 
@@ -142,3 +144,18 @@ def _read_file() -> TorchBuild:
     return TorchBuild(
         version=found.get("__version__", "0"), cuda=found.get("cuda"), hip=found.get("hip"), xpu=found.get("xpu")
     )
+
+
+# On older kernels, waiting for a child with several ranks hangs: https://github.com/huggingface/accelerate/issues/1929
+_MIN_KERNEL = "5.5.0"
+
+
+def check_os_kernel() -> None:
+    """Log a warning if the Linux kernel is older than 5.5, because several ranks may hang on it."""
+    if platform.system() != "Linux":
+        return
+    found = re.match(r"\d+\.\d+(\.\d+)?", platform.release())
+    if found is not None and parse(found[0]) < parse(_MIN_KERNEL):
+        accelerate_logger("utils.other").warning(
+            "This Linux kernel is %s, and several ranks may hang on kernels before %s: update it", found[0], _MIN_KERNEL
+        )

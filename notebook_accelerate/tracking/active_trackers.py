@@ -63,10 +63,7 @@ class LiveTracker(GeneralTracker):
 def _float_of(value: object) -> float | None:
     """Return a value as a float, or None if it is not a number or is too large."""
     number = plain_number(value)
-    try:
-        return None if number is None else float(number)
-    except OverflowError:
-        return None
+    return None if number is None else float(number)
 
 
 _live = LiveTracker()

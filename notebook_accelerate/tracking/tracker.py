@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from importlib import import_module
@@ -272,6 +273,9 @@ def _as_text(name: object) -> str:
     return "/".join(map(str, name)) if isinstance(name, tuple) else str(name)
 
 
+_LARGEST = int(sys.float_info.max)
+
+
 def plain_number(value: Any) -> float | int | None:
     """Convert a value to a plain number.
 
@@ -279,16 +283,22 @@ def plain_number(value: Any) -> float | int | None:
         value: An int, float, bool, numpy number, or a tensor or array with one element.
 
     Returns:
-        The number, or None if the value is not a number.
+        The number, or None if the value is not a number or is too large for a float.
     """
-    if isinstance(value, (int, float)):
+    if isinstance(value, int):
+        return value if abs(value) <= _LARGEST else None
+    if isinstance(value, float):
         return value
-    if isinstance(value, (str, bytes, Mapping)) or not hasattr(value, "item"):
+    if isinstance(value, (str, bytes, type, Mapping)) or not hasattr(value, "item"):
         return None
-    size = value.numel() if hasattr(value, "numel") else getattr(value, "size", 1)
-    if size != 1:
-        return None
-    found = value.item()
+    if hasattr(value, "is_meta"):  # A tensor. If reading it fails, a kernel on its device has failed, so raise that.
+        readable = not (value.is_meta or value.is_nested) and value.numel() == 1
+        found = value.item() if readable else None
+    else:
+        try:
+            found = value.item() if getattr(value, "size", 1) == 1 else None
+        except Exception:  # noqa: BLE001 - the value is an object of another library, which must not end the training.
+            return None
     return found if isinstance(found, (int, float)) else None
 
 

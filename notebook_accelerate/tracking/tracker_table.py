@@ -91,7 +91,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
             warning.
 
     Raises:
-        ValueError: The class is not a subclass of `GeneralTracker`, or has no name.
+        ValueError: The class is not a subclass of `GeneralTracker`, or lacks `name` or `requires_logging_directory`.
     """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ValueError(
@@ -103,6 +103,11 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
         raise ValueError(
             f"{tracker_class.__name__} has name={name!r}; a tracker needs a unique name. Add a class attribute: "
             'name = "my_tracker"'
+        )
+    if not hasattr(tracker_class, "requires_logging_directory"):
+        raise ValueError(
+            f"{tracker_class.__name__} must define the class attribute `requires_logging_directory`: True if its "
+            "constructor takes a logging_dir, otherwise False"
         )
     if name in TRACKERS and TRACKERS[name].tracker_class is not tracker_class:
         warnings.warn(f"Tracker {name!r} is replaced by {tracker_class.__name__}.", stacklevel=2)

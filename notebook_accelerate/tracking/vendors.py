@@ -17,6 +17,7 @@ from notebook_accelerate.tracking.tracker import (
     VendorTracker,
     by_kind,
     on_main_process,
+    plain_number,
     plain_numbers,
     scalars,
 )
@@ -464,6 +465,17 @@ class SwanLabTracker(ImageRunTracker):
 # ---- TensorBoard
 
 
+def _plain_setting(value: object) -> bool | int | float | str:
+    """Return a setting in one of the types that TensorBoard and YAML accept. Enumerations become their values."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, (int, float)) and plain_number(value) is not None:
+        return int(value) if isinstance(value, int) else float(value)
+    return str(value)
+
+
 class TensorBoardTracker(VendorTracker):
     """Writes TensorBoard's event files.
 
@@ -497,10 +509,7 @@ class TensorBoardTracker(VendorTracker):
         Args:
             values: Numbers, texts and flags by name. Other values are recorded as text.
         """
-        plain = {
-            str(name): value if isinstance(value, (bool, int, float, str)) else str(value)
-            for name, value in values.items()
-        }
+        plain = {str(name): _plain_setting(value) for name, value in values.items()}
         self.tracker.add_hparams(plain, metric_dict={})
         self.tracker.flush()
         folder = Path(self.logging_dir) / str(time.time())

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import platform
-import re
 import socket
-import warnings
 from collections.abc import Iterator
 from functools import reduce
 from typing import TYPE_CHECKING, Any
-
-from packaging.version import parse
 
 from notebook_accelerate._lazy import reexport
 from notebook_accelerate.config import environ
@@ -36,6 +31,9 @@ if TYPE_CHECKING:
     )
     from notebook_accelerate.hardware.addresses import (
         get_free_port as get_free_port,
+    )
+    from notebook_accelerate.hardware.versions import (
+        check_os_kernel as check_os_kernel,
     )
     from notebook_accelerate.strategies.module_queries import (
         extract_model_from_parallel as extract_model_from_parallel,
@@ -75,21 +73,7 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
     return reduce(getattr, attr.split("."), obj)
 
 
-# On older kernels, waiting for a child with several ranks hangs: https://github.com/huggingface/accelerate/issues/1929
-_MIN_KERNEL = "5.5.0"
 _DEFAULT_PORT = 29500
-
-
-def check_os_kernel() -> None:
-    """Warn if the Linux kernel is older than 5.5, because several ranks may hang on such a kernel."""
-    if platform.system() != "Linux":
-        return
-    found = re.match(r"\d+\.\d+(\.\d+)?", platform.release())
-    if found is not None and parse(found[0]) < parse(_MIN_KERNEL):
-        warnings.warn(
-            f"this Linux kernel is {found[0]}, and several ranks may hang on kernels before {_MIN_KERNEL}: update it",
-            stacklevel=2,
-        )
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:

@@ -7,6 +7,7 @@ import socket
 
 import pytest
 
+from notebook_accelerate import Accelerator
 from notebook_accelerate.hardware import addresses
 from notebook_accelerate.state import process_group
 from notebook_accelerate.utils import environment, other
@@ -24,14 +25,17 @@ def test_a_port_with_a_listener_is_in_use(monkeypatch: pytest.MonkeyPatch) -> No
         assert other.is_port_in_use()
 
 
-def test_old_kernels_cause_a_warning(monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
+def test_old_kernels_cause_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     monkeypatch.setattr(platform, "release", lambda: "5.15.0-1-generic")
     other.check_os_kernel()
-    assert not recwarn
+    assert not caplog.records
     monkeypatch.setattr(platform, "release", lambda: "4.14.0-1-generic")
-    with pytest.warns(UserWarning, match=r"4\.14\.0, .* kernels before 5\.5\.0"):
-        other.check_os_kernel()
+    for check in (other.check_os_kernel, lambda: Accelerator(cpu=True)):
+        caplog.clear()
+        check()
+        assert [record.name for record in caplog.records] == ["accelerate.utils.other"]
+        assert "4.14.0, and several ranks may hang on kernels before 5.5.0" in caplog.text
 
 
 def test_imported_libraries_are_detected() -> None:

@@ -15,6 +15,7 @@ import torch
 
 from notebook_accelerate import Accelerator, telemetry, tracking
 from notebook_accelerate.config.enums import LoggerType
+from notebook_accelerate.state.warn_once import reset_warnings
 from notebook_accelerate.telemetry.events import Event, MetricEvent
 from notebook_accelerate.tracking import GeneralTracker, on_main_process, tracker_table
 
@@ -132,6 +133,12 @@ def test_classes_that_are_not_trackers_are_refused() -> None:
 
     with pytest.raises(ValueError, match="needs a unique name"):
         tracking.register_tracker_class(Nameless)
+
+    class Incomplete(GeneralTracker):
+        name = "incomplete"
+
+    with pytest.raises(ValueError, match="Incomplete must define the class attribute `requires_logging_directory`"):
+        tracking.register_tracker_class(Incomplete)
 
     class Other(Memory):
         pass
@@ -260,9 +267,42 @@ def test_a_launched_run_gets_the_logged_values(channel: Channel) -> None:
     assert channel.events[2:] == [MetricEvent({"loss": 1.0}, None)]
 
 
+class Unreadable:
+    """An object with the methods of a number, which fail."""
+
+    def item(self) -> float:
+        """Raise an error."""
+        raise RuntimeError("no item")
+
+
+def test_values_that_cannot_be_read_do_not_end_a_training(channel: Channel) -> None:
+    accelerator = Accelerator(cpu=True)
+    nested = torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged)
+    for value in (torch.ones((), device="meta"), nested, Unreadable(), Unreadable, 10**400):
+        with pytest.warns(UserWarning, match="live panel shows only numbers and leaves out 'odd'"):
+            accelerator.log({"odd": value, "loss": 1.0})
+        reset_warnings()
+    assert channel.events == 5 * [MetricEvent({"loss": 1.0}, None)]
+
+
 @pytest.mark.parametrize("texts", [True, False])
 @pytest.mark.parametrize(
-    "value", [object(), None, torch.ones(2), torch.empty(0), [1, 2], {"a": "x"}, {"a": {"b": 1}}, 1j, b"x", range(2)]
+    "value",
+    [
+        object(),
+        10**400,
+        torch.ones((), device="meta"),
+        Unreadable(),
+        None,
+        torch.ones(2),
+        torch.empty(0),
+        [1, 2],
+        {"a": "x"},
+        {"a": {"b": 1}},
+        1j,
+        b"x",
+        range(2),
+    ],
 )
 def test_values_that_a_tracker_does_not_record_are_skipped(value: Any, texts: bool) -> None:
     from notebook_accelerate.tracking.tracker import scalars
@@ -284,7 +324,17 @@ def test_tensorboard_skips_unsupported_values(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=str(tmp_path))
-    accelerator.init_trackers("run", config={"lr": 0.1, 3: "a number as a name", "layers": {1: 2}})  # type: ignore[dict-item]
+    accelerator.init_trackers(
+        "run",
+        config={
+            "lr": 0.1,
+            3: "a number as a name",
+            "layers": {1: 2},
+            "large": 10**400,
+            "rate": np.float64(0.5),
+            "kind": LoggerType.AIM,
+        },
+    )  # type: ignore[dict-item]
     with pytest.warns(UserWarning, match=r"TensorBoard records numbers and text; 'odd' \(NoneType\) is left out"):
         accelerator.log({"loss": 1.0, "odd": None}, step=0)
     with pytest.warns(UserWarning, match=r"the name 5 \(int\), which is recorded as '5'"):
@@ -293,7 +343,9 @@ def test_tensorboard_skips_unsupported_values(tmp_path: Path) -> None:
     written = EventAccumulator(str(tmp_path / "run"))
     written.Reload()
     assert written.Tags()["scalars"] == ["loss", "5"]
-    assert "'3': a number as a name" in next(tmp_path.glob("**/hparams.yml")).read_text()
+    settings = next(tmp_path.glob("**/hparams.yml")).read_text()
+    for line in ("'3': a number as a name", "rate: 0.5", "kind: aim", "lr: 0.1", "layers: '{1: 2}'"):
+        assert line in settings
 
 
 def test_the_tracker_of_ranks_without_one_does_nothing() -> None:
