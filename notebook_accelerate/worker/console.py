@@ -55,7 +55,8 @@ def _redirect(streams: Mapping[str, Any]) -> None:
     """
     kind = getattr(sys.modules.get("ipykernel.iostream"), "OutStream", None)
     if kind is not None:
-        kind.write.__code__, kind.flush.__code__ = _write.__code__, _flush.__code__
+        rich_display.replace_function(kind, "write", _write)
+        rich_display.replace_function(kind, "flush", _flush)
     old = {id(getattr(sys, name)): stream for name, stream in streams.items()}
     for logger in (logging.root, *logging.root.manager.loggerDict.values()):
         for handler in getattr(logger, "handlers", ()):

@@ -8,9 +8,11 @@ import importlib
 import io
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from types import FunctionType
 from typing import Any
 
 from notebook_accelerate.integrations.import_hooks import when_imported
@@ -111,17 +113,34 @@ def install(formatter: Any, flush: Callable[[], None]) -> None:
         when_imported(name, _redirect)
 
 
-def _redirect(module: Any) -> None:
-    """Change a module's functions in place, because user cells and other modules may have imported them by name.
+def _redirect(_: Any) -> None:
+    """Change the functions of all loaded modules in place, because cells may have imported them by name.
 
     Without a shell, these functions would only print. With the kernel's shell, its session would refuse to send
-    messages from a forked process.
+    messages from a forked process. Marimo's own functions would write to the output of a cell that is not running here.
     """
-    for name, function in (("display", _display), ("publish_display_data", _publish), ("clear_output", _clear)):
-        original = vars(module).get(name)
-        if original is not None:
-            original.__code__ = function.__code__
-            original.__defaults__, original.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+    for module in filter(None, map(sys.modules.get, _MODULES)):
+        for name, function in _FUNCTIONS.items():
+            if name in vars(module):
+                replace_function(module, name, function)
+
+
+def replace_function(owner: Any, name: str, function: Any) -> None:
+    """Make a function of a module or class run another function's code, wherever the function has been imported.
+
+    Args:
+        owner: The module or class.
+        name: The name of the function in it.
+        function: A function without free variables. It runs with the globals of the other function's module.
+    """
+    original = vars(owner)[name]
+    if not isinstance(original, FunctionType):
+        setattr(owner, name, function)
+    while isinstance(original, FunctionType):
+        # The code must have as many free variables as the closure, which a notebook's wrapper may have.
+        original.__code__ = function.__code__.replace(co_freevars=original.__code__.co_freevars)
+        original.__defaults__, original.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
+        original = getattr(original, "__wrapped__", None)
 
 
 # The code of these functions runs with the globals of IPython's module, so it imports what it calls.
@@ -143,6 +162,16 @@ def _clear(wait: bool = False) -> None:
     from notebook_accelerate.worker import rich_display  # noqa: PLW0406
 
     rich_display.clear_output(wait)
+
+
+def _update(value: Any, *, display_id: Any, **options: Any) -> None:
+    from notebook_accelerate.worker import rich_display  # noqa: PLW0406
+
+    rich_display.display(value, display_id=display_id, update=True, **options)
+
+
+_FUNCTIONS = {"display": _display, "publish_display_data": _publish, "clear_output": _clear, "update_display": _update}
+"""The functions to run instead of IPython's functions with these names."""
 
 
 def display(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import pages
 from tests.support.kernel import ROOT, Kernel
 from tests.support.launching import open_gate
 
@@ -130,6 +131,12 @@ def test_a_launch_works(kernel: Kernel, method: str) -> None:
     assert cell.result_text == "(2, 2)"
     assert "[rank 0] step 0" in cell.stdout
     assert "[rank 1] step 2" in cell.stdout
+
+
+def test_the_first_cell_of_the_readme_succeeds(kernel: Kernel) -> None:
+    cell = kernel.check(pages.first_cell())
+    assert kernel.value("len(run.results)") == 2
+    assert "⚠" not in cell.stderr
 
 
 def test_the_live_panel_and_the_saved_report_are_shown(kernel: Kernel) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import pages
 from tests.support.browser import CHROMIUM, FLAGS
 from tests.support.kernel import ROOT
 from tests.support.ranks import reserved_port
@@ -132,6 +133,29 @@ def _until(condition: Any, what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"waited for {what}"
         time.sleep(0.2)
+
+
+def test_the_first_cell_of_the_readme_and_displays_work(tmp_path: Path) -> None:
+    shows = """
+from IPython.display import display, update_display
+
+def show(number):
+    display(f"first {number}", display_id="here")
+    display(f"other {number}")
+    update_display(f"second {number}", display_id="here")
+    return number
+
+print("shown:", notebook_launcher(show, (7,), num_processes=1, start_method="fork").results)
+"""
+    readme = pages.first_cell().replace("import Accelerator, notebook_launcher", "import Accelerator")
+    readme = readme.replace("train", "learn").replace("print(run.results)", "print('losses:', len(run.results))")
+    with _opened(tmp_path, readme, shows) as page:
+        _wait(page, "losses: 2")
+        _wait(page, "shown: (7,)")
+        _wait(page, "other 7")
+        _wait(page, "second 7")
+        assert "every rank trains on the same data" not in _body(page)
+        assert "Traceback" not in _body(page)
 
 
 def test_input_asks_in_the_cell(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import nbformat
 import pytest
 
+from tests.support import pages
 from tests.support.kernel import ROOT, Cell, Kernel
 from tests.support.launching import open_gate
 
@@ -80,6 +81,17 @@ def test_a_front_end_without_a_renderer_gets_an_updated_html_display(front_end: 
         assert NOT_DRAWN not in str(cell.displays)
 
 
+@pytest.mark.parametrize("front_end", [{}, {"VSCODE_PID": "1"}], ids=["jupyter", "vscode"])
+def test_the_first_cell_of_the_readme_succeeds(front_end: dict[str, str]) -> None:
+    with Kernel(env=front_end, server=False) as kernel:
+        cell = kernel.check(pages.first_cell())
+        assert kernel.value("len(run.results)") == 2
+        assert "⚠" not in cell.stderr
+        kernel.check(
+            "from IPython.display import display\nrun = notebook_launcher(display, ('shown',), num_processes=2)"
+        )
+
+
 def test_a_front_end_that_draws_the_panel_gets_no_hint() -> None:
     with Kernel(server=False) as kernel:
         kernel.check(TRAIN)
@@ -130,6 +142,7 @@ def test_a_notebook_executed_by_nbconvert_shows_the_report(tmp_path: Path) -> No
     cells = [
         TRAIN,
         "import threading; threading.Timer(2.0, lambda: open('end', 'w').close()).start()",
+        pages.first_cell(),
         "launch('end');",
     ]
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
