@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from notebook_accelerate.commands.parsers import Subparsers, add_config_file, command_parser
+from notebook_accelerate.config.config_file import file_contents
 from notebook_accelerate.config.constants import FSDP_SHARDING_STRATEGY
 from notebook_accelerate.config.fsdp_plugin import choice
 
@@ -53,7 +54,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     target = Path(args.output_file) if args.output_file else source
     if not args.overwrite and target.exists():
         raise FileExistsError(f"{target} exists; pass --overwrite to replace it")
-    contents = yaml.safe_load(source.read_text(encoding="utf-8")) or {}
+    contents = file_contents(source)
     if (contents.get("fsdp_config") or {}).get("fsdp_version") == 2:
         if target != source:
             target.write_text(yaml.safe_dump(contents), encoding="utf-8")

@@ -31,7 +31,7 @@ from notebook_accelerate.config.parallelism_config import (
     ParallelismConfig,
     TorchContextParallelConfig,
 )
-from notebook_accelerate.config.plain_values import check_one_of
+from notebook_accelerate.config.plain_values import check_one_of, short_repr
 from notebook_accelerate.config.settings import (
     HARDWARE,
     MACHINES,
@@ -151,10 +151,12 @@ class BaseConfig:
             ValueError: The file has unknown keys, or a value is not allowed.
         """
         config = cls.process_config(config_dict)
-        known = {entry.name for entry in dataclasses.fields(cls)}
-        if unknown := sorted(config.keys() - known):
-            raise ValueError(f"{source} has unknown keys: {', '.join(unknown)}; known: {', '.join(sorted(known))}")
-        return cls(**config)
+        known = {entry.name: entry.type for entry in dataclasses.fields(cls)}
+        if unknown := sorted(config.keys() - known.keys(), key=str):
+            names = ", ".join(map(str, unknown))
+            raise ValueError(f"{source} has unknown keys: {names}; known: {', '.join(sorted(known))}")
+        checked = {name: _checked(name, value, str(known[name]), source) for name, value in config.items()}
+        return cls(**checked)
 
     @classmethod
     def from_json_file(cls, json_file: str | os.PathLike[str] | None = None) -> Any:
@@ -176,7 +178,7 @@ class BaseConfig:
 
     @classmethod
     def _from_file(cls, file: str | os.PathLike[str]) -> Any:
-        return cls.from_dict(_contents(Path(file)), file)
+        return cls.from_dict(file_contents(Path(file)), file)
 
     def to_json_file(self, json_file: str | os.PathLike[str]) -> None:
         """Write the configuration as JSON.
@@ -193,6 +195,28 @@ class BaseConfig:
             yaml_file: The path of the file to write.
         """
         Path(yaml_file).write_text(yaml.safe_dump(self.to_dict()), encoding="utf-8")
+
+
+def _checked(name: str, value: Any, annotation: str, source: object) -> Any:
+    """Return a value from a file. Check it if its field is a whole number, or has settings of its own.
+
+    Args:
+        name: The name of the field.
+        value: The value.
+        annotation: The annotation of the field.
+        source: Name of the file, for messages.
+    """
+    example = ""
+    if annotation.startswith("dict") and value is not None and not isinstance(value, Mapping):
+        example = f"its settings on indented lines below {name}:"
+    elif annotation.startswith("int") and value not in (None, "") and not isinstance(value, int):
+        try:
+            return int(str(value))
+        except ValueError:
+            example = f"a whole number, such as {name}: 2"
+    if example:
+        raise ValueError(f"{source}: {name}: {short_repr(value)} is not allowed; write {example}")
+    return value
 
 
 def processes_per_machine(num_processes: int, num_machines: int) -> int:
@@ -374,7 +398,7 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> Cluster
             f"the configuration file {path} does not exist; write one with `notebook-accelerate config`, or "
             "write_basic_config(save_location=...)"
         )
-    values = _contents(path)
+    values = file_contents(path)
     sagemaker = values.get("compute_environment") == ComputeEnvironment.AMAZON_SAGEMAKER.value
     loaded: ClusterConfig | SageMakerConfig = (SageMakerConfig if sagemaker else ClusterConfig).from_dict(values, path)
     return loaded
@@ -398,15 +422,37 @@ def load_cluster_config(config_file: str | os.PathLike[str] | None) -> ClusterCo
             f"{config_file or default_config_file} configures Amazon SageMaker, which is not launched from a notebook; "
             "load a file with compute_environment: LOCAL_MACHINE"
         )
-    stated = "distributed_type" in _contents(Path(config_file or default_config_file))
+    stated = "distributed_type" in file_contents(Path(config_file or default_config_file))
     if stated and found.distributed_type == DistributedType.NO and found.num_machines == 1:
         found.num_processes = min(found.num_processes, 1)
     return found
 
 
-def _contents(path: Path) -> dict[str, Any]:
-    # JSON is a subset of YAML, so both can be loaded, whatever the file's name is.
-    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+def file_contents(path: Path) -> dict[str, Any]:
+    """Return the settings in a YAML or JSON file, by name. An empty file has none.
+
+    Args:
+        path: The path of an existing file.
+
+    Raises:
+        ValueError: The file is not YAML, or contains something other than settings.
+    """
+    try:
+        # JSON is a subset of YAML, so both can be loaded, whatever the file's name is.
+        contents = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a text file in UTF-8; pass a YAML or JSON file") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}, line {mark.line + 1}, column {mark.column + 1}" if mark else str(path)
+        problem = getattr(error, "problem", None) or "it cannot be read"
+        raise ValueError(f"{where}: this is not YAML: {problem}") from None
+    if contents is not None and not isinstance(contents, dict):
+        raise ValueError(
+            f"{path} has no settings, but {'text' if isinstance(contents, str) else f'a {type(contents).__name__}'}; "
+            "write lines such as num_processes: 2, or create the file with `notebook-accelerate config`"
+        )
+    return contents or {}
 
 
 # ---- sections, and their variables

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from notebook_accelerate import LaunchConfig
+from notebook_accelerate.commands.accelerate_cli import main
 from notebook_accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig, load_config_from_file
 from notebook_accelerate.commands.config.default import write_basic_config
 from notebook_accelerate.config import config_file
@@ -144,6 +146,34 @@ def test_unknown_keys_and_values_are_reported(tmp_path: Path) -> None:
         load_config_from_file(path)
     with pytest.raises(FileNotFoundError, match="write_basic_config"):
         load_config_from_file(tmp_path / "missing.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("just some text\n", r"config\.yaml has no settings, but text; write lines such as num_processes: 2"),
+        ("- num_processes\n", r"config\.yaml has no settings, but a list"),
+        ("a: [1\nb: 2\n", r"config\.yaml, line 2, column 2: this is not YAML: expected ',' or '\]'"),
+        ("num_processes: two\n", r"config\.yaml: num_processes: 'two' is not allowed; write a whole number"),
+        ("fsdp_config: yes please\n", r"config\.yaml: fsdp_config: 'yes please' is not allowed; write its settings on"),
+        ("1: 2\n", r"config\.yaml has unknown keys: 1"),
+        ("\udcff\udcfe", r"config\.yaml is not a text file in UTF-8"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_named_with_the_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    for load in (load_config_from_file, LaunchConfig.from_file, ClusterConfig.from_yaml_file):
+        with pytest.raises(ValueError, match=message):
+            load(path)
+    assert main(["launch", "--config_file", str(path), "script.py"]) == 2
+
+
+def test_numbers_in_quotes_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("num_processes: '2'\ndistributed_type: MULTI_CPU\nmain_process_port: '1234'\n")
+    config = LaunchConfig.from_file(path)
+    assert (config.num_processes, config.use_port) == (2, "1234")
 
 
 def test_the_default_location_follows_hf_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
