@@ -38,7 +38,7 @@ def _defaults_from_config(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
         The function with the same signature.
 
     Raises:
-        ValueError: ``config`` is not a LaunchConfig.
+        ValueError: ``config`` is not a LaunchConfig, or the caller asks a detached run to block.
     """
     names = list(inspect.signature(launcher).parameters)
 
@@ -46,6 +46,11 @@ def _defaults_from_config(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         __tracebackhide__ = True  # This frame is part of the boundary; see `_mistakes`.
         config = kwargs.get("config")
+        if kwargs.get("detach") and kwargs.get("block"):
+            raise ValueError(
+                "block=True is not allowed with detach=True, which returns when the run has started; leave out block, "
+                "and call run.wait()"
+            )
         if config is None:
             return launcher(*args, **kwargs)
         if not isinstance(config, LaunchConfig):

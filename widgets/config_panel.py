@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from notebook_accelerate import hardware, launch
+from notebook_accelerate._mistakes import reports_mistakes
 from notebook_accelerate.config.config_file import ClusterConfig, default_config_file
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.hardware import HardwareInfo
@@ -22,6 +23,7 @@ from notebook_accelerate.launch.processes.fork_probe import fork_hazard, kernel_
 from notebook_accelerate.launch.report.document import Drawing, Section, Text
 from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.run import add_ending_callback, without_results
+from notebook_accelerate.launch.starting import check_function
 from notebook_accelerate.widgets.config_file_form import (
     RUN_VARIABLE,
     arguments_code,
@@ -475,6 +477,7 @@ class ConfigPanel(Panel):
         super()._show_in(output)
 
 
+@reports_mistakes
 def configure(
     function: Callable[..., Any] | None = None,
     args: Iterable[Any] = (),
@@ -492,7 +495,12 @@ def configure(
         model: The model to train, a function that returns it, or a transformers configuration. The panel warns if the
             training does not fit in memory.
         memory: Further arguments of `estimate_memory`, such as optimizer, sequence_length, inputs.
+
+    Raises:
+        ValueError: ``function`` is not a function that can be launched.
     """
+    if function is not None:
+        check_function(function)
     return ConfigPanel(function, args, config=config, model=model, memory=memory)
 
 

@@ -6,6 +6,7 @@ import functools
 import inspect
 import os
 import re
+import string
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
@@ -145,6 +146,9 @@ class LaunchConfig:
 
     def __post_init__(self) -> None:
         check_choices(self, "start_method", "mixed_precision", "rdzv_backend")
+        for name in _SWITCHES:
+            if getattr(self, name) not in (True, False):
+                raise ValueError(f"{name}={getattr(self, name)!r} is not allowed; pass True or False")
         for name, least in _LEAST.items():
             check_whole_number(name, getattr(self, name), least)
         if self.num_processes is not None:
@@ -161,6 +165,7 @@ class LaunchConfig:
         _check_cluster(self)
         if self.panel not in (True, False, "auto"):
             raise ValueError(f"panel={self.panel!r} is not allowed; pass 'auto', True or False")
+        _check_label(self.log_line_prefix_template)
         _check_environment(self.env)
         _check_sources(self.report_from)
         _check_name(self.name)
@@ -220,6 +225,9 @@ class LaunchConfig:
 
 
 _LEAST = {"node_rank": 0, "num_nodes": 1, "max_restarts": 0}
+_SWITCHES = tuple(each.name for each in fields(LaunchConfig) if each.type == "bool")
+LABEL_FIELDS = ("role_name", "rank", "local_rank")
+"""What ``log_line_prefix_template`` may contain, each as ``${...}``."""
 
 
 def _check_port(value: object) -> None:
@@ -334,6 +342,19 @@ def _check_tags(tags: object) -> None:
     words = isinstance(tags, Sequence) and not isinstance(tags, str) and all(isinstance(tag, str) for tag in tags)
     if not words or "" in tags:  # type: ignore[operator]
         raise ValueError(f"tags={tags!r} is not allowed; pass non-empty texts, such as ('baseline', 'lr sweep')")
+
+
+def _check_label(template: str | None) -> None:
+    if template is None:
+        return
+    known = ", ".join(f"${{{name}}}" for name in LABEL_FIELDS)
+    allowed = f"pass a text that contains some of {known}, such as '[${{rank}}] ', or None for '[rank N] '"
+    if not isinstance(template, str):
+        raise ValueError(f"log_line_prefix_template={template!r} is not allowed; {allowed}")
+    for found in string.Template.pattern.finditer(template):
+        name = found.group("named") or found.group("braced")
+        if name is not None and name not in LABEL_FIELDS:
+            raise ValueError(f"log_line_prefix_template={template!r} has the unknown field {name!r}; {allowed}")
 
 
 def _check_environment(env: object) -> None:

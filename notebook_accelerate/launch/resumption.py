@@ -63,7 +63,7 @@ def resumption_of(run: Run) -> Resumption:
         run: The run to continue, which must have ended.
 
     Raises:
-        ValueError: ``run`` is not a run, is still running, or has ranks that are held.
+        ValueError: ``run`` is not a run, is still running, has held ranks, or has succeeded without a checkpoint.
     """
     if not isinstance(run, Run):
         raise ValueError(
@@ -73,6 +73,11 @@ def resumption_of(run: Run) -> Resumption:
         raise ValueError(f"run {run.name} is {run.status if run.ended is None else 'held'}; end it first: run.stop()")
     checkpoint = newest_complete_checkpoint(run)
     if checkpoint is None:
+        if run.status == "succeeded":
+            raise ValueError(
+                f"run {run.name} has succeeded and has no complete checkpoint, so there is nothing to continue; leave "
+                "out resume to train again"
+            )
         return Resumption(run, None, ())
     # Keep even the lines after the checkpoint, because it is not known exactly when a rank wrote a line.
     lines = last_lines(internals(run).journal, journal_file.KEPT_LOG_BYTES)

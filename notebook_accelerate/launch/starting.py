@@ -68,7 +68,7 @@ def start(
         SerializationError: The function or its arguments cannot be sent to the ranks.
         WorkerError: A blocking run did not succeed. The error's ``.run`` is the run.
     """
-    _check_function(function)
+    check_function(function)
     config = _with_cluster_of_environment(config)
     if not config.detach:
         return start_here(config, function, arguments, resume)
@@ -139,7 +139,12 @@ _UNUSABLE = (
 """Functions whose call does not run their body: how to recognise each kind, its name, and what to pass instead."""
 
 
-def _check_function(function: Callable[..., Any]) -> None:
+def check_function(function: Callable[..., Any]) -> None:
+    """Check that calling a function runs its body.
+
+    Raises:
+        ValueError: It is not a function, or it is asynchronous or a generator.
+    """
     if not callable(function):
         raise ValueError(f"{function!r} is not a function; pass the function itself: notebook_launcher(train, (args,))")
     called: Any = function

@@ -87,9 +87,6 @@ def test_the_first_cell_of_the_readme_succeeds(front_end: dict[str, str]) -> Non
         cell = kernel.check(pages.first_cell())
         assert kernel.value("len(run.results)") == 2
         assert "⚠" not in cell.stderr
-        kernel.check(
-            "from IPython.display import display\nrun = notebook_launcher(display, ('shown',), num_processes=2)"
-        )
 
 
 def test_a_front_end_that_draws_the_panel_gets_no_hint() -> None:
@@ -140,9 +137,9 @@ def test_a_client_without_input_gets_no_widgets() -> None:
 
 def test_a_notebook_executed_by_nbconvert_shows_the_report(tmp_path: Path) -> None:
     cells = [
+        pages.first_cell(),
         TRAIN,
         "import threading; threading.Timer(2.0, lambda: open('end', 'w').close()).start()",
-        pages.first_cell(),
         "launch('end');",
     ]
     book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
