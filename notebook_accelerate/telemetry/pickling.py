@@ -418,8 +418,8 @@ def dump(value: Any, what: str, *, keep_device: bool = True, purpose: Purpose = 
             if isinstance(error, SerializationError):
                 raise
             name = _unpicklable_name(value)
-            part = f", because of {name!r}" if name else ""
-            raise SerializationError(f"{what} cannot be pickled{part}: {describe_error(error)}") from error
+            part, fix = (f", because of {name!r}", f"; create {name} in the function instead") if name else ("", "")
+            raise SerializationError(f"{what} cannot be pickled{part}: {describe_error(error)}{fix}") from error
 
 
 def _unpicklable_name(value: Any) -> str:

@@ -232,6 +232,7 @@ def test_unpicklable_arguments_work_with_fork_and_are_refused_by_the_zygote(kern
     )
     text = said(kernel.run("launch(lambda l: l.locked(), lock, start_method='zygote')"))
     assert "the function or its arguments cannot be pickled, because of 'l'" in text
+    assert "create l in the function instead" in text
     kernel.check("class Holder:\n    def __init__(self):\n        self.inner = {'deep': [lock]}\nholder = Holder()")
     for name, body in (("lock", "lock.locked()"), ("holder", "len(holder.inner)")):
         text = said(kernel.run(f"launch(lambda: {body}, start_method='zygote')"))
