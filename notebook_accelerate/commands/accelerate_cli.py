@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
+import re
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout, suppress
 
 from notebook_accelerate.commands.parsers import PROGRAM, HelpFormatter
+from notebook_accelerate.config.plain_values import did_you_mean
 from notebook_accelerate.errors import NotebookAccelerateError
 
 _COMMANDS = {
@@ -35,12 +39,17 @@ def parser_for(arguments: Sequence[str]) -> argparse.ArgumentParser:
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {_version()}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
     named = [name for name in arguments[:1] if name in _COMMANDS]
     for name in named or _COMMANDS:
         module, _, function = _COMMANDS[name].partition(":")
         getattr(importlib.import_module(f"notebook_accelerate.commands.{module}"), function)(commands)
     return parser
+
+
+def _version() -> str:
+    return str(sys.modules["notebook_accelerate"].__version__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,7 +64,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = parser_for(given)
     _complete(parser)
-    options = parser.parse_args(given)
+    if given and not given[0].startswith("-") and given[0] not in _COMMANDS:
+        parser.error(
+            f"there is no command {given[0]!r}{did_you_mean(given[0], _COMMANDS)}; known: {', '.join(_COMMANDS)}"
+        )
+    options, unknown = parser.parse_known_args(given)
+    if unknown:
+        known = _options_in_help(parser, given[0])
+        hints = [f"{name}{did_you_mean(name.partition('=')[0], known)}" for name in unknown]
+        parser.error(f"unrecognized arguments: {' '.join(hints)}")
     if options.command is None:
         parser.print_help()
         return 0
@@ -71,6 +88,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _options_in_help(parser: argparse.ArgumentParser, command: str) -> list[str]:
+    """Return the options that ``--help`` of a command lists."""
+    text = io.StringIO()
+    with suppress(SystemExit), redirect_stdout(text):
+        parser.parse_args([command, "--help"])
+    return sorted(set(re.findall(r"--[a-z]\w+", text.getvalue())))
 
 
 def _complete(parser: argparse.ArgumentParser) -> None:

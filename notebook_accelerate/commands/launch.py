@@ -21,6 +21,7 @@ from notebook_accelerate import launch
 from notebook_accelerate.commands.launch_settings import (
     GENERAL,
     GROUPS,
+    check_gpus,
     interpreter_options,
     launch_config,
     log_streams,
@@ -82,6 +83,7 @@ def launch_command(args: argparse.Namespace) -> None:
     if runner is run_script and not Path(args.training_script).is_file():
         raise FileNotFoundError(f"the script {args.training_script} does not exist; with -m, pass the name of a module")
     config = launch_config(args)
+    check_gpus(args)
     folder = option(args, "log_dir")
     run_in_ranks(
         config,

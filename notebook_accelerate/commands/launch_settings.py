@@ -12,6 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from notebook_accelerate import hardware
 from notebook_accelerate.config import config_file, environ
 from notebook_accelerate.config.config_file import ClusterConfig, section_settings
 from notebook_accelerate.config.environ import parse_flag, str_to_bool
@@ -191,7 +192,7 @@ def _check_conflicts(args: argparse.Namespace) -> None:
         given = [f"--{name}" for name in names if option(args, name, False)]
         if len(given) > 1:
             raise ValueError(f"{', '.join(given[:-1])} and {given[-1]} are mutually exclusive; pass one of them")
-    if (processes := option(args, "num_processes", 0)) < 0:
+    if (processes := option(args, "num_processes", 1)) < 1:
         raise ValueError(f"--num_processes {processes} is not allowed; pass the number of processes on all machines")
     if option(args, "multi_gpu", False) and option(args, "num_processes", 2) < 2:
         raise ValueError(f"--multi_gpu needs at least 2 processes; got --num_processes {processes}")
@@ -230,6 +231,18 @@ def _check_devices(args: argparse.Namespace, found: ClusterConfig) -> None:
         raise ValueError(f"several GPUs are needed, but gpu_ids={gpus} selects one; pass --gpu_ids all")
     if kind == "XLA" and option(args, "no_python", False):
         raise ValueError("--no_python is not possible on a TPU; pass a Python script or, with --module, a module")
+
+
+def check_gpus(args: argparse.Namespace) -> None:
+    """Check that the machine has the GPUs that the options ask for. Otherwise, the script would train on the CPU.
+
+    Raises:
+        ValueError: The machine has no accelerator.
+    """
+    asked = {"--multi_gpu": option(args, "multi_gpu", False), "--gpu_ids": option(args, "gpu_ids") not in (None, "all")}
+    given = [name for name, is_given in asked.items() if is_given]
+    if given and not option(args, "cpu", False) and hardware.detect().accelerator == "cpu":
+        raise ValueError(f"{given[0]} needs GPUs, but this machine has none that torch can use; pass --cpu instead")
 
 
 def log_streams(args: argparse.Namespace) -> dict[int, int] | int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import errno
 import numbers
 import os
@@ -282,6 +283,12 @@ def check_seconds(name: str, value: object, *, most: float = MAX_SECONDS, zero: 
         check_number(name, value, "seconds", most=most, zero=zero)
     except ValueError as error:
         raise ValueError(f"{error}, or None for {none}" if none else str(error)) from None
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return " (did you mean ...?)" if a known name is similar to an unknown one, or ""."""
+    found = difflib.get_close_matches(name, list(known), 1)
+    return f" (did you mean {found[0]}?)" if found else ""
 
 
 def short_repr(value: object) -> str:

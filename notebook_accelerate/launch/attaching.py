@@ -11,7 +11,7 @@ from os import PathLike
 from pathlib import Path
 
 from notebook_accelerate._mistakes import reports_mistakes
-from notebook_accelerate.config.plain_values import given_folder
+from notebook_accelerate.config.plain_values import did_you_mean, given_folder
 from notebook_accelerate.errors import BrokenRunError
 from notebook_accelerate.hardware.process_liveness import parse_identity
 from notebook_accelerate.launch.detached import run_directory
@@ -65,9 +65,10 @@ def _folder_of(name: str | PathLike[str]) -> Path:
         return Path(max(found, key=lambda entry: (entry.lives, entry.created)).folder)
     if isinstance(name, str) and os.sep not in name:
         run_directory.check_records()
-        known = ", ".join(dict.fromkeys(entry.name for entry in run_directory.entries())) or "none"
+        names = list(dict.fromkeys(entry.name for entry in run_directory.entries()))
         raise ValueError(
-            f"there is no detached run named {name!r}; the detached runs are: {known}. "
+            f"there is no detached run named {name!r}{did_you_mean(name, names)}; "
+            f"the detached runs are: {', '.join(names) or 'none'}. "
             "To open a kept run, pass its folder: notebook_accelerate.open_run('runs/NAME')"
         )
     return given_folder(name)

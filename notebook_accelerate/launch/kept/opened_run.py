@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from notebook_accelerate._mistakes import reports_mistakes
-from notebook_accelerate.config.plain_values import given_folder
+from notebook_accelerate.config.plain_values import did_you_mean, given_folder
 from notebook_accelerate.errors import BrokenRunError, NotebookAccelerateError, SerializationError
 from notebook_accelerate.files.guarded_files import ForeignFileError, read_limited
 from notebook_accelerate.hardware.process_liveness import UNKNOWN, parse_identity, this_process
@@ -151,10 +151,17 @@ def journal_path(path: str | PathLike[str]) -> Path:
     file = given / JOURNAL_NAME if given.is_dir() else given
     if not file.is_file():
         raise FileNotFoundError(
-            f"{given} is not a kept run: it has no {JOURNAL_NAME}; "
+            f"{given} is not a kept run: it has no {JOURNAL_NAME}{did_you_mean(given.name, _siblings(given))}; "
             "notebook_accelerate.runs('runs') lists the runs in a folder"
         )
     return file
+
+
+def _siblings(folder: Path) -> list[str]:
+    """Return the names of the kept runs in the parent of a folder that does not exist."""
+    with suppress(OSError):
+        return [] if folder.exists() else [file.parent.name for file in folder.parent.glob(f"*/{JOURNAL_NAME}")]
+    return []
 
 
 def end_if_lost(contents: JournalContents, file: Path) -> None:

@@ -17,12 +17,13 @@ import psutil
 import pytest
 import yaml
 
-from notebook_accelerate import LaunchConfig
+from notebook_accelerate import LaunchConfig, __version__
 from notebook_accelerate.commands.accelerate_cli import main
 from notebook_accelerate.commands.launch import launch_command_parser
 from notebook_accelerate.commands.launch_settings import GENERAL, GROUPS, launch_config
 from notebook_accelerate.config import config_file
 from notebook_accelerate.errors import LaunchError, RunStoppedError, WorkerError
+from notebook_accelerate.hardware import detect
 from notebook_accelerate.launch.hosts import joining
 from tests.support.interpreters import InterpreterServer
 from tests.support.ports import free_port
@@ -414,6 +415,7 @@ def test_options_override_the_file(no_default_file: Path) -> None:
         (["--use_parallelism_config", "--use_fsdp", "--fsdp_version", "1"], "add --use_fsdp --fsdp_version 2"),
         (["--use_parallelism_config", "--use_deepspeed"], "add --use_fsdp --fsdp_version 2"),
         (["--num_processes", "-1"], "--num_processes -1 is not allowed"),
+        (["--num_processes", "0"], "--num_processes 0 is not allowed"),
         (["--num_machines", "2"], "num_machines=2 needs the address of the first machine; pass --main_process_ip"),
         (["--num_machines", "2", "--main_process_ip", "10.0.0.1"], "pass --machine_rank 0 on the first machine"),
         (["--tpu", "--no_python"], "--no_python is not possible on a TPU"),
@@ -422,6 +424,42 @@ def test_options_override_the_file(no_default_file: Path) -> None:
 def test_unsupported_options_are_refused(options: list[str], message: str) -> None:
     with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message)):
         settings(*options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lunch", "a.py"], "there is no command 'lunch' (did you mean launch?); known: launch, config"),
+        (
+            ["launch", "--num_proceses", "2", "a.py"],
+            "unrecognized arguments: --num_proceses (did you mean --num_processes?)",
+        ),
+        (["env", "--config_fiel=a"], "unrecognized arguments: --config_fiel=a (did you mean --config_file?)"),
+        (["launch", "--zzz", "a.py"], "unrecognized arguments: --zzz\n"),
+    ],
+)
+def test_a_similar_command_or_option_is_suggested(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"notebook-accelerate {__version__}\n"
+
+
+@pytest.mark.skipif(detect().accelerator != "cpu", reason="this machine has an accelerator")
+@pytest.mark.parametrize("options", [["--multi_gpu", "--num_processes", "2"], ["--gpu_ids", "0,1"]])
+def test_options_for_gpus_are_refused_without_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    (tmp_path / "a.py").write_text("")
+    assert main(["launch", *options, str(tmp_path / "a.py")]) == 2
+    assert f"{options[0]} needs GPUs, but this machine has none" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
