@@ -123,13 +123,18 @@ class SanityChecks:
         first = min(key for key, _ in numbers.values())
         ranks = sorted(rank for rank, (key, _) in numbers.items() if key == first)
         del self._since[check]
+        value = numbers[ranks[0]][1]
+        what, where = _NUMBERS[check]
         if len(ranks) == self._world:
-            return []
+            # The norm of gradients may overflow on all ranks while a loss scaler searches for its scale.
+            everywhere = " on all ranks" if self._world > 1 else ""
+            text = (
+                f"the {what} became {value}{everywhere} at {where} #{first}; look at the data there: run.ask('batch')"
+            )
+            return self._once(check, text) if check == "loss" else []
         lost = {rank for rank, (key, _) in self._numbers.get("loss", {}).items() if key <= first}
         if check == "local gradients" and lost.issuperset(ranks):  # The cause is the loss, which was already reported.
             return []
-        value = numbers[ranks[0]][1]
-        what, where = _NUMBERS[check]
         text = f"the {what} of {rank_names(ranks)} became {value} at {where} #{first}, before any other rank's; "
         return self._once(check, text + f"look at the data there: run.ask('batch', ranks={ranks})")
 

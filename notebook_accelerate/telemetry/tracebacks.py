@@ -19,6 +19,10 @@ from notebook_accelerate.errors import ExceptionInfo, FrameInfo
 
 MAX_FRAMES = 60
 """Maximum number of frames kept per exception. If there are more, half of this number is kept at each end."""
+SHOWN_REPETITIONS = 3
+"""Number of repetitions of a recursion that a traceback shows."""
+LONGEST_CYCLE = 8
+"""Maximum number of functions that call each other and are recognized as a recursion."""
 MAX_MEMBERS = 50
 """Maximum number of a group's exceptions that are shown."""
 _OWN = tuple(
@@ -104,11 +108,44 @@ def _frames(error: BaseException) -> tuple[FrameInfo, ...]:
     if _is_located(error):
         filename, line, text = (built_in_attribute(error, name, SyntaxError) for name in ("filename", "lineno", "text"))
         frames.append(FrameInfo(filename, line, "<module>", text.strip() if type(text) is str else ""))
+    frames = _folded(frames)
     if len(frames) > MAX_FRAMES:
         half = MAX_FRAMES // 2
         skipped = FrameInfo("", 0, f"… {len(frames) - 2 * half} more frames …", "")
         frames = [*frames[:half], skipped, *frames[-half:]]
     return tuple(frames)
+
+
+def _folded(frames: list[FrameInfo]) -> list[FrameInfo]:
+    """Return the frames of a traceback, with the repetitions of a recursion replaced by their number.
+
+    The first two and the last of the repetitions remain, so that the last frame is still where the error occurred.
+    """
+    found: list[FrameInfo] = []
+    start = 0
+    while start < len(frames):
+        length, times = _repetition(frames, start)
+        end = start + length * times
+        if times > SHOWN_REPETITIONS:
+            what = "the frame above repeats" if length == 1 else f"the {length} frames above repeat"
+            more = FrameInfo("", 0, f"… {what} {times - SHOWN_REPETITIONS} more times …", "")
+            found += [*frames[start : start + length * (SHOWN_REPETITIONS - 1)], more, *frames[end - length : end]]
+            start = end
+        else:
+            found.append(frames[start])
+            start += 1
+    return found
+
+
+def _repetition(frames: list[FrameInfo], start: int) -> tuple[int, int]:
+    """Return the length and the number of the repetitions that start at a position, or (1, 1)."""
+    for length in range(1, LONGEST_CYCLE + 1):
+        cycle, times = frames[start : start + length], 1
+        while frames[start + length * times : start + length * (times + 1)] == cycle:
+            times += 1
+        if times > SHOWN_REPETITIONS:
+            return length, times
+    return 1, 1
 
 
 # ---- in the kernel

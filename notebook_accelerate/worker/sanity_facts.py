@@ -58,7 +58,8 @@ class SanityFacts:
 
     def __init__(self, *, several: bool, compiled: bool = False, gradient_state: Any = None) -> None:
         self._compiled, self._gradient_state = compiled, gradient_state
-        self.active = several and telemetry.current_sink() is not None
+        self._is_launched = telemetry.current_sink() is not None
+        self.active = several and self._is_launched
         self._seen: set[int] = set()
         self._optimizers: list[Any] = []
         self._parameters: set[int] = set()
@@ -144,7 +145,7 @@ class SanityFacts:
 
     def loss(self, loss: Any) -> None:
         """Report a loss that is not finite, before its backward pass."""
-        if self.active:
+        if self._is_launched:
             self._backwards += 1
             if self._backwards % UNPREPARED_STEPS == 1:
                 self._remove_step_hook()

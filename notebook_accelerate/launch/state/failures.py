@@ -153,7 +153,7 @@ def _cause(end: Exit, oom_kills: int | None) -> str:
         signal.SIGABRT: "native code aborted; the reason is in its stderr",
         signal.SIGILL: "native code built for another processor",
         signal.SIGFPE: "an arithmetic fault in native code",
-        signal.SIGTERM: "another process ended it",
+        signal.SIGTERM: "the rank itself or another process sent it",
     }
     hint = hints.get(signal.Signals(end.signal)) if end.signal in set(signal.Signals) else None
     return f": {hint}" if hint else ""
@@ -166,7 +166,9 @@ def _who_killed(oom_kills: int | None, *, large: bool) -> str:
         return "likely an out-of-memory killer"
     if oom_kills is None:
         return "perhaps the out-of-memory killer, perhaps another process"
-    return "another process sent it: the system has counted no out-of-memory kill since the run began"
+    return (
+        "the rank itself or another process sent it: the system has counted no out-of-memory kill since the run began"
+    )
 
 
 def _gib(size: int) -> str:

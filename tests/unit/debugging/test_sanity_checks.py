@@ -124,7 +124,17 @@ def test_a_loss_that_is_not_finite_on_one_rank_first_is_reported(clock: Clock) -
     assert found.check_progress({}) + found.finish() == []
 
 
-def test_numbers_that_are_not_finite_on_all_ranks_are_not_reported() -> None:
+@pytest.mark.parametrize(("world", "where"), [(1, ""), (2, " on all ranks")])
+def test_a_loss_that_is_not_finite_on_all_ranks_is_reported(world: int, where: str) -> None:
+    found = SanityChecks(world)
+    for rank in range(world):
+        found.note(rank, CheckEvent("loss", 4, [math.nan]))
+    [text] = found.finish()
+    assert text.startswith(f"the loss became nan{where} at backward #4; ")
+    assert found.finish() == []
+
+
+def test_gradients_that_are_not_finite_on_all_ranks_are_not_reported() -> None:
     found = SanityChecks(2)
     for rank in range(2):
         found.note(rank, CheckEvent("gradients", 4, [math.inf]))

@@ -37,3 +37,34 @@ def test_an_exception_of_any_class_keeps_its_line(what: str) -> None:
     assert info.type.endswith("E")
     assert "the reason" in info.message or "exit" in what
     assert info.frames[-1].source == 'raise names["E"]("the reason")' or "syntax" in what
+
+
+def _recurse(depth: int) -> None:
+    if not depth:
+        raise ValueError("deep")
+    _recurse(depth - 1)
+
+
+def _even(depth: int) -> None:
+    if not depth:
+        raise ValueError("deep")
+    _odd(depth - 1)
+
+
+def _odd(depth: int) -> None:
+    _even(depth - 1)
+
+
+def test_the_frames_of_a_recursion_are_folded() -> None:
+    with pytest.raises(ValueError, match="deep") as caught:
+        _recurse(200)
+    functions = [frame.function for frame in tracebacks.chain_of(caught.value)[-1].frames][1:]
+    assert functions == ["_recurse", "_recurse", "… the frame above repeats 197 more times …", "_recurse", "_recurse"]
+
+
+def test_the_frames_of_functions_that_call_each_other_are_folded() -> None:
+    with pytest.raises(ValueError, match="deep") as caught:
+        _even(200)
+    functions = [frame.function for frame in tracebacks.chain_of(caught.value)[-1].frames][1:]
+    pair = ["_even", "_odd"]
+    assert functions == [*pair, *pair, "… the 2 frames above repeat 97 more times …", *pair, "_even"]
