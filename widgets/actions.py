@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from notebook_accelerate.widgets.panel_elements import asset, script
 
 if TYPE_CHECKING:
     from notebook_accelerate.launch import Run
+    from notebook_accelerate.widgets.compared_run import ComparedRun
     from notebook_accelerate.widgets.front_end import KernelState
 
 
@@ -108,6 +109,9 @@ class CopyButton(anywidget.AnyWidget):
 
 # ---- how a run can be stopped
 
+ASK_SECONDS = 60.0
+"""A click on Stop asks first if the run is older than this, because it would lose more than a minute of work."""
+
 
 @dataclass(frozen=True)
 class Stopping:
@@ -141,7 +145,7 @@ def stopping(run: Run, kernel: KernelState | None) -> Stopping:
         return Stopping(action, note, without if interrupts else "")
     if run.ended is None and (refusal := internals(run).commands.refusal):
         return Stopping(Action(id="stop", label="Stop", hint=refusal, tone="stop", enabled=False), refusal)
-    action = Action(id="stop", label="Stop", hint="Ask every rank to stop", tone="stop", interrupts=interrupts)
+    action = replace(stop_action(run, "Ask every rank to stop"), interrupts=interrupts)
     if run.ended is not None or kernel is None:
         return Stopping(action)
     if not kernel.busy:
@@ -150,6 +154,12 @@ def stopping(run: Run, kernel: KernelState | None) -> Stopping:
         note = "Click Stop, or ■ in the toolbar, to end this run"
         return Stopping(action, note, "Press ■ in the toolbar to end this run" if interrupts else "")
     return Stopping(action, "Another cell is running: clicks take effect when it ends")
+
+
+def stop_action(run: ComparedRun, hint: str) -> Action:
+    """Return the button that stops a run. If the run is older than ``ASK_SECONDS``, a first click asks."""
+    question = "Stop run?" if run.ended is None and run.elapsed > ASK_SECONDS else ""
+    return Action(id="stop", label="Stop", hint=hint, tone="stop", question=question)
 
 
 def _interrupts(run: Run, kernel: KernelState) -> bool:

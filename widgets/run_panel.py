@@ -121,7 +121,7 @@ class RunPanel(LivePanel):
             front_end.observe(now, handles_messages=kernel.handles_clicks)
         show = self.sections.show
         show("head", now, lambda: run_sections.head(run, seen))
-        show("progress", seen.progress, lambda: run_sections.progress(seen))
+        show("progress", (seen.progress, seen.status), lambda: run_sections.progress(seen))
         self._show_actions(now, seen.status, kernel)
         self._render_ranks(now, seen)
         show("errors", (len(run.failures), run.error), lambda: run_sections.errors(run))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.launch.report import mesh_diagram, rank_tables
 from notebook_accelerate.launch.report.document import Drawing, Node, Section, Text
-from notebook_accelerate.launch.report.markup import Markup, duration, element
+from notebook_accelerate.launch.report.markup import Markup, duration, element, join
 from notebook_accelerate.launch.report.rendering import state
 from notebook_accelerate.launch.report.run_report import errors_html, trace_table
 from notebook_accelerate.launch.report.run_snapshot import HELD
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def head(run: Run, now: RunSnapshot) -> Drawing:
-    """Return the header in one line: state, name, time and progress of the run."""
+    """Return the header in one line: state, name and time of the run."""
     attempt = f" · attempt {len(run.attempts)}" if len(run.attempts) > 1 else ""
     given = given_name(run)
     name = f" · {given}" if given else ""
@@ -29,20 +30,24 @@ def head(run: Run, now: RunSnapshot) -> Drawing:
         element("strong", run.function_name),
         element("span", f"run {run.id}{name}{attempt}", class_="na-muted"),
         element("span", duration(now.elapsed), class_="na-time"),
-        *_figures(now.progress, moves=now.status not in HELD),
         *([element("span", f"{now.dropped:,} messages dropped")] if now.dropped else []),
     ]
     return Drawing(html=element("div", *parts, class_="na-head"))
 
 
 def progress(now: RunSnapshot) -> Drawing:
-    """Return one progress bar for all ranks, or nothing if the total is unknown."""
-    done = now.progress
+    """Return the figures of the progress, and one bar for all ranks if the total is known."""
+    figures = _figures(now.progress, moves=now.status not in HELD)
+    above = element("div", *figures, class_="na-figures") if figures else Markup()
+    return Drawing(html=join([above, _bar(now.progress)]))
+
+
+def _bar(done: Progress) -> Markup:
     if done.share is None:
-        return Drawing()
+        return Markup()
     percent = 100 * done.share
     left = f", {_left(done)}" if done.left is not None else ""
-    bar = element(
+    return element(
         "div",
         element("div", class_="na-fill", style=f"width:{percent:.2f}%"),
         class_="na-track",
@@ -53,25 +58,27 @@ def progress(now: RunSnapshot) -> Drawing:
         aria_valuenow=f"{percent:.0f}",
         aria_valuetext=f"{done.label} {done.step} of {done.total}{left}",
     )
-    return Drawing(html=bar)
 
 
 def _figures(done: Progress, *, moves: bool) -> list[Markup]:
     """Return rate, epoch, step, share and remaining time, as far as they are known. A held run has no rate."""
-    parts = []
+    parts: list[tuple[str, str]] = []  # Each text, and a text of the greatest width that it usually has.
     if done.rate is not None and moves:
         unit = "steps/s" if done.label == "step" else "per second"
-        parts.append(element("b", f"{rank_tables.rate(done.rate)} {unit}"))
+        parts.append((f"{rank_tables.rate(done.rate)} {unit}", f"9,999 {unit}"))
     if done.epoch is not None and not done.label.lower().startswith("epoch"):
-        parts.append(element("b", f"epoch {done.epoch:,}"))
+        parts.append((f"epoch {done.epoch:,}", "epoch 99"))
     if done.step is not None:
         total = f" of {done.total:,}" if done.total else ""
-        parts.append(element("b", f"{done.label} {done.step:,}{total}"))
+        parts.append((f"{done.label} {done.step:,}{total}", f"{done.label} {done.total or 99_999:,}{total}"))
     if done.share is not None:
-        parts.append(element("b", f"{100 * done.share:.0f} %"))
+        parts.append((f"{100 * done.share:.0f} %", "100 %"))
     if done.left is not None and moves:
-        parts.append(element("b", _left(done)))
-    return [element("span", part, class_="na-fact") for part in parts]
+        parts.append((_left(done), _left(replace(done, left=600.0))))
+    return [
+        element("span", element("b", text), class_="na-fact", style=f"min-width:{len(widest)}ch")
+        for text, widest in parts
+    ]
 
 
 def _left(done: Progress) -> str:

@@ -20,6 +20,7 @@ from notebook_accelerate.launch.run import add_ending_callback, without_results
 from notebook_accelerate.launch.state.run_view import internals
 from notebook_accelerate.telemetry import steady_time
 from notebook_accelerate.widgets import compared_run
+from notebook_accelerate.widgets.actions import stop_action
 from notebook_accelerate.widgets.compared_run import BestValues, KeptRow, label_of, opened
 from notebook_accelerate.widgets.front_end import no_widgets
 from notebook_accelerate.widgets.live_panel import Panel
@@ -188,8 +189,9 @@ class RunsTable(Panel):
         shown = Action(id="open", label="Open", hint=f"Open the panel of {which}")
         if self._is_open(run):
             shown = Action(id="open", label="Close", hint=f"Close the panel of {which}")
-        stops = known is not None and known.ended is None and not internals(known).commands.refusal
-        return (shown, Action(id="stop", label="Stop", hint=f"Stop {which}", tone="stop")) if stops else (shown,)
+        if known is None or known.ended is not None or internals(known).commands.refusal:
+            return (shown,)
+        return (shown, stop_action(known, f"Stop {which}"))
 
     # ---- clicks
 

@@ -272,7 +272,7 @@ def test_bars_imported_in_the_function_are_lines_and_show_the_progress(opened: A
     page = opened([TRAIN, BARS, "run = notebook_launcher(bars, num_processes=2, use_port=0, block=False)"])
     page.run(1)
     page.run(2)
-    page.wait_for("() => /(epochs|steps) \\d+ of \\d+/.test(document.querySelector('.na-live .na-head')?.innerText)")
+    page.wait_for("() => /(epochs|steps) \\d+ of \\d+/.test(document.querySelector('.na-live .na-figures')?.innerText)")
     page.wait_for("() => document.querySelector('.na-live .na-state-succeeded')")
     page.idle()
     outputs = page.save()["cells"][2]["outputs"]
@@ -445,11 +445,11 @@ def test_the_panel_says_when_it_needs_its_user(opened: Any, server: Server, app:
     button = lambda name: page.page.locator(NEWS).get_by_role("button", name=name)  # noqa: E731
     page.run(1)
     page.page.locator(CARD).wait_for()
-    page.wait_for("() => document.querySelector('.na-head').innerText.includes('left in this epoch')")
-    head = (
-        r"Running\s+needs\s+run 1\s+.+ s\s+.+ steps/s\s+epoch 1\s+step \d.* of 100,000\s+\d+ %\s+.+ left in this epoch"
-    )
-    assert re.match(head, page.text(".na-head"))
+    page.wait_for("() => document.querySelector('.na-figures').innerText.includes('left in this epoch')")
+    assert re.fullmatch(r"Running\s+needs\s+run 1\s+.+ s", page.text(".na-head"))
+    figures = r".+ steps/s\s+epoch 1\s+step \d.* of 100,000\s+\d+ %\s+.+ left in this epoch"
+    assert re.fullmatch(figures, page.text(".na-figures"))
+    _assert_figures_stay(page)
     page.page.locator(CARD).scroll_into_view_if_needed()
 
     page.page.get_by_role("button", name="Pause", exact=True).click()
@@ -485,6 +485,16 @@ def test_the_panel_says_when_it_needs_its_user(opened: Any, server: Server, app:
     page.idle()
 
     _hang_and_stop(page, server, news, gone, state)
+
+
+def _assert_figures_stay(page: NotebookPage) -> None:
+    """Check that the figures above the bar stay in place while their values change."""
+    edges = (
+        "() => [...document.querySelectorAll('.na-figures .na-fact')].map(node => node.getBoundingClientRect().left)"
+    )
+    before, text = page.page.evaluate(edges), page.text(".na-figures")
+    page.until(lambda: page.text(".na-figures") != text, "other figures")
+    assert page.page.evaluate(edges) == before
 
 
 def _hang_and_stop(page: NotebookPage, server: Server, news: Say, gone: Say, state: Say) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -435,3 +436,26 @@ def test_a_long_message_is_folded_until_a_click(blank: Any) -> None:
     assert len(shown.inner_text()) < 220
     blank.evaluate("(rows) => put('rows', rows)", [{**row, "text": "short"}])
     assert shown.inner_text().strip() == "short"
+
+
+def test_a_button_with_a_question_acts_at_the_second_click(blank: Any) -> None:
+    _load(blank, "feed.js", "actions.js")
+    blank.evaluate(_RUNS.replace("values = {}", "values = { rows: [], note: {}, label: '', kernel: '' }"))
+    clicks = "() => sent.filter(each => each.kind === 'click').length"
+    stop = Action(id="stop", label="Stop", hint="Ask every rank to stop", tone="stop", question="Stop run?")
+    rows = [{"key": "run", "text": "", "actions": [asdict(stop)], "tone": ""}]
+    blank.evaluate("(rows) => put('rows', rows)", rows)
+    button = blank.get_by_role("button")
+    button.click()
+    assert button.inner_text() == "Stop run?"
+    blank.evaluate("(rows) => put('rows', rows)", [{**rows[0], "tone": "bad"}])
+    assert button.inner_text() == "Stop run?", "an update does not take the question away"
+    assert blank.evaluate(clicks) == 0
+    button.click()
+    assert blank.evaluate(clicks) == 1
+    blank.evaluate("(rows) => put('rows', rows)", rows)
+    assert button.inner_text() == "Stop"
+    button.click()
+    # No second click follows.
+    blank.wait_for_function("() => document.querySelector('.na-action').textContent === 'Stop'")
+    assert blank.evaluate(clicks) == 1

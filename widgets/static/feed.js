@@ -28,14 +28,28 @@ function place(parent, nodes) {
   if (focused?.isConnected && focused !== document.activeElement) focused.focus({ preventScroll: true });
 }
 
-/* Shows actions {id, label, hint, tone, enabled} as buttons. A click calls `clicked(id, button)`. A button that stays
- * keeps its node, because a click may last longer than the time between two updates. */
+const ASKING_MS = 4000;
+
+/* Shows actions {id, label, hint, tone, enabled, question} as buttons. A click calls `clicked(id, button)`. A button with
+ * a question shows it first, and calls at a second click. A button that stays keeps its node, because a click may last
+ * longer than the time between two updates. */
 function showButtons(parent, actions, clicked) {
   const old = new Map([...parent.children].map((button) => [button.dataset.action, button]));
-  place(parent, actions.map(({ id, label, hint, tone, enabled = true }) => {
-    const button = old.get(id) ?? make("button", { type: "button", "data-action": id, onclick: (event) => clicked(id, event.currentTarget) });
-    setText(button, label);
-    button.className = `na-action na-tone-${tone || "plain"}`;
+  place(parent, actions.map(({ id, label, hint, tone, enabled = true, question }) => {
+    const button = old.get(id) ?? make("button", { type: "button", "data-action": id, onclick: ({ currentTarget: node }) => {
+      clearTimeout(node.asking);
+      const asks = node.question && !node.asking;
+      node.asking = asks && setTimeout(() => { node.asking = 0; node.paint(); }, ASKING_MS);
+      if (asks) node.paint();
+      else clicked(id, node);
+    } });
+    button.question = question;
+    button.paint = () => {
+      const asks = Boolean(button.question && button.asking);
+      setText(button, asks ? button.question : label);
+      button.className = `na-action na-tone-${tone || "plain"}${asks ? " na-asks" : ""}`;
+    };
+    button.paint();
     button.title = hint;
     button.disabled = !enabled;
     return button;

@@ -47,6 +47,7 @@ from notebook_accelerate.telemetry import (
     RankFailure,
     ResourceEvent,
     StepTimeEvent,
+    steady_time,
 )
 from notebook_accelerate.telemetry.step_time import PARTS
 from notebook_accelerate.telemetry.store import MAX_POINTS, RUN_LOG_BYTES, Record
@@ -264,6 +265,15 @@ def test_a_failed_run_has_a_debug_button_with_the_line_to_type() -> None:
     one.panel.attention.click("errors")
     assert one.panel._tabs.selected_index == 5
     one.panel.close()
+
+
+def test_stop_asks_only_if_a_run_is_older_than_a_minute() -> None:
+    run = make_run(2, started=steady_time.now())
+    assert stopping(run, None).action.question == ""
+    run = make_run(2, started=steady_time.now() - 61.0)
+    assert stopping(run, None).action.question == "Stop run?"
+    run._internals.journal.append(StopAdvanced("interrupting", "it was stopped"))
+    assert stopping(run, None).action.question == "", "Kill follows a click on Stop"
 
 
 def test_without_a_total_the_steps_are_counted_and_no_bar_is_drawn() -> None:
