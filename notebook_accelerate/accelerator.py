@@ -36,6 +36,7 @@ from notebook_accelerate.state import AcceleratorState, GradientState
 from notebook_accelerate.strategies import accelerator_arguments, make_strategy
 from notebook_accelerate.strategies.accelerator_arguments import Setup, sort_handlers
 from notebook_accelerate.strategies.accelerator_properties import AcceleratorProperties
+from notebook_accelerate.strategies.context_parallel import make_attention_causal
 from notebook_accelerate.strategies.ddp_strategy import synchronised_backward
 from notebook_accelerate.strategies.module_queries import extract_model_from_parallel, is_on_several_devices
 from notebook_accelerate.strategies.strategy import NOTHING
@@ -230,11 +231,20 @@ class Accelerator(AcceleratorProperties):
         check_type("device_placement", placements, (list, tuple), "a list with True or False for each object")
         if len(placements) != len(args):
             raise ValueError(f"device_placement has {len(placements)} items for {len(args)} objects; pass one for each")
+        if self.parallelism_config is not None and self.parallelism_config.cp_enabled:
+            args = self._prepare_cp(*args)
         prepared = self.strategy.prepare(args, placements)
         self.strategy.report_sharding()
         self.has_lomo_optimizer = any(hasattr(kept.optimizer, "fused_backward") for kept in self._optimizers)
         self._checks.prepared(self._models, self._optimizers, prepared)
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
+        """Make the attention of models causal for context parallelism. Axolotl replaces this method by name."""
+        for item in args:
+            if isinstance(item, torch.nn.Module):
+                make_attention_causal(item)
+        return args
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -251,6 +261,8 @@ class Accelerator(AcceleratorProperties):
             The prepared model.
         """
         check_type("prepare_model", model, torch.nn.Module, "a torch.nn.Module")
+        if self.parallelism_config is not None and self.parallelism_config.cp_enabled:
+            self._prepare_cp(model)
         return self.strategy.prepare_model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(

@@ -25,3 +25,6 @@ if TYPE_CHECKING:
     )
 
 reexport(__name__)
+
+_accelerate_added_attributes = ["to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"]
+"""The methods that `dispatch_model` replaces on a model. Libraries read this list."""

@@ -34,7 +34,8 @@ from notebook_accelerate.big_modeling.offload_folder import (
 from notebook_accelerate.hardware import nvml
 
 _LOG = accelerate_logger("big_modeling")
-_MOVES = ("to", "cuda", "npu", "xpu", "mlu", "musa", "sdaa")
+MOVES = ["to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"]
+"""The methods of a dispatched model that are guarded."""
 
 
 def cpu_offload(
@@ -272,7 +273,7 @@ def _tied_params_map(model: torch.nn.Module, tied: list[list[str]]) -> TiedParam
 
 def _guard_moves(model: Any, offloads: bool) -> None:
     """Warn about moves that the hooks would undo, and reject moves that would lose offloaded weights."""
-    for name in _MOVES:
+    for name in MOVES:
         if hasattr(model, name):
             setattr(model, name, _guarded(model, getattr(model, name), offloads))
 

@@ -97,6 +97,22 @@ class PartialState(RankExecution):
         """Clear the shared dictionary, so that the next instance reads the environment, but keep the process group."""
         PartialState._shared_state.clear()
 
+    def _prepare_backend(
+        self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
+    ) -> tuple[str | None, DistributedType]:
+        """Return the backend that connects the ranks, and the type of distributed training. Nothing is started.
+
+        Args:
+            cpu: Whether to use the CPU.
+            sagemaker_dp: Not used.
+            backend: The backend to use instead of the default.
+        """
+        world = world_from_environ()
+        row = device_row(cpu=cpu, world=world)
+        if world.size == 1 and row.type != "xla":
+            return backend, DistributedType.NO
+        return choose_backend(row, backend), row.distributed_type
+
     @property
     def initialized(self) -> bool:
         """Whether the shared dictionary has been filled."""

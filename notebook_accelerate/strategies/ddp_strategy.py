@@ -12,6 +12,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from notebook_accelerate.collectives import leaves_of
+from notebook_accelerate.config import environ
 from notebook_accelerate.state.process_group import keep_group_for
 from notebook_accelerate.state.warn_once import warn_once, warn_user
 from notebook_accelerate.strategies.module_queries import ddp_inside, is_on_several_devices
@@ -38,17 +39,21 @@ class DDPStrategy(Strategy):
         Raises:
             ValueError: The model is spread across several devices by a device map.
         """
-        if is_on_several_devices(model):
+        bypassed = environ.text("ACCELERATE_BYPASS_DEVICE_MAP") == "true"
+        if is_on_several_devices(model) and not bypassed:
             raise ValueError(
                 "a model that a device map spreads across several devices cannot be trained by several processes; "
-                "start one process, or load the model without device_map"
+                "start one process, load the model without device_map, or set ACCELERATE_BYPASS_DEVICE_MAP=true if "
+                "each process has devices of its own"
             )
         if ddp_inside(model) is not None or not any(p.requires_grad for p in model.parameters()):
             return model
         handler = self.setup.ddp_handler
         device = self.setup.device
         # DDP rejects devices without an index: the CPU, and device types with one device per process.
-        placed: dict[str, Any] = {} if device.index is None else {"device_ids": [device], "output_device": device}
+        placed: dict[str, Any] = {"device_ids": [device], "output_device": device}
+        if device.index is None or bypassed:
+            placed = {}
         wrapped = DistributedDataParallel(model, **placed, **(handler.to_kwargs() if handler is not None else {}))
         keep_group_for(wrapped.process_group, wrapped.reducer, wrapped.logger)
         self._wraps = True

@@ -102,7 +102,7 @@ class ClearMLTracker(VendorTracker):
     """Records a ClearML task. A task that is already open is used and not closed.
 
     Args:
-        run_name: Name of the project.
+        run_name: Name of the project and of the task, unless CLEARML_PROJECT or CLEARML_TASK is set.
         kwargs: Arguments of `Task.init`.
     """
 
@@ -119,8 +119,8 @@ class ClearMLTracker(VendorTracker):
         if current is not None:
             self._opened_elsewhere = True
             return current
-        name = self.run_name or None
-        return Task.init(**{"project_name": name, "task_name": name, **self.init_kwargs})
+        project, task = (environ.text(name) or self.run_name or None for name in ("CLEARML_PROJECT", "CLEARML_TASK"))
+        return Task.init(**{"project_name": project, "task_name": task, **self.init_kwargs})
 
     def _close(self) -> None:
         if not self._opened_elsewhere:

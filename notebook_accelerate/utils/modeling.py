@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from notebook_accelerate._lazy import reexport
+from notebook_accelerate._loggers import accelerate_logger
 from notebook_accelerate.precision import make_precision
 from notebook_accelerate.state import AcceleratorState
 
@@ -51,6 +52,15 @@ if TYPE_CHECKING:
     from notebook_accelerate.checkpointing.model_weights import shard_checkpoint as shard_checkpoint
 
 reexport(__name__)
+
+logger = accelerate_logger("utils.modeling")
+
+
+def _get_proper_dtype(dtype: Any) -> torch.dtype:
+    """Return the dtype for a name such as "float16" or "torch.float16". Libraries call this private function."""
+    from notebook_accelerate.big_modeling.module_tree import dtype_of
+
+    return dtype_of(dtype)
 
 
 def is_peft_model(model: Any) -> bool:

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 
 from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accelerate.optimizer import AcceleratedOptimizer
-from notebook_accelerate.strategies.context_parallel import make_attention_causal, split_sequences
+from notebook_accelerate.strategies.context_parallel import split_sequences
 from notebook_accelerate.strategies.expert_parallel import split_experts
 from notebook_accelerate.strategies.fsdp.fsdp_units import choose_units, resolved_plugin
 from notebook_accelerate.strategies.fsdp.packed_weights import has_packed_weights, make_weights_shardable
@@ -85,8 +85,6 @@ class FSDP2Strategy(ShardedStrategy):
             ValueError: Some parameters have no values, or a setting of the plugin does not fit the model.
         """
         plugin, device = resolved_plugin(self.setup), self.setup.device
-        if self._splits_sequences:
-            make_attention_causal(model)
         ties = tied_names(model)  # Moving a model to the meta device, or splitting it, unties parameters.
         weights = None
         packed = has_packed_weights(model)
