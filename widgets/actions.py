@@ -34,7 +34,7 @@ class ActionRow:
         key: Identifies the row in later updates.
         text: The text to the left of the buttons.
         actions: The buttons after the text.
-        tone: "bad", "warn" or "".
+        tone: "bad", "warn", "busy" (with a spinner) or "".
     """
 
     key: str

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anywidget
 import ipywidgets
@@ -15,6 +16,7 @@ from notebook_accelerate.launch.output.replaceable_outputs import current_output
 from notebook_accelerate.launch.report import rendering
 from notebook_accelerate.launch.report.document import Action, Drawing, Section
 from notebook_accelerate.launch.report.markup import Markup, element, join
+from notebook_accelerate.launch.report.rendering import DocumentView
 from notebook_accelerate.launch.report.timeline_picture import LOOKS
 from notebook_accelerate.launch.run_debugging import DEFAULT_STEPS
 from notebook_accelerate.profiling.timeline import Timeline
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     from notebook_accelerate.launch import Run
     from notebook_accelerate.launch.report.profile import Profile
+    from notebook_accelerate.launch.report.samples import RunMemory
     from notebook_accelerate.profiling.timeline import Track
 
 
@@ -92,91 +95,159 @@ _live = NewestPanels(4)
 """The kernel's live views. Each holds up to 36 MB of events, here and in the browser, so the oldest become static."""
 
 
-# ---- the Profile section of a run's panel
+# ---- the sections of a run's panel that record profiles and memory
 
 PROFILE = Action(
     id="profile", label="Profile", hint=f"Record the next {DEFAULT_STEPS} steps of all ranks with torch's profiler"
 )
-CLOSE = Action(id="close", label="Close", hint="Close this profile")
+MEMORY = Action(id="memory", label="Memory", hint="Find out what the memory of all ranks holds during the next step")
+CLOSE = Action(id="close", label="Close", hint="Close this section")
+Recording = TypeVar("Recording", bound=DocumentView)
 
 
-class ProfileSection:
-    """Records steps of a run on its own thread, and shows the profile.
+class RecordingSection(ABC, Generic[Recording]):
+    """Records something about a run on its own thread, and shows it.
 
     Args:
-        run: The run to profile.
+        run: The run to record.
         changed: Called on any thread when the section has changed.
 
     Attributes:
         widget: Empty while there is nothing to show.
-        profile: The profile that is shown, or None if there is none yet.
-        recording: Whether steps are being recorded.
+        found: The recording that is shown, or None.
+        recording: Whether a recording is in progress.
     """
+
+    noun = ""
+    """The first word of the title."""
+    progress = ""
+    """The text while a recording is in progress."""
+    done = ""
+    """What happens to a rank that is recorded, such as "profiled"."""
 
     def __init__(self, run: Run, changed: Callable[[], None]) -> None:
         self.run, self._changed = run, changed
-        self.profile: Profile | None = None
+        self.found: Recording | None = None
         self.recording = False
-        self._status: Any = None  # Created at the first click, because most panels never show a profile.
-        self.widget: Any = with_classes(ipywidgets.VBox(), "na-profile")
+        self._status: Any = None  # Created at the first click, because most panels never show a recording.
+        self.widget: Any = with_classes(ipywidgets.VBox(), "na-recording", f"na-{self.noun.lower()}")
         self._parts: list[Any] = []
         self._static = Markup()
 
+    # ---- implemented by each section
+
+    @abstractmethod
+    def _request(self) -> Recording:
+        """Return a new recording of the run."""
+
+    @abstractmethod
+    def _is_empty(self, found: Recording) -> bool:
+        """Return whether no rank was recorded."""
+
+    @abstractmethod
+    def _missing(self, found: Recording) -> Mapping[int, str]:
+        """Return the reasons why ranks were not recorded."""
+
+    @abstractmethod
+    def _widgets(self, found: Recording) -> list[Any]:
+        """Return the widgets that show a recording."""
+
+    def _title(self, found: Recording) -> str:
+        return self.noun
+
+    # ---- recording
+
     def start(self) -> None:
-        """Start to record the next steps, which are shown when they are complete."""
+        """Start a recording, which is shown when it is complete."""
         if self.recording:
             return
         self.recording = True
-        self._say(f"profiling {DEFAULT_STEPS} steps ...")
-        name = f"notebook-accelerate-panel-profile-{self.run.id}"
+        self._say(self.progress, "busy")
+        name = f"notebook-accelerate-panel-{self.noun.lower()}-{self.run.id}"
         threading.Thread(target=self._record, name=name, daemon=True).start()
 
     def _record(self) -> None:
         try:
-            self._show(self.run.profile())
+            self._show(self._request())
         except Exception as error:  # noqa: BLE001 - an error is the reply to the request
-            self._say(f"The ranks could not be profiled: {error or type(error).__name__}", "warn", CLOSE)
+            self._say(f"The ranks could not be {self.done}: {error or type(error).__name__}", "warn", CLOSE)
         finally:
             self.recording = False
             self._changed()
 
     def _say(self, text: str, tone: str = "", *actions: Action) -> None:
         if self._status is None:
-            self._status = with_classes(ActionRows(self._act, "Profile"), "na-attention")
-        self._status.show([ActionRow(key="profile", text=text, actions=actions, tone=tone)])
+            self._status = with_classes(ActionRows(self._act, self.noun), "na-attention")
+        self._status.show([ActionRow(key=self.noun, text=text, actions=actions, tone=tone)])
         self.widget.children = [self._status, *self._parts]
 
-    def _show(self, profile: Profile) -> None:
-        if not profile.paths:
-            reasons = "; ".join(f"rank {rank}: {why}" for rank, why in profile.missing.items())
-            self._say(f"No rank was profiled: {reasons}", "warn", CLOSE)
+    def _show(self, found: Recording) -> None:
+        if self._is_empty(found):
+            reasons = "; ".join(f"rank {rank}: {why}" for rank, why in self._missing(found).items())
+            self._say(f"No rank was {self.done}: {reasons}", "warn", CLOSE)
             return
-        replaced, self._parts = self._parts, ProfilePanel.parts(profile, TimelineView(profile.timeline))
-        self.profile, self._static = profile, Markup(profile.html)
-        self._say(_title(profile), "", CLOSE)
+        replaced, self._parts = self._parts, self._widgets(found)
+        self.found, self._static = found, Markup(found.html)
+        self._say(self._title(found), "", CLOSE)
         for part in replaced:
             close_all(part)
 
     def _act(self, action: str) -> None:
         if action == CLOSE.id and not self.recording:
-            parts, self._parts, self.profile = self._parts, [], None
+            parts, self._parts, self.found = self._parts, [], None
             self.widget.children = ()
             for part in parts:
                 close_all(part)
 
     def document(self) -> Drawing:
-        """Return the profile for the saved notebook."""
-        if self.profile is None:
+        """Return the recording for the saved notebook."""
+        if self.found is None:
             return Drawing()
-        return Drawing(html=join([element("p", _title(self.profile)), self._static]))
+        return Drawing(html=join([element("p", self._title(self.found)), self._static]))
 
     def close(self) -> None:
         """Delete the hidden widgets, which are not part of the panel's tree of widgets."""
         close_hidden(self.widget, self._status, *self._parts)
 
 
-def _title(profile: Profile) -> str:
-    return "Profile of 1 step" if profile.steps == 1 else f"Profile of {profile.steps} steps"
+class ProfileSection(RecordingSection["Profile"]):
+    """Records the next steps with torch's profiler, and shows the profile."""
+
+    noun, progress, done = "Profile", f"Profiling {DEFAULT_STEPS} steps", "profiled"
+
+    def _request(self) -> Profile:
+        return self.run.profile()
+
+    def _is_empty(self, found: Profile) -> bool:
+        return not found.paths
+
+    def _missing(self, found: Profile) -> Mapping[int, str]:
+        return found.missing
+
+    def _widgets(self, found: Profile) -> list[Any]:
+        return ProfilePanel.parts(found, TimelineView(found.timeline))
+
+    def _title(self, found: Profile) -> str:
+        return "Profile of 1 step" if found.steps == 1 else f"Profile of {found.steps} steps"
+
+
+class MemorySection(RecordingSection["RunMemory"]):
+    """Finds out what the memory of the ranks holds during the next step, and shows it."""
+
+    noun, progress, done = "Memory", "Inspecting memory during the next step", "inspected"
+
+    def _request(self) -> RunMemory:
+        return self.run.memory()
+
+    def _is_empty(self, found: RunMemory) -> bool:
+        return not found.reports
+
+    def _missing(self, found: RunMemory) -> Mapping[int, str]:
+        return found.missing
+
+    def _widgets(self, found: RunMemory) -> list[Any]:
+        tables = ipywidgets.HTML(rendering.html(found.document(), inline=False))
+        return [style_widget("profile.css"), with_classes(tables, "na-profile-tables")]
 
 
 # ---- the timeline: one canvas over all ranks

@@ -41,7 +41,7 @@ from notebook_accelerate.widgets.panel_elements import (
     with_classes,
 )
 from notebook_accelerate.widgets.plot import Plot
-from notebook_accelerate.widgets.profile_panel import PROFILE, ProfileSection
+from notebook_accelerate.widgets.profile_panel import MEMORY, PROFILE, MemorySection, ProfileSection
 from notebook_accelerate.widgets.resource_strip import strip
 from notebook_accelerate.widgets.table_view import LiveDocument, TableView
 
@@ -89,6 +89,7 @@ class RunPanel(LivePanel):
         self.attention = with_classes(ActionRows(self._act, "What needs you"), "na-attention")
         self.debug_section = DebugSection(self.run, self._clock)
         self.profile_section = ProfileSection(self.run, self._render_soon)
+        self.memory_section = MemorySection(self.run, self._render_soon)
         self.rank_table = TableView(throttled=rank_tables.OTHERS)
         for feed in (self.plot, self.logs, self.rank_table):
             feed.on_msg(self._render_soon)
@@ -102,12 +103,12 @@ class RunPanel(LivePanel):
         self._tabs.observe(self._tab_selected, "selected_index")
         for index, title in enumerate(TABS):
             self._set_tab_title(index, title)
-        news = [self.attention, self.debug_section.widget, self._problem]
-        return card(headline, progress, *news, resources, self._tabs, self.profile_section.widget)
+        sections = [part.widget for part in (self.debug_section, self.profile_section, self.memory_section)]
+        return card(headline, progress, self.attention, self._problem, *sections, resources, self._tabs)
 
     def _refer_to(self, run: Run) -> None:
         super()._refer_to(run)
-        for part in (self.logs, self._watcher, self.debug_section, self.profile_section):
+        for part in (self.logs, self._watcher, self.debug_section, self.profile_section, self.memory_section):
             part.run = run
 
     def _set_tab_title(self, index: int, title: str) -> None:
@@ -145,7 +146,8 @@ class RunPanel(LivePanel):
             pause = UNPAUSE if status == "paused" else PAUSE
             profile = replace(PROFILE, enabled=not self.profile_section.recording)
             needed = any(DEBUG in row.actions for row in rows)
-            actions = [pause, profile, replace(DEBUG, tone="first" if needed else ""), how.action]
+            memory = replace(MEMORY, enabled=not self.memory_section.recording)
+            actions = [pause, profile, memory, replace(DEBUG, tone="first" if needed else ""), how.action]
         rows = [_reached(_without(row, actions), reached=reached) for row in rows]
         self.attention.show(rows, server_id, how.note, how.unreachable)
         self.buttons.show([_reached(ActionRow(key="run", actions=tuple(actions)), reached=reached)], server_id)
@@ -214,21 +216,25 @@ class RunPanel(LivePanel):
             self.debug_section.toggle(name)
         elif name == "profile":
             self.profile_section.start()
+        elif name == "memory":
+            self.memory_section.start()
         elif name == "errors":
             self._tabs.selected_index = TABS.index("Errors")
         self._render_soon()
 
     def close(self) -> None:
-        """Stop updating the panel and its sections for debugging and profiles. Each cell keeps the static form."""
+        """Stop updating the panel and its sections. Each cell keeps the static form."""
         self.debug_section.close()
         self.profile_section.close()
+        self.memory_section.close()
         super().close()
 
     # ---- without a browser
 
     def document(self) -> Section:
-        """Return the report of the run, with the profile that the panel shows."""
-        return Section(key="report", nodes=(super().document(), self.profile_section.document()))
+        """Return the report of the run, with the profile and the memory that the panel shows."""
+        recordings = (self.profile_section.document(), self.memory_section.document())
+        return Section(key="report", nodes=(super().document(), *recordings))
 
 
 def _earlier_of_cell(run: Run) -> list[Run]:

@@ -245,7 +245,7 @@ def test_the_button_of_the_panel_profiles_the_run(opened: Any, app: App) -> None
     page.run(1)
     page.wait_for("() => document.querySelector('.na-live')?.innerText.includes('step ')")
     page.page.get_by_role("button", name="Profile", exact=True).click()
-    page.wait_for("() => document.querySelector('.na-profile')?.innerText.includes('profiling 3 steps ...')")
+    page.wait_for("() => document.querySelector('.na-profile')?.innerText.includes('Profiling 3 steps')")
     page.wait_for(
         "() => document.querySelector('.na-profile .na-findings')?.innerText.includes('profiled for 3 steps')"
     )

@@ -27,7 +27,7 @@ from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.telemetry.tracebacks import frame_location
 
 MAX_ROWS = 15
-NOTHING = "no bottleneck found"
+NOTHING = "No bottleneck found."
 _VIEW = "notebook_accelerate.widgets.profile_panel"
 """The module with the live view, which is only named here because it belongs to a higher layer."""
 
@@ -236,7 +236,7 @@ class Profile(DocumentView):
 
     def summary(self) -> Section:
         """Return a summary of the profile, the findings, and the reasons why ranks are missing."""
-        sentences = Text(lines=tuple(self._sentences()), tone="list")
+        sentences = Text(lines=tuple(self._sentences()), tone="list" if self.findings else "good")
         return Section(key="summary", nodes=(Text(lines=(self._head(),)), sentences, Text(lines=tuple(self._notes()))))
 
     def tables(self) -> Section:

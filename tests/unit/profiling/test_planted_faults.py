@@ -47,4 +47,4 @@ def test_a_healthy_training_has_no_sentence(name: str) -> None:
     print(profile)
     assert (profile.steps, profile.missing) == (5, {})
     assert [each.sentence for each in profile.findings] == []
-    assert "no bottleneck found" in repr(profile)
+    assert "No bottleneck found" in repr(profile)

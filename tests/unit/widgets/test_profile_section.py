@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
+from notebook_accelerate.launch.report import rendering
 from notebook_accelerate.launch.report.document import Section, Text
 from notebook_accelerate.launch.report.rendering import DocumentView
 from notebook_accelerate.widgets.profile_panel import TimelineView
@@ -61,7 +62,7 @@ def test_a_click_shows_the_recording_and_then_the_steps(monkeypatch: Any) -> Non
     panel = _panel(monkeypatch, profile)
     assert _button(panel)["enabled"]
     panel.buttons.click("profile")  # The click returns while steps are still being recorded.
-    assert _status(panel) == "profiling 3 steps ..."
+    assert _status(panel) == "Profiling 3 steps"
     panel.schedule.tick(due=True)
     assert not _button(panel)["enabled"]
     panel.buttons.click("profile")
@@ -113,3 +114,35 @@ def test_a_second_profile_replaces_the_first(monkeypatch: Any) -> None:
     assert not set(map(id, first[1:])) & set(map(id, second[1:]))
     assert first[1].comm is None, "the widgets of the first profile must be deleted"
     panel.close()
+
+
+class _Memory(DocumentView):
+    """The parts of a memory report that the panel uses."""
+
+    reports: ClassVar[dict[int, dict[str, int]]] = {0: {}}
+    missing: ClassVar[dict[int, str]] = {}
+
+    def document(self) -> Section:
+        return Section(key="memory", nodes=(Text(lines=("a batch of 64 would fit",)),))
+
+
+def test_memory_opens_under_the_header_and_stays_in_the_saved_notebook(monkeypatch: Any) -> None:
+    panel = _panel(monkeypatch, lambda _: _Profile())
+    monkeypatch.setattr(type(panel.run), "memory", lambda _: _Memory())
+    parts = panel.widget.children
+    places = [parts.index(each.widget) for each in (panel.profile_section, panel.memory_section)]
+    assert max(places) < parts.index(panel._tabs)
+    panel.buttons.click("memory")
+    until(lambda: not panel.memory_section.recording)
+    status, _, tables = panel.memory_section.widget.children
+    assert status.text == "Memory [Close]"
+    assert "a batch of 64 would fit" in tables.value
+    assert "a batch of 64 would fit" in panel.html
+    status.click("close")
+    assert panel.memory_section.widget.children == ()
+    panel.close()
+
+
+def test_good_news_of_a_profile_are_not_a_warning() -> None:
+    shown = rendering.html(Text(lines=("No bottleneck found.",), tone="good"), inline=False)
+    assert shown == '<p class="na-good">No bottleneck found.</p>'

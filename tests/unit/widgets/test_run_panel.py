@@ -400,12 +400,12 @@ def test_the_first_stop_requests_and_the_second_kills() -> None:
     asked: list[float] = []
     one.run.stop = lambda grace=5.0, **_: asked.append(grace)  # type: ignore[method-assign]
     one.look()
-    assert one.buttons() == ["Pause", "Profile", "Debug", "Stop"]
+    assert one.buttons() == ["Pause", "Profile", "Memory", "Debug", "Stop"]
     one.panel.buttons.click("stop")
     assert asked == [5.0]
     one.run._internals.journal.append(StopAdvanced("interrupting", "it was stopped"))
     one.look()
-    assert one.buttons() == ["Pause", "Profile", "Debug", "Kill"]
+    assert one.buttons() == ["Pause", "Profile", "Memory", "Debug", "Kill"]
     one.panel.buttons.click("stop")
     assert len(asked) == 2
     end(one.run, "stopped")
