@@ -118,7 +118,20 @@ def _wait_for_all(number: int, world: World) -> None:
         if store.add(key, 1) == world.size:
             store.set(f"{key}/all", "1")
         if phase == "connected" or world.rank == 0:
-            store.wait([f"{key}/all"])
+            _wait_for_key(store, f"{key}/all")
+
+
+def _wait_for_key(store: Any, key: str) -> None:
+    """Wait until a key is set. Check often at first: the ``wait`` of a store in a file sleeps for 10 ms at a time."""
+    for delay in _FIRST_DELAYS:
+        if store.check([key]):
+            return
+        time.sleep(delay)
+    store.wait([key])
+
+
+_FIRST_DELAYS = tuple(0.0005 * 1.5**n for n in range(10))
+"""Seconds between the first checks, about 60 ms in total."""
 
 
 def start_group_of_one(backend: str, device: torch.device) -> None:

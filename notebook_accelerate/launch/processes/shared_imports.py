@@ -42,6 +42,9 @@ class _Import(threading.Thread):
 
     The thread that forks the ranks must not do this, because an OpenMP team created on that thread would break them.
 
+    Args:
+        accelerator: Whether to import the module of `Accelerator`, too.
+
     Attributes:
         variables: The environment variables that the import reads, as they were when it started.
         error: The error that the import raised, or None.
@@ -49,15 +52,17 @@ class _Import(threading.Thread):
 
     error: BaseException | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, *, accelerator: bool) -> None:
         super().__init__(name="notebook-accelerate-import", daemon=True)
+        self._modules = (MODULE, "notebook_accelerate.accelerator") if accelerator else (MODULE,)
         self.variables = import_variables(os.environ)
 
     def run(self) -> None:
         had_folder = _CACHE_FOLDER in os.environ
         try:
             with gc_paused():
-                importlib.import_module(MODULE)
+                for module in self._modules:
+                    importlib.import_module(module)
         except BaseException as error:  # noqa: BLE001 - ranks of another process try again, and report the error
             self.error = error
         finally:
@@ -95,9 +100,9 @@ def load_for_training(
     if _import is None:
         if not (_would_help(variables) and trains(function, arguments)):
             return False
-        _import = _Import()
+        _import = _Import(accelerator=_uses_accelerator(function, arguments))
         _import.start()
-    if not _import.is_alive():
+    elif not _import.is_alive():
         return _import.error is not None and trains(function, arguments)
     # Even if an earlier run started the import, wait for it, because a rank forked now could never take the locks of
     # modules that are being imported.
@@ -236,6 +241,10 @@ def trains(function: Callable[..., Any], arguments: Sequence[object] = ()) -> bo
     codes = list(_codes([function, *arguments]))
     learned = getattr(function, "__name__", type(function).__name__) in _learned
     return (learned or any(map(_names_training, codes))) and not any(map(_names_variable, codes))
+
+
+def _uses_accelerator(function: Callable[..., Any], arguments: Sequence[object]) -> bool:
+    return any("Accelerator" in code.co_names for code in _codes([function, *arguments]))
 
 
 def _names_training(code: CodeType) -> bool:

@@ -27,6 +27,7 @@ PRELOADED = (
     "torch.nn.parallel",
     "torch.utils.data",
     "numpy",
+    "psutil",
     "IPython.core.display_functions",
     "IPython.display",
     "notebook_accelerate.accelerator",

@@ -62,7 +62,12 @@ def _answers(script: str, tmp_path: Path, **variables: str) -> Any:
 
 def test_the_kernel_imports_once_for_the_ranks_of_functions_that_train(tmp_path: Path) -> None:
     script = """
-    for function in (here, step, step):
+    def step_and_state():
+        state = "notebook_accelerate.accelerator" in sys.modules
+        from notebook_accelerate import Accelerator
+        return step() and state
+
+    for function in (here, step_and_state, step):
         run = launch(function)
         answers.append([run.results, here(), run.plan.start_method, run.notes])
     answers.append("TORCHINDUCTOR_CACHE_DIR" in os.environ)
@@ -225,7 +230,7 @@ def test_the_import_has_no_side_effects_that_a_kernel_would_notice(tmp_path: Pat
         sorted(os.environ),
     ]
     before = state()
-    importing = shared_imports._Import()
+    importing = shared_imports._Import(accelerator=True)
     importing.start()
     importing.join()
     while os.path.exists(f"/proc/self/task/{importing.native_id}"):
