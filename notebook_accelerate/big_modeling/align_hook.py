@@ -58,7 +58,7 @@ class AlignDevicesHook(ModelHook):
         self.input_device: Any = None
         self.original_devices: dict[str, torch.device] = {}
         self.block = ""
-        """The name of the module. It identifies the module's block, because weights are read ahead block by block."""
+        """The name of the module, which identifies its block. Weights are read ahead block by block."""
         self.gradients = GradientSink()
         """The object that collects the gradients of weights that are released before the backward pass."""
         self._device: torch.device | None = None
@@ -66,7 +66,7 @@ class AlignDevicesHook(ModelHook):
         """The prefetchers that start a new pass with each forward pass of the module."""
         self._prefetcher: Prefetcher | None = None
         self._unit: Unit | None = None
-        self._planned: tuple[Any, Any] = (None, None)  # The prefetcher's source and device.
+        self._planned: tuple[Any, Any] = (None, None)  # The weights and the device that reading ahead is planned for.
         self._slots: list[tuple[dict[str, Any], str, str, Any]] = []
         self._reused: dict[str, tuple[Any, Any]] = {}
 
@@ -274,7 +274,7 @@ def attach_execution_device_hook(
     preload_module_classes: Any = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Attach hooks to all modules inside a module. The hooks move the modules' inputs to one device.
+    """Attach hooks that move the inputs of a module, and of all modules inside it, to one device.
 
     Args:
         module: The module to attach hooks to.
@@ -304,7 +304,7 @@ def attach_align_device_hook(
     preload_module_classes: Any = None,
     tied_params_map: TiedParams | None = None,
 ) -> None:
-    """Attach an `AlignDevicesHook` to each module with its own tensors, inside and including ``module``.
+    """Attach an `AlignDevicesHook` to ``module`` and each module inside it, if they have tensors of their own.
 
     Args:
         module: The module to attach hooks to.

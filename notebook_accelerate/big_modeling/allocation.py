@@ -15,9 +15,8 @@ _IS_WAITING, _IS_PLACED = 1, 2
 class Allocation:
     """Assigns the modules of a tree to devices in order. The last device is the disk, which has no limit.
 
-    An entry is a module or a single tensor, and has a number. The number of a module is its index in the tree, and the
-    numbers of tensors follow after the last module. The properties of entries are in lists, indexed by number, so that
-    a step takes about a microsecond.
+    An entry is a module or a single tensor, and has an index. Modules have the same indices as in the tree, and tensors
+    follow them. The properties of entries are in lists with these indices, so that a step takes about a microsecond.
 
     Args:
         tree: The tree of the model's modules.
@@ -41,7 +40,7 @@ class Allocation:
         self.accelerators = [device for device in limits if device not in ("cpu", "disk")]
         self.used: dict[Any, Any] = {}
         self.too_small: dict[Any, Any] = {}
-        """The number of bytes that each device without modules would have needed."""
+        """For each device that received no modules, the bytes that it would have needed for the next one."""
         self.offloaded: list[int] = []
         self._devices = [device for device in limits if device != "disk"] + ["disk"]
         self._main = {"mps"} if "mps" in limits else {*self.accelerators[:1], "cpu"}
@@ -145,7 +144,11 @@ class Allocation:
         self._assign(entry)
 
     def _split_ties(self, entry: int, room: Any) -> bool:
-        """Split the modules that share parameters with an entry, until the entry and the parts that share them fit."""
+        """Split the modules that share parameters with an entry until the entry and the sharing parts fit, if possible.
+
+        Returns:
+            Whether they fit.
+        """
         divided: dict[int, list[int]] = {}
         while self._size_with_ties(entry, ties := self._tied_with(entry, divided)) > room:
             others = {other: parts for other in ties.values() if (parts := self._parts_of(other))}
@@ -182,7 +185,7 @@ class Allocation:
         self._push([entry])
 
     def _fill_empty_device(self, entry: int) -> bool:
-        """Place the first module in breadth-first order that fits on the empty device."""
+        """Place the first module, in breadth-first order, that fits on the empty device. Return whether one does."""
         limit = self.limits[self._device()]
         if self._device() in self._main:
             limit -= self._layers[0]
@@ -234,7 +237,7 @@ class Allocation:
         return [] if type(self.tree.modules[entry]).__name__ in self._no_split else self._parts(entry)
 
     def _parts(self, node: int) -> list[int]:
-        """Return a module's parameters, its children and its buffers."""
+        """Return the entries for a module's parameters, children and buffers."""
         ends, module = self.tree.ends, self.tree.modules[node]
         found = [self._tensor(node, key, node + 1) for key, value in module._parameters.items() if value is not None]
         child, end = node + 1, ends[node]
@@ -244,7 +247,7 @@ class Allocation:
         return found + [self._tensor(node, key, end) for key, value in module._buffers.items() if value is not None]
 
     def _tensor(self, node: int, key: str, after: int) -> int:
-        """Return the number of a tensor, which stays the same whenever its module is split."""
+        """Return a tensor's index, which does not change when its module is split."""
         name = full_name(self.tree.names[node], key)
         if (known := self._numbers.get(name)) is not None:
             return known
@@ -287,7 +290,7 @@ class Allocation:
         return room
 
     def _large_tensors(self, top: Sequence[int]) -> dict[int, Any]:
-        """Return the model's own tensors that are larger than any layer.
+        """Return the largest of the model's own tensors, if they are larger than any layer.
 
         Memory is reserved for them until the first split.
         """
@@ -308,7 +311,7 @@ class Allocation:
     def _largest_from(self) -> list[Any]:
         """Return, for each index, the size of the largest layer from there on.
 
-        Doing this once keeps placement linear.
+        Computing this once keeps placement linear.
         """
         ends, modules, no_split, sizes = self.tree.ends, self.tree.modules, self._no_split, self._sizes
         own: list[Any] = [
@@ -359,7 +362,7 @@ class Allocation:
         return found
 
     def _holder(self, tied: str, divided: Mapping[int, Sequence[int]], apart: Collection[int]) -> int | None:
-        """Return the waiting entry that contains a parameter."""
+        """Return the waiting entry that contains a parameter, or None if there is none."""
         for outer in prefixes(tied):
             number = self._numbers.get(outer)
             if number is not None and (number in apart or self._state[number] == _IS_WAITING) and number not in divided:
@@ -392,7 +395,7 @@ class Allocation:
         return found
 
     def _devices_of_nodes(self) -> tuple[list[Any], list[int]]:
-        """Return the device of each module's entries (MIXED if several, None without entries), and their number."""
+        """Return the device of each module's entries (MIXED if several, None if no entries) and how many there are."""
         placed, parents = self._device_of, self.tree.parents
         devices = placed[: self._modules]
         counts = [0 if device is None else 1 for device in devices]

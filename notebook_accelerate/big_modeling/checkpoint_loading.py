@@ -174,7 +174,7 @@ class _Loading:
             Path(folder).mkdir(parents=True, exist_ok=True)
 
     def check_shapes(self, sources: dict[str, TensorSource]) -> None:
-        """Compare the shapes of all tensors with the model's."""
+        """Raise an error if the shape of any tensor differs from the model's."""
         mismatches = [
             f"{name}: {tuple(source.shape)} in the checkpoint, {tuple(self._tensors[name].shape)} in the model"
             for name, source in sources.items()
@@ -188,7 +188,7 @@ class _Loading:
             )
 
     def _bytes_to_allocate(self, sources: dict[str, TensorSource]) -> dict[torch.device, int]:
-        """Return the bytes that loading allocates per device, except for mapped, overwritten and offloaded tensors."""
+        """Return how many bytes loading allocates per device, not counting mapped, overwritten or offloaded tensors."""
         found: dict[torch.device, int] = {}
         for name, source in sources.items():
             target = device_of(name, self._map)
@@ -457,7 +457,7 @@ def load_on_ranks(
             loaded = {name: source.load(torch.device("cpu")) for name, source in sources.items()}
             if not full_state_dict:
                 _check_divided(model, loaded)
-            # Use the names that torch expects.
+            # torch expects names without the prefixes that `torch.compile` adds.
             part.update((uncompiled_name(name), tensor) for name, tensor in loaded.items())
             return list(sources)
 

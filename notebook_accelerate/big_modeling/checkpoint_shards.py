@@ -39,7 +39,7 @@ class Shard:
     wanted: frozenset[str] = frozenset()
 
     def sources(self) -> dict[str, TensorSource]:
-        """Return the source of each tensor. Only the header is read if the file has safetensors' format.
+        """Return the source of each tensor. Only the header is read if the file has the safetensors format.
 
         Raises:
             CheckpointError: The file is corrupt, lacks tensors that the index lists, or contains more than plain data.

@@ -50,9 +50,9 @@ def infer_auto_device_map(
     """Assign a model's modules to devices in order: accelerators first, then the CPU, then the disk.
 
     On the first accelerator and on the CPU, where offloaded layers compute, memory for the largest later layer is
-    reserved. The time is linear in the number of modules. Modules that share parameters are placed on one device, and
-    shared parameters are counted once. The map differs from Accelerate's in cases where Accelerate would count a shared
-    parameter more than once, split it across devices, or exceed a limit.
+    reserved. The running time is linear in the number of modules. Modules that share parameters are placed on one
+    device, and shared parameters are counted once. The map differs from Accelerate's in cases where Accelerate would
+    count a shared parameter more than once, split it across devices, or exceed a limit.
 
     Args:
         model: The model, which may be on any device. Its weights should already be tied.
@@ -62,7 +62,7 @@ def infer_auto_device_map(
         dtype: The dtype that weights will be converted to when they are loaded.
         special_dtypes: The dtypes of tensors by name, which take precedence over `dtype`.
         verbose: Whether to print every decision and a table of the devices.
-        clean_result: Whether to join modules that share a device under their parent's name.
+        clean_result: Whether to join modules that share a device into one entry with their parent's name.
         offload_buffers: Whether buffers will be offloaded, too, so that accelerators need no memory for them.
         fallback_allocation: Whether to search (breadth first) for a module that fits if a device would otherwise stay
             empty.
@@ -74,7 +74,7 @@ def infer_auto_device_map(
         ValueError: A device, a size or a dtype is not valid.
     """
     limits = get_max_memory(max_memory)
-    with gc_paused():  # No cycles are created, and collecting garbage would take longer than the map.
+    with gc_paused():  # No cycles are created, and collecting garbage would take longer than creating the map.
         tree = build_tree(model)
         totals = totals_of(tree, dtype, special_dtypes)
         allocation = Allocation(tree, totals, limits, no_split_module_classes, verbose, fallback_allocation)
@@ -130,7 +130,7 @@ def _table(used: Mapping[Any, Any], limits: Mapping[Any, int]) -> str:
 
 
 def _warn_of_buffers(allocation: Allocation, totals: Totals) -> None:
-    """Warn if no accelerator has room for the buffers of offloaded modules, which stay on an accelerator."""
+    """Warn if no accelerator has room for the buffers of offloaded modules. These buffers are not offloaded."""
     used, limits = allocation.used, allocation.limits
     free = [limits[device] - used.get(device, 0) - allocation.reserve(device) for device in allocation.accelerators]
     needed = sum(totals.buffers[node] for node in allocation.offloaded)
@@ -143,7 +143,7 @@ def _warn_of_buffers(allocation: Allocation, totals: Totals) -> None:
 
 
 def clean_device_map(device_map: DeviceMap, module_name: str = "") -> DeviceMap:
-    """Join the entries of a device map that share a device under their parent's name.
+    """Join entries of a device map that share a device into one entry with their parent's name.
 
     Args:
         device_map: The device of each module by name. The map is changed in place.
@@ -213,7 +213,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def bytes_to_move(model: torch.nn.Module, device_map: Mapping[str, Any]) -> dict[torch.device, int]:
-    """Return the bytes that a device map moves to each device, except for tensors already there or on the meta device.
+    """Return how many bytes a device map moves to each device, not counting tensors already there or on meta.
 
     Args:
         model: The model before it is dispatched.
@@ -276,7 +276,7 @@ _NAMED = ("mps", "cpu", "disk")
 
 
 def get_max_memory(max_memory: Mapping[Any, Any] | None = None) -> dict[Any, int]:
-    """Return the bytes that a model may use on each device: accelerators first, then the CPU, then the disk.
+    """Return how many bytes a model may use on each device: accelerators first, then the CPU, then the disk.
 
     Args:
         max_memory: The limit of each device (the number of an accelerator, "mps", "cpu" or "disk"), in bytes or as a
@@ -367,7 +367,7 @@ def get_balanced_memory(
 
 
 def _largest_unsplit(model: torch.nn.Module, sizes: Mapping[str, Any], classes: Any) -> Any:
-    """Return the size in bytes of the largest of some classes. Each class is measured by its first module."""
+    """Return the size in bytes of the largest module of some classes. Each class is measured by its first module."""
     names = as_names(classes)
     found: dict[str, Any] = {}
     for name, module in model.named_modules():

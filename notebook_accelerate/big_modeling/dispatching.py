@@ -129,8 +129,8 @@ def _check_weights(model: torch.nn.Module, names: list[str], weights: OffloadedW
         shape = weights.index.get(name, {}).get("shape", tensor.shape)
         if tuple(shape) != tuple(tensor.shape):
             raise ValueError(
-                f"The offloaded {name} has shape {tuple(shape)}, the model's {tuple(tensor.shape)}: it belongs to "
-                "another model. Pass an empty folder: offload_dir='another_folder'."
+                f"The offloaded {name} has shape {tuple(shape)}, but the model's has {tuple(tensor.shape)}: it belongs "
+                "to another model. Pass an empty folder: offload_dir='another_folder'."
             )
 
 

@@ -70,7 +70,7 @@ def _registering(register: Callable[..., None], device: torch.device) -> Callabl
 
 
 def moved_to(parameter: torch.nn.Parameter, device: Any) -> torch.nn.Parameter:
-    """Return a parameter with the same class and attributes on another device.
+    """Return a copy of a parameter on another device, with the same class and attributes.
 
     Args:
         parameter: The parameter to copy.

@@ -23,7 +23,7 @@ from notebook_accelerate.torch_internals import viewed_tensor
 OPTIMIZERS: dict[str, float] = {
     "adamw": 8, "adam": 8, "adamw_8bit": 2, "adagrad": 4, "lion": 4, "rmsprop": 4, "sgd_momentum": 4, "sgd": 0,
 }  # fmt: skip
-"""The bytes of state per trainable element, by optimizer. They assume float32 weights, whose dtype states also have."""
+"""The bytes of state per trainable element, by optimizer. Except for 8-bit optimizers, states are float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,7 +137,7 @@ def estimate_memory(
 
 
 def _parts(model: torch.nn.Module, layout: RankLayout, optimizer: str) -> tuple[dict[str, int], int]:
-    """Return the bytes of a rank's weights, gradients and optimizer, and the bytes of its gradients before sharding."""
+    """Return the sizes in bytes of a rank's weights, gradients and optimizer, and of its gradients before sharding."""
     own, sharding = layout.parts(model), layout.sharding
     weights = sum(each.nbytes * part for each, part in own)
     trained = sum(each.nbytes * part for each, part in own if each.requires_grad)
@@ -183,7 +183,7 @@ def _empty_model(source: Any) -> torch.nn.Module:
 
 
 def _activations(model: torch.nn.Module, inputs: Any) -> tuple[int, int, str]:
-    """Return the bytes that autograd saves, the bytes of the largest output, and the reason if the two are unknown."""
+    """Return the bytes that autograd saves, twice those of the largest output, and the reason if both are unknown."""
     if inputs is None:
         return 0, 0, "Activations are left out: pass sequence_length= or inputs= to count them."
     args, kwargs = _meta_arguments(inputs)
@@ -339,7 +339,7 @@ def measure_device_map(
 DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "sp", "ep", "pp")
 """The parallel dimensions, as in `ParallelismConfig`."""
 EXPERTS = "experts"
-"""The name of modules that expert parallelism splits. The first dimension of their parameters counts the experts."""
+"""The name of modules that expert parallelism splits. Their parameters have one row per expert."""
 OFFLOAD_TARGETS = ("cpu", "disk")
 PARTS = ("weights", "gradients", "optimizer")
 """The parts of a training run's memory that can be sharded and offloaded."""
@@ -354,8 +354,8 @@ class Sharding:
         gradients: Whether gradients are sharded.
         optimizer: Whether optimizer states are sharded.
         buckets: Whether gradients are copied into buckets before they are reduced.
-        dimension: The parallel dimension that all ranks are in if no degrees are given, or "" if there is no such
-            dimension.
+        dimension: The parallel dimension along which all ranks are arranged if no degrees are given, or "" if there is
+            none.
     """
 
     weights: bool = False

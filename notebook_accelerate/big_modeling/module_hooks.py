@@ -1,4 +1,4 @@
-"""Hooks around modules' forward methods: attaching them, layerwise casting, and models that stay on the CPU."""
+"""Hooks around modules' forward methods: attaching hooks, layerwise casting, and keeping models on the CPU."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def remove_hook_from_submodules(module: torch.nn.Module) -> None:
     """Detach the hooks of a module and of all its submodules.
 
     Args:
-        module: The module whose hooks, with those of its submodules, are detached.
+        module: The outermost module.
     """
     remove_hook_from_module(module, recurse=True)
 
@@ -218,7 +218,7 @@ class LayerwiseCastingHook(ModelHook):
         return output
 
 
-# ---- gradients of offloaded weights. These are released after their forward pass.
+# ---- gradients of offloaded weights. The weights themselves are released after each forward pass.
 
 
 class GradientSink:
@@ -292,14 +292,14 @@ def offloaded_gradients(model: torch.nn.Module) -> Iterator[dict[str, torch.Tens
     """Collect the gradients of a model's offloaded weights, summed on the CPU over all backward passes in the block.
 
     Offloaded weights are in their module only during its forward pass, so their gradients cannot be in
-    ``parameter.grad``. The gradients of all other weights, such as adapters, are there, as usual. The collected
+    ``parameter.grad``. The gradients of all other weights, such as adapters, are there as usual. The collected
     gradients take up as much CPU memory as the weights.
 
     Args:
         model: A model from `cpu_offload`, `disk_offload`, `dispatch_model` or `load_checkpoint_and_dispatch`.
 
     Yields:
-        The gradients by parameter name. Each name of a tied parameter has a part of its gradient.
+        The gradients by parameter name. If a parameter is tied, each of its names has only a part of the gradient.
 
     Example:
         with offloaded_gradients(model) as gradients:

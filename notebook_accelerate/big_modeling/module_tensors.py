@@ -50,7 +50,7 @@ def set_module_tensor_to_device(
         clear_cache: Accepted for compatibility, but not used, because there are no caches to empty.
 
     Raises:
-        ValueError: The module does not have this tensor, a value is required, or `value` has a different shape.
+        ValueError: The module does not have this tensor, `value` is required but None, or it has a different shape.
     """
     module, name = submodule(module, tensor_name)
     owner: Any = module._parameters if name in module._parameters else module._buffers

@@ -270,7 +270,7 @@ def totals_of(tree: ModuleTree, dtype: Any = None, special_dtypes: Mapping[str, 
 
 
 class _PerElement(dict[torch.dtype, Any]):
-    """The size of an element, by dtype. Floating-point dtypes count with at most the size of the target dtype."""
+    """The size of an element, by dtype. Except for integers, it is limited to the size of the target dtype."""
 
     def __init__(self, dtype: Any) -> None:
         super().__init__()
@@ -311,7 +311,7 @@ def compute_module_sizes(
 
     Args:
         model: The model, which may be on any device.
-        dtype: The dtype that floating-point tensors will be converted to. Tensors of larger dtypes count with its size.
+        dtype: The dtype that floating-point tensors will be converted to. Tensors of larger dtypes count as converted.
         special_dtypes: The dtypes of tensors by name, which take precedence over `dtype`.
         buffers_only: Whether to count only buffers.
 

@@ -116,7 +116,7 @@ class PrefixedDataset(Mapping[str, Any]):
     """A view of a mapping for one module, without the module's prefix in the names.
 
     Args:
-        dataset: The mapping of all names.
+        dataset: The mapping by full names.
         prefix: The name of the module, followed by a dot.
     """
 
@@ -180,7 +180,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         return tensor.to(getattr(torch, info["dtype"])) if "dtype" in info else tensor
 
     def source(self, key: str) -> TensorSource:
-        """Return the source of a tensor. It has the tensor's dtype in the file.
+        """Return the source of a tensor. The source keeps the dtype that the tensor has in its file.
 
         Args:
             key: The name of the tensor.

@@ -1,12 +1,12 @@
 """Read offloaded weights before the computation needs them.
 
 The first pass through a model records the order of its modules. A thread then reads their weights ahead in this order,
-while all weights that have been read or are in use fit into a window. Two passes in another order make a new plan.
-Until then, modules themselves read the weights that were not read ahead.
+while all weights that have been read or are in use fit into a window. After two passes in a different order, a new
+plan is made. Until then, modules themselves read the weights that were not read ahead.
 
 Users can keep a weight, or anything that shares its memory (a view, an array, a graph), for any length of time:
 
-- Each read allocates or maps new memory. It is complete before `fetch` can take its tensors from `_ready`.
+- Each read allocates or maps new memory, and is complete before `fetch` can take its tensors from `_ready`.
 - `fetch` uses the tensors of a step once, and only for the unit that they were read for.
 - Afterwards, nothing in this package writes to them: `release` drops references, and memory is never filled twice.
 
@@ -101,7 +101,7 @@ class Prefetcher:
         self._check_process()
         self._passes_are_marked = True
         with self._changed:
-            self._held -= sum(unit.nbytes for unit in self._in_use)  # An error in the last pass left these.
+            self._held -= sum(unit.nbytes for unit in self._in_use)  # An error in the last pass left these in use.
             self._in_use.clear()
             self._end_pass()
             if self._plan and (late := self._next_use % len(self._plan)):
@@ -130,7 +130,7 @@ class Prefetcher:
         return read.tensors
 
     def release(self, unit: Unit, tensors: list[Any]) -> None:
-        """Make room for other units.
+        """Drop the tensors of a unit to make room for other units.
 
         Args:
             unit: The unit whose forward pass is complete.
@@ -360,7 +360,7 @@ class CpuTransfer:
         """Do nothing, because `read` returns complete tensors."""
 
     def after_use(self, tensors: list[torch.Tensor]) -> None:
-        """Drop a unit's tensors. The next `read` drops mapped ones."""
+        """Keep a unit's tensors until the next `read`, which drops them in the reading thread."""
         self._leaving.extend(tensors)
 
 
@@ -383,7 +383,7 @@ class StreamTransfer:
         self._staging: deque[tuple[torch.Tensor, Any]] = deque()
 
     def prepare(self, order: Sequence[Unit]) -> None:
-        """Pin the weights that are in memory, and pin staging memory for two of the other weights."""
+        """Pin the weights that are in memory. Staging memory for the other weights is allocated when they are read."""
         with self._reading:
             self._stream = self._stream or self._backend.Stream(self._device)
             sources = [slot.source for unit in order for slot in unit.slots]
@@ -398,7 +398,7 @@ class StreamTransfer:
             self._staging.clear()
 
     def read(self, unit: Unit, after: Sequence[Any]) -> tuple[list[Any], Any]:
-        """Return a unit's tensors, each in new memory, and an event after their copies.
+        """Return a unit's tensors, each in new memory, and an event that follows the copies.
 
         Args:
             unit: The unit whose tensors are read.
@@ -451,7 +451,7 @@ def _check_room(sources: Sequence[TensorSource]) -> None:
     Pinning a tensor that is mapped from a file frees no memory, because the file's pages belong to the page cache.
 
     Raises:
-        RuntimeError: Too little memory is free. Without this check, the system would kill the process instead of
+        RuntimeError: Too little memory is free. Without this check, the system might kill the process instead of
             rejecting the request.
     """
     sizes = {source.address: source.nbytes for source in sources if source.nbytes and source.address is not None}
@@ -460,7 +460,10 @@ def _check_room(sources: Sequence[TensorSource]) -> None:
     added += max(sizes.values(), default=0)
     _, available = machine_memory()
     if added > available // 2:
-        raise RuntimeError(f"that takes {convert_bytes(added)} more, but {convert_bytes(available)} are free")
+        raise RuntimeError(
+            f"pinning them takes {convert_bytes(added)} more, but at most half of the {convert_bytes(available)} of "
+            "free memory may be used"
+        )
 
 
 def can_prefetch(device: torch.device) -> bool:

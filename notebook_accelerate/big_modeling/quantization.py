@@ -49,7 +49,7 @@ def load_and_quantize_model(
         weights_location: A file, an index, or a folder that contains one of them. It is required if the model is on the
             meta device.
         device_map: The device of each module by name, or a strategy ("auto", ...). If None, the accelerator is used if
-            there is one, otherwise the CPU.
+            there is one, or else the CPU.
         no_split_module_classes: The names of classes that are not split across devices.
         max_memory: The limit of each device for a strategy, in bytes or as a string such as "10GB".
         offload_folder: The folder for modules on "disk". Offloaded modules are kept in 8 bits, with their scales. With
@@ -101,7 +101,7 @@ def _make_folder(device_map: Mapping[str, Any], folder: Any) -> None:
     if "disk" in [str(device) for device in device_map.values()]:
         if folder is None:
             raise ValueError(
-                "The device map puts modules on disk and offload_folder=None; pass offload_folder='a_folder'."
+                "The device map puts modules on disk, but offload_folder is None; pass offload_folder='a_folder'."
             )
         Path(folder).mkdir(parents=True, exist_ok=True)
 

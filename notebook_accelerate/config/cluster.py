@@ -18,7 +18,7 @@ from notebook_accelerate.config.plain_values import (
 )
 
 PLACEMENT_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
-"""Ray's placement strategies. PACK and SPREAD prefer few or many nodes, and the STRICT ones require it."""
+"""Ray's placement strategies. PACK prefers few nodes, SPREAD many; the STRICT ones require one node or one per rank."""
 WHEN_FULL = ("wait", "refuse")
 RAY_CLIENT = "ray://"
 
@@ -32,12 +32,12 @@ class RayCluster:
     """
 
     address: str = "auto"
-    """host:port of the cluster's head, ray://host:port for a kernel outside the cluster, or auto: the notebook's own
-    ``ray.init()``, the variable RAY_ADDRESS, or the cluster of this machine."""
+    """host:port of the cluster's head, ray://host:port for a kernel outside the cluster, or auto for the notebook's
+    own ``ray.init()``, the address in the variable RAY_ADDRESS, or the cluster that this machine belongs to."""
     cpus: float = 1
     """CPUs for each rank, and the number of threads that its operators use."""
     gpus: int | None = None
-    """GPUs for each rank. If None, one if the cluster has GPUs and the launch may use them, and otherwise none."""
+    """GPUs for each rank. If None, each rank gets one if the cluster has GPUs and the launch may use them."""
     resources: Mapping[str, float] | None = None
     """Custom resources for each rank, by name."""
     strategy: str = "PACK"
@@ -49,7 +49,7 @@ class RayCluster:
     wait: float = 300.0
     """Seconds to wait for free resources."""
     start_timeout: float = 120.0
-    """Time limit in seconds for each step: reaching the cluster, starting the actors, starting the ranks."""
+    """Time limit in seconds for each step: reaching the cluster, starting the actors, and starting the ranks."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.address, str) or not self.address or self.address == RAY_CLIENT:
@@ -60,7 +60,7 @@ class RayCluster:
         for name in ("cpus", "wait", "start_timeout"):
             check_number(name, getattr(self, name), most=MAX_SECONDS, zero=name == "cpus")
         if self.gpus is not None and (isinstance(self.gpus, bool) or not isinstance(self.gpus, int) or self.gpus < 0):
-            raise ValueError(f"gpus={self.gpus!r} is not allowed; pass a whole number, as ranks do not share a GPU")
+            raise ValueError(f"gpus={self.gpus!r} is not allowed; pass a whole number: ranks cannot share a GPU")
         _check_resources(self.resources)
         _check_runtime_env(self.runtime_env)
 

@@ -1,4 +1,4 @@
-"""The configuration file of Accelerate's command line: YAML or JSON, read, written, and translated to variables."""
+"""Reads and writes the configuration file of Accelerate's command line, and converts it to environment variables."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class BaseConfig:
             source: Name of the file, for messages.
 
         Returns:
-            The configuration.
+            An instance of this class.
 
         Raises:
             ValueError: The file has unknown keys, or a value is not allowed.
@@ -532,7 +532,7 @@ _OF_A_DIMENSION = {
 
 
 def _fp8_contents(contents: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section with keys named like the options, and with one flag for each of the three products."""
+    """Return the section with keys named like the options, and with one flag for each kind of matrix product."""
     values = {f"fp8_{name}": value for name, value in contents.items()}
     formats = values.get("fp8_override_linear_precision")
     if isinstance(formats, (list, tuple)):

@@ -1,4 +1,4 @@
-"""File names and lists of choices, by Accelerate's names."""
+"""File names and lists of choices. The constants have the same names as in Accelerate."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ SAMPLER_NAME = "sampler"
 FSDP_MODEL_NAME = "pytorch_model_fsdp"
 PROFILE_PATTERN_NAME = "profile_{suffix}.json"
 MANIFEST_NAME = "checkpoint_manifest.json"
-"""The file with the sizes and checksums of all files. A checkpoint is complete if its manifest exists and matches.
+"""The file with the sizes and checksums of a checkpoint's files. A checkpoint is complete if they all match.
 
-Accelerate does not have this file.
+Accelerate's checkpoints do not have this file.
 """
 
 # The names of the files of a saved model.

@@ -24,7 +24,7 @@ class HfDeepSpeedConfig:
         config: The configuration as a dict.
 
     Raises:
-        ValueError: The argument is of another kind, or the file does not contain a JSON object.
+        ValueError: The argument is something else, or the file does not contain a JSON object.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
@@ -35,14 +35,14 @@ class HfDeepSpeedConfig:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HfDeepSpeedConfig) and self.config == other.config
 
-    __hash__ = object.__hash__  # transformers keeps weak references to it, which need a hash.
+    __hash__ = object.__hash__  # Otherwise __eq__ would make instances unhashable.
 
     def __repr__(self) -> str:
         # Return code that a plugin accepts as hf_ds_config, so that forms can generate code from a plugin.
         return repr(self.config if self._source is None else os.fspath(self._source))
 
     def set_stage_and_offload(self) -> None:
-        """Read the ZeRO stage and the offloading from `config` again, after it was changed."""
+        """Read the ZeRO stage and the offloading from `config` again. Call this after changing `config`."""
         self._stage = self.get_value("zero_optimization.stage", -1)
         devices = [self.get_value(f"zero_optimization.offload_{part}.device") for part in ("optimizer", "param")]
         self._offload = self._stage in {2, 3} and any(device in {"cpu", "nvme"} for device in devices)
@@ -69,7 +69,7 @@ class HfDeepSpeedConfig:
 
         Args:
             ds_key_long: The dotted key.
-            default: The value if the key is missing.
+            default: The value to return if the key is missing.
         """
         node, key = self.find_config_node(ds_key_long)
         return default if node is None else node.get(key, default)
@@ -121,7 +121,7 @@ class HfDeepSpeedConfig:
 
 
 class DerivedConfig(HfDeepSpeedConfig):
-    """A configuration derived from a plugin's other fields. Any two are equal, because plugins compare these fields."""
+    """A configuration derived from a plugin's other fields. Any two are equal, because plugins compare those fields."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DerivedConfig) or super().__eq__(other)

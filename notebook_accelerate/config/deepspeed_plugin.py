@@ -125,7 +125,7 @@ class DeepSpeedPlugin:
     )
     """Whether stage 3 gathers the full weights when it saves a model.
 
-    With ``hf_ds_config``, the value comes from that configuration, and DeepSpeed's default is False.
+    With ``hf_ds_config``, the value comes from that configuration. If it has no value, DeepSpeed's default is False.
     """
     transformer_moe_cls_names: str | None = setting(
         variable="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", option="deepspeed_moe_layer_cls_names"
@@ -157,7 +157,7 @@ class DeepSpeedPlugin:
         if self.hf_ds_config is None:
             path = from_environment(DeepSpeedPlugin, "hf_ds_config")
             self.hf_ds_config = None if path == "none" else path
-        if self.hf_ds_config is None:  # A given configuration already has values for these.
+        if self.hf_ds_config is None:  # A given configuration already has values for these fields.
             fill_unset(self, *_keys())
         else:
             check_launched_fields(environ.text("ACCELERATE_CONFIG_DS_FIELDS", "").split(","))  # type: ignore[union-attr]
@@ -242,7 +242,7 @@ class DeepSpeedPlugin:
 
         Args:
             ds_key_long: The dotted key, such as ``zero_optimization.stage``.
-            default: The value if the key is missing.
+            default: The value to return if the key is missing.
         """
         return self.hf_ds_config.get_value(ds_key_long, default)
 
@@ -276,9 +276,9 @@ class DeepSpeedPlugin:
             if ds_key_long in kwargs:
                 node[key] = kwargs[ds_key_long]
             else:
-                found.append(f"- {ds_key_long} is 'auto', and its value is not known here: write it, or leave it out")
+                found.append(f"- {ds_key_long} is 'auto', but its value is not known here; set it, or leave it out")
         elif must_match and value is not None and ds_key_long in kwargs and value != kwargs[ds_key_long]:
-            found.append(f"- {ds_key_long} is {value!r} in the configuration, and {kwargs[ds_key_long]!r} here")
+            found.append(f"- {ds_key_long} is {value!r} in the configuration, but {kwargs[ds_key_long]!r} here")
         if mismatches is not None:
             mismatches.extend(found)
         elif found:
@@ -374,9 +374,9 @@ class DeepSpeedPlugin:
             self.set_deepspeed_weakref()
 
     def set_deepspeed_weakref(self) -> None:
-        """Pass the configuration to transformers, if it is installed, so that it shards models during construction.
+        """Pass the configuration to transformers, if installed, so that new models are sharded during construction.
 
-        transformers keeps only a weak reference to it, so the configuration is dropped together with this plugin.
+        transformers keeps only a weak reference to the configuration, which is therefore dropped with this plugin.
         """
         self.dschf = None
         if not (self.zero3_init_flag and self.hf_ds_config.is_zero3()):
@@ -457,7 +457,7 @@ def check_launched_fields(names: Iterable[str]) -> None:
     """Check that a section with ``deepspeed_config_file`` has no settings that belong in DeepSpeed's file.
 
     Args:
-        names: The keys of its section ``deepspeed_config``.
+        names: The keys of the section.
 
     Raises:
         ValueError: The section has such settings, which would be ignored.
@@ -490,10 +490,10 @@ def _without_autos(config: dict[str, Any]) -> dict[str, Any]:
 
 
 class DummyOptim:
-    """Placeholder with parameters, for a DeepSpeed configuration that defines the optimizer.
+    """Placeholder for an optimizer that the DeepSpeed configuration defines.
 
     Args:
-        params: Parameters, or dicts that define groups of them.
+        params: The parameters to optimize, or dicts that define groups of parameters.
         lr: The learning rate that replaces "auto" in the configuration.
         weight_decay: The weight decay that replaces "auto" in the configuration.
         **kwargs: Further values, which are stored unchanged.
@@ -507,11 +507,11 @@ class DummyOptim:
 
 
 class DummyScheduler:
-    """Placeholder with an optimizer, for a DeepSpeed configuration that defines the scheduler.
+    """Placeholder for a scheduler that the DeepSpeed configuration defines.
 
     Args:
         optimizer: The optimizer whose learning rate is scheduled.
-        total_num_steps: Number of all steps, for "auto" values in the configuration.
+        total_num_steps: Total number of steps, for "auto" values in the configuration.
         warmup_num_steps: Number of warm-up steps, for "auto" values in the configuration.
         lr_scheduler_callable: Called with an optimizer; returns its scheduler.
         **kwargs: Further values, which are stored unchanged.

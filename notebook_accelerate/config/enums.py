@@ -20,7 +20,7 @@ class EnumWithContains(enum.EnumMeta):
         """Return whether ``item`` is a member, or the value of one."""
         return any(item is member or item == member.value for member in cast("type[enum.Enum]", cls))
 
-    if not TYPE_CHECKING:  # A type checker that sees this method accepts every name.
+    if not TYPE_CHECKING:  # If type checkers saw this method, they would accept every name.
 
         def __getattr__(cls, name: str) -> Any:
             """Return the member for an older name, with a FutureWarning."""
@@ -88,7 +88,7 @@ class DistributedType(_NamedEnum):
     MULTI_HPU = "MULTI_HPU"
     MULTI_NEURON = "MULTI_NEURON"
     MULTI_TPU = "MULTI_TPU"
-    """TPUs through torch_tpu. TPUs through torch_xla are XLA."""
+    """TPUs that are used through torch_tpu. Those used through torch_xla have the type XLA."""
 
 
 class SageMakerDistributedType(_NamedEnum):
@@ -135,11 +135,11 @@ class DynamoBackend(_StringEnum):
     HPU_BACKEND = "HPU_BACKEND"
     NEURON = "NEURON"
     IPEX = "IPEX"
-    """Deprecated, because Intel's extension for PyTorch is discontinued. INDUCTOR has its optimisations."""
+    """Deprecated, because Intel has discontinued its extension for PyTorch. INDUCTOR includes its optimisations."""
 
 
 class LoggerType(_StringEnum):
-    """Experiment trackers by name."""
+    """Names of experiment trackers."""
 
     ALL = "all"
     """All installed trackers."""
@@ -190,7 +190,7 @@ class CustomDtype(_StringEnum):
 
 
 class DDPCommunicationHookType(_StringEnum):
-    """Communication hooks of DistributedDataParallel, which compress gradients."""
+    """Communication hooks that compress the gradients of DistributedDataParallel."""
 
     NO = "no"
     FP16 = "fp16"

@@ -45,10 +45,10 @@ def parse_flag(value: str) -> bool:
     """Parse a truth value.
 
     Args:
-        value: 1, true, yes, on, y or t; 0, false, no, off, n or f; in any case.
+        value: 1, true, yes, on, y or t for True, or 0, false, no, off, n or f for False, in upper or lower case.
 
     Returns:
-        True or False.
+        The truth value as a bool.
 
     Raises:
         ValueError: ``value`` is not one of these.
@@ -151,7 +151,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
         to_bool: Whether to return True or False instead of 1 or 0.
 
     Returns:
-        1 or 0, or True or False.
+        1 or 0, or with ``to_bool`` True or False.
 
     Raises:
         ValueError: ``value`` is not a truth value.
@@ -161,7 +161,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def flag_text(text: str) -> str:
-    """Check a truth value and return its text, because Accelerate passes it on unchanged."""
+    """Check that ``text`` is a truth value. Return it as it is, because Accelerate also passes it on unchanged."""
     parse_flag(text)
     return text
 

@@ -222,7 +222,7 @@ class FullyShardedDataParallelPlugin:
             A callable for torch's FSDP, or None if the model is one unit.
 
         Raises:
-            ValueError: The model has no class of `transformer_cls_names_to_wrap`.
+            ValueError: The model lacks a class in `transformer_cls_names_to_wrap`, or all of its ``_no_split_modules``.
         """
         given: Any = self.auto_wrap_policy
         if given is None:
@@ -361,7 +361,7 @@ class FullyShardedDataParallelPlugin:
 
     @staticmethod
     def get_module_class_from_name(module: torch.nn.Module, name: str) -> type[torch.nn.Module] | None:
-        """Deprecated: call ``get_module_class_from_name`` of ``utils.dataclasses``.
+        """Deprecated: call ``utils.dataclasses.get_module_class_from_name``.
 
         Args:
             module: The model to search.

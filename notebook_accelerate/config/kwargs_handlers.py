@@ -35,7 +35,7 @@ class KwargsHandler:
         return copy.deepcopy(self.__dict__)
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the fields that differ from an instance made without arguments and environment variables."""
+        """Return the fields whose values differ from the defaults, regardless of environment variables."""
         with environ.ignored():
             defaults = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if defaults[name] != value}
@@ -90,7 +90,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     backend: str | None = "nccl"
     """Backend of the process group. The default means the device's backend, which is nccl on NVIDIA GPUs."""
     init_method: str | None = None
-    """URL of the rendezvous. If None, the environment's MASTER_ADDR and MASTER_PORT."""
+    """URL of the rendezvous. If None, the variables MASTER_ADDR and MASTER_PORT are used."""
     timeout: timedelta | None = None
     """Time limit of a collective. If None, 10 minutes for nccl and 30 minutes for other backends (torch's defaults)."""
 
@@ -104,7 +104,7 @@ class InitProcessGroupKwargs(KwargsHandler):
 # The next class holds the arguments of DistributedDataParallel and the settings of its gradient compression.
 
 _HOOKS = "torch.distributed.algorithms.ddp_comm_hooks"
-# Each hook has a module and a function. Those in _WITH_STATE get a state that is created from ``comm_state_option``.
+# The module and the function of each hook. Hooks in _WITH_STATE get a state that is created from comm_state_option.
 _HOOK_OF_TYPE = {
     DDPCommunicationHookType.FP16: ("default_hooks", "fp16_compress_hook"),
     DDPCommunicationHookType.BF16: ("default_hooks", "bf16_compress_hook"),
@@ -141,7 +141,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     static_graph: bool = False
     """Whether every step uses the same parameters in the same order."""
     comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
-    """Compression of gradients: no, fp16, bf16, power_sgd or batched_power_sgd, the last two of arXiv:1905.13727."""
+    """Compression of gradients: no, fp16, bf16, power_sgd or batched_power_sgd (the last two: arXiv:1905.13727)."""
     comm_wrapper: Literal[DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16] = (
         DDPCommunicationHookType.NO
     )
@@ -163,7 +163,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
             ignore_keys: Fields to leave out. By default, those that are not arguments of DistributedDataParallel.
 
         Returns:
-            Values by field.
+            The values of the other fields, by name.
         """
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
@@ -202,8 +202,8 @@ def _function(module: str, name: str) -> Any:
 def _with_flat_matrices(hook: Any) -> Any:
     """Return torch's batched PowerSGD hook with an orthogonalization that accepts its matrices.
 
-    The hook passes matrices of two dimensions, but torch (2.0 to 2.13 at least) orthogonalizes batches of three
-    dimensions, and stops the training with a bare AssertionError when compression starts.
+    The hook passes two-dimensional matrices, but torch's function (in 2.0 to 2.13 at least) accepts only
+    three-dimensional batches, and raises an AssertionError without a message as soon as compression starts.
     """
     batched = hook.__globals__["_orthogonalize"]
 
@@ -254,7 +254,7 @@ class ProfileKwargs(KwargsHandler):
         """Return a ``torch.profiler.profile`` with these arguments, without starting it.
 
         Raises:
-            ValueError: torch does not support an activity here.
+            ValueError: torch does not support one of the activities on this machine.
         """
         from torch import profiler
 
@@ -325,7 +325,7 @@ class DataLoaderConfiguration:
     use_seedable_sampler: bool = False
     """Whether a random sampler is replaced with one that shuffles by epoch and seed, equally on every rank."""
     data_seed: int | None = None
-    """Seed of that sampler. If None, torch's current seed."""
+    """Seed of the seedable sampler. If None, torch's current seed is used."""
     non_blocking: bool = False
     """Whether batches are copied to the device asynchronously (needs pinned memory)."""
     use_stateful_dataloader: bool = False

@@ -114,7 +114,8 @@ class LaunchConfig:
     """Where the ranks run: None (this machine), ray, ray://host:port, or a RayCluster.
 
     ray means the notebook's own ``ray.init()``, or else the cluster that this machine belongs to. On a cluster,
-    ``num_processes`` is the number of ranks on all its machines. If None, the variable NOTEBOOK_ACCELERATE_ON applies.
+    ``num_processes`` is the number of ranks on all its machines. The variable NOTEBOOK_ACCELERATE_ON is used instead
+    if ``on`` is None.
     """
     accelerator: Mapping[str, Any] | None = setting(group=None, parameter=False)
     """Default arguments of every ``Accelerator()`` in the ranks: plugins, handlers, ..."""
@@ -123,7 +124,7 @@ class LaunchConfig:
     report_from: Sequence[str] = setting(REPORT_SOURCES, group=OUTPUT, parameter=False)
     """Libraries whose losses, steps, progress and scalars the ranks report, in addition to the Accelerator's."""
     name: str | None = setting(group=OUTPUT)
-    """Name of the run, of letters, digits and any of . _ -. If None, the function's name and the run's number."""
+    """Name of the run: letters, digits and any of . _ -. If None, the function's name and the run's number."""
     save: str | os.PathLike[str] | None = setting(group=OUTPUT)
     """Folder that keeps the run, for `open_run` and `runs`. If None, the one in the variable NOTEBOOK_ACCELERATE_RUNS.
 
@@ -216,7 +217,7 @@ class LaunchConfig:
         return shown_repr(self)
 
     def changed(self, **values: Any) -> Self:
-        """Return a copy with some ``values`` replaced, and check it."""
+        """Return a checked copy with ``values`` in place of the fields of those names."""
         return replace(self, **values)
 
     def non_default(self) -> dict[str, Any]:
@@ -312,11 +313,14 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 def _check_name(name: object) -> None:
     if name is not None and not (isinstance(name, str) and _NAME.fullmatch(name)):
-        raise ValueError(f"name={name!r} is not allowed; pass at most 100 letters, digits and . _ -, such as 'train-3'")
+        raise ValueError(
+            f"name={name!r} is not allowed; pass at most 100 letters, digits or . _ -, starting with a letter or "
+            "digit, such as 'train-3'"
+        )
 
 
 def _check_detached(config: LaunchConfig) -> None:
-    """Check that a detached run uses only this machine, and separate processes."""
+    """Check that a detached run uses only this machine and no part of the kernel, and set its ``block`` to False."""
     if not config.detach:
         return
     if config.num_nodes > 1 or config.on is not None:

@@ -45,9 +45,12 @@ class AORecipeKwargs(KwargsHandler):
     settings = _SECTION
 
     config: Float8LinearConfig | None = None
-    """torchao's configuration. If None, its default with the two flags below."""
+    """torchao's configuration. If None, the default configuration is used, with the two flags below."""
     module_filter_func: Callable[..., Any] | None = None
-    """Returns whether to convert a module, given it and its name. If None, all but the first and last linear one."""
+    """Called with a module and its name; returns whether to convert the module.
+
+    If None, all linear layers except the first and the last are converted.
+    """
     pad_inner_dim: bool | None = setting(unset=True, preset=1, parse=environ.str_to_bool)
     """Whether inner dimensions are padded to multiples of 16 (torchao)."""
     enable_fsdp_float8_all_gather: bool | None = setting(unset=True, preset=1, parse=environ.str_to_bool)
@@ -103,7 +106,7 @@ class TERecipeKwargs(KwargsHandler):
     override_linear_precision: tuple[bool, bool, bool] | None = setting(
         read=_overridden, preset=(False, False, False), parse=environ.flags_text
     )
-    """Whether forward, input and weight gradients use higher precision, as true,false,false (Transformer Engine).
+    """Whether outputs, input and weight gradients use higher precision, as true,false,false (Transformer Engine).
 
     Also read from ACCELERATE_FP8_OVERRIDE_FPROP, _DGRAD and _WGRAD. By default, all are False.
     """
@@ -142,7 +145,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     """Deprecated: use `TERecipeKwargs`, `MSAMPRecipeKwargs` or `AORecipeKwargs`."""
 
     backend: Literal["MSAMP", "TE"] | None = setting(option=None)
-    """MSAMP or TE. If None, MSAMP if only that is installed, and otherwise TE."""
+    """MSAMP or TE. If None, TE is used, unless only MS-AMP is installed."""
 
     def __post_init__(self) -> None:
         message = "FP8RecipeKwargs is deprecated: use TERecipeKwargs, MSAMPRecipeKwargs or AORecipeKwargs"
@@ -175,11 +178,11 @@ class BnbQuantizationConfig:
     """
 
     load_in_8bit: bool = False
-    """Whether weights have 8 bits (LLM.int8(), arXiv:2208.07339)."""
+    """Whether weights are quantized to 8 bits (LLM.int8(), arXiv:2208.07339)."""
     llm_int8_threshold: float = 6.0
     """Columns with activations whose absolute values exceed this are computed in fp16 (8 bits only)."""
     load_in_4bit: bool = False
-    """Whether weights have 4 bits (QLoRA, arXiv:2305.14314)."""
+    """Whether weights are quantized to 4 bits (QLoRA, arXiv:2305.14314)."""
     bnb_4bit_quant_type: str = "fp4"
     """Format of the 4-bit weights: fp4 or nf4."""
     bnb_4bit_use_double_quant: bool = False
@@ -187,7 +190,7 @@ class BnbQuantizationConfig:
     bnb_4bit_compute_dtype: str = "fp16"
     """Dtype of computations with 4-bit weights: fp32, fp16, bf16 or a torch dtype. Names become torch dtypes."""
     torch_dtype: torch.dtype | None = None
-    """Dtype of the modules that are not quantized, or its name. If None, fp16, or the compute dtype with 4 bits."""
+    """Dtype of the modules that are not quantized, or its name. If None, fp16 (8 bits) or the compute dtype (4)."""
     skip_modules: list[str] | None = None
     """Modules that are not quantized."""
     keep_in_fp32_modules: list[str] | None = None

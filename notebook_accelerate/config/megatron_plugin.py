@@ -67,9 +67,9 @@ class MegatronLMPlugin:
     context_parallel_size: int | None = setting(variable=None)
     """Must be 1, because context parallelism is not available with Megatron-LM."""
     attention_dropout: float | None = setting(variable=None)
-    """Dropout in attention. If None, the model's."""
+    """Dropout probability in attention. If None, as in the model."""
     hidden_dropout: float | None = setting(variable=None)
-    """Dropout in other layers. If None, the model's."""
+    """Dropout probability outside attention. If None, as in the model."""
     attention_softmax_in_fp32: bool | None = setting(variable=None, parse=environ.flag_text)
     """Whether the softmax of attention is computed in float32."""
     expert_tensor_parallel_size: int | None = setting(variable=None)
@@ -113,7 +113,7 @@ class MegatronLMPlugin:
     lr_decay_samples: int | None = None
     """Number of samples until the learning rate reaches ``min_lr``, instead of ``lr_decay_iters``."""
     lr_warmup_iters: int | None = None
-    """Number of warm-up steps, while the learning rate rises from 0. If None, the scheduler's number."""
+    """Number of warm-up steps, during which the learning rate rises from 0. If None, the scheduler's number."""
     lr_warmup_samples: int | None = None
     """Number of warm-up samples, instead of ``lr_warmup_iters``."""
     lr_warmup_fraction: float | None = None
@@ -155,7 +155,7 @@ class MegatronLMPlugin:
     custom_prepare_model_function: Callable[..., Any] | None = None
     """Called with the Accelerator; returns the model."""
     custom_megatron_datasets_provider_function: Callable[..., Any] | None = None
-    """Called with three numbers of samples; returns the datasets of the splits."""
+    """Called with the numbers of samples for training, validation and test; returns their datasets."""
     custom_get_batch_function: Callable[..., Any] | None = None
     """Called with an iterator; returns the values of a batch that the train step needs."""
     custom_loss_function: Callable[..., Any] | None = None
@@ -203,7 +203,7 @@ class MegatronLMPlugin:
     # -- settings that the strategy fills in --------------------------------------------------------------------------
 
     def set_network_size_args(self, model: Any, batch_data: Any = None) -> None:
-        """Copy the shape of a network.
+        """Copy the sizes of a model from its configuration.
 
         Args:
             model: A model with a `config` like that of transformers models.
@@ -216,7 +216,7 @@ class MegatronLMPlugin:
         parser = MODEL_CONFIGS_TO_MEGATRON_PARSERS.get(str(kind))
         if parser is None:
             raise ValueError(
-                f"{type(model).__name__} has config.model_type={kind!r}, and Megatron-LM builds models of "
+                f"{type(model).__name__} has config.model_type={kind!r}, but Megatron-LM builds only models of "
                 f"{', '.join(sorted(MODEL_CONFIGS_TO_MEGATRON_PARSERS))}; register it with "
                 "@add_model_config_to_megatron_parser(model_type), or pass "
                 "MegatronLMPlugin(custom_model_provider_function=...)"

@@ -97,11 +97,11 @@ class DeepSpeedSequenceParallelConfig:
         if chosen is not None and chosen not in _SP_ATTENTIONS and "/" not in chosen:
             raise ValueError(
                 f"sp_attn_implementation={chosen!r} is not allowed; pass one of "
-                f"{', '.join(map(repr, _SP_ATTENTIONS))}, or a kernel's name on the hub"
+                f"{', '.join(map(repr, _SP_ATTENTIONS))}, or the name of a kernel on the Hub"
             )
 
 
-# From outermost to innermost. Ranks that differ only in the last dimension are neighbours, and communicate most.
+# The dimensions, outermost first. Ranks that differ only in the last dimension are neighbours, and communicate most.
 _DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "ep", "tp")
 _HANDLERS = {
     "tp": TorchTensorParallelConfig,
@@ -137,11 +137,11 @@ class ParallelismConfig:
     sp_backend: Literal["deepspeed"] | None = setting(unset="deepspeed", closed=True)
     """Implementation of sequence parallelism: deepspeed."""
     tp_handler: TorchTensorParallelConfig | None = None
-    """Settings of tensor parallelism. If None, the class's defaults if ``tp_size`` is above 1."""
+    """Settings of tensor parallelism. If None and ``tp_size`` is above 1, the class's defaults are used."""
     cp_handler: TorchContextParallelConfig | None = None
-    """Settings of context parallelism. If None, the class's defaults if ``cp_size`` is above 1."""
+    """Settings of context parallelism. If None and ``cp_size`` is above 1, the class's defaults are used."""
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
-    """Settings of sequence parallelism. If None, the class's defaults if ``sp_size`` is above 1."""
+    """Settings of sequence parallelism. If None and ``sp_size`` is above 1, the class's defaults are used."""
     pp_size: int | None = setting(unset=1, option=None)
     """Number of ranks across which `prepare_pippy` distributes a model's layers, for inference."""
     ep_size: int | None = setting(unset=1, preset=None)
@@ -174,7 +174,7 @@ class ParallelismConfig:
         others = self._active("dp_shard", "cp", "sp", "tp")
         if self.pp_enabled and others:
             raise ValueError(
-                f"pp_size={self.pp_size} distributes whole layers, and {self._sizes(others)} would split them or their "
+                f"pp_size={self.pp_size} distributes whole layers, but {self._sizes(others)} would split them or their "
                 "inputs; combine pp_size with dp_replicate_size only, or train with MegatronLMPlugin(tp_degree=..., "
                 "pp_degree=...)"
             )
@@ -193,8 +193,8 @@ class ParallelismConfig:
         if self._active(name) and self.dp_replicate_enabled and not self.dp_shard_enabled:
             replicas, split = self.dp_replicate_size, self._sizes([name])
             raise ValueError(
-                f"dp_replicate_size={replicas} with {split} needs sharding between them, because whole replicas of "
-                f"split {parts} cannot be kept equal; write ParallelismConfig(dp_shard_size={replicas}, {split})"
+                f"dp_replicate_size={replicas} with {split} also needs dp_shard_size, because unsharded replicas of "
+                f"split {parts} cannot be kept in sync; write ParallelismConfig(dp_shard_size={replicas}, {split})"
             )
 
     def _sizes(self, names: list[str]) -> str:
@@ -222,7 +222,7 @@ class ParallelismConfig:
 
     @property
     def total_size(self) -> int:
-        """The product of the degrees, in ranks."""
+        """The product of the degrees, which is the number of ranks."""
         return math.prod(self._degree(name) for name in _DIMENSIONS)
 
     @property
@@ -247,7 +247,7 @@ class ParallelismConfig:
 
     @property
     def tp_enabled(self) -> bool:
-        """Whether tensors are split."""
+        """Whether each layer's tensors are split across ranks."""
         return self._degree("tp") > 1
 
     @property
@@ -262,19 +262,19 @@ class ParallelismConfig:
 
     @property
     def ep_enabled(self) -> bool:
-        """Whether experts are split."""
+        """Whether the experts of mixture-of-experts layers are split across ranks."""
         return self._degree("ep") > 1
 
     @property
     def pp_enabled(self) -> bool:
-        """Whether layers are distributed."""
+        """Whether the model's layers are distributed across ranks."""
         return self._degree("pp") > 1
 
     # -- dimensions of the mesh ---------------------------------------------------------------------------------------
 
     @property
     def dp_dim_names(self) -> list[str]:
-        """The dimensions along which ranks read different data. Flattened, their submesh is named dp."""
+        """The dimensions along which ranks read different data. Their flattened submesh is named dp."""
         return self._active("dp_replicate", "dp_shard")
 
     @property
@@ -284,12 +284,12 @@ class ParallelismConfig:
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
-        """The dimensions across which parameters are sharded. Flattened, their submesh is named dp_shard_cp."""
+        """The dimensions across which parameters are sharded. Their flattened submesh is named dp_shard_cp."""
         return self._active("dp_shard", "cp")
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
-        """The dimensions over which losses are averaged. Flattened, their submesh is named dp_cp."""
+        """The dimensions over which losses are averaged. Their flattened submesh is named dp_cp."""
         return self._active("dp_replicate", "dp_shard", "cp")
 
     @property
@@ -311,7 +311,7 @@ class ParallelismConfig:
             world_size: Number of ranks.
 
         Raises:
-            ValueError: The product differs from the number of ranks. The message contains the equation.
+            ValueError: The product differs from the number of ranks. The message shows its factors.
         """
         if self.total_size == world_size:
             return
@@ -320,8 +320,8 @@ class ParallelismConfig:
         fits = rest >= 1 and rest * (self.total_size // self._degree("dp_shard")) == world_size
         change = f"set dp_shard_size={rest}, or start" if fits else "start"
         raise ValueError(
-            f"the degrees of ParallelismConfig do not fit the world: {factors} = {self.total_size}, but there are "
-            f"{world_size} ranks; {change} {self.total_size} ranks"
+            f"the degrees of ParallelismConfig do not match the number of ranks: {factors} = {self.total_size}, but "
+            f"there are {world_size} ranks; {change} {self.total_size} ranks"
         )
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
@@ -331,8 +331,8 @@ class ParallelismConfig:
             device_type: Type of the ranks' devices: cpu, cuda, ...
 
         Returns:
-            A mesh with the dimensions above degree 1, outermost first, and the flattened submeshes dp, dp_shard_cp and
-            dp_cp. None if every degree is 1.
+            The mesh of the dimensions whose degree is above 1, outermost first, with the flattened submeshes dp,
+            dp_shard_cp and dp_cp, or None if every degree is 1.
         """
         names = self._active(*_DIMENSIONS)
         if not names:
@@ -349,10 +349,10 @@ class ParallelismConfig:
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """Return the mesh, and build it if it does not exist yet; every rank must call this in that case.
+        """Return the mesh, or build it if it does not exist yet. Every rank must call this if the mesh is to be built.
 
         Args:
-            device_type: Type of the ranks' devices. If None, that of the existing mesh.
+            device_type: Type of the ranks' devices. If None, the mesh must exist already.
 
         Returns:
             The mesh, or None if every degree is 1.

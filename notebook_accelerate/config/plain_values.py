@@ -76,12 +76,12 @@ def format_setting(value: Any) -> str:
 
 HIDDEN = "***"
 VARIABLES = ("env", "env_vars", "runtime_env", "rdzv_conf")
-"""Fields with values that may be secrets, so that only the names of these values are shown."""
+"""Fields that hold values by name. The values may be secrets, so only the names are shown."""
 _USER = re.compile(r"(?<=://)(?:[^\s'\"/@:]*:[^\s'\"]*|[^\s'\"/@]*)@")
-"""user:password@ or token@, where a password may contain / and @."""
+"""Matches user:password@ or token@. A password may contain / and @."""
 _PARAMETER = re.compile(r"([?&]([^=&\s'\"]*)=)[^&#\s'\"]*")
 _SHORT = 4
-"""Shorter values are not hidden in texts, because they also occur in ordinary words."""
+"""Values shorter than this are not hidden in texts, because they may also occur in ordinary words."""
 
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
@@ -92,12 +92,12 @@ _ORDINARY = re.compile(
     r"|_(?:token|key)(?=_(?:budget|count|dim|dropout|embedding|frame|head|id|len|length|limit|loss|mask|norm|padding|point|"
     r"position|size|type|value|weight)s?_)"
 )
-"""Names of tokens in texts, and of keys in attention, videos and tables, which are not secrets."""
+"""Names with token or key that are not secrets: tokens of a text, and keys of attention, videos and tables."""
 _SECRET = re.compile(r"_(?:key|signature|[a-z]*token)_|(?:credential|passphrase|passwd|password|pwd|secret)s?_")
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether values with this name are hidden, such as ``api_key``, ``accessToken`` and ``db-password``.
+    """Return whether a name denotes a secret, as ``api_key``, ``accessToken`` and ``db-password`` do.
 
     Plural keys and tokens, as in ``max_tokens``, are numbers or names, unless another word makes them secrets.
 
@@ -214,7 +214,7 @@ def check_whole_number(name: str, value: object, least: int = 1, most: int | Non
         most: The largest number allowed. If None, there is no limit.
 
     Raises:
-        ValueError: The value is something else.
+        ValueError: The value is not a whole number in this range.
     """
     whole = isinstance(value, int) and not isinstance(value, bool)
     if not whole or value < least or (most is not None and value > most):  # type: ignore[operator]
@@ -226,7 +226,7 @@ def check_type(name: str, value: object, allowed: type | tuple[type, ...], what:
     """Check the type of an argument.
 
     Args:
-        name: The function or argument, for the message.
+        name: Name of the function or argument, for the message.
         value: The value to check.
         allowed: The allowed type or types.
         what: The allowed types as text, or the line to type, for the message.
@@ -239,7 +239,7 @@ def check_type(name: str, value: object, allowed: type | tuple[type, ...], what:
 
 
 MAX_SECONDS = 10**9
-"""The largest time limit (31 years). There is a limit because the operating system and Python limit waits."""
+"""The largest time limit allowed (31 years). Python and the operating system cannot wait for arbitrarily long."""
 
 
 def check_number(
@@ -255,7 +255,7 @@ def check_number(
         zero: Whether 0 is allowed.
 
     Raises:
-        ValueError: The value is out of range, or is not a number, such as a bool, NaN, an infinity or a text.
+        ValueError: The value is out of range or not a finite number. Bools and texts are not accepted as numbers.
     """
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)  # numpy's numbers are Real, too.
     if not (real and 0 <= value <= most and (zero or value > 0)):  # type: ignore[operator]
@@ -275,7 +275,7 @@ def check_seconds(name: str, value: object, *, most: float = MAX_SECONDS, zero: 
         none: The meaning of None, for the message. If "", None is not allowed.
 
     Raises:
-        ValueError: The value is something else.
+        ValueError: The value is not a number of seconds in this range.
     """
     if value is None and none:
         return
@@ -292,7 +292,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def short_repr(value: object) -> str:
-    """Return a shortened ``repr`` for a message. The ``repr`` of a very large int raises ValueError."""
+    """Return a shortened ``repr`` for a message, or a description of an int that is too large for ``repr``."""
     try:
         text = repr(value)
     except ValueError:
@@ -328,7 +328,7 @@ def given_folder(path: str | os.PathLike[str]) -> Path:
         found = Path(given).expanduser().absolute()
         found.lstat()
     except RuntimeError:
-        raise ValueError(f"{shown} begins with the home of a user that does not exist") from None
+        raise ValueError(f"{shown} begins with the home folder of a user who does not exist") from None
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise ValueError(f"{shown} is not a path, because it contains a name that is too long") from None

@@ -73,7 +73,7 @@ class SettingsSection:
 
 
 _DERIVED: Any = object()
-"""The value of attributes that are derived from other attributes."""
+"""Marks an attribute that was left out, and is therefore derived from other attributes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,20 +87,20 @@ class Setting:
         group: The title of its group in a form and in the help of ``launch``. Forms leave out fields with None.
         launch: The field of ``LaunchConfig`` with the same meaning, for fields of a configuration file.
         choices: The values that a form offers. If left out, they are taken from a ``Literal`` in the annotation.
-        variable: The environment variable that sets the field if it is None, or None.
+        variable: The environment variable that is read if the field is None, or None if there is no such variable.
         unset: The value if this variable is not set.
-        read: Called with the variable's name and ``unset``; returns the value. If None, the function for ``kind``.
-        option: The name on the command line and in a configuration file, or None.
+        read: Called with the variable's name and ``unset``; returns the value. If None, the function for ``kind`` does.
+        option: The name on the command line and in a configuration file, or None if the field appears in neither.
         former: The option's name in older configuration files.
         preset: The value that ``launch`` passes on if the command line and the file set none. If left out, it is
             ``unset`` in a section with ``presets``, and otherwise None.
-        parse: Converts the option's text. If None, the function for ``kind``.
+        parse: Converts the option's text. If None, the function for ``kind`` is called.
         switch: Whether the option is a flag, without a value.
         closed: Whether the command line rejects values that are not in ``choices``.
-        ask: The question that ``config`` asks. It does not ask if this is "".
+        ask: The question that ``config`` asks, or "" if it asks none.
         answer: The default answer: a value, or a function of the answers so far. If left out, it is ``unset``, or
             ``default`` if ``unset`` is None.
-        answers: The allowed answers. If None, ``choices``.
+        answers: The allowed answers. If None, they are ``choices``.
         when: Called with the answers so far, by option; returns whether to ask.
         argument: The name in the configuration of the library, dotted if it is nested, or None if the library does not
             have the setting. If left out, it is the field's name in a section with ``arguments``, and otherwise None.
@@ -144,16 +144,16 @@ def setting(default: Any = None, **known: Any) -> Any:
 
     Args:
         default: The field's default.
-        known: Attributes of its `Setting`. The variable and the option are derived from the class's `SettingsSection`.
+        known: Attributes of the field's `Setting`. Its variable and option are derived from the `SettingsSection`.
     """
     return dataclasses.field(default=default, metadata=metadata(**known))
 
 
 def metadata(**known: Any) -> dict[str, Setting]:
-    """Return the metadata for a setting without a default, which mypy recognizes only in a call of ``field()``.
+    """Return the metadata of a field without a default, for ``field()``. mypy does not see that `setting` calls it.
 
     Args:
-        known: Attributes of its `Setting`.
+        known: Attributes of the field's `Setting`.
     """
     return {"setting": Setting(**known)}
 
@@ -247,7 +247,7 @@ def fill_unset(instance: Any, *names: str, without: Sequence[str] = ()) -> None:
 
     Args:
         instance: The instance of a dataclass to change.
-        names: The names of the fields. If empty, all fields with a variable.
+        names: The names of the fields. Without names, all fields with a variable are set.
         without: The names of fields to leave unchanged.
 
     Raises:

@@ -17,7 +17,7 @@ def _fsdp(setup: Setup) -> Strategy:
     """Return the strategy for the plugin's version of FSDP."""
     # Each version is imported only when it is used, because importing torch.distributed.fsdp takes a second.
     if setup.state.num_processes == 1:
-        warn_once("fsdp_plugin has no effect in a world of one process: there are no ranks to shard over")
+        warn_once("fsdp_plugin has no effect with a single process: there are no other ranks to shard across")
         return SingleStrategy(setup)
     if setup.state.fsdp_plugin.fsdp_version == 1:
         from notebook_accelerate.strategies.fsdp.fsdp1 import FSDP1Strategy

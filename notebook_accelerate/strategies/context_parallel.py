@@ -79,7 +79,7 @@ def make_attention_causal(model: nn.Module) -> None:
     """
     if others := [kind for kind in layer_kinds(model) if kind != "full_attention"]:
         raise ValueError(
-            f"context parallelism computes causal attention over the whole sequence, and {type(model).__name__} has "
+            f"context parallelism computes causal attention over the whole sequence, but {type(model).__name__} has "
             f"layers of the kind {', '.join(others)}, whose mask would be lost; train a model with full attention, or "
             "write ParallelismConfig(...) without cp_size"
         )

@@ -111,7 +111,7 @@ class EngineStrategy(Strategy):
 
     def _incomplete(self, item: Any) -> ValueError:
         return ValueError(
-            f"{self.library} creates one engine from a model and its optimizer, and {type(item).__name__} was "
+            f"{self.library} creates one engine from a model and its optimizer, but {type(item).__name__} was "
             f"prepared alone: {PREPARE_TOGETHER}"
         )
 
@@ -157,7 +157,7 @@ class EngineStrategy(Strategy):
             raise ValueError(f"norm_type={norm_type} is not allowed with {self.library}, which clips by the 2-norm")
         norm, advice = self._configured_norm()
         if norm is not None and not math.isinf(max_norm) and max_norm != norm:
-            warn_once(f"clip_grad_norm_ is called with {max_norm}, and {advice}")
+            warn_once(f"clip_grad_norm_ is called with {max_norm}, but {advice}")
         return self._step_clipped(max_norm)
 
     def _configured_norm(self) -> tuple[float | None, str]:

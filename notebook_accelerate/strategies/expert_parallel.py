@@ -30,8 +30,8 @@ sharded unevenly."""
 def split_experts(model: nn.Module, ranks: DeviceMesh | None) -> None:
     """Split the experts of a model in place.
 
-    A layer of experts is a module named `experts`, as in transformers 5. The first dimension of its parameters counts
-    the experts. The module is called with the hidden states, and the indices and weights of the chosen experts.
+    A layer of experts is a module named `experts`, as in transformers 5. Its parameters have one row per
+    expert. The module is called with the hidden states, and the indices and weights of the chosen experts.
 
     Args:
         model: A model with equal weights on every rank.

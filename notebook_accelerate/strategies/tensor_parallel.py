@@ -88,8 +88,8 @@ def split_tensors(model: nn.Module, ranks: DeviceMesh | None) -> None:
         kinds = {getattr(parameters[name], "placements", None) for name in group}
         if len(kinds) > 1:
             raise ValueError(
-                f"{', '.join(group)} are one parameter, and the plan splits them in different ways; give both the same "
-                'style, as "embedding_rowwise" and "colwise_rep", or leave both out'
+                f"{', '.join(group)} are one parameter, but the plan splits them in different ways; give them styles "
+                'that split it in the same way, such as "embedding_rowwise" and "colwise_rep", or leave them out'
             )
     retie(model, ties)
 

@@ -278,7 +278,7 @@ def alone() -> tuple[str, str]:
 
 
 def test_one_process_does_not_shard() -> None:
-    with pytest.warns(UserWarning, match="fsdp_plugin has no effect in a world of one process"):
+    with pytest.warns(UserWarning, match="fsdp_plugin has no effect with a single process"):
         assert alone() == ("single", "whole")
 
 

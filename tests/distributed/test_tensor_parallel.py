@@ -138,7 +138,7 @@ def refused(reason: str) -> None:
         ("none", r"needs a plan .* Tied, .*model\.tp_plan = "),
         ("module", "names 'sideways', but Tied has no such module"),
         ("style", r"splits 'up' by 'diagonal', which is not known; styles: colwise, rowwise"),
-        ("tied", r"are one parameter, and the plan splits them in different ways"),
+        ("tied", r"are one parameter, but the plan splits them in different ways"),
         ("odd", r"up of shape \[33, 9\] cannot be split across tp_size=2"),
     ],
 )

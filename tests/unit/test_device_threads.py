@@ -169,7 +169,7 @@ def test_mapped_weights_free_no_memory_when_they_are_pinned(monkeypatch: pytest.
     mapped = torch.load(tmp_path / "weights.bin", mmap=True)["own"]
     monkeypatch.setattr(prefetch, "machine_memory", lambda: (1 << 40, 2 * (6 << 20)))
     prefetch._check_room([MemorySource(torch.ones(1 << 20), {}, "own")])
-    with pytest.raises(RuntimeError, match="that takes 8"):  # This counts the pinned memory and a copy of one tensor.
+    with pytest.raises(RuntimeError, match="takes 8"):  # This counts the pinned memory and a copy of one tensor.
         prefetch._check_room([MemorySource(mapped, {}, "own")])
     prefetch._check_room([FileSource(tmp_path / "weights.bin", 0, (1 << 24,), torch.float32)])
 

@@ -124,7 +124,7 @@ def start_communication(state: AcceleratorState) -> Any:
     deepspeed = import_deepspeed(state.device)
     if not process_group.group_exists():
         process_group.start_group_of_one(device_table.row(state.device.type).backend, state.device)
-    # DeepSpeed reads LOCAL_RANK even during training, and the variable may not be set in a single process.
+    # DeepSpeed reads LOCAL_RANK even during training, but the variable may not be set in a single process.
     os.environ.setdefault("LOCAL_RANK", str(state.local_process_index))
     if _communication_group is dist.group.WORLD:
         return deepspeed
@@ -282,8 +282,8 @@ def _is_float32(value: Any) -> bool:
 class DeepSpeedEngineWrapper:
     """Runs the backward pass, the clipping and the step of an engine.
 
-    DeepSpeed clips gradients inside its step. If the training loop clips, that call takes the step, and the optimizer's
-    does nothing.
+    DeepSpeed clips gradients inside its step. If the training loop clips gradients, that call takes the step, and the
+    optimizer's `step` does nothing.
 
     Args:
         engine: The engine to run.
@@ -367,7 +367,7 @@ _MACHINE_FILE_SYSTEMS = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "xfs
 _INITIAL_PID_NAMESPACE = "pid:[4026531836]"
 """The machine's initial PID namespace (PROC_PID_INIT_INO in Linux), where all processes are visible."""
 _RECHECK_SECONDS = 0.2
-"""Seconds between two checks of a lock. One is not enough, because torch closes a lock just before removing it."""
+"""Seconds between two checks of a lock. One check is not enough: torch closes a lock just before removing it."""
 
 
 def compilation_context() -> AbstractContextManager[None]:
@@ -486,7 +486,7 @@ def _has_open(process: Path, wanted: os.stat_result) -> bool:
 def _has_ended(process: Path) -> bool:
     """Return whether a process has exited.
 
-    Zombies have, because their files are closed, even though /proc cannot list them.
+    Zombies count as exited: all of their files are closed, even though /proc does not let other users list them.
     """
     try:
         return psutil.Process(int(process.resolve().name)).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)

@@ -249,7 +249,7 @@ def fill_config(parts: EngineParts, plugin: DeepSpeedPlugin) -> dict[str, Any]:
         plugin: The plugin whose configuration is filled.
 
     Returns:
-        The values that replaced "auto", by key in dotted form.
+        The values that replaced "auto", by dotted key.
 
     Raises:
         ValueError: Some values contradict the objects, or cannot be determined. The message lists all of these values.
@@ -312,7 +312,7 @@ def _batch_size(sizes: Sequence[int | None], smallest: bool) -> int:
     if not numbers or len(numbers) < len(sizes):
         given = "a loader without a batch_size" if sizes else "no loader"
         raise ValueError(
-            f"{_MICRO} is 'auto', and prepare() was given {given}: pass the loaders to prepare() together with the "
+            f"{_MICRO} is 'auto', but prepare() was given {given}: pass the loaders to prepare() together with the "
             f"model, or first set a number: accelerator.state.deepspeed_plugin.deepspeed_config[{_MICRO!r}] = 8"
         )
     return min(numbers) if smallest else max(numbers)
@@ -342,7 +342,7 @@ def _values_from_hidden_size(model: torch.nn.Module, plugin: DeepSpeedPlugin) ->
     size = hidden_size(model) if autos else None
     if autos and size is None:
         raise ValueError(
-            f"{', '.join(autos)} are 'auto', which needs the model's hidden size, and {type(model).__name__} has no "
+            f"{', '.join(autos)} are 'auto', which needs the model's hidden size, but {type(model).__name__} has no "
             "config.hidden_size; write numbers instead"
         )
     return {key: _BY_HIDDEN_SIZE[key](size) for key in autos if size is not None}

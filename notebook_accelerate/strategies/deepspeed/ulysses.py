@@ -86,7 +86,7 @@ class UlyssesStrategy(DeepSpeedStrategy):
         loader = self.prepare_data_loader(loader)
         if getattr(loader.batch_sampler, "even_batches", True) is False:
             raise ValueError(
-                "even_batches=False gives ranks different numbers of batches, and ranks that share sequences need "
+                "even_batches=False gives ranks different numbers of batches, but ranks that share sequences need "
                 "equal numbers; pass DataLoaderConfiguration(even_batches=True)"
             )
         mesh, device = self.setup.state.device_mesh["sp"], self.setup.device
@@ -232,14 +232,14 @@ def _attention_name(model: nn.Module, wanted: str | None, ranks: int) -> str:
         )
     if recurrent := [kind for kind in layer_kinds(model) if "linear_attention" in kind]:
         raise ValueError(
-            f"sp_size={ranks} splits sequences, and {type(model).__name__} has layers of the kind "
+            f"sp_size={ranks} splits sequences, but {type(model).__name__} has layers of the kind "
             f"{', '.join(recurrent)}, whose state would be reset in each piece; use a model without them, or leave "
             "sp_size out"
         )
     current = getattr(config, "_attn_implementation", None)
     if wanted is not None and current not in {None, wanted}:
         raise ValueError(
-            f"sp_attn_implementation={wanted!r}, and {type(model).__name__} uses the attention {current!r}; load "
+            f"sp_attn_implementation={wanted!r}, but {type(model).__name__} uses the attention {current!r}; load "
             f"it with attn_implementation={wanted!r}"
         )
     name = wanted or current

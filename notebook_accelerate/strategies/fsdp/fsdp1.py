@@ -27,7 +27,7 @@ _HYBRID = {ShardingStrategy.HYBRID_SHARD, hybrid_zero2()}
 
 
 class FSDP1Strategy(ShardedStrategy):
-    """Trains with torch's `FullyShardedDataParallel`, in any of its sharding strategies."""
+    """Trains with torch's `FullyShardedDataParallel`, with any of its sharding strategies."""
 
     name: ClassVar[str] = "fsdp1"
 

@@ -72,7 +72,7 @@ class FSDP2Strategy(ShardedStrategy):
         return isinstance(model, FSDPModule)
 
     def shard(self, model: nn.Module) -> nn.Module:
-        """Shard a model in place; every rank must call this. `fsdp2_prepare_model` only runs this step.
+        """Shard a model in place; every rank must call this. `fsdp2_prepare_model` runs only this step.
 
         Args:
             model: The model, on any device, because each unit is moved to this rank's device when it is sharded. With

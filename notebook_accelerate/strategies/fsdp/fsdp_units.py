@@ -68,7 +68,7 @@ def _visit(module: nn.Module, policy: Policy, units: list[nn.Module]) -> int:
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return 0
     wrapped = sum(_visit(child, policy, units) for child in module.children())
-    containers = (nn.ModuleList, nn.ModuleDict)  # These are never called, so nothing would gather parameters.
+    containers = (nn.ModuleList, nn.ModuleDict)  # These are never called, so nothing would gather their parameters.
     if isinstance(module, containers) or not policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped):
         return wrapped
     if not any(module is unit for unit in units):
@@ -124,8 +124,8 @@ def checkpoint_activations(model: nn.Module, units: list[nn.Module], offload: bo
 
     if not units:
         warn_once(
-            "activation_checkpointing=True recomputes units, and this model is one unit: nothing is recomputed; name "
-            "the classes of units: FullyShardedDataParallelPlugin(auto_wrap_policy='transformer_based_wrap', "
+            "activation_checkpointing=True recomputes units, but this model is one unit, so nothing is recomputed; "
+            "name the classes of units: FullyShardedDataParallelPlugin(auto_wrap_policy='transformer_based_wrap', "
             'transformer_cls_names_to_wrap=["Block"], activation_checkpointing=True)'
         )
     wrappers: dict[nn.Module, nn.Module] = {}

@@ -2,7 +2,8 @@
 
 A packed weight consists of bytes, and of a state that says how to decode them (scales, a table of values). The bytes
 are sharded like any frozen parameter. The state is only a few percent of their size, so it stays whole on every rank.
-It is stored in the module, where bitsandbytes looks if the weight itself, like a gathered one, has no state.
+The state is stored in the module, because bitsandbytes reads it from there if the weight itself has no state. Gathered
+weights have no state.
 """
 
 from __future__ import annotations

@@ -339,8 +339,8 @@ def save_part(engine: MegatronEngine, target: Path, common: dict[str, Any], with
     """
     if with_optimizer and engine.plugin.use_distributed_optimizer:
         raise ValueError(
-            "use_distributed_optimizer=True distributes the optimizer's state over ranks, which one file for each part "
-            "of the model cannot contain; leave other_megatron_args={'ckpt_format': 'torch'} out"
+            "use_distributed_optimizer=True shards the optimizer's state across ranks, but this format has only one "
+            "file for each part of the model; leave other_megatron_args={'ckpt_format': 'torch'} out"
         )
     groups = megatron_setup.import_parallel_state()
     if groups.get_data_parallel_rank() and (engine.plugin.expert_model_parallel_size or 1) == 1:

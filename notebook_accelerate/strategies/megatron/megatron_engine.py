@@ -1,7 +1,8 @@
 """Megatron-LM's model, optimizer and schedule for a training loop written for Accelerate.
 
 Calling the model runs a whole accumulation window: the schedule sends all micro-batches through the pipeline, forward
-and backward, and reduces the gradients. If the training loop clips, that call takes the step, otherwise the optimizer.
+and backward, and reduces the gradients. If the training loop clips gradients, that call takes the step. Otherwise,
+`optimizer.step()` takes it.
 """
 
 from __future__ import annotations
@@ -152,7 +153,7 @@ class MegatronEngine(nn.Module):
             num_beams: The number of candidates in a beam search, which takes one prompt. If None, tokens are sampled.
             temperature: The number that divides the logits. If None, it is 1.
             top_k: The number of most probable tokens to sample from. If 1, decoding is greedy.
-            top_p: The total probability of the most probable tokens, which are sampled from.
+            top_p: The total probability of the most probable tokens to sample from.
             length_penalty: A candidate's log probability is divided by its length to this power. If None, the power is
                 1.
             kwargs: `top_p_decay`, `top_p_bound`, `random_seed`, `add_BOS`, `bos_token_id`, `eos_token_id`.

@@ -1,7 +1,7 @@
 """Text generation with a Megatron-LM decoder that is split across ranks: sampling, greedy decoding and beam search.
 
 The schedule for training computes each new token from all earlier tokens, without a cache of keys and values.
-Generation therefore works with every configuration of the training, but its time grows with the square of the length.
+Generation therefore works with every training configuration, but its time grows with the square of the length.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Sampling:
     top_k: int = 0
     """The number of most probable tokens to sample from: 1 for greedy decoding, or 0 for all tokens."""
     top_p: float = 0.0
-    """The total probability of the most probable tokens, which are sampled from, or 0 for all tokens."""
+    """The total probability of the most probable tokens to sample from, or 0 for all tokens."""
     top_p_decay: float = 0.0
     """The factor by which `top_p` is multiplied after each token, or 0 to keep `top_p` constant."""
     top_p_bound: float = 0.0
@@ -89,7 +89,7 @@ def choose_tokens(
     elif 0 < (top_p := sampling.top_p_after(done)) < 1:
         ordered, order = scores.sort(descending=True)
         shares = ordered.softmax(-1)
-        # Keep the token whose probability exceeds the limit, so that at least one token remains.
+        # Keep the token that makes the total exceed the limit, so that at least one token remains.
         ordered = ordered.masked_fill(shares.cumsum(-1) - shares > top_p, -torch.inf)
         scores = torch.full_like(scores, -torch.inf).scatter(-1, order, ordered)
     return torch.multinomial(scores.softmax(-1), 1, generator=generator)[:, 0]
@@ -232,8 +232,8 @@ def next_logits(engine: MegatronEngine, tokens: torch.Tensor) -> torch.Tensor | 
         masked = causal_mask(inputs.shape[1], inputs.device)
         return model(inputs, positions, masked), partial(_last_logits, tokens.shape[1], engine.vocabulary_size)
 
-    # Norms that are split along the sequence need a length that the number of ranks divides. Padding at the end does
-    # not affect other tokens.
+    # Norms that are split along the sequence need a length that is a multiple of the number of ranks. Padding at the
+    # end does not affect other tokens.
     padding = -tokens.shape[1] % megatron_setup.import_parallel_state().get_tensor_model_parallel_world_size()
     padded = torch.nn.functional.pad(tokens, (0, padding))
     outputs = engine.run_schedule(

@@ -173,8 +173,7 @@ def transformer_config(arguments: Mapping[str, Any], device: torch.device, **mor
         "params_dtype": precision,
         "activation_func": activation,
         "use_cpu_initialization": device.type == "cpu",
-        # Turn off the fused kernels of Apex and Transformer Engine. The argument of the same name turns each of them
-        # on.
+        # Turn off the fused kernels of Apex and Transformer Engine. Arguments of the same names turn them on.
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": False,
         "bias_dropout_fusion": False,
@@ -383,7 +382,7 @@ def make_optimizer(chunks: Chunks, plugin: MegatronLMPlugin) -> Any:
 
 
 def _overrides(plugin: MegatronLMPlugin, config: Any) -> Any:
-    """Return the weight decay and learning rate of exceptional parameters, or None for Megatron's defaults."""
+    """Return weight decay and learning rate for parameters that the plugin selects, or None for Megatron's defaults."""
     if plugin.no_wd_decay_cond is None and plugin.scale_lr_cond is None:
         return None
     kinds = _core("optimizer.optimizer_config")

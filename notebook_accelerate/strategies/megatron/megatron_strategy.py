@@ -302,8 +302,8 @@ class MegatronLMStrategy(EngineStrategy):
         """See `Strategy.model_state_dict`; every rank must call this.
 
         Returns:
-            The state dict, with the names of a model on a single rank. If ranks have parts of the model, rank 0 gets
-            the state in CPU memory, and other ranks get {}.
+            The state dict, with the names that the model has on a single rank. If ranks have parts of the model, rank 0
+            gets the state in CPU memory, and other ranks get {}.
         """
         if model is self.engine and self.engine is not None:
             return megatron_checkpoint.gather_state(self.engine)
@@ -372,7 +372,7 @@ def _splits(objects: Sequence[Any], loaders: Sequence[int]) -> list[int]:
     return splits
 
 
-# ---- the shard report. Each rank has a part of each of some layers of the model.
+# ---- the shard report. Each rank has a part of each layer of its pipeline stage.
 
 
 def report_engine(strategy: Strategy) -> ShardReport:

@@ -74,7 +74,7 @@ class ShardWriter(FileSystemWriter):
         Returns:
             A completed future with the locations of the entries.
         """
-        # Put objects last: their sizes can change, and the tensors keep their offsets in the next checkpoint this way.
+        # Put objects last, because their sizes can change: this way, the tensors' offsets stay the same.
         self.items = sorted(plan.items, key=is_object)
         self.name = f"{plan.storage_data.prefix}0{DEFAULT_SUFFIX}"
         contents = ((item.index, planner.resolve_data(item)) for item in self.items)
@@ -368,7 +368,7 @@ def _remaining(pieces: list[Any], written: int) -> list[Any]:
 # ---- in the background
 
 _NICENESS = 10
-"""The amount added to a writing thread's niceness. It then gets about a tenth of a core that training also uses."""
+"""The amount added to a writing thread's niceness. The thread then gets about a tenth of a core that training uses."""
 
 
 def _call(function: Call, *arguments: Any) -> Any:

@@ -174,7 +174,7 @@ def make_report(
         variant: The variant of the strategy, such as FULL_SHARD or ZeRO-2.
         axis: The name of the only axis if the user has not given a parallel layout.
         mesh: The sizes and coordinates by axis. If None, those of the parallel layout are used.
-        stages: The axis along which ranks have different layers.
+        stages: The axis along which ranks have different layers, or "" if all ranks have the same layers.
         units: The number and the name of the units that the rank computes.
     """
     axes, place = mesh_axes(strategy, axis) if mesh is None else mesh
@@ -227,7 +227,7 @@ def emit_changes(strategy: ReportsShards, last: ShardReport | None) -> ShardRepo
         return last
     try:
         now = strategy.sharding()
-    except Exception as error:  # noqa: BLE001 - internals of other libraries are read; training continues without it
+    except Exception as error:  # noqa: BLE001 - internals of other libraries are read; training continues without the report
         warn_once(f"the sharding of this rank cannot be shown ({type(error).__name__}: {error})")
         return last
     if now != last:

@@ -296,7 +296,7 @@ def _read_on_first_rank(path: Path) -> dict[str, Any]:
 # ---- faster versions of torch's `get_model_state_dict` and `get_optimizer_state_dict`
 #
 # torch looks up every name in the modules several times. For 300 parameters with Adam's states, torch's two functions
-# delay training by 40 ms when a background save starts; the functions below, by 10 ms (torch 2.13).
+# delay training by 40 ms when a background save starts. The functions below delay it by 10 ms (torch 2.13).
 
 
 def sharded_model_state(model: nn.Module, keep_vars: bool = False) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def test_two_models_can_have_two_plugins() -> None:
 def test_mistakes_are_refused_with_a_message() -> None:
     said = run_ranks(scripts.mistakes, timeout=SECONDS)[0]
     assert "AdamW has parameters of 0 of the 0 models given" in said["alone"]
-    assert "is 'auto', and prepare() was given no loader" in said["no loader"]
+    assert "is 'auto', but prepare() was given no loader" in said["no loader"]
     assert "the optimizer of its parameters" in said["another model's"]
     assert "a DeepSpeed engine has one" in said["two"]
     assert 'DummyOptim needs an optimizer in the configuration, which has none: add "optimizer"' in said["stand-in"]

@@ -29,7 +29,7 @@ def test_unknown_values_of_on_raise_with_the_allowed_ones(on: Any) -> None:
     [
         ("address", "", "pass 'host:port'"),
         ("cpus", -1, "at least 0"),
-        ("gpus", 0.5, "ranks do not share a GPU"),
+        ("gpus", 0.5, "ranks cannot share a GPU"),
         ("gpus", True, "whole number"),
         ("resources", {"CPU": 1}, "write cpus=1 instead"),
         ("resources", {"disk": 0}, "above 0"),

@@ -117,8 +117,8 @@ class TestThePlugin:
     def test_one_error_lists_all_contradicting_fields(self) -> None:
         with pytest.raises(ValueError, match="does not agree with fields of the DeepSpeedPlugin") as caught:
             DeepSpeedPlugin(FILE, zero_stage=2, gradient_accumulation_steps=8)
-        assert "gradient_accumulation_steps is 2 in the configuration, and 8 here" in str(caught.value)
-        assert "zero_optimization.stage is 3 in the configuration, and 2 here" in str(caught.value)
+        assert "gradient_accumulation_steps is 2 in the configuration, but 8 here" in str(caught.value)
+        assert "zero_optimization.stage is 3 in the configuration, but 2 here" in str(caught.value)
 
     def test_a_configuration_without_zero_raises(self) -> None:
         with pytest.raises(ValueError, match='has no "zero_optimization"'):
@@ -199,7 +199,7 @@ class TestAutos:
         plugin = DeepSpeedPlugin(FILE)
         plugin.fill_match("gradient_accumulation_steps", must_match=False, gradient_accumulation_steps=4)
         assert plugin.deepspeed_config["gradient_accumulation_steps"] == 2
-        with pytest.raises(ValueError, match="is 2 in the configuration, and 4 here"):
+        with pytest.raises(ValueError, match="is 2 in the configuration, but 4 here"):
             plugin.fill_match("gradient_accumulation_steps", gradient_accumulation_steps=4)
 
     def test_a_section_can_be_processed(self) -> None:
