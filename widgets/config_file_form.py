@@ -311,6 +311,14 @@ def chips(machine: HardwareInfo) -> Markup:
     return element("ul", *items, class_="na-facts", aria_label="This machine")
 
 
+def too_many_ranks(plan: LaunchPlan, machine: HardwareInfo) -> str:
+    """Return a caution if more processes than CPU cores would train on the CPU, or "" otherwise."""
+    if plan.accelerator != "cpu" or plan.num_processes <= machine.cpu_count:
+        return ""
+    cores = "1 CPU core" if machine.cpu_count == 1 else f"{machine.cpu_count} CPU cores"
+    return f"{plan.num_processes} processes share {cores}, so each one trains more slowly."
+
+
 def details(plan: LaunchPlan, training: TrainingOptions) -> list[str]:
     """Return the texts below the sentence: the reason for the start method, the batch size and the threads.
 

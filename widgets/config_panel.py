@@ -38,6 +38,7 @@ from notebook_accelerate.widgets.config_file_form import (
     plan_sentence,
     read_settings,
     settings_not_in_file,
+    too_many_ranks,
     training_functions,
     write_settings,
 )
@@ -228,6 +229,11 @@ class ConfigPanel(Panel):
         return self._memory_check.warning(self.plan, self.training, self.hardware, self.config.env)
 
     @property
+    def caution(self) -> str:
+        """A caution if there are more processes than CPU cores, or "" if there are not."""
+        return "" if self.errors else too_many_ranks(self.plan, self.hardware)
+
+    @property
     def code(self) -> str:
         """The cell that does the same as the Launch button, or a comment with the errors."""
         if errors := self.errors:
@@ -334,7 +340,7 @@ class ConfigPanel(Panel):
             Part(kind="tab", title="Training", parts=self.training_form.parts("training")),
             Part(kind="tab", title="Configuration file", parts=(file, Part(kind="text", id="file"))),
         )
-        cell_head = (Part(kind="text", id="caption"), Part(kind="copy", title="Copy this cell"))
+        cell_head = (Part(kind="text", id="caption"), Part(kind="copy", id="cell", title="Copy this cell"))
         parts = (
             Part(kind="text", id="title"),
             Part(kind="text", id="plan"),
@@ -359,7 +365,7 @@ class ConfigPanel(Panel):
             cell = element("pre", shown, class_="na-code", tabindex=0, aria_label="The cell")
             self.widget.show(plan=self._plan_html(errors), cell=cell)
             self.widget.code = shown if errors else self.code
-            self.widget.disabled = ["launch"] if errors else []
+            self.widget.disabled = ["launch", "cell"] if errors else []
             self.widget.suggestions = {"call.function": training_functions(_namespace())}
         self._shown.leave()
 
@@ -372,6 +378,7 @@ class ConfigPanel(Panel):
         small += ["Launch starts it in the background; the cell below waits until it ends"] if self.config.block else []
         lines = [element("strong", plan_sentence(plan, self.config, training))]
         lines.append(element("span", " · ".join(small), class_="na-help"))
+        lines += [element("span", caution, class_="na-caution")] if (caution := self.caution) else []
         lines += [alert(warning)] if (warning := self.warning) else []
         return element("div", join(lines, "<br>"), class_="na-plan", role="status")
 
@@ -464,7 +471,7 @@ class ConfigPanel(Panel):
 
     def document(self) -> Section:
         """Return the static form of the panel: the plan, the settings and the cell."""
-        lines = filter(None, [self.sentence, self.warning, machine_summary(self.hardware)])
+        lines = filter(None, [self.sentence, self.caution, self.warning, machine_summary(self.hardware)])
         forms = (self.launch_form, self.training_form)
         settings = (Drawing(html=form.html, text=f"{form.title}\n{form.text}") for form in forms)
         cell = Text(lines=(self._shown_cell(self.errors),), tone="code")

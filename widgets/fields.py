@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import enum
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -59,7 +60,7 @@ class Field:
         """Return the text of a choice, or "" for None."""
         if value is None or value is MISSING:
             return ""
-        if self.kind == "flag":
+        if isinstance(value, bool):
             return "yes" if value else "no"
         return str(getattr(value, "value", value))
 
@@ -114,13 +115,14 @@ def _field(cls: type[Any], entry: dataclasses.Field[Any], choices: Sequence[Any]
     known = settings_of(cls).get(entry.name)
     allowed = choices or (known.choices if known is not None else entry.metadata.get("choices")) or ()
     kind = _kind([member for member in members if member is not type(None)], allowed)
+    text = f"{short_help(cls, entry.name)}{known.source if known is not None else ''}"
     return Field(
         name=entry.name,
         label=entry.metadata.get("label", entry.name),
         placeholder=entry.metadata.get("placeholder", ""),
         optional=optional,
         default=entry.default_factory() if entry.default_factory is not MISSING else entry.default,
-        help=f"{short_help(cls, entry.name)}{known.source if known is not None else ''}",
+        help=form_words(text, str(kind["kind"])),
         **kind,
     )
 
@@ -154,6 +156,8 @@ def _container(member: Any) -> str:
     origin, arguments = get_origin(member), get_args(member)
     if origin is list and arguments in {(str,), (Any,)}:
         return "lines"
+    if origin is Sequence and arguments == (str,):
+        return "words"
     if isinstance(origin, type) and issubclass(origin, Mapping) and arguments[:1] == (str,):
         return "variables" if arguments[1] is str else "mapping"
     return "code" if _is_code(member) else "literal"
@@ -205,6 +209,32 @@ def _flat(annotation: Any) -> list[Any]:
 
 
 # ---- help
+
+_WORDS = {
+    "None (": "default (",
+    "True or False": "yes or no",
+    "is then False": "is then off",
+    "If False, ": "If unchecked, ",
+    "default: True.": "default: on.",
+    "default: False.": "default: off.",
+}
+"""Words of a form for values in code."""
+_WITHOUT = {"nested": "If unchecked, ", "choice": "By default, ", "flag": "By default, "}
+
+
+def form_words(text: str, kind: str) -> str:
+    """Return the help text of a field in the words of a form, which has boxes and no values such as None or True.
+
+    Args:
+        text: The text for code, such as "Whether ranks wait (True) or not (False). If None, they wait."
+        kind: The kind of the field.
+    """
+    text = re.sub(r" \(True\),? or .*? \(False\)", "", text)
+    text = re.sub(r"^Whether (?:to )?(.)", lambda found: found[1].upper(), text)
+    text = re.sub(r"If `*None`*, ", _WITHOUT.get(kind, "If empty, "), text)
+    for code, words in _WORDS.items():
+        text = text.replace(code, words)
+    return text
 
 
 def summary(cls: type[Any]) -> str:
@@ -307,13 +337,18 @@ TEXT_FORMATS: dict[str, TextFormat] = {
         hint="one per line",
         many_lines=True,
     ),
+    "words": TextFormat(
+        parse=lambda text, _: tuple(word.strip() for word in text.split(",") if word.strip()),
+        format=lambda value: ", ".join(map(str, value)),
+        hint="separated by commas",
+    ),
     "variables": _assignments(str, str),
     "mapping": _assignments(literal, _as_literal),
     "scalar": TextFormat(parse=_parse_scalar),
-    "literal": TextFormat(parse=lambda text, _: literal(text), format=_as_literal, hint="a Python literal, or a text"),
+    "literal": TextFormat(parse=lambda text, _: literal(text), format=_as_literal, hint="a text or a Python value"),
 }
 """The text formats of the kinds of values that are entered as text."""
-_EMPTY: dict[str, Callable[[], Any]] = {"text": str, "lines": list, "variables": dict, "mapping": dict}
+_EMPTY: dict[str, Callable[[], Any]] = {"text": str, "lines": list, "words": tuple, "variables": dict, "mapping": dict}
 
 
 def parse(field: Field, text: str) -> Any:

@@ -221,6 +221,8 @@ def test_entries_are_checked_during_typing(opened: Any, app: App) -> None:
         "() => document.querySelector('.na-form .na-aside [role=alert]')?.innerText.includes('num_processes=0')"
     )
     page.wait_for(f"() => document.querySelector('{LAUNCH}').disabled")
+    copies = page.page.locator(".na-form .na-copies button")
+    assert [copies.nth(place).is_disabled() for place in range(copies.count())] == [True, True]
     page.shot(f"config-panel-wrong-{app}", ".na-form")
     page.page.keyboard.press("Backspace")
     page.page.keyboard.type("2")

@@ -64,9 +64,12 @@ class FormView {
     this.watch(["disabled"], () => { button.disabled = this.model.get("disabled").includes(id); });
     return button;
   }
-  copy({ title }) {
+  copy({ id, title }) {
     const box = make("div");
     this.stops.push(addCopyButtons(box, title, true, () => this.model.get("code")));
+    this.watch(["disabled"], () => {
+      for (const button of box.querySelectorAll("button")) button.disabled = this.model.get("disabled").includes(id);
+    });
     return box;
   }
   tabs({ parts }) {

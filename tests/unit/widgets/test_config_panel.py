@@ -80,6 +80,19 @@ def test_the_sentence_follows_the_hardware_and_the_kernel() -> None:
     assert _set(panel, num_nodes="2", num_processes="3").sentence.startswith("3 processes of 6 on cpu, zygote, gloo")
 
 
+def test_more_processes_than_cores_have_a_caution() -> None:
+    panel = _set(_panel(), num_processes="8")
+    assert panel.caution == ""
+    _set(panel, num_processes="9")
+    assert panel.caution == "9 processes share 8 CPU cores, so each one trains more slowly."
+    assert panel.caution in panel.widget.texts["plan"]
+    assert panel.caution in panel.bundle["text/plain"]
+    assert panel.widget.disabled == [], "it is not an error"
+    _set(panel, num_processes="0")
+    assert panel.caution == ""
+    assert panel.widget.disabled == ["launch", "cell"]
+
+
 def test_split_batches_are_not_multiplied_by_the_processes() -> None:
     panel = _set(_panel(), num_processes="2", batch_size="8", dataloader_config=True)
     assert panel.sentence.endswith("effective batch: 16")
@@ -97,7 +110,7 @@ def test_a_launch_that_does_not_fit_the_machine_is_an_error() -> None:
     panel = _set(_panel(GPUS), num_processes="5")
     assert "this machine has 4 cuda devices" in panel.errors[""]
     assert 'role="alert"' in panel.widget.texts["plan"]
-    assert panel.widget.disabled == ["launch"]
+    assert panel.widget.disabled == ["launch", "cell"]
     assert panel.code.startswith("# num_processes=5")
     _set(panel, num_processes="4")
     assert panel.errors == {}

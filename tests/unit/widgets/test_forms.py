@@ -16,7 +16,7 @@ from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accelerate.config.kwargs_handlers import DataLoaderConfiguration, GradientAccumulationPlugin
 from notebook_accelerate.config.launch_config import START_METHODS, LaunchConfig
-from notebook_accelerate.widgets.fields import fields_of, summary
+from notebook_accelerate.widgets.fields import fields_of, form_words, summary
 from notebook_accelerate.widgets.forms import Checked, Form, FormView, code_of
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
@@ -369,3 +369,29 @@ def test_fields_without_a_group_come_last() -> None:
     assert _parts(form) == {"": (), "More": ("size",)}
     form.enter("size", "2")
     assert form.value == Inner(2)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "words"),
+    [
+        ("Whether the call waits (True) or returns at its start (False).", "flag", "The call waits."),
+        ("Whether to show a panel: auto, True or False.", "choice", "Show a panel: auto, yes or no."),
+        (
+            "Time limit in seconds. If None, there is no limit.",
+            "number",
+            "Time limit in seconds. If empty, there is no limit.",
+        ),
+        ("Settings of FSDP. If None, FSDP is not used.", "nested", "Settings of FSDP. If unchecked, FSDP is not used."),
+        ("Whether ``save`` copies. ``block`` is then False.", "flag", "``save`` copies. ``block`` is then off."),
+    ],
+)
+def test_help_has_the_words_of_a_form(text: str, kind: str, words: str) -> None:
+    assert form_words(text, kind) == words
+
+
+def test_words_are_separated_by_commas() -> None:
+    form = Form(LaunchConfig, names=["tags"])
+    form.enter("tags", "baseline, small,")
+    assert form.value.tags == ("baseline", "small")
+    form.enter("tags", "")
+    assert form.value.tags == ()
