@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
+import traitlets
 
 from notebook_accelerate.launch import attaching, run_registry
 from notebook_accelerate.launch.report import mesh_diagram, rank_tables, run_report
@@ -132,6 +133,7 @@ class RunPanel(LivePanel):
         self.debug_section.update()
         if run.ended is not None:
             self.plot.empty_text = "This run logged no metrics."
+            self.logs.empty_text = "This run printed nothing."
         self.plot.update(now)
         self.logs.update(now)
 
@@ -187,7 +189,8 @@ class RunPanel(LivePanel):
         show("devices", now, lambda: rank_tables.device_table(seen.ranks))
         show("resources", now, lambda: strip(seen, self._watcher) if run.ended is None else Drawing())
         show("times", now, lambda: run_sections.step_times(seen, run))
-        show("sharding", reports, lambda: run_sections.sharding(reports))
+        ended = run.ended is not None
+        show("sharding", (reports, ended), lambda: run_sections.sharding(reports, ended=ended))
 
     def _shows_ranks(self) -> bool:
         """Return whether the open tab shows ranks, according to the browser's last report."""
@@ -286,6 +289,7 @@ class LogView(Feed):
     """
 
     _esm = script("feed.js", "logs.js")
+    empty_text: Any = traitlets.Unicode("No output yet.").tag(sync=True)
 
     def __init__(self, run: Run) -> None:
         super().__init__()

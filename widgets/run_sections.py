@@ -92,14 +92,22 @@ def verdict(now: RunSnapshot) -> Text:
 
 def step_times(now: RunSnapshot, run: Run) -> Section:
     """Return a stacked bar per rank with the parts of its latest steps, and the profiler traces that ranks wrote."""
-    bars = rank_tables.step_time_bars(rank_tables.step_times(now.ranks))
+    times = rank_tables.step_times(now.ranks)
+    empty = Text(lines=("This run measured no steps.",), tone="empty")
+    bars = rank_tables.step_time_bars(times) if times or run.ended is None else empty
     return Section(key="times", nodes=(bars, trace_table(internals(run).store)))
 
 
-def sharding(reports: ShardReports) -> Section:
-    """Return how the model is sharded across the ranks."""
+def sharding(reports: ShardReports, *, ended: bool = False) -> Section:
+    """Return how the model is sharded across the ranks.
+
+    Args:
+        reports: The latest report of each rank.
+        ended: Whether the run has ended. If so, no further reports arrive.
+    """
     if not reports:
-        return Section(key="sharding", nodes=(Text(lines=(_NO_SHARDS,), tone="empty"),))
+        empty = "This run prepared no model." if ended else _NO_SHARDS
+        return Section(key="sharding", nodes=(Text(lines=(empty,), tone="empty"),))
     summary = Text(lines=(mesh_diagram.summary(reports),), tone="verdict")
     return Section(key="sharding", nodes=(summary, *mesh_diagram.sharding(reports, inline=False)))
 

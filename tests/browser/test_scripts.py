@@ -221,9 +221,8 @@ def test_curves_are_cards_in_sections(blank: Any) -> None:
     blank.on("pageerror", lambda error: errors.append(str(error)))
     _cards(blank)
     assert blank.evaluate("() => shown()") == [
-        ["Pinned", False, "train/loss", "train/accuracy"],
         ["Metrics", False, "speed"],
-        ["train", False, "train/scale"],
+        ["train", False, "train/loss", "train/accuracy", "train/scale"],
         ["val", False, "val/loss", "val/accuracy"],
         ["Automatic", False, "auto/lr"],
         ["System", True, "system/memory_gb"],
@@ -254,7 +253,7 @@ def test_curves_are_cards_in_sections(blank: Any) -> None:
     blank.wait_for_function("() => card('system/memory_gb').u")
     blank.locator("figure[data-metric='val/loss']").hover()
     blank.get_by_role("button", name="Pin to the top: val/loss").click()
-    assert blank.evaluate("() => shown()[0]") == ["Pinned", False, "train/loss", "train/accuracy", "val/loss"]
+    assert blank.evaluate("() => shown()[0]") == ["Pinned", False, "val/loss"]
     blank.locator("figure[data-metric='speed'] .na-chart-name").click()
     blank.wait_for_function("() => card('speed').u.height === 380")
     assert blank.evaluate("() => card('speed').node.offsetWidth === document.querySelector('.na-sections').offsetWidth")

@@ -39,10 +39,12 @@ class Logs {
         make("label", { class: "na-check" }, this.follow, " Follow"), this.count),
       this.body));
     this.seen.observe(this.body);
+    this.ended = () => { this.selection = null; this.schedule(); };
+    model.on("change:empty_text", this.ended);
     this.feed = new Feed(model, "lines", (message) => this.replace(message), (message) => this.append(message));
     this.schedule();
   }
-  stop() { this.seen.disconnect(); this.feed.stop(); }
+  stop() { this.seen.disconnect(); this.feed.stop(); this.model.off("change:empty_text", this.ended); }
   replace(message) {
     this.lines = [];
     this.counts = new Map();
@@ -129,7 +131,7 @@ class Logs {
     const added = lines.filter(({ number }) => number > known).map((line) => ({ number: line.number, node: this.row(line, query) }));
     this.rows = [...kept, ...added];
     this.body.append(...added.map(({ node }) => node));
-    if (!lines.length) this.body.append(make("p", { class: "na-empty" }, query ? "No line contains this text." : "No output yet."));
+    if (!lines.length) this.body.append(make("p", { class: "na-empty" }, this.lines.length ? "No line matches." : this.model.get("empty_text")));
   }
   row(line, query) {
     const row = make("div", { class: line.stream === "stderr" ? "na-line na-stderr" : "na-line" });

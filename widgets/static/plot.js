@@ -532,7 +532,7 @@ class Panel {
     this.smoothing = 0;
     this.mean = false;
     this.filter = "";
-    this.pins = new Map();  // whether the user pinned it, by metric
+    this.pins = new Set();  // the metrics that the user has pinned
     this.folded = new Set(["system"]);
     this.sections = new Map();
     this.resting = 0;
@@ -631,16 +631,8 @@ class Panel {
       return plain;
     }
   }
-  /* If there are many metrics, the loss and the accuracy are pinned. If nothing is logged, the automatic loss is. The user
-   * can change this. */
-  pinned(names) {
-    const own = names.filter((name) => !isAutomatic(name)), last = (name) => name.split("/").at(-1);
-    const first = (pattern) => own.find((name) => pattern.test(last(name)) && !/val|test|eval/i.test(name)) ?? own.find((name) => pattern.test(last(name)));
-    const usual = own.length > FEW_METRICS ? [first(/loss/i), first(/acc/i)] : own.length ? [] : ["auto/loss"];
-    return [...usual, ...names].filter((name, place, all) => all.indexOf(name) === place && names.includes(name)).filter((name) => this.pins.get(name) ?? usual.includes(name));
-  }
   pin(metric) {
-    this.pins.set(metric, !this.pinned([...this.data.metrics.keys()]).includes(metric));
+    if (!this.pins.delete(metric)) this.pins.add(metric);
     this.layout();
     this.schedule();
   }
@@ -666,7 +658,7 @@ class Panel {
     return all.filter((name) => !(name in spare) || !logged(spare[name]));
   }
   layout() {
-    const all = this.wantedNames(), pinned = this.pinned(all), fits = this.matcher();
+    const all = this.wantedNames(), pinned = all.filter((name) => this.pins.has(name)), fits = this.matcher();
     const matching = all.filter(fits), groups = this.grouped(matching, pinned.filter((name) => matching.includes(name)));
     let left = MAX_CHARTS;
     for (const [key, names] of groups) {

@@ -170,9 +170,12 @@ def trace_table(store: Store) -> Table:
     return table_of("traces", [["rank", "trace", "size"], *rows], caption="Profiler traces (Chrome trace format)")
 
 
-def setup(run: RunView) -> tuple[Table, Table, Table]:
-    """Return tables of the launch, the configuration and the environment of a run."""
+def setup(run: RunView) -> tuple[Table, ...]:
+    """Return tables of the function's arguments, the launch, the configuration and the environment of a run."""
+    arguments = [[name, str(value)] for name, value in internals(run).journal.state.arguments.items()]
+    caption = f"Arguments of {run.function_name}"
     return (
+        table_of("arguments", [["argument", "value"], *arguments], caption=caption, pairs=True),
         table_of("launch", launch_rows(run), caption="Launch", pairs=True),
         table_of("configuration", config_rows(run), caption="Configuration", pairs=True),
         table_of("environment", environment_rows(run), caption="Environment", pairs=True),

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
@@ -17,8 +18,8 @@ import pytest
 
 from notebook_accelerate.debugging.diagnosis import Diagnosis
 from notebook_accelerate.launch import Run
-from notebook_accelerate.launch.report import mesh_diagram, rendering
-from notebook_accelerate.launch.report.document import Table
+from notebook_accelerate.launch.report import mesh_diagram, rendering, run_report
+from notebook_accelerate.launch.report.document import Section, Table
 from notebook_accelerate.launch.state.run_events import (
     AttemptEnded,
     DiagnosisAdded,
@@ -324,6 +325,25 @@ def test_a_straggler_is_found_by_its_own_work_if_all_are_in_step(snapshot: Snaps
         feed(one.run, MetricEvent({"loss": 0.5}, 7), StepTimeEvent(parts, 7, 10, own), rank=rank)
     one.look()
     snapshot("straggler_by_own_work", one.parts("verdict times"))
+
+
+def test_pages_of_an_ended_run_do_not_wait_for_anything() -> None:
+    one = _Panel()
+    assert "Nothing prepared yet" in one.look()
+    end(one.run)
+    ended = one.look()
+    assert "yet" not in ended
+    for text in ("This run prepared no model.", "This run measured no steps."):
+        assert text in ended
+    assert one.panel.logs.empty_text == "This run printed nothing."
+
+
+def test_the_setup_begins_with_the_arguments() -> None:
+    one = _Panel()
+    journal = one.run._internals.journal
+    journal._state = replace(journal.state, arguments={"lr": 0.1})
+    setup = rendering.html(Section(key="setup", nodes=run_report.setup(one.run)), inline=False)
+    assert _text(setup).strip().startswith("Arguments of train lr 0.1 Launch ranks 2")
 
 
 def test_the_sharding_page_is_rebuilt_only_for_new_reports(snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
