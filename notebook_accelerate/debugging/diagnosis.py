@@ -135,7 +135,7 @@ def diagnose(
     Args:
         places: The position of every rank.
         name_place: Returns the location of a frame, such as "Cell In[7], line 12".
-        now: The time in seconds since the epoch. If None, the current time.
+        now: The time in seconds since the epoch, or None for the current time.
     """
     moment = steady_time.now() if now is None else now
     verdict = _Verdict(places, name_place, moment)

@@ -69,7 +69,10 @@ class ProcessInspector:
         self._lock = threading.Lock()
 
     def open_dump(self, path: str) -> None:
-        """Open the rank's dump file. Call this when the rank has sent ``path``, because a signal may end the rank."""
+        """Open the rank's dump file.
+
+        Call this as soon as the rank has sent ``path``, because the file cannot be opened once the rank has ended.
+        """
         with suppress(OSError), self._lock:
             if self._dump is not None:
                 os.close(self._dump)

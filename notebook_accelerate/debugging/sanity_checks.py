@@ -17,7 +17,7 @@ COMPARE_SECONDS = 1.5
 BEHIND_STEPS = 20
 BEHIND_SHARE = 0.1
 BEHIND_SECONDS = 3.0
-"""A rank is far behind if it is 20 steps and a tenth of its steps behind the leading rank for this many seconds."""
+"""A rank is far behind if, for this many seconds, the leading rank is 20 steps and a tenth of its own steps ahead."""
 CONFIRMED_BATCH = 2
 _SAME_DATA = (
     "every rank trains on the same data (batches 1 and 2 are equal everywhere); for data from a loader: "
@@ -104,7 +104,7 @@ class SanityChecks:
             return self._once("parameters", f"{who} after prepare; {fix}")
         if "parameters" in self._warned:
             return []
-        fix = "ranks train apart: model = accelerator.prepare(model), and accelerator.backward(loss)"
+        fix = "ranks train independently: model = accelerator.prepare(model), and accelerator.backward(loss)"
         return self._once("parameters", f"{who} after optimizer step {step}; {fix}")
 
     def _batch(self, number: int, rows: dict[int, list[float]]) -> list[str]:

@@ -119,7 +119,7 @@ class Session:
 
         Args:
             make: Creates the request, given its number.
-            ranks: The global indices of the ranks. If None, all ranks.
+            ranks: The global indices of the ranks, or None for all ranks.
         """
         wanted = self._wanted(ranks)
         live = self.requests.ask(wanted, StacksRequest, LIVE_SECONDS)
@@ -158,7 +158,7 @@ class Session:
         if reply.error:
             return AskError(f"rank {rank}: {reply.error}")
         if reply.payload:
-            with suppress(Exception):  # The kernel may lack the value's class. It then shows the repr.
+            with suppress(Exception):  # The kernel may lack the value's class. In that case, return the repr.
                 return load_bytes(reply.payload)
         return RemoteRepr(reply.shown)
 
@@ -175,7 +175,7 @@ class Session:
         """Pause ranks at their next step boundary, and return each rank's reply.
 
         Ranks are rarely at the same line. One may be a step ahead, in a collective that it cannot leave while another
-        rank is paused. The paused ranks are then resumed until their next boundary, until all ranks are paused.
+        rank is paused. In that case, the paused ranks resume until their next boundary, and so on until all are paused.
         """
         wanted = self._wanted(ranks)
         deadline = time.monotonic() + timeout

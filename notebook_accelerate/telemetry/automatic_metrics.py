@@ -1,4 +1,4 @@
-"""Record the loss, learning rates, gradient norm and steps per second of a rank without a call of ``log``.
+"""Record the loss, learning rates, gradient norm and steps per second of a rank without calls of ``log``.
 
 They are sampled at the end of an optimizer step, a few times a second. Only steps that are multiples of a power of two
 are sampled, so that all ranks sample the same steps. A step without a sample costs only one reading of a clock. A
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PERIOD = 0.25
 """Minimum seconds between two samples. Most samples follow within twice that time."""
 LATEST = 4 * PERIOD
-"""Seconds after which the next step is sampled in any case, because training has become slower."""
+"""Seconds after a sample until the next step is sampled whatever its number, because training has become slower."""
 LOSS, RATE, NORM, SPEED = "auto/loss", "auto/lr", "auto/grad_norm", "auto/steps_per_second"
 CPU, MEMORY, GPU, GPU_MEMORY = "system/cpu_percent", "system/memory_gb", "system/gpu_percent", "system/gpu_memory_gb"
 """The names of the metrics of the ranks' hosts and devices. Sizes are in GB (1e9 bytes)."""
@@ -200,7 +200,7 @@ _copied: ContextVar[bool] = ContextVar("copied", default=False)
 
 def claim_steps(source: int) -> bool:
     """Return whether ``source`` counts this rank's steps from now on, which is the case unless a higher one does."""
-    global _source  # noqa: PLW0603 - one training per process
+    global _source  # noqa: PLW0603 - one training run per process
     _source = max(_source, source)
     return source == _source
 
@@ -212,7 +212,7 @@ def step_source() -> int:
 
 def reset_step_source() -> None:
     """Let any source count steps again. A new rank calls this, because it has inherited the kernel's source."""
-    global _source  # noqa: PLW0603 - one training per process
+    global _source  # noqa: PLW0603 - one training run per process
     _source = OPTIMIZER
 
 

@@ -4,7 +4,7 @@ A class of a cell belongs to ``__main__``, which no other process can import, an
 ``isinstance`` and ``==`` on both sides. Three rules ensure that a class remains a single class:
 
 - The ``__main__`` of a rank holds the kernel's names that its function needs, so that pickle finds them there.
-- Every class has a token, which is the same in all processes. A class whose token is known here is that class.
+- Every class has a token, which is the same in all processes. A process that knows the token uses its own class.
 - A class with the same name and definition is the same class, because the user has run its cell again, perhaps in a new
 kernel.
 
@@ -248,7 +248,7 @@ class _Digest:
             self._add(value)
         except Exception:  # noqa: BLE001 - classes of the user may raise any error, and values may not be picklable
             self._hash, self._open = before, inside
-            # Under such names, libraries store values that they derive from the other attributes.
+            # Ignore other dunder names, under which libraries store values that they derive from other attributes.
             if not name.startswith("__") or callable(value):
                 self._hash.update(token_of(kind).encode())
 
@@ -325,11 +325,11 @@ def reduce_definition(kind: type, reduced: Reduced, *, by_digest: bool) -> Reduc
 
 
 _incomplete: dict[int, weakref.ref[type]] = {}
-"""Classes, by id, that this process has created but not completed: their attributes are set later."""
+"""Classes, by id, that this process has created but not completed, because their attributes are set later."""
 
 
 _made: weakref.WeakValueDictionary[tuple[str, str], type] = weakref.WeakValueDictionary()
-"""Classes that were defined in ranks, by name and digest. They have a token for each rank, but here they are one."""
+"""Classes defined in ranks, by name and digest. A class's token differs between ranks, but here it is one class."""
 
 
 def _find_or_make(identity: tuple[str, str, str], make: Callable[..., type], arguments: tuple[Any, ...]) -> type:
@@ -454,7 +454,7 @@ class _Uses:
                 loaded.clear()
 
     def undetected(self, main: dict[str, Any]) -> set[str]:
-        """Return the names that cloudpickle does not detect. Some may be texts that only look like a name."""
+        """Return the names that cloudpickle does not detect. Some may be texts that only look like names."""
         found = self._read_in_bodies | self._imported
         if self._has_main:
             found |= self._attributes | self._texts

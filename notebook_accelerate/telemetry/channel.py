@@ -140,7 +140,7 @@ def _decode_frames(data: bytes | bytearray, found: list[Stamped], max_bytes: int
 
 
 _parse = json.JSONDecoder().raw_decode
-"""Parses JSON faster, without detecting the encoding or skipping white space: frames are UTF-8 without any."""
+"""Parses JSON faster than json.loads, which detects the encoding and skips white space; frames need neither."""
 
 
 _TIMES = frozenset({int, float})
@@ -238,7 +238,7 @@ class Channel:
         self.send_bytes(encode(messages))
 
     def receive(self, timeout: float | None = None) -> list[Stamped]:
-        """Wait for events for up to ``timeout`` seconds (None means forever), and return those received.
+        """Wait up to ``timeout`` seconds for events, or without a limit if it is None, and return those received.
 
         Raises:
             ChannelClosedError: The other end has closed, and everything it sent has been returned.
@@ -291,11 +291,11 @@ class Channel:
         return data
 
     def decode(self, data: bytes) -> list[Stamped]:
-        """Return the events that ``data``, the bytes after those decoded before, completes."""
+        """Return the events that are complete with ``data``, which continues the bytes decoded so far."""
         return self._decoder.feed(data)
 
     def send_bytes(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
-        """Send encoded frames, and over a local socket copies of ``descriptors``. Safe to call from any thread.
+        """Send encoded frames and, over a local socket, copies of ``descriptors``. Safe to call from any thread.
 
         Raises:
             ChannelClosedError: The other end has closed, or no longer reads.

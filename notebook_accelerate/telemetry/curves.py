@@ -40,7 +40,7 @@ class MetricSeries(NamedTuple):
         )
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return a frame with the columns step, time, rank, value (needs pandas)."""
+        """Return a data frame with the columns step, time, rank and value. This needs pandas."""
         import pandas as pd
 
         columns = {"step": self.steps, "time": self.times, "rank": self.ranks, "value": self.values}
@@ -224,7 +224,7 @@ _COLUMNS = (
 # ---- downsampling
 #
 # M4 keeps the first, the last, the smallest and the largest value of every group of neighbours, so that a line through
-# the kept points has the same extremes and the same joints as the complete line
+# the kept points has the same extremes, and the same segments between groups, as the complete line
 # (Jugel, Jerzak, Hackenbroich and Markl, "M4: A Visualization-Oriented Time Series Data Aggregation", VLDB 2014). A
 # group with NaN also keeps one NaN, because readers look for it.
 
@@ -234,7 +234,7 @@ def m4(values: np.ndarray, points: int) -> np.ndarray:
 
     Args:
         values: The values in drawing order. float64, shape (n,).
-        points: The approximate number of points to keep, at least 4. NaN values may add a quarter of it.
+        points: The approximate number of points to keep, at least 4. NaN values may add a quarter of this number.
 
     Returns:
         The indices in ascending order, int64. If n is at most ``points``, all indices.

@@ -97,7 +97,7 @@ def _text_size(values: dict[Any, Any]) -> int:
 
 
 def _failure(event: FailureEvent) -> tuple[Event, str]:
-    """Shorten the messages of a failure. They need no note, because they show themselves that they are shortened."""
+    """Shorten the messages of a failure. No note is needed, because shortened messages say so themselves."""
     chain = event.chain
     if len(chain) > MAX_CHAIN:
         half = MAX_CHAIN // 2

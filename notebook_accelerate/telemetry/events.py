@@ -75,9 +75,9 @@ class ProgressEvent(Event):
 
 @dataclass(slots=True)
 class EpochEvent(Event):
-    """A prepared loader starts a pass, which takes ``steps`` optimizer steps. Its number is ``epoch``, from 0.
+    """A prepared loader starts pass number ``epoch``, counted from 0.
 
-    If the loader has no length, ``steps`` is None.
+    The pass takes ``steps`` optimizer steps. If the loader has no length, ``steps`` is None.
     """
 
     droppable: ClassVar[bool] = True
@@ -215,7 +215,7 @@ class InputRequest(Event):
 
 @dataclass(slots=True)
 class InputReply(Event):
-    """The user's line, without the line break. None means end of file.
+    """The user's line without the line break, or None for the end of the file.
 
     ``number`` is the prompt's number, because two notebooks may show the same prompt, and only the first answer counts.
     """

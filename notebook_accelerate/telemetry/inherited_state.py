@@ -1,10 +1,10 @@
 """The part of the kernel's state that every rank starts with, whichever way it is started.
 
 A rank starts as a function called in the cell would: with the torch and numpy settings of the process and of the cell's
-thread. If the user has seeded one of the kernel's random number generators, all ranks start from the state of all of
-them, so a run can be repeated. A launch does not advance the kernel's own generators. If nothing was seeded, each rank
-of each launch seeds its generators from the system, as processes started by torchrun do. Otherwise all ranks would
-train on the same random numbers, and every launch would repeat the one before.
+thread. If the user has seeded one of the kernel's random number generators, all ranks start from the states of all
+generators, so that a run can be repeated. A launch does not advance the kernel's own generators. If nothing was seeded,
+each rank of each launch seeds its generators from the system, as processes started by torchrun do. Otherwise, all ranks
+would train on the same random numbers, and every launch would repeat the one before.
 
 Two settings are not inherited: the number of threads, which the launch plan decides, and the index of the default
 device, which would put all ranks on one device.
@@ -45,7 +45,7 @@ _SETTINGS: dict[str, str] = {
     "backends.cudnn.rnn.fp32_precision": "",
     "multiprocessing.set_sharing_strategy": "multiprocessing.get_sharing_strategy",
 }
-"""Torch's process-wide settings that a rank would lack if it is not forked from the kernel, by name.
+"""Torch's process-wide settings that a rank would lack if it were not forked from the kernel, by name.
 
 The names are functions that set a value, each with the function that returns it, and attributes.
 """
@@ -59,7 +59,7 @@ _PYTHON_SETTINGS: dict[str, str] = {
 """Functions of the standard library that change a setting, each with the function that returns the setting."""
 
 _LARGEST_SEED, _LARGEST_DEVICE_SEED = 1 << 48, 1 << 32
-"""Seeds below these count as chosen. Torch draws its first seed from 64 random bits, and of CUDA devices from 53."""
+"""Seeds below these count as chosen by the user. Torch draws its own from 64 random bits, and for CUDA from 53."""
 _REFILLS = 100
 """Number of blocks of 624 draws from ``random`` to follow. After more draws, the generator counts as seeded."""
 
@@ -131,7 +131,7 @@ def capture_inherited_state() -> InheritedState:
 
 
 def _loaded(name: str, attribute: str) -> Any:
-    """Return a module, or None if it is not loaded. It lacks the attribute if a thread is still importing it."""
+    """Return a module, or None if it is not loaded, or lacks the attribute because a thread is still importing it."""
     module = sys.modules.get(name)
     return module if hasattr(module, attribute) else None
 
@@ -273,7 +273,7 @@ def _apply_process_settings(torch: Any, settings: dict[str, Any]) -> None:
 
 
 def _read(torch: Any, name: str) -> Any:
-    """Return a setting, or None if this torch lacks it, or if its value cannot be read by the older of two APIs."""
+    """Return a setting, or None if this torch lacks it, or if its value cannot be read with the older of two APIs."""
     with suppress(AttributeError, RuntimeError):
         value = attrgetter(_SETTINGS[name] or name)(torch)
         return value() if _SETTINGS[name] else value

@@ -1,7 +1,7 @@
 """The notebook's warning filters and logging setup, for ranks that are not forked from the kernel.
 
-They are applied before the rank loads its function, because the function's imports may warn, and again afterwards,
-because libraries set up their loggers and filters when they are imported.
+The settings are applied before the rank loads its function, because the function's imports may warn, and again
+afterwards, because libraries set up their loggers and filters when they are imported.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ def _add_filters(owner: logging.Filterer, filters: Sequence[bytes]) -> None:
 
 
 class _CategoryByName(type):
-    """A warning category whose module is not imported, because IPython and torch would take a quarter of a second."""
+    """A warning category whose module is not imported, because importing IPython and torch takes 0.25 s."""
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         name = cls.__module__, cls.__qualname__

@@ -38,7 +38,7 @@ MAX_ANSWER_BYTES = 16 << 20
 MAX_DEFINITION_BYTES = 4 << 20
 """Maximum size of a class's definition. A larger one, such as one that uses a large table, is not sent.
 
-Only a process that already has the class can then read its instances.
+In that case, only a process that already has the class can read its instances.
 """
 Purpose = Literal["launch", "values", "definition"]
 """The purpose of a pickle, which decides how it holds the classes and functions of cells.
@@ -107,7 +107,7 @@ class _StorageHandle:
             return _rebuild_storage, (bytearray(),)
         torch: Any = importlib.import_module(
             "torch"
-        )  # typed as Any, because to type checkers its arrays are not buffers
+        )  # typed as Any, because type checkers do not regard its arrays as buffers
         data = torch.empty(0, dtype=torch.uint8).set_(flat).numpy()
         return _rebuild_storage, (pickle.PickleBuffer(data),)
 
@@ -140,8 +140,8 @@ def _rebuild_tensor(
 def _own_device(device: str) -> str:
     """Return the device of this rank in place of the kernel's.
 
-    Otherwise every rank would create a context on the kernel's device. With torch_xla, the device of every process is
-    xla:0.
+    Otherwise, every rank would create a context on the kernel's device. An XLA device is kept, because every process
+    has the device xla:0.
     """
     local_rank = os.environ.get("LOCAL_RANK", "")
     alone = os.environ.get("LOCAL_WORLD_SIZE", "1") == "1"
@@ -205,7 +205,7 @@ class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if self._purpose != "values" and type(obj) in _NAMED_TYPES and obj.__module__ == "__main__":
             return _reduce_named_type(obj)
         if issubclass(type(obj), ModuleType) and sys.modules.get(module_name := str(vars(obj).get("__name__"))) is obj:
-            # cloudpickle recognises plain modules only, and not, for example, those in torch with a configuration.
+            # cloudpickle recognises only plain modules, not instances of subclasses such as torch's configurations.
             return importlib.import_module, (module_name,)
         if (name := _replacement_of(obj)) is not None:
             return _attribute, name
@@ -316,7 +316,7 @@ def _find_or_load(name: str, token: str, digest: str, definition: bytes | str) -
 
 
 def _reduce_exception(error: BaseException) -> Any:
-    """Reduce an exception such that loading it does not call its constructor, whose arguments are not known."""
+    """Reduce an exception so that loading it does not call its constructor, whose arguments are not known."""
     kind: Any = type(error)
     base = next(each for each in kind.__mro__ if not each.__flags__ & _HEAP_TYPE)
     if kind.__reduce_ex__ is not object.__reduce_ex__ or kind.__reduce__ is not base.__reduce__:
@@ -425,7 +425,7 @@ def dump(value: Any, what: str, *, keep_device: bool = True, purpose: Purpose = 
 def _unpicklable_name(value: Any) -> str:
     """Return the name of the user's variable that makes a function and its arguments unpicklable, or "" if unknown."""
     function = value[0] if type(value) is tuple and value else None
-    if type(function) is not FunctionType:  # Don't use isinstance, which would run code of the class. It may fail.
+    if type(function) is not FunctionType:  # Don't use isinstance, because it runs code of the class, which may fail.
         return ""
     with suppress(Exception):  # A value of the user may raise any error.
         used = inspect.getclosurevars(function)

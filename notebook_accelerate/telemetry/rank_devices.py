@@ -9,8 +9,7 @@ from typing import Any
 from notebook_accelerate.telemetry.events import DeviceMemoryEvent, DeviceUseEvent
 
 MAX_DEVICES = 64
-"""Maximum number of devices per rank. The number of GPUs is limited to as many per rank, because a rank may send any
-name."""
+"""Maximum number of devices per rank, because a rank may send any name. Hosts may report as many GPUs per rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +22,7 @@ class RankDevice:
         uuid: The device's identity, equal for two ranks on the same device, or "" if unknown.
         allocated: The memory of the rank's tensors.
         reserved: The memory that torch's allocator in the rank has taken from the device.
-        peak: The most memory that was allocated at any time.
+        peak: The maximum memory that was allocated at any time.
         total: The size of the device's memory.
         used: The memory that all processes together use on the device.
         percent: The device's utilisation by all processes.

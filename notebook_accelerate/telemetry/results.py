@@ -23,7 +23,7 @@ from notebook_accelerate.telemetry.tracebacks import describe_error
 COPIED_BYTES = 1 << 16
 """Buffers below this size are copied when a value is read, so that no small tensor keeps the whole file in memory."""
 RESERVED_PART = 16
-"""One part in this many of the memory is kept free, up to `RESERVED_BYTES`, so that the system kills no process."""
+"""One sixteenth of the memory, but at most `RESERVED_BYTES`, is kept free, so that the system kills no process."""
 RESERVED_BYTES = 1 << 30
 _WRITE_BYTES = 1 << 26
 _ALIGN = 64
@@ -102,11 +102,11 @@ class _Spool:
         return count
 
     def contents(self) -> bytes:
-        """Return the data written so far. Only valid while it is in memory."""
+        """Return the data written so far. Call this only while the data is in memory."""
         return self._memory.getvalue()
 
     def spill(self) -> int:
-        """Move the data written so far to a file. Return its descriptor."""
+        """Move the data written so far to a file. Return the file's descriptor."""
         if self._file is None:
             self._file = _File(self._what)
             self._file.write(self._memory.getbuffer())
@@ -172,8 +172,8 @@ class _File:
             return
         self.close()
         raise SerializationError(
-            f"{self._what} is too large to return: {(self.size + size) / 1e9:.1f} GB travel through memory, but only "
-            f"{max(0, available) / 1e9:.1f} GB are available; {_SAVE}"
+            f"{self._what} is too large to return: {(self.size + size) / 1e9:.1f} GB must pass through memory, but "
+            f"only {max(0, available) / 1e9:.1f} GB is available; {_SAVE}"
         )
 
 
@@ -245,8 +245,8 @@ class ResultFiles:
     def close(self) -> None:
         """Close the files. A value that was loaded remains valid.
 
-        Forked ranks inherit the descriptors, and may read the value. Only files that no process has read are therefore
-        emptied. Otherwise their memory would be in use until the last of these ranks ends.
+        Files that no process has read are emptied. Otherwise, forked ranks, which inherit the descriptors, would keep
+        the memory in use until they end. Files that were read keep their contents, because the value needs them.
         """
         descriptors, self._descriptors = self._descriptors, ()
         for descriptor in descriptors:

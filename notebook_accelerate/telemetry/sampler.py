@@ -57,7 +57,7 @@ class ResourceSampler:
         self._thread = threading.Thread(target=self._run, name="notebook-accelerate-sampler", daemon=True)
 
     def start(self) -> None:
-        """Start to take samples on the thread."""
+        """Start taking samples on the thread."""
         self._thread.start()
 
     def stop(self) -> None:

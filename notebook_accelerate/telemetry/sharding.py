@@ -10,7 +10,7 @@ from typing import Any
 from notebook_accelerate.telemetry.events import ShardingEvent
 
 MAX_RANKS = 1 << 14
-"""Maximum number of ranks in a mesh, because the time for tables and drawings is proportional to it."""
+"""Maximum number of ranks in a mesh. The time for tables and drawings is proportional to the number of ranks."""
 KINDS = ("parameters", "gradients", "optimizer state")
 
 
@@ -19,8 +19,8 @@ class ShardSizes:
     """The sizes of one kind of tensors on one rank.
 
     Attributes:
-        whole: Bytes of all shards of the model or of the rank's pipeline stage, or None if unknown.
-        here: Bytes that this rank holds, including padding, or None if unknown.
+        whole: The size in bytes of all shards of the model, or of the rank's pipeline stage, or None if unknown.
+        here: The number of bytes that this rank holds, including padding, or None if unknown.
         sharded: The axes of the mesh along which the tensors are sharded. Along other axes, ranks hold the same data.
         offloaded: Where the tensors are stored while they are not used: "cpu", "nvme", or "" for the device.
         note: Additional information, such as "gathered unit by unit".

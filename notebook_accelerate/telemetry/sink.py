@@ -27,15 +27,15 @@ QUEUE_LIMIT = 50_000
 """Maximum number of queued events. Beyond it, every second droppable event in the older half is dropped."""
 
 FREED_EVENTS = QUEUE_LIMIT // 8
-"""Minimum number of events to drop at a time when the queue is full, because each time takes milliseconds."""
+"""Minimum number of events to drop at once when the queue is full, because making room takes milliseconds."""
 
 
 class Sink:
     """A queue in front of a channel, flushed by the rank's agent.
 
     Attributes:
-        urgent: Whether the queue has events that the user waits for. Numbers of steps are not urgent, because panels
-            do not show them before the next repaint.
+        urgent: Whether the queue has events that the user waits for. Events at step boundaries are not urgent, because
+            panels do not show them before the next repaint.
         last_step: The time of the latest step event that was sent, in seconds since the epoch, or 0 before the first.
     """
 
@@ -123,7 +123,7 @@ class Sink:
         return Stamped(stamp, event)
 
     def _encode(self, batch: list[Stamped]) -> bytes:
-        """Return the frames of a batch without events that cannot be encoded. Each kind of these is noted once."""
+        """Return the frames of a batch, without events that cannot be encoded. Write one note per kind of these."""
         try:
             data = encode(batch)
         except Exception:  # noqa: BLE001 - values of the user may raise any error
@@ -218,7 +218,7 @@ def current_sink() -> Sink | None:
 
 
 def require_sink() -> Sink:
-    """Return this rank's sink, and raise an error outside a launched rank."""
+    """Return this rank's sink, or raise an error outside a launched rank."""
     sink = current_sink()
     assert sink is not None, "a rank is connected before it runs"
     return sink

@@ -28,11 +28,11 @@ def set_to_system_time() -> None:
 
 
 def offset() -> float:
-    """Return the argument with which ``set_offset`` gives another process on this machine the same time."""
+    """Return the argument for ``set_offset`` that sets another process's clock on this machine to the same time."""
     return _offset
 
 
 def set_offset(seconds: float) -> None:
-    """Give this process the time of the process that returned ``seconds`` from ``offset``."""
+    """Set this process's clock to that of the process whose ``offset()`` returned ``seconds``."""
     global _offset  # noqa: PLW0603 - one clock per process
     _offset = seconds

@@ -31,9 +31,8 @@ PERIOD = 1.0
 class StepTimeEvent(Event):
     """The seconds spent on each part since the last such event, in ``steps`` steps that end with ``step``.
 
-    ``own`` is the time in which the rank cannot have waited for others: the time outside of collectives and of
-    backward, which exchanges gradients. It distinguishes a straggler from the ranks that wait for it. 0.0 means
-    unknown.
+    ``own`` is the time during which the rank cannot have waited for others, or 0.0 if unknown. It is the time outside
+    collectives and outside backward, which exchanges gradients, and distinguishes a straggler from ranks that wait.
     """
 
     droppable: ClassVar[bool] = True
@@ -74,7 +73,7 @@ def steps() -> int:
 def switch(part: int) -> int:
     """Start ``part`` and return the previous part.
 
-    Takes 0.15 microseconds. Call it only on the training thread, and only while ``running()``.
+    This takes 0.15 microseconds. Call it only on the training thread, and only while ``running()``.
     """
     global _part, _since  # noqa: PLW0603 - one training loop per process
     now = perf_counter()

@@ -4,7 +4,7 @@ The bounds are:
 
 - ``max_points`` points per metric and rank. A full series is thinned: of every four neighbours, the smallest and the
 largest are kept, so that extremes survive.
-- ``MAX_TOTAL_POINTS`` in all series together. With more series, each may have fewer points, but always ``MIN_POINTS``.
+- ``MAX_TOTAL_POINTS`` in all series together. With more series, each may have fewer, but at least ``MIN_POINTS``.
 - ``max_series`` metrics.
 - ``RUN_LOG_BYTES`` of text. Each rank may use its share of this, and in any case ``max_log_bytes``.
 
@@ -104,7 +104,7 @@ class Epoch(NamedTuple):
 
 
 def to_int64(value: object) -> int | None:
-    """Return a value as a 64-bit integer, or None if it is not an integer. A rank may send anything."""
+    """Return a value as a 64-bit integer, or None if it cannot be converted. A rank may send anything."""
     try:
         number = int(value)  # type: ignore[call-overload]
     except (TypeError, ValueError, OverflowError):
@@ -113,7 +113,7 @@ def to_int64(value: object) -> int | None:
 
 
 def to_float(value: object) -> float | None:
-    """Return a value as a float, or None if it is not a number."""
+    """Return a value as a float, or None if it cannot be converted."""
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
@@ -587,7 +587,7 @@ class Store:
 
 
 class Metrics(Mapping[str, MetricSeries]):
-    """A live, read-only view from metric name to series."""
+    """A live, read-only mapping from the names of metrics to their series."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -620,7 +620,7 @@ class Metrics(Mapping[str, MetricSeries]):
         return plot_series([self[name] for name in names or self])
 
     def to_pandas(self) -> pd.DataFrame:
-        """Return all metrics in one long frame: name, step, time, rank, value (needs pandas)."""
+        """Return all metrics as one data frame with the columns name, step, time, rank and value. This needs pandas."""
         import pandas as pd
 
         frames = [series.to_pandas().assign(name=series.name) for series in self.values()]

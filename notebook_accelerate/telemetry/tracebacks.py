@@ -66,7 +66,7 @@ def _type_name(error: BaseException) -> str:
 
 
 def _message(error: BaseException) -> str:
-    """Return an exception's text, the members of its group and its notes. Its class may define each of them."""
+    """Return an exception's text, the members of its group and its notes. The class may override each of these."""
     members: list[Any] = [part for part in _items(error, "exceptions") if issubclass(type(part), BaseException)]
     text = built_in_attribute(error, "msg", SyntaxError) if _is_located(error) else _text(error)
     lines = [text, *(f"  {_type_name(part)}: {_message(part)}" for part in members[:MAX_MEMBERS])]
@@ -267,16 +267,16 @@ def format_frame(frame: FrameInfo) -> list[str]:
 # ---- frames of threads that are running
 #
 # Python 3.11 creates a frame's object only when something asks for it, and this may start a garbage collection. A
-# finalizer may then let the frame's thread run on. If its function returns, the new object refers to memory that other
-# frames use, and reading the object crashes the process with a segmentation fault. Garbage collection is therefore off
-# while frames are read. Python 3.10 has an object for each frame from the beginning, and since Python 3.12, collections
-# start only between bytecodes.
+# finalizer in it may let the frame's thread run on. If that function returns, the new object refers to memory that
+# other frames use, and reading the object crashes the process with a segmentation fault. Garbage collection is
+# therefore off while frames are read. Python 3.10 has an object for each frame from the beginning, and since Python
+# 3.12, collections start only between bytecodes.
 
 _FRAMES_ARE_MADE = sys.version_info[:2] == (3, 11)
 
 
 def reading() -> AbstractContextManager[None]:
-    """Return a context manager that makes ``sys._current_frames()`` and ``frame.f_back`` safe for other threads."""
+    """Return a context manager that makes it safe to read the frames of other threads and their ``f_back``."""
     return gc_paused() if _FRAMES_ARE_MADE else nullcontext()
 
 
@@ -358,7 +358,7 @@ MAX_SOURCE_BYTES = 8 << 20
 
 
 def cell_sources() -> dict[str, str]:
-    """Return the sources of notebook cells by file name, so that tracebacks elsewhere show their lines."""
+    """Return the sources of notebook cells by file name, so that tracebacks in other processes show their lines."""
     found: dict[str, str] = {}
     size = 0
     for name, entry in reversed(list(linecache.cache.items())):

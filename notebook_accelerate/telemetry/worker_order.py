@@ -12,7 +12,7 @@ CHANNEL_BYTES = 1 << 20
 """Return values with more bytes than this are sent in files alongside the channel."""
 
 OPTIMIZER_MODULE = "torch._dynamo"
-"""The module that the first optimizer of a process imports, with 800 others, in a second of CPU time."""
+"""The module that a process's first optimizer imports, with 800 others, which takes a second of CPU time."""
 
 
 @dataclass
@@ -22,7 +22,7 @@ class WorkerOrder:
     Attributes:
         rank: The rank's global index.
         environment: Variables that override the process's variables.
-        threads: The number of CPU threads for torch's operators. None keeps torch's number.
+        threads: The number of CPU threads for torch's operators, or None to keep torch's default.
         inherited: The kernel's random state, and its torch and numpy settings.
         base_environment: The kernel's whole environment, or None if the process inherited it.
         cwd: The working directory, or None if the process inherited it.
@@ -34,8 +34,8 @@ class WorkerOrder:
         as_accelerate: Whether the rank provides this package under the name ``accelerate``.
         report_from: Libraries whose numbers, steps and progress the rank reports.
         automatic_metrics: Whether the rank samples its loss, learning rate and speed.
-        time_offset: The offset that makes the rank's clock equal to the kernel's. None if the process inherited it, or
-            is on another machine.
+        time_offset: The offset that makes the rank's clock equal to the kernel's, or None if the process inherited it
+            or is on another machine.
         result_bytes: Pickled return values with more bytes than this are sent in files alongside the channel. If None,
             files are never used.
         notebook_settings: The result of ``capture_notebook_settings``, or b"" if the process inherited the settings.

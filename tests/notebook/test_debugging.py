@@ -681,7 +681,7 @@ def test_ranks_that_train_apart_are_reported(kernel: Kernel) -> None:
     )
     [warning] = kernel.value("run.warnings")
     assert warning.startswith(
-        "parameters of rank 1 differ from those of rank 0 after optimizer step 1; ranks train apart"
+        "parameters of rank 1 differ from those of rank 0 after optimizer step 1; ranks train independently"
     )
 
 

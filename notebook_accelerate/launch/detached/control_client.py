@@ -44,7 +44,7 @@ STATE_SECONDS = 5.0
 PING_SECONDS = 1.0
 """Seconds between pings to the supervisor while the run is being stopped."""
 ANSWER_SECONDS = 5.0
-"""Seconds without an answer until a warning names the supervisor, and from the end of ``grace`` until it is killed."""
+"""Seconds without an answer before a warning names the supervisor, and after ``grace`` before it is killed."""
 
 
 class ControlClient:
@@ -83,7 +83,7 @@ class ControlClient:
         threading.Thread(target=self._main, name="notebook-accelerate-attached", daemon=True).start()
 
     def follow(self, reader: JournalReader, on_end: Callable[[], None]) -> bool:
-        """Start receiving the run's records. After a new connection, continue with the record after the last one.
+        """Start receiving the run's records. After a reconnection, continue after the last record received.
 
         Args:
             reader: Receives the records, on the client's thread.

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 BATCH_SECONDS = 0.02
 """Seconds during which records are collected before they are sent to kernels."""
 UNREAD_SECONDS = 30.0
-"""Seconds after which a kernel that does not read is disconnected. The kernel connects again when it continues."""
+"""Seconds after which a kernel that does not read is disconnected. The kernel reconnects once it resumes."""
 CHECK_SECONDS = 1.0
 """Seconds between checks for kernels that do not read, and between reads of the journal if no kernel follows it."""
 MAX_UNREAD_BYTES = 64 << 20
@@ -45,9 +45,9 @@ MAX_COMMAND_BYTES = 64 << 20
 DRAIN_SECONDS = 2.0
 """Maximum seconds to wait for kernels to read their queued messages when the run has ended."""
 MAX_CAPTURES = 16
-"""Maximum number of captures of stacks that wait or run. A capture takes seconds if the rank is suspended."""
+"""Maximum number of stack captures waiting or in progress. A capture takes seconds if the rank is suspended."""
 MAX_ASKED = 10_000
-"""Maximum number of requests that wait for a rank's reply. The replies to older ones are discarded."""
+"""Maximum number of requests that wait for a rank's reply. The replies to older requests are discarded."""
 MAX_HELD_BYTES = 16 << 20
 """Maximum bytes of encoded records to hold for kernels. A kernel that needs older ones receives the history."""
 PART_BYTES = 1 << 20
@@ -400,8 +400,8 @@ class RecordStream:
     def _readable(self) -> int:
         """Return how many waiting records may be sent.
 
-        The end of the run is sent only once it has been saved, so that a kernel which then reads the run's folder finds
-        the end and the results there.
+        The end of the run is sent only once it has been saved, so that a kernel that has received the end also finds it and
+        the results in the run's folder.
         """
         if self._run.done or internals(self._run).journal.state.unsaved:
             return len(self._waiting)

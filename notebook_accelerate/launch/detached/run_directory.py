@@ -22,7 +22,7 @@ from notebook_accelerate.hardware import device_table
 from notebook_accelerate.hardware.process_liveness import parse_identity, this_process
 
 LISTED_SECONDS = 30 * 86400.0
-"""Seconds after its launch until an ended detached run is no longer listed. The run's folder remains."""
+"""Seconds from a detached run's launch until it is no longer listed, unless it is running. Its folder remains."""
 _MAX_ENTRY_BYTES = 1 << 16
 
 
@@ -148,7 +148,7 @@ def add_entry(entry: DetachedEntry) -> None:
 
 
 def check_records() -> None:
-    """Check that no other user can change the records of detached runs. `entries` ignores records that others can.
+    """Check that no other user can change the records of detached runs. If others can, `entries` ignores the records.
 
     Raises:
         LaunchError: Another user can change the records.
@@ -162,7 +162,10 @@ def check_records() -> None:
 
 
 def entries() -> list[DetachedEntry]:
-    """Return the entries of the user's detached runs, oldest first. Remove those of ended runs without a folder."""
+    """Return the entries of the user's detached runs, oldest first.
+
+    Entries of ended runs are removed if the run was launched more than `LISTED_SECONDS` ago, or if its folder is gone.
+    """
     found = []
     for path in _files():
         entry = _read(path)

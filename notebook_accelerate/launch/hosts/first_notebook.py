@@ -53,7 +53,7 @@ _KEPT_HERE = (
     run_events.NoteAdded,
     run_events.RunEnded,
 )
-"""Events that are not sent to other notebooks, because these record their own, or receive the data in another way."""
+"""Events that are not sent to other notebooks, because those record their own, or receive the data in another way."""
 
 
 class FirstNotebook(RankSupervisor):
@@ -163,7 +163,7 @@ class FirstNotebook(RankSupervisor):
         return self.config.min_nodes or self.config.num_nodes
 
     def _is_complete(self, number: int, last_call: float) -> bool:
-        """Return whether all hosts have joined. At a restart or after the last call, enough of them suffice."""
+        """Return whether all hosts have joined. At a restart or after the last call, the minimum number is enough."""
         count = len(self._hosts) + 1
         enough = count >= self._least
         return count == self.config.num_nodes or (enough and (number > 0 or 0 < last_call <= time.monotonic()))
@@ -354,7 +354,7 @@ class FirstNotebook(RankSupervisor):
             self._send_end(ended, held=True)
 
     def _for_other_notebooks(self, event: Event) -> Event:
-        """Return an event as other notebooks receive it. Cells and a stop of this notebook are marked with its name."""
+        """Return an event for other notebooks, with this node's name added to its cells and to a stop by its user."""
         event = without_result(name_cells_in(event, " of node 0"), "")
         if isinstance(event, run_events.StopAdvanced) and event.reason == USER_STOP.text:
             return replace(event, reason=f"{node_name(0, self._own.host)}: {event.reason}")
@@ -375,13 +375,13 @@ class FirstNotebook(RankSupervisor):
         self._send_end(ended)
         for host in self._hosts:
             host.close()
-        self._hosts.clear()  # The hosts refer to this object, and would keep the run's results alive.
+        self._hosts.clear()  # Otherwise, the hosts, which refer to this object, would keep the run's results alive.
         self._release_port()
 
     def _release(self) -> None:
         self._listener.close()
         self._listener.wait_until_free()
-        del self._listener  # The listener refers to this object, and would keep the run's results alive.
+        del self._listener  # Otherwise, the listener, which refers to this object, would keep the run's results alive.
         super()._release()
 
 

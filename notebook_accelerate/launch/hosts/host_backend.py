@@ -55,7 +55,7 @@ class HostBackend(ProcessBackend):
                 if connection.hello.kind == COMMAND:
                     pickled = pickled or last.enter_context(closing(FunctionBackend(self.function, self.arguments)))
                     pickled.send(connection, theirs[connection.node])
-                else:  # Leave out the arguments for the Accelerator. A notebook has its own, and they may not pickle.
+                else:  # Leave out the Accelerator's arguments. A notebook has its own, and these may not be picklable.
                     own = [replace(order, accelerator=None) for order in theirs[connection.node]]
                     connection.send(StartOrder(pickle.dumps(own)))
         self._own.start_ranks(orders[: self._count], started)

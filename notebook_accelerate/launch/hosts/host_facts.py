@@ -124,12 +124,12 @@ def late_text(members: Sequence[HelloEvent], num_nodes: int, max_restarts: int) 
         max_restarts: The number of restarts that the run was launched with.
     """
     who = listed(members)
-    again = "stop it, and start it on every node again"
+    again = "stop the run, and start it again on every node"
     if len(members) < num_nodes:
         return (
             f"the run started without this node, with {len(members)} of {num_nodes}: {who}; another can join only at "
             f"a restart, and max_restarts={max_restarts} allows no further one. To include this node, {again}: a "
-            "function that loads the newest checkpoint resumes there"
+            "function that loads the newest checkpoint resumes from it"
         )
     more = f"num_nodes={num_nodes + 1}"
     return f"the run already has its {num_nodes} nodes: {who}. To include this node, {again}, with {more}"
@@ -169,7 +169,7 @@ def problem(host: HelloEvent, members: Sequence[HelloEvent], backend: str) -> st
 def _version_problem(host: HelloEvent, first: HelloEvent) -> str:
     """Return why the versions of a host are incompatible, or "" if they are not.
 
-    Another version of torch in a notebook is allowed. It only leads to `version_note`.
+    In a notebook, a different version of torch is allowed. It only leads to `version_note`.
     """
     exact = ("notebook_accelerate",) if host.kind == NOTEBOOK else tuple(first.versions)
     wanted = {name: first.versions.get(name, "") for name in exact}

@@ -59,7 +59,7 @@ def supervisor_of_several(run: Run, commands: CommandQueue, publisher: Publisher
 
     Raises:
         PortInUseError: This is the first notebook, and the port is taken.
-        LaunchError: The first notebook is another one, and this notebook does not have the secret.
+        LaunchError: Another notebook is the first one, and this notebook does not have the secret.
     """
     config, secret = run.config, shared_secret(run.config)
     static, is_host = config.rdzv_backend == "static", (config.rdzv_conf or {}).get("is_host")
@@ -88,7 +88,7 @@ def supervisor_of_several(run: Run, commands: CommandQueue, publisher: Publisher
 
 
 class LoneNotebook(RankSupervisor):
-    """Supervises the ranks of a notebook that does not communicate with the others, and says so to the user."""
+    """Supervises the ranks of a notebook that does not communicate with the others, and notes that in the notebook."""
 
     def reserve(self, plan: LaunchPlan) -> LaunchPlan:
         """Return the plan with the network interface to rank 0. If rank 0 is on this machine, reserve the port."""
@@ -165,9 +165,9 @@ class JoinedNotebook(Supervisor):
 
     def _start(self, message: protocol.StartOrder) -> None:
         """Run this notebook's ranks of an attempt, and return when they have finished."""
-        assert self._call is not None, "dropped at the end only"
-        assert self._inherited is not None, "given with the call"
-        assert self._host is not None, "it has sent the message"
+        assert self._call is not None, "the call is dropped only at the end of the run"
+        assert self._inherited is not None, "the inherited state is given together with the call"
+        assert self._host is not None, "the host exists, because it has received the message"
         config, plan = self.config, self._host.plan
         orders: list[WorkerOrder] = pickle.loads(message.payload)
         adapt_orders(orders, config.rendezvous_address[0], plan.threads or 1)
@@ -189,7 +189,7 @@ class JoinedNotebook(Supervisor):
     def _send_stop(self, grace: float) -> None:
         """Ask the first notebook to stop the run. When called again, leave the run."""
         self._stops += 1
-        assert self._host is not None, "commands are carried out once it is there"
+        assert self._host is not None, "commands are carried out only once there is a host"
         if self._stops > 1:
             self._host.disconnect("it was stopped", stopped=True)
         else:
@@ -205,7 +205,7 @@ class NotebookHost(Host):
         plan: The plan that this notebook made before all hosts had joined.
 
     Attributes:
-        plan: The same plan. Its start method and number of threads still apply after the hosts have joined.
+        plan: The plan that was passed. Its start method and number of threads still apply after the hosts have joined.
     """
 
     def __init__(self, stream: Stream, supervisor: Supervisor, plan: LaunchPlan) -> None:

@@ -36,8 +36,8 @@ RETRY_SECONDS = 0.3
 SURE_SECONDS = 2.0
 """Seconds after which a wrong secret or an unknown name is final, if two attempts in a row have had the same error.
 
-An earlier run on the same port may cause the first of these errors until that run ends. A first notebook that is killed
-causes such an error only once.
+An earlier run on the same port, which has another secret, may cause such an error until that run ends. A first notebook
+that is killed causes one only once.
 """
 UNKNOWN_NAME = {getattr(socket, name) for name in ("EAI_NONAME", "EAI_NODATA") if hasattr(socket, name)}
 """The errors of the name resolver that are permanent, unlike `EAI_AGAIN`."""
@@ -72,7 +72,7 @@ def connect(
     deadline = begin + seconds
     final = ""
     while True:
-        problem: Exception = ConnectionResetError("it ended")
+        problem: Exception = ConnectionResetError("the connection was closed")
         try:
             stream = connect_to_kernel(address, port, secret.encode(), hello, keep_alive, stopping)
             if _answers(stream, deadline, stopping):
@@ -122,7 +122,7 @@ def adapt_orders(orders: Sequence[WorkerOrder], address: str, threads: int) -> N
 
     Args:
         orders: The orders that the first notebook has sent.
-        address: The first notebook's address. The network interface on the route to it is the one that ranks use.
+        address: The first notebook's address. The ranks use the network interface on the route to this address.
         threads: The maximum number of CPU threads of each rank.
     """
     interface = interface_to(address)
@@ -181,7 +181,7 @@ def join(
     Args:
         where: The address and port on which the run's first notebook listens.
         secret: The run's secret.
-        processes: The number of ranks to start. 0 means as many as the first notebook starts itself.
+        processes: The number of ranks to start, or 0 to start as many as the first notebook.
         seconds: How many seconds to wait for the first notebook to listen.
         show: A function that shows a line to the user.
 
@@ -252,7 +252,7 @@ class CommandHost(FunctionHost):
 WARM = "warm_rank"
 """The name of the function that warm ranks run."""
 SCRIPTS = ("run_script", "run_module")
-"""The names of the functions that ranks started from the command line run."""
+"""The names of the functions that run in ranks started from the command line."""
 _PASSED_ON = ("mixed_precision", "rdzv_endpoint", "rdzv_id", "max_restarts", "min_nodes")
 
 
@@ -262,7 +262,7 @@ def instruction_lines(config: LaunchConfig, function: str, secret: str = "") -> 
     Args:
         config: This node's launch configuration.
         function: Name of the training function.
-        secret: The run's secret, to be shown. "" if the user provided the secret, and therefore knows it.
+        secret: The run's secret to show, or "" if the user provided the secret, and therefore knows it.
     """
     in_config = bool((config.rdzv_conf or {}).get("secret"))
     variable = "" if in_config else f"{SECRET_VARIABLE}={secret}" if secret else f"the same {SECRET_VARIABLE}"

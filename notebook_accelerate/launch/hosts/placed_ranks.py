@@ -1,4 +1,4 @@
-"""Start ranks on another machine than the kernel's. The kernel completes their orders, and a host adapts the orders."""
+"""Start ranks on a machine other than the kernel's. The kernel completes their orders, and a host adapts the orders."""
 
 from __future__ import annotations
 

@@ -129,12 +129,12 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def thinned_frames(contents: JournalContents, lines: Sequence[Record], run_events: int | None = None) -> list[bytes]:
-    """Return the frames of a journal that contains a bounded part of the curves of ``contents``.
+    """Return the frames of a journal with ``contents``, but with a bounded number of the curves' points.
 
     Args:
         contents: The contents of the journal to thin.
         lines: The lines of output to include.
-        run_events: How many of the run's own events to include. None means all.
+        run_events: How many of the run's own events to include, or None for all.
     """
     journal = contents.journal
     frames = [journal_format.encode_frame(section) for section in (contents.header, *contents.sections.values())]
@@ -154,7 +154,7 @@ def points_frames(journal: Journal, until: float | None = None) -> list[bytes]:
 
     Args:
         journal: The journal with the curves.
-        until: The time of the last point to include, in seconds since the epoch. None means all points.
+        until: The time of the last point to include, in seconds since the epoch, or None for all points.
     """
     stores = (journal.store, journal.store.automatic)
     series = [(store, name, rank) for store in stores for name in store.metric_names() for rank in store.ranks_of(name)]

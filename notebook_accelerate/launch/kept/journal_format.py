@@ -65,9 +65,9 @@ MAX_ROWS = 500
 MAX_RANKS = 1 << 14
 """Maximum number of ranks in a run. The largest rank that a journal may name is one less."""
 MAX_CONTAINERS = 1 << 20
-"""Maximum number of lists and objects in a frame's JSON, because each takes at least 64 bytes of memory."""
+"""Maximum number of lists and objects in a frame's JSON. Even an empty one takes at least 64 bytes of memory."""
 LATEST_TIME = 253_000_000_000.0
-"""The latest time to accept, in seconds since the epoch. It is in the year 9987; datetime ends with the year 9999."""
+"""The latest time to accept, in seconds since the epoch (the year 9987). datetime supports years up to 9999."""
 _TIMES = frozenset({"time", "since", "until"})
 """The names of the fields that hold times."""
 
@@ -75,7 +75,7 @@ RANK_EVENTS: tuple[type[Event], ...] = (
     MetricEvent, AutomaticMetricEvent, LogEvent, ProgressEvent, StepTimeEvent, ResourceEvent, DeviceMemoryEvent,
     DeviceUseEvent, DroppedEvent, TraceEvent, ShardingEvent, CheckpointEvent, EpochEvent,
 )  # fmt: skip
-"""The events of ranks that a journal contains, which are the ones that the store keeps."""
+"""The kinds of ranks' events that a journal contains. The store keeps the same kinds."""
 _KINDS: dict[str, type[Event]] = {
     kind.__name__: kind
     for kind in (
@@ -158,7 +158,7 @@ def read_frames(data: bytes | memoryview) -> Iterator[tuple[Frame, int]]:
         Each frame, and the position where the frame ends. An incomplete last frame is ignored.
 
     Raises:
-        ValueError: The data is damaged, and not only incomplete at the end.
+        ValueError: The data is damaged, rather than only incomplete at the end.
     """
     start, size = 0, len(data)
     while size - start >= FRAME.size:
@@ -176,7 +176,7 @@ def read_frames(data: bytes | memoryview) -> Iterator[tuple[Frame, int]]:
         if zlib.crc32(content, zlib.crc32(_LENGTHS.pack(text_length, payload_length))) != checksum:
             if end == size:
                 return
-            raise ValueError(f"the frame at byte {start:,} does not have the checksum that was written")
+            raise ValueError(f"the checksum of the frame at byte {start:,} does not match")
         yield Frame(_parse(content[:text_length]), content[text_length:]), end
         start = end
 

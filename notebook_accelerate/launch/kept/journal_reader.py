@@ -35,7 +35,7 @@ from notebook_accelerate.telemetry.tracebacks import describe_error
 MAX_READ_BYTES = 512 << 20
 """Maximum size of a file in bytes. This package does not write larger journals, so larger files are refused."""
 MAX_WORK = 1_500_000_000
-"""Maximum number of references to copy while reading a run's own events. So many copies take about five seconds.
+"""Maximum number of references to copy while reading a run's own events. Copying this many takes about five seconds.
 
 Each event copies the references to the run's ranks, notes and attempts. A run with 16,000 ranks needs two thirds of the
 limit.
@@ -173,7 +173,7 @@ class JournalContents:
     """The contents of a journal, as far as it has been read.
 
     Attributes:
-        load_result: Returns the results of ranks.
+        load_result: A function that returns a rank's result; see `ResultLoader`.
         journal: The journal to which the events are added.
         header: The section about the launch, which is empty until it has been read.
         sections: The sections in `_SECTIONS`, by kind.
@@ -391,7 +391,7 @@ class JournalReader:
 
     Args:
         file: The path of the journal's file.
-        load_result: Returns the result of a rank; see `ResultLoader`.
+        load_result: A function that returns a rank's result; see `ResultLoader`.
 
     Attributes:
         contents: The journal, and how far it has been read.
@@ -420,7 +420,7 @@ class JournalReader:
             return self.position
 
     def take_history(self, position: int, data: bytes) -> None:
-        """Take a part of the history. The last part has the position after the history, and the others have 0.
+        """Take a part of the history. ``position`` is 0, or for the last part, the position after the history.
 
         Raises:
             BrokenRunError: The data does not consist of frames of a journal.
@@ -434,7 +434,7 @@ class JournalReader:
                 self.position, self._history = position, None
 
     def take_records(self, position: int, data: bytes) -> None:
-        """Add the records that follow. ``position`` is the position after these records.
+        """Add the records that follow the history. ``position`` is the position after these records.
 
         Raises:
             BrokenRunError: The data does not consist of frames of a journal.
@@ -497,7 +497,7 @@ class JournalReader:
             except (BrokenRunError, OSError):
                 self._stored = {}
         if rank not in self._stored:
-            # The process may report a full disk only just after the end of the run.
+            # The process may not report a full disk until just after the end of the run.
             deadline = time.monotonic() + PROBLEM_SECONDS
             while not (problem := self.journal.state.unsaved) and time.monotonic() < deadline:
                 time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""The list of the kept runs in a folder, which does not require reading the runs' curves and output."""
+"""List the kept runs in a folder, without reading their curves and output."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class KeptRuns(Sequence[KeptRun]):
 
     def _ipython_display_(self) -> None:
         if running_kernel() is None:
-            raise NotImplementedError  # IPython then shows the other representations.
+            raise NotImplementedError  # This makes IPython show the other representations.
         load("runs")(self)._ipython_display_()
 
 
@@ -214,7 +214,7 @@ def _row(path: Path) -> KeptRun:
 
 
 def _from_summary(path: Path, summary: Mapping[str, Any]) -> KeptRun | None:
-    """Return the run that a summary describes, or None unless this package has written the summary."""
+    """Return the run that a summary describes, or None if this package does not write such summaries."""
     try:
         return KeptRun(
             path=path,

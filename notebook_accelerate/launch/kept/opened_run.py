@@ -268,7 +268,7 @@ class _FilePoller:
         client: The connection to the process of a detached run, or None.
 
     Attributes:
-        opened: Whether `open_run` has opened the run. Until then, it reads the file itself.
+        opened: Whether `open_run` has opened the run. Until then, `open_run` reads the file itself.
         over: An event that is set when the run is garbage-collected.
     """
 

@@ -186,11 +186,11 @@ def _git(folder: Path, *command: str) -> str | None:
 SUMMARY_NAME = "summary.json"
 MAX_SUMMARY_BYTES = 4 << 20
 SUMMARY_SECONDS = 2.0
-"""How many seconds the process of a detached run may take to write its last file after the end of the journal."""
+"""How many seconds the process of a detached run may take to write the summary after the end of the journal."""
 
 
 def read_summary(folder: Path) -> dict[str, Any] | None:
-    """Return the summary of a run, for the table of runs, or None if the run is unfinished or the summary unusable."""
+    """Return the summary of a run, for the table of runs, or None if there is no usable one."""
     try:
         content = parse_json(read_limited(folder / SUMMARY_NAME, MAX_SUMMARY_BYTES))
         check_depth(content)
@@ -212,7 +212,7 @@ def delete_run(journal: Path, name: str, started: float, *, lost: bool) -> None:
         journal: The path of the run's journal.
         name: The run's name.
         started: When the run was launched, in seconds since the epoch.
-        lost: Whether the run's process ended without writing the last file.
+        lost: Whether the run's process ended without writing the summary, which is its last file.
 
     Raises:
         FileNotFoundError: The journal does not exist.

@@ -62,7 +62,7 @@ MAX_DETACHED_RESULT_BYTES = 1 << 40
 END_SECONDS = 60.0
 """Seconds to wait for a slow disk at the end of a run."""
 DETACHED_END_SECONDS = 3600.0
-"""Seconds to wait for space on a full disk at the end of a detached run, to write the results and the end."""
+"""Seconds to wait for space on a full disk at the end of a detached run, to write the results and the last events."""
 STOPPED_END_SECONDS = 10.0
 """Seconds to wait for space on a full disk at the end of a detached run that the user has stopped."""
 END_PERIOD = 2.0
@@ -70,7 +70,7 @@ END_PERIOD = 2.0
 _WRITTEN: tuple[type[Event], ...] = (RunEvent, *journal_format.RANK_EVENTS)
 """The events that a journal contains."""
 _ALL_OF = frozenset({CheckpointEvent, DroppedEvent, EpochEvent, TraceEvent})
-"""Kinds of events of which all are written. Of other kinds that supersede each other, one per write is enough."""
+"""Kinds of events that are all written. Of other events that supersede each other, one per write is enough."""
 _WRITE_BYTES = 1 << 20
 
 
@@ -183,7 +183,7 @@ class RunWriter:
                 self._wake.wait(PERIOD)
 
     def _is_patient(self) -> bool:
-        """Return whether to wait for space on a full disk. If the user stops the run after its end, don't."""
+        """Return whether to wait for space on a full disk. If the user stops the run after its end, return False."""
         stopped_later = self._over and not self._was_stopped and self._stopping()
         return not stopped_later and time.monotonic() < self._patient_until
 
@@ -230,10 +230,10 @@ class RunWriter:
                 self._stored[id(result)] = self._contents.stored[rank] = self._store_result(rank, result)
 
     def _restore(self) -> None:
-        """Write the whole journal again from memory, because another process has deleted the file.
+        """Write the whole journal again from memory, because another process has deleted or truncated the file.
 
         Raises:
-            OSError: The file cannot be written, because the folder was deleted too, or because the disk is full.
+            OSError: The file cannot be written, for example because the folder was deleted too, or the disk is full.
         """
         records, dropped, count = self._take_waiting()
         for record in records:
@@ -335,7 +335,7 @@ def _worth_keeping(records: Sequence[Record]) -> list[Record]:
         elif key not in seen:
             seen.add(key)
             kept.append(record)
-        if kind is EpochEvent:  # Keep the last step before it too, because that belongs to an earlier epoch.
+        if kind is EpochEvent:  # Also keep the last step before this event, which belongs to an earlier epoch.
             seen.discard((ProgressEvent, record.rank, True))
     return kept[::-1]
 

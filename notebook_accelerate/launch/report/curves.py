@@ -34,7 +34,7 @@ class Curve(NamedTuple):
         high: The upper edge of the envelope, like ``low``.
         seconds: The seconds since the origin of the source, float64, shape (n,), or None if they are the same as ``x``.
         cursor: The cursor for reading the points that follow.
-        whole: Whether these are all points, rather than those that follow earlier ones. In an envelope, new points
+        whole: Whether this is the whole curve, rather than only the points after the cursor. In an envelope, new points
             replace all earlier points from their first ``x`` on.
     """
 
@@ -61,7 +61,7 @@ class Series(NamedTuple):
         """Return the points since ``cursor``, downsampled by M4.
 
         Args:
-            points: The approximate number of points to keep for a rank. Envelopes have a limited number anyway.
+            points: The approximate number of points to keep. Ignored for envelopes, whose size is always limited.
             cursor: The cursor of the curve that the last call returned, or (0, 0) for all points.
         """
         import numpy as np
@@ -81,7 +81,7 @@ class Series(NamedTuple):
         import numpy as np
 
         tail = self.store.envelope(self.name, cursor)
-        assert tail is not None, "the store keeps one for fewer ranks than any view draws one by one"
+        assert tail is not None, "the store keeps an envelope for any number of ranks that no view draws individually"
         seconds = tail.times - self.origin
         x = np.where(np.isnan(tail.steps), seconds, tail.steps)
         return Curve(self.label, x, tail.mean, tail.low, tail.high, seconds, tail.cursor, not math.isfinite(tail.cut))
@@ -142,7 +142,7 @@ class Source:
 
 
 def shown_names(sources: Sequence[Source]) -> list[str]:
-    """Return the names of the logged metrics. For a run that has logged nothing, return those of automatic metrics."""
+    """Return the names of the logged metrics, and of the automatic ones of runs that have logged nothing."""
     names = dict.fromkeys(name for source in sources for name in source.store.metric_names())
     for source in sources:
         if source.automatic and not source.store.metric_names():

@@ -44,7 +44,7 @@ class Action:
 # ---- tables
 
 
-@dataclass(kw_only=True)  # Not frozen, because updates create thousands of cells, which would take four times as long.
+@dataclass(kw_only=True)  # Not frozen, because creating thousands of frozen cells would take four times as long.
 class Cell:
     """A cell with more than plain text.
 
@@ -90,7 +90,7 @@ class Column:
     text_only: bool = False
 
 
-@dataclass(kw_only=True)  # Not frozen, because updates create thousands of rows, which would take four times as long.
+@dataclass(kw_only=True)  # Not frozen, because creating thousands of frozen rows would take four times as long.
 class Row:
     """A row of a table. The first cell is the row's heading.
 
@@ -136,8 +136,8 @@ class Table:
         groups: The rows, in groups.
         caption: A text above the table, or "" for none.
         label: The table's name for screen readers, if no caption or heading names the table.
-        pairs: Whether the table has only names and values. Such a table wraps long values, and has no head if it has a
-            caption.
+        pairs: Whether the table has only names and values. Such a table wraps long values, and has no header row if it
+            has a caption.
         sortable: Whether users can sort the live table by its headings and filter its rows.
         empty: The text to show if there are no rows.
     """

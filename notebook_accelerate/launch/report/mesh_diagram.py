@@ -110,10 +110,10 @@ class ShardingRow(NamedTuple):
     Attributes:
         ranks: The ranks, or "" if they are the same as in the row above.
         kind: "parameters", "gradients", "optimizer state" or "all".
-        total: The bytes of all ranks together, as text.
-        per_rank: The bytes of each of these ranks, as text.
+        total: The size of the tensors of the whole model, or of the pipeline stage, as text.
+        per_rank: The size of the part that each of these ranks holds, as text.
         share: ``per_rank`` as a share of ``total``, from 0 to 1, or None if not known.
-        layout: The mesh axes that shard the tensors, and the device to which they are offloaded.
+        layout: How the tensors are sharded, replicated and offloaded, as text.
     """
 
     ranks: str
@@ -152,10 +152,10 @@ def _row(kind: str, held: Sequence[Sequence[ShardSizes]], layout: str) -> Shardi
 
 
 def total_bytes(parts: Iterable[int | None]) -> int | None:
-    """Return the sum of numbers of bytes, or None if one of them is not known.
+    """Return the sum of some sizes in bytes, or None if one of them is not known.
 
     Args:
-        parts: The bytes of each part, or None if not known.
+        parts: The size of each part in bytes, or None if not known.
     """
     known = list(parts)
     return None if None in known else sum(part or 0 for part in known)
@@ -187,7 +187,7 @@ def _layout_text(held: ShardSizes, report: ShardReport) -> str:
 
 @dataclass(frozen=True)
 class EqualRanks:
-    """Ranks with equal reports.
+    """A group of ranks with equal reports or, if that would make too many groups, with equal layouts.
 
     Attributes:
         ranks: The numbers of the ranks.
@@ -252,7 +252,7 @@ def _mesh_text(reports: ShardReports) -> str:
 
 
 def mesh_rows(reports: ShardReports) -> list[list[str]]:
-    """Return lines of text with the coordinates of ranks. If the mesh has fewer than two axes, return only the heading.
+    """Return the mesh as rows of text, or only the heading if the mesh has fewer than two axes or is too large.
 
     Args:
         reports: The shard report of each rank.
@@ -444,7 +444,7 @@ class _Drawing:
 
 
 def _stage_totals(reports: ShardReports, kind: str) -> list[int | None]:
-    """Return the bytes of each pipeline stage, or a single number for the model if there are no stages."""
+    """Return the size in bytes of each pipeline stage, or a single size for the model if there are no stages."""
     found: dict[int, int | None] = {}
     for report in reports.values():
         if kind in report.held:
@@ -453,12 +453,12 @@ def _stage_totals(reports: ShardReports, kind: str) -> list[int | None]:
 
 
 def slice_of(report: ShardReport, kind: str, totals: Sequence[int | None]) -> tuple[float, float] | None:
-    """Return the part of the model's bytes that a rank holds, as an interval within 0 to 1.
+    """Return the part of the model's bytes that a rank holds, as an interval between 0 and 1.
 
     Args:
         report: The shard report of the rank.
         kind: One of ``KINDS``, the kinds of tensors.
-        totals: The bytes of each pipeline stage, or a single number if there are no stages.
+        totals: The size in bytes of each pipeline stage, or a single size if there are no stages.
 
     Returns:
         The beginning and the length of the interval, or None if not known.

@@ -29,7 +29,7 @@ from notebook_accelerate.telemetry.tracebacks import frame_location
 MAX_ROWS = 15
 NOTHING = "No bottleneck found."
 _VIEW = "notebook_accelerate.widgets.profile_panel"
-"""The module with the live view, which is only named here because it belongs to a higher layer."""
+"""The name of the module with the live view, which belongs to a higher layer and is imported only to show a profile."""
 
 
 class ProfileFolder:
@@ -282,7 +282,7 @@ class Profile(DocumentView):
             with suppress(Exception):  # An error in the view must not hide the findings.
                 shown = import_module(_VIEW).show(self)
         if not shown:
-            raise NotImplementedError  # IPython then shows the text and the HTML.
+            raise NotImplementedError  # This makes IPython show the text and the HTML.
 
 
 def _compress(path: Path, file: Path) -> None:

@@ -353,7 +353,7 @@ UUID_CHARS = 8
 def device_table(ranks: Ranks) -> Table:
     """Return a table with a row for each device of each rank, or for each node if there are many ranks.
 
-    Columns in which no value is known are left out, such as the current figures of a run that has finished.
+    Columns without any known value are left out, such as the current figures of a run that has finished.
     """
     rows = _node_devices(ranks) if len(ranks) > MANY else _devices(ranks)
     columns = [column for column in zip(*rows, strict=True) if set(column[1:]) != {"–"}]

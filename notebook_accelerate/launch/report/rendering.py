@@ -31,7 +31,7 @@ class DocumentView(ABC):
 
     @property
     def bundle(self) -> dict[str, str]:
-        """The document as a MIME bundle with HTML and text, both of the same state."""
+        """The document as a MIME bundle, with HTML and text that show the same state."""
         document = self.document()
         return {"text/html": self._page(document), "text/plain": text(document)}
 
@@ -255,7 +255,7 @@ def _plain_cell(cell: Cell) -> str:
         return element("span", cell.text, style=f"display:inline-block;min-width:5em;background:{bar}")
     if cell.colour < 0:
         return str(cell)
-    # Colours are used again for later runs, whose curves are dashed.
+    # Later runs reuse the colours with dashed curves, so mark these runs with a hollow dot.
     dot = "● " if cell.colour < len(COLOURS) else "○ "
     return join([element("span", dot, style=f"color:{COLOURS[cell.colour % len(COLOURS)]}"), str(cell)])
 
@@ -283,7 +283,7 @@ def state(status: str) -> Markup:
 
 
 def badge(remark: str) -> Markup:
-    """Return a remark next to a name, or "" if there is no remark."""
+    """Return a badge that shows a remark next to a name, or "" if there is no remark."""
     return element("span", remark, class_="na-badge") if remark else Markup()
 
 

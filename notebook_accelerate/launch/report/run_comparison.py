@@ -27,7 +27,7 @@ _HIGHER = re.compile(r"acc|f1|auc|bleu|rouge|reward|score|precision|recall|iou|p
 _LOWER = re.compile(r"loss|err|perplexity|ppl|mae|mse|nll|fid|(?:^|[/_])(?:wer|cer)", re.IGNORECASE)
 
 
-@dataclass(kw_only=True)  # Not frozen, because creating thousands of entries would take four times as long.
+@dataclass(kw_only=True)  # Not frozen, because creating thousands of frozen entries would take four times as long.
 class RunEntry:
     """One run in a table of runs.
 

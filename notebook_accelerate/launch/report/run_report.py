@@ -97,7 +97,7 @@ class Report(DocumentView):
         return Section(key="sharding", title=title, nodes=nodes, open=self.run.ended is None)
 
     def error_lines(self, error: WorkerError) -> list[str]:
-        """Return the lines that a failed cell shows: the failures with lines of the cell, then the error's first line.
+        """Return the lines that a failed cell shows: the failures with their tracebacks, then the error's first line.
 
         Args:
             error: The error that the run ended with.

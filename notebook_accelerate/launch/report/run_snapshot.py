@@ -27,7 +27,7 @@ SETTLE_SECONDS = 2.0
 """For this many seconds after the first step, no rank counts as behind, because the rates are not known yet."""
 
 
-@dataclass  # Not frozen, because creating thousands of snapshots would take four times as long.
+@dataclass  # Not frozen, because creating thousands of frozen snapshots would take four times as long.
 class RankSnapshot:
     """A snapshot of one rank. Values that are not known are None."""
 
@@ -59,7 +59,7 @@ class RankSnapshot:
 
     @property
     def gpu_memory(self) -> int | None:
-        """The bytes that the rank has reserved on its devices, or after its exit, the peak of what it had allocated."""
+        """The bytes that the rank has reserved on its devices, or after its exit, the peak of its allocated bytes."""
         if not self.devices:
             return None
         return sum(device.reserved if self.active else device.peak for device in self.devices)
@@ -174,7 +174,7 @@ class RunWatcher:
                 self.processor.setdefault(rank, deque(maxlen=HISTORY)).append(event.cpu_percent)
 
     def _step_time(self, rank: int) -> tuple[dict[str, float], int, float]:
-        """Return totals of a rank's latest steps: the seconds in each part, the steps, and the seconds of own work."""
+        """Return totals of a rank's latest steps: seconds in each part, number of steps, and seconds of own work."""
         store = internals(self.run).store
         latest, known = store.latest_step_time(rank), self._parts.get(rank)
         if latest is None:
@@ -235,7 +235,7 @@ class RunWatcher:
         return Progress(share, step, total or None, rate, left, label, min(epochs, default=None))
 
     def _progress_of_steps(self, ranks: list[RankSnapshot]) -> Progress:
-        """Return the progress in optimizer steps. If a prepared loader has a length, it is relative to the epoch."""
+        """Return the progress in optimizer steps, within the epoch if a prepared loader has a length."""
         reached = min((rank.step for rank in ranks if rank.step is not None), default=None)
         rate = min((rank.rate for rank in ranks if rank.rate is not None), default=None)
         epochs = list(internals(self.run).store.epochs.values())

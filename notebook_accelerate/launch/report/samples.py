@@ -22,7 +22,7 @@ WIDTH, ROW = 900, 18
 LEAST_SHARE = 0.003
 """Frames with a smaller share of the time than this are left out of the flame graph."""
 DIFFERENT_SHARE = 0.1
-"""A frame whose share of the time differs by at least this much among the ranks has another colour."""
+"""A frame whose share of the time differs by at least this much among the ranks is drawn in another colour."""
 MAX_LINES = 15
 MAX_DRAWN_DEPTH = 60
 STRONG_SHARE = 0.5
@@ -145,7 +145,7 @@ class Samples(DocumentView):
         """Return a flame graph as SVG, with callers on top. The width of a bar is the mean share of the ranks.
 
         Bars of the user's code are blue with bold text, and bars of libraries are brown. If the share differs among the
-        ranks by at least 10 % of the time, the bar is the redder, the more it differs. The callees of a frame are
+        ranks by at least 10 % of the time, the bar is redder the more it differs. The callees of a frame are
         ordered by the lines of their calls. The title of each bar names its place and shares.
         """
         bars: list[Markup] = []
@@ -322,8 +322,8 @@ class RunMemory(DocumentView):
     def _compared(self) -> tuple[str, dict[str, int]]:
         """Return the title and the bytes for the last column.
 
-        They are those of the estimate, or the bytes that the ranks expect, if these are equal on all ranks. Ranks that
-        hold different parts of a model expect different numbers of bytes.
+        The bytes come from the estimate, if there is one, or else from the ranks. If the ranks expect different numbers
+        of bytes, because they hold different parts of a model, the column is left out.
         """
         if self._estimate:
             known = {_ESTIMATED[name]: nbytes for name, nbytes in self._estimate.items() if name in _ESTIMATED}

@@ -58,7 +58,7 @@ def test_unequal_parameters_are_reported_once() -> None:
 
 def test_parameters_that_drift_apart_are_reported() -> None:
     [text] = _send(SanityChecks(2), "parameters", 10, [3.0, 1.0], [3.0, 2.0])
-    assert "after optimizer step 10; ranks train apart: model = accelerator.prepare(model)" in text
+    assert "after optimizer step 10; ranks train independently: model = accelerator.prepare(model)" in text
 
 
 def test_a_second_model_is_compared_separately() -> None:
@@ -86,7 +86,7 @@ def test_a_rank_may_train_several_models_before_another_trains_one() -> None:
     for fold in (1.0, 2.0):
         assert found.note(1, CheckEvent("parameters", 1, [4.0, fold])) == []
     [warning] = found.note(1, CheckEvent("parameters", 1, [4.0, 3.5]))
-    assert "after optimizer step 1; ranks train apart" in warning
+    assert "after optimizer step 1; ranks train independently" in warning
 
 
 def test_equal_data_is_reported_after_two_batches() -> None:

@@ -336,7 +336,7 @@ def test_a_rank_that_drops_an_inherited_result_leaves_it_to_the_kernel() -> None
 def test_the_error_for_a_value_larger_than_memory_says_how_to_save_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(results, "machine_memory", lambda: (8 << 30, (1 << 29) + LARGE))
     run = launch(lambda: torch.ones(LARGE), num_processes=1)
-    _check_unreadable(run, r"too large to return.*are available; save it.*torch\.save")
+    _check_unreadable(run, r"too large to return.*is available; save it.*torch\.save")
     assert launch(lambda: torch.ones(LARGE // 8), num_processes=1).results[0].numel() == LARGE // 8
 
 

@@ -38,8 +38,8 @@ class ActorHost(FunctionHost):
     """The host that runs in an actor.
 
     Ray's workers kill their child processes before they exit, for example when their node is lost (Ray 2.60,
-    `QuickExit`). In this case, the ranks have not failed by themselves, and this host is lost a moment later. Before
-    the host reports that a SIGKILL ended a rank without a request from the kernel, it therefore waits for that moment.
+    `QuickExit`). In this case, the ranks' failures are only a consequence, and this host is lost a moment later.
+    Therefore, the host waits for a moment before it reports that a SIGKILL ended a rank without a request from the kernel.
     """
 
     _killed_by_order = _has_waited = False
@@ -129,7 +129,7 @@ class NodeHost:
 
 
 def _is_own(peer: tuple[str, int]) -> bool:
-    """Return whether this process has opened a connection. Any user of the machine can connect to the tunnel."""
+    """Return whether this process opened the connection. Check this, because any user of the machine can connect."""
     process = psutil.Process()
     connections = getattr(process, "net_connections", None) or process.connections  # Before version 6 of psutil.
     # libzmq opens an IPv6 socket, so the address is an IPv4-mapped one.
@@ -138,7 +138,7 @@ def _is_own(peer: tuple[str, int]) -> bool:
 
 
 def _readable(waiting: socket.socket) -> bool:
-    """Wait until a socket is readable, or `TUNNEL_SECONDS`. Return whether it is readable.
+    """Wait up to `TUNNEL_SECONDS` until a socket is readable. Return whether it is.
 
     This uses poll, because a timeout of the socket would also apply to a concurrent push, and could truncate the data.
     """

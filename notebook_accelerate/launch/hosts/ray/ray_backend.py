@@ -49,7 +49,7 @@ class DriverProcess:
     """The process that acts as the kernel's driver on a Ray cluster.
 
     Args:
-        cluster: The cluster to use. Its secrets are removed from texts by Ray.
+        cluster: The cluster to use. Its secrets are removed from Ray's messages.
 
     Attributes:
         channel: Sends orders to the driver.
@@ -80,8 +80,8 @@ class DriverProcess:
             kind: The type of the event.
             seconds: Maximum seconds to wait.
             what: What the driver is doing, for the error message.
-            waiting: A function to call with each note for the user, and with "" if there is none for a moment. It may
-                raise an error.
+            waiting: A function to call with each note for the user, and repeatedly with "" in between. It
+                may raise an error.
 
         Raises:
             LaunchError: The driver refused the launch, has exited, or took too long.

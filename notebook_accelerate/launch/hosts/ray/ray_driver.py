@@ -8,7 +8,7 @@ The ranks' resources are reserved by a placement group with one bundle per rank.
 actor is started on each node, in one of the node's bundles. The actor itself requests no resources, because the ranks
 use those of the bundles. Ray assigns devices to a bundle when it reserves the group, and shows them only to tasks and
 actors in the bundle, so a short task in each bundle reports its devices. A second group with one bundle per node would
-need no tasks, but others could take the resources between the two groups.
+need no tasks, but others could take the resources while the first group is replaced by the second.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ class Driver:
         return {"scheduling_strategy": strategy, "runtime_env": self._cluster.runtime_env or None}
 
     def _devices(self) -> list[dict[str, str]]:
-        """Return, for each bundle, the environment variables in which Ray lists the devices."""
+        """Return the environment variables that list the devices of each bundle, by index."""
         import ray
 
         others = {name: amount for name, amount in self._bundle.items() if name not in ("CPU", "GPU")}
@@ -341,7 +341,7 @@ def _end_reason(node: Node, error: Exception) -> str:
 
 
 def _node_death(node: Node) -> str:
-    """Return a text if a node has died, or "" otherwise. Ray reports the death of a node later than its actor's."""
+    """Return a message if a node has died, or "" otherwise. Ray reports a node's death later than its actor's."""
     deadline = time.monotonic() + NODE_SECONDS
     with suppress(Exception):  # If the cluster is lost, it does not answer.
         while time.monotonic() < deadline:

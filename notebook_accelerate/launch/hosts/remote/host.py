@@ -1,4 +1,4 @@
-"""A host, which runs ranks on its machine for a kernel elsewhere, and relays messages between the two."""
+"""Run ranks on this machine for a kernel elsewhere, and relay messages between the ranks and the kernel."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.1
 """Seconds between polls of the ranks, on systems that cannot report when a process exits."""
 RELAY_SECONDS = 0.1
-"""Seconds between two relays of steady output. The kernel sends no more than ten messages a second to a front end."""
+"""Seconds between two relays of steady output, because the kernel sends a front end at most ten messages a second."""
 GUARD_SECONDS = 1.0
 """Seconds between two checks that the orphan guard is running."""
 

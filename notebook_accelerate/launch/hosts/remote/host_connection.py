@@ -44,7 +44,7 @@ class HostConnection:
         hello: The host's first message.
         clock_offset: Seconds to add to the host's time to get this machine's time, or 0 if the difference is smaller
             than the delay of messages.
-        lost: Why the host no longer takes part, or "" if it does.
+        lost: Why the host no longer takes part, or "" while it does.
         ranks: The host's ranks that have not been closed.
         cells: The cells of the host's notebook, or None if the host is not a notebook.
         on_last_end: A function to call when the last of the host's ranks has been closed.
@@ -70,7 +70,7 @@ class HostConnection:
         return protocol.node_name(self.node, self.hello.host)
 
     def measure_clock(self) -> None:
-        """Request the host's time and store the difference to this machine's.
+        """Request the host's time, and store its difference from this machine's.
 
         Of several replies, the fastest one has the smallest error, half of its round-trip time (as in NTP, RFC 5905).
         """
@@ -215,7 +215,7 @@ class HostConnection:
     def capture_stacks(self, rank: int) -> ProcessStacks:
         """Make the host capture the stacks of a rank, and return them. They are empty if there is no reply in time."""
         number, replies = next(self._numbers), SimpleQueue[protocol.CapturedStacksEvent | None]()
-        self._captured[number] = replies  # This is a queue because an interrupt of the caller leaves no lock held.
+        self._captured[number] = replies  # Use a queue, so that an interrupt of the caller leaves no lock held.
         self.send(protocol.CaptureStacksOrder(rank, number))
         answer = None
         with suppress(Empty):
@@ -252,7 +252,7 @@ class RemoteRank(RankProcess):
 
     def dispatch(self, source: str, data: bytes) -> None:
         """Pass on a piece of the rank's frames or output to the listener; see ``RelayEvent``."""
-        assert self.listener is not None, "pieces are handled when it is connected"
+        assert self.listener is not None, "pieces are handled only once a listener is connected"
         if source == protocol.CHANNEL:
             self.listener.on_frames(self.rank, data)
         elif source == protocol.SAMPLES:

@@ -25,7 +25,7 @@ class HelloEvent(Event):
         versions: The versions of Python and packages by name: python, torch, notebook_accelerate.
         kind: `NOTEBOOK` or `COMMAND`.
         pid: The id of the host's process.
-        processes: The number of ranks to start on the host. 0 means as many as in the first notebook.
+        processes: The number of ranks to start on the host, or 0 for as many as in the first notebook.
         accelerator: Device type of the host's ranks.
         num_nodes: The number of nodes that the host was launched with, or 0 if unknown.
         rdzv_id: The name of the run to join, or "" for any run.
@@ -99,7 +99,7 @@ class JournalEvent(Event):
 
 @dataclass(slots=True)
 class StopRequest(Event):
-    """The user of the host stops the run. The ranks have ``grace`` seconds to end."""
+    """The host's user has stopped the run. The ranks have ``grace`` seconds to end."""
 
     grace: float
 

@@ -46,7 +46,7 @@ CHECK_SECONDS = 0.2
 MESSAGES = 100
 """Maximum number of messages to read before other sockets get their turn."""
 MAX_WAITING = 1024
-"""Maximum number of connections in the handshake. It is smaller if only few files may be open. Another connection
+"""Maximum number of connections in their handshake, or fewer if the limit on open files is low. A further connection
 closes the oldest one."""
 MAX_REPORTS = 20
 """Maximum number of refused connections to report one by one. Of the others, only the number is reported."""
@@ -73,7 +73,7 @@ class HostListener(Exchange):
     Args:
         address: The only address of this machine to listen on.
         secret: The secret that a host must know.
-        port: The port to listen on. 0 means any free port.
+        port: The port to listen on, or 0 for any free port.
         report: A function to call, on the listener's thread, with a line about each refused connection.
         keep_alive: The keep-alive interval, and how long a host may be silent before it counts as lost, in seconds.
 
@@ -242,7 +242,7 @@ class HostListener(Exchange):
 
     def _authorize(self) -> None:
         """Answer libzmq's question whether to accept a client (ZeroMQ RFC 27)."""
-        self._observe()  # Count the client's connection first, because it is then still in its handshake.
+        self._observe()  # Count the client's connection now, while it is still in its handshake.
         version, number, _, _, _, mechanism, *credentials = self._zap.recv_multipart()
         known = mechanism == b"CURVE" and len(credentials) == 1 and z85.encode(credentials[0]) == self._allowed
         known = known and not self._stopping.is_set()
@@ -302,7 +302,7 @@ class KernelConnection(Exchange):
         stopping: See `connect_to_kernel`.
 
     Attributes:
-        stream: The stream to the kernel. Closing it waits until all data has been sent, or cannot be sent.
+        stream: The stream to the kernel. Closing it waits until all data has been sent, unless the kernel is lost.
 
     Raises:
         AuthenticationError: See `connect_to_kernel`.
