@@ -400,8 +400,8 @@ class RecordStream:
     def _readable(self) -> int:
         """Return how many waiting records may be sent.
 
-        The end of the run is sent only once it has been saved, so that a kernel that has received the end also finds it and
-        the results in the run's folder.
+        The end of the run is sent only once it has been saved, so that a kernel that has received the end also finds it
+        and the results in the run's folder.
         """
         if self._run.done or internals(self._run).journal.state.unsaved:
             return len(self._waiting)

@@ -39,7 +39,8 @@ class ActorHost(FunctionHost):
 
     Ray's workers kill their child processes before they exit, for example when their node is lost (Ray 2.60,
     `QuickExit`). In this case, the ranks' failures are only a consequence, and this host is lost a moment later.
-    Therefore, the host waits for a moment before it reports that a SIGKILL ended a rank without a request from the kernel.
+    Therefore, the host waits for a moment before it reports that a SIGKILL ended a rank without a request from the
+    kernel.
     """
 
     _killed_by_order = _has_waited = False
