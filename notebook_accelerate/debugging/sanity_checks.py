@@ -126,17 +126,23 @@ class SanityChecks:
         value = numbers[ranks[0]][1]
         what, where = _NUMBERS[check]
         if len(ranks) == self._world:
-            # The norm of gradients may overflow on all ranks while a loss scaler searches for its scale.
-            everywhere = " on all ranks" if self._world > 1 else ""
-            text = (
-                f"the {what} became {value}{everywhere} at {where} #{first}; look at the data there: run.ask('batch')"
-            )
-            return self._once(check, text) if check == "loss" else []
+            return self._not_finite_anywhere(check, first, value)
         lost = {rank for rank, (key, _) in self._numbers.get("loss", {}).items() if key <= first}
         if check == "local gradients" and lost.issuperset(ranks):  # The cause is the loss, which was already reported.
             return []
         text = f"the {what} of {rank_names(ranks)} became {value} at {where} #{first}, before any other rank's; "
         return self._once(check, text + f"look at the data there: run.ask('batch', ranks={ranks})")
+
+    def _not_finite_anywhere(self, check: str, number: int, value: float) -> list[str]:
+        """Return the warning about a loss that is not finite on all ranks, unless its cause was already reported.
+
+        The norm of gradients may overflow on all ranks while a loss scaler searches for its scale.
+        """
+        if check != "loss" or self._warned & _NUMBERS.keys():
+            return []
+        where = " on all ranks" if self._world > 1 else ""
+        text = f"the loss became {value}{where} at backward #{number}; look at the data there: run.ask('batch')"
+        return self._once(check, text)
 
     def _far_behind(self, steps: Mapping[int, int]) -> list[str]:
         now = self._clock()

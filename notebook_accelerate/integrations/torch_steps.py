@@ -6,6 +6,7 @@ The hooks do nothing while this package's own Accelerator counts and times the s
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from functools import wraps
 from typing import Any
@@ -26,6 +27,8 @@ from notebook_accelerate.telemetry.automatic_metrics import (
 
 LONE_STEPS = 3
 """After this many steps without a process group, several ranks are considered to train separately."""
+
+_LIGHTNING = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
 
 
 class _Steps:
@@ -59,10 +62,10 @@ def _warn_of_lone_ranks() -> None:
     if world > 1 and not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         from notebook_accelerate.telemetry.debug_protocol import CheckEvent
 
-        text = (
-            f"{world} ranks train without a process group, so each trains a separate model on "
-            "its batches; call torch.distributed.init_process_group() first, or train with an Accelerator"
-        )
+        fix = "call torch.distributed.init_process_group() first, or train with an Accelerator"
+        if any(name in sys.modules for name in _LIGHTNING):
+            fix = f"write Trainer(devices={os.environ.get('LOCAL_WORLD_SIZE', world)}, strategy='ddp')"
+        text = f"{world} ranks train without a process group, so each trains a separate model on its batches; {fix}"
         telemetry.emit(CheckEvent("mistake", LONE_STEPS, [], text))
 
 

@@ -11,6 +11,7 @@ the check of a gradient in each backward of a model under DDP.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from itertools import islice
@@ -65,6 +66,7 @@ class SanityFacts:
         self._parameters: set[int] = set()
         self._wrappers: list[Any] = []
         self._unprepared: RemovableHandle | None = None
+        self._first_optimizer: weakref.ref[Any] | None = None
         self._steps = 0
         self._any_steps = 0
         self._backwards = 0
@@ -129,12 +131,23 @@ class SanityFacts:
             return
         self._any_steps += 1
         known = any(optimizer is mine for mine in self._optimizers)
+        if not self._parameters and not known:
+            self._on_step_of_unprepared_model(optimizer)
         if not known and any(id(parameter) in self._parameters for parameter in _parameters(optimizer)):
             name = type(optimizer).__name__
             fix = f"{name} steps parameters of a prepared model but was not prepared itself: "
             fix += "optimizer = accelerator.prepare(optimizer)"
             _send("mistake", 0, [], fix)
             self._any_steps = UNPREPARED_STEPS
+
+    def _on_step_of_unprepared_model(self, optimizer: Any) -> None:
+        """Send the parameters of a model if no model was prepared. They are equal if the user averages gradients."""
+        if self._first_optimizer is None:
+            self._first_optimizer = weakref.ref(optimizer)
+        if self._first_optimizer() is optimizer:
+            self._steps += 1
+            if self._steps in _POWERS_OF_TEN:
+                _send("parameters", self._steps, fingerprint(_parameters(optimizer)))
 
     def _remove_step_hook(self) -> None:
         """Remove the hook of all optimizers. Don't call this inside the hook, while torch iterates over its hooks."""
@@ -147,6 +160,8 @@ class SanityFacts:
         """Report a loss that is not finite, before its backward pass."""
         if self._is_launched:
             self._backwards += 1
+            if self.active and self._unprepared is None:
+                self._unprepared = register_optimizer_step_post_hook(self._on_any_step)
             if self._backwards % UNPREPARED_STEPS == 1:
                 self._remove_step_hook()
             self._check_finite("loss", self._backwards, loss)

@@ -33,7 +33,7 @@ def trainer():
     made.train()
     return made.args.parallel_mode.name, made.state.global_step
 
-def lightning():
+def lightning(devices=2):
     import lightning
     class Module(lightning.LightningModule):
         def __init__(self):
@@ -47,7 +47,8 @@ def lightning():
             return torch.optim.SGD(self.parameters(), lr=0.1)
     data = torch.utils.data.TensorDataset(torch.randn(64, 4))
     made = lightning.Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, logger=False, enable_checkpointing=False
+        accelerator="cpu", devices=devices, strategy="ddp" if devices > 1 else "auto", max_epochs=2, logger=False,
+        enable_checkpointing=False,
     )
     made.fit(Module(), torch.utils.data.DataLoader(data, batch_size=4))
     return made.world_size, made.global_step
@@ -103,6 +104,14 @@ def test_the_trainer_of_lightning_reports_to_the_run(kernel: Kernel, method: str
     assert kernel.value("points(run, 'train_loss')") == [[rank, step] for rank in (0, 1) for step in range(1, 17)]
     assert kernel.value("[row.last_step for row in run.ranks]") == [16, 16]
     assert "from a fork" not in cell.plain
+
+
+def test_a_trainer_of_lightning_that_does_not_use_the_other_ranks_is_reported(kernel: Kernel) -> None:
+    kernel.check("run = launch(lightning, 1)")
+    assert kernel.value("[world for world, _ in run.results]") == [1, 1]
+    [warning] = kernel.value("run.warnings")
+    assert "2 ranks train without a process group" in warning
+    assert warning.endswith("; write Trainer(devices=2, strategy='ddp')")
 
 
 @pytest.mark.parametrize("method", ["fork", "zygote"])

@@ -591,6 +591,29 @@ def test_common_mistakes_are_named_once(kernel: Kernel) -> None:
     assert cell.stderr.count("⚠") == 3
 
 
+@pytest.mark.parametrize("prepared", ["model", "nothing"])
+def test_a_model_that_was_not_prepared_is_reported_once(kernel: Kernel, prepared: str) -> None:
+    kernel.check(
+        "def forgotten(prepared):\n"
+        "    accelerator = Accelerator()\n"
+        "    model = torch.nn.Linear(4, 1)\n"
+        "    if prepared == 'model':\n"
+        "        model = accelerator.prepare(model)\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), 0.01)\n"
+        "    if prepared == 'model':\n"
+        "        optimizer = accelerator.prepare(optimizer)\n"
+        "    for _ in range(12):\n"
+        "        accelerator.backward(model(torch.randn(4, 4)).pow(2).mean())\n"
+        "        optimizer.step()\n"
+        "        optimizer.zero_grad()\n"
+    )
+    kernel.check(f"run = launch(forgotten, {prepared!r})")
+    warnings = kernel.value("run.warnings")
+    assert len(warnings) == (prepared == "nothing"), warnings
+    text = "parameters of rank 1 differ from those of rank 0 after optimizer step 1; ranks train apart: model = "
+    assert all(warning.startswith(text) for warning in warnings)
+
+
 def test_a_gradient_that_is_nan_on_one_rank_only_is_reported(kernel: Kernel) -> None:
     """The loss is finite, and averaged gradients are NaN on all ranks, so only the rank itself can notice its NaN."""
     kernel.check(

@@ -296,6 +296,19 @@ def test_an_unprepared_optimizer_is_reported_once(sink: RecordingSink) -> None:
     assert text.endswith("was not prepared itself: optimizer = accelerator.prepare(optimizer)")
 
 
+def test_the_parameters_of_a_model_that_was_not_prepared_are_compared(sink: RecordingSink) -> None:
+    checks = SanityFacts(several=True)
+    model, optimizer = _training()
+    other, second = _training()
+    for _ in range(11):
+        checks.loss(torch.tensor(1.0))
+        _step(model, optimizer)
+        _step(other, second)
+    assert [key for key, _ in sink.facts("parameters")] == [1, 10]
+    checks.prepared([model], [_Prepared(optimizer)], [])
+    assert [key for key, _ in sink.facts("parameters")] == [1, 10, 0]
+
+
 def test_the_hook_on_all_optimizers_is_removed(sink: RecordingSink) -> None:
     model, optimizer = _training()
     before = len(_global_optimizer_post_hooks)
