@@ -98,6 +98,8 @@ def _moved(source: torch.Tensor, device: torch.device, tied: TiedParams | None, 
     copies = (tied or {}).get(source.data_ptr()) if source.device.type != "meta" else None
     if copies and device in copies:
         return copies[device].detach()
+    if device.type == "xpu" and not torch.xpu.is_available():
+        raise ValueError(f'{device} is not available, you should use device="cpu" instead')
     return source.to(device, non_blocking=non_blocking)
 
 

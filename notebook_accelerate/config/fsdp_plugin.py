@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from notebook_accelerate._loggers import accelerate_logger
 from notebook_accelerate.config import constants, environ
-from notebook_accelerate.config.plain_values import check_one_of
+from notebook_accelerate.config.plain_values import check_one_of, check_whole_number
 from notebook_accelerate.config.settings import (
     SettingsSection,
     check_choices,
@@ -178,6 +178,12 @@ class FullyShardedDataParallelPlugin:
         allowed = constants.FSDP_STATE_DICT_TYPE if self.fsdp_version == 1 else constants.FSDP2_STATE_DICT_TYPE
         default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
         self.state_dict_type = choice("state_dict_type", self.state_dict_type or default, allowed)
+        if self.min_num_params is not None:
+            check_whole_number("min_num_params", self.min_num_params, least=0)
+        if self.activation_checkpointing_offload and not self.activation_checkpointing:
+            raise ValueError(
+                "activation_checkpointing_offload=True has no effect alone; pass activation_checkpointing=True, too"
+            )
 
     def _check_version_2(self) -> None:
         sharding = " (reshard_after_forward=True shards like FULL_SHARD, False like SHARD_GRAD_OP)"

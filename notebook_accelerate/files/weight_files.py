@@ -142,8 +142,24 @@ def safetensors_sources(path: Path) -> Mapping[str, FileSource]:
     try:
         stat = path.stat()
         return _sources(path, stat.st_mtime_ns, stat.st_size)
+    except _OtherFrameworkError:
+        raise
     except UNREADABLE as error:
         raise BrokenCheckpointError(f"{path} is broken: {error}") from error
+
+
+class _OtherFrameworkError(BrokenCheckpointError, OSError, ValueError):
+    """Raised when a file's weights have the layout of another framework. Accelerate raises one of the last two."""
+
+
+def _check_framework(path: Path, metadata: Mapping[str, str]) -> None:
+    """Refuse the weights of other frameworks, whose layouts differ even if names and shapes match."""
+    framework = metadata.get("format", "pt")
+    if framework != "pt":
+        raise _OtherFrameworkError(
+            f"{path} was saved for {framework!r}, and may have another layout of weights; convert it to PyTorch, and "
+            'save it with the metadata {"format": "pt"}'
+        )
 
 
 @functools.lru_cache(maxsize=64)
@@ -154,7 +170,7 @@ def _sources(path: Path, _modified: int, size: int) -> dict[str, FileSource]:
         if length > min(_MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"its header has {length:,} bytes, but the file has {size:,}")
         header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
+    _check_framework(path, header.pop("__metadata__", None) or {})
     sources, end = {}, 0
     for name, info in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, stop = info["data_offsets"]

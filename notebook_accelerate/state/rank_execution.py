@@ -96,7 +96,7 @@ class RankExecution:
         Returns:
             The decorated function. On other ranks, it does nothing and returns None.
         """
-        return _only_if(lambda: self.is_main_process, function)
+        return _only_if(self, lambda: self.is_main_process, function)
 
     @overload
     def on_local_main_process(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]: ...
@@ -113,7 +113,7 @@ class RankExecution:
         Returns:
             The decorated function. On other ranks, it does nothing and returns None.
         """
-        return _only_if(lambda: self.is_local_main_process, function)
+        return _only_if(self, lambda: self.is_local_main_process, function)
 
     def on_last_process(self, function: Callable[_P, _R]) -> Callable[_P, _R | None]:
         """Make `function` run only on the last rank.
@@ -124,7 +124,7 @@ class RankExecution:
         Returns:
             The decorated function. On other ranks, it does nothing and returns None.
         """
-        return _only_if(lambda: self.is_last_process, function)
+        return _only_if(self, lambda: self.is_last_process, function)
 
     @overload
     def on_process(self, function: Callable[_P, _R], process_index: int | None = None) -> Callable[_P, _R | None]: ...
@@ -145,7 +145,7 @@ class RankExecution:
         Returns:
             The decorated function. On other ranks, it does nothing and returns None.
         """
-        return _only_if(lambda: process_index in {None, self.process_index} or self.num_processes == 1, function)
+        return _only_if(self, lambda: process_index in {None, self.process_index} or self.num_processes == 1, function)
 
     @overload
     def on_local_process(
@@ -181,16 +181,21 @@ class RankExecution:
             warn_once("on_local_process(local_process_idx=...) is deprecated: pass local_process_index=...")
             local_process_index = local_process_idx
         wanted = local_process_index
-        return _only_if(lambda: wanted in {None, self.local_process_index} or self.num_processes == 1, function)
+        return _only_if(self, lambda: wanted in {None, self.local_process_index} or self.num_processes == 1, function)
 
 
-def _only_if(condition: Callable[[], bool], function: Callable[..., Any] | None) -> Callable[..., Any]:
+def _only_if(owner: object, condition: Callable[[], bool], function: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return a function that calls `function` only if `condition` is true.
 
     The condition is evaluated in each call, because the process may be forked after the function was decorated.
     """
+    if not isinstance(owner, RankExecution):
+        raise ValueError(
+            f"{owner!r} is decorated by a method of a class, which needs an instance: write "
+            "accelerator = Accelerator(), and then @accelerator.on_main_process"
+        )
     if function is None:
-        return functools.partial(_only_if, condition)
+        return functools.partial(_only_if, owner, condition)
     if not callable(function):
         raise ValueError(f"{function!r} is not a function; decorate a function, as in @state.on_main_process")
 

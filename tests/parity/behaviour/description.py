@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import inspect
 import math
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -76,7 +77,7 @@ _KINDS: tuple[tuple[Any, Any], ...] = (
     (type, lambda value, _: f"class {value.__name__}"),
     ((FunctionType, MethodType), lambda value, _: f"function {value.__name__}"),
     (inspect.Signature, lambda value, _: list(value.parameters)),
-    (BaseException, lambda value, _: {"exception": lineage(type(value))}),
+    (BaseException, lambda value, _: {"exception": lineage(type(value)), "raised at": raised_at(value)}),
     (Mapping, _mapping),
     ((list, tuple), _sequence),
     ((set, frozenset), lambda value, depth: sorted((describe(item, depth) for item in value), key=repr)),
@@ -85,6 +86,15 @@ _KINDS: tuple[tuple[Any, Any], ...] = (
 
 # If Accelerate does not check an argument, it fails with one of these, while this package raises ValueError.
 _UNCHECKED = {"AttributeError", "TypeError", "KeyError", "IndexError", "AssertionError", "NotImplementedError"}
+
+
+def raised_at(error: BaseException) -> str | None:
+    """Return the innermost position in the package accelerate that an exception came through, as ``file:line``."""
+    found = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        _, inside, path = frame.f_code.co_filename.rpartition("/accelerate/")
+        found = f"{path}:{line}" if inside else found
+    return found
 
 
 def lineage(kind: type) -> list[str]:

@@ -318,5 +318,29 @@ _BY_REASON: dict[str, list[str]] = {
         "loaders: type(get_sampler(DataLoader(torch.arange(3), batch_size=None)))",
         "loaders, 2 ranks: _read(batch_size=None)",
     ],
+    "Accelerate checks the type of deepspeed_plugin only if DeepSpeed is installed": [
+        "refusals: Accelerator(deepspeed_plugin=3)",
+    ],
+    "saving a model without weights raises a ValueError here, and a RuntimeError in Accelerate": [
+        "refusals: Accelerator().save_model(nn.Linear(1, 1, device='meta'), 'folder')",
+    ],
+    "an AcceleratorState with other settings changes them here, with a warning; Accelerate refuses it": [
+        "refusals: _again(mixed_precision='bf16')",
+    ],
+    "checkpointed activations can be offloaded in FSDP 1, too; Accelerate offloads them in FSDP 2 only": [
+        "refusals: FullyShardedDataParallelPlugin(fsdp_version=1, activation_checkpointing=True, activation_checkpointing_offload=True)",
+    ],
+    "wrappers that convert outputs to float32 can be pickled here": [
+        "refusals: pickle.dumps(operations.ConvertOutputsToFp32(len))",
+    ],
+    "check_device_map refuses incomplete device maps here; Accelerate also refuses them when it checks tied parameters": [
+        "refusals: modeling.check_tied_parameters_on_same_device([['a.b', 'c']], {'a': 0})",
+    ],
+    "deepspeed_required checks first whether DeepSpeed is installed; Accelerate checks first whether it is enabled": [
+        "refusals: Accelerator().prepare(optimizer()).optimizer and utils.deepspeed_required(print)()",
+    ],
+    "set_to_none raises a TypeError here, and a ValueError in Accelerate, if the optimizer's zero_grad does not accept it": [
+        "refusals: _zero_grad()",
+    ],
 }
 KNOWN_DIFFERENCES = {name: reason for reason, names in _BY_REASON.items() for name in names}

@@ -11,6 +11,7 @@ pytest.importorskip("accelerate", reason="the real package is not installed: mak
 
 from tests.parity.behaviour.both_sides import compare, run_both
 from tests.parity.behaviour.coverage import names_without_programs
+from tests.parity.behaviour.error_conditions import REASONS, error_conditions, programs_by_position, read_table
 from tests.parity.behaviour.known_differences import KNOWN_DIFFERENCES
 from tests.parity.behaviour.program_table import Program, programs
 
@@ -37,6 +38,23 @@ def test_a_program_behaves_as_on_accelerate(each: Program, outcomes: Outcomes) -
 
 def test_known_differences_name_existing_programs() -> None:
     assert KNOWN_DIFFERENCES.keys() <= PROGRAMS.keys()
+
+
+def test_the_table_lists_every_error_condition_of_accelerate() -> None:
+    rows = read_table()
+    assert rows.keys() == error_conditions().keys(), "run: python -m tests.parity.behaviour.error_conditions"
+    assert {row for row in rows.values() if row not in REASONS} <= PROGRAMS.keys()
+
+
+def test_programs_provoke_the_error_conditions_of_their_rows(outcomes: Outcomes) -> None:
+    reached, rows = programs_by_position(outcomes[0]), read_table()
+    wrong = []
+    for key, condition in error_conditions().items():
+        row = rows[key]
+        skipped = row in PROGRAMS and "skipped" in outcomes[0][row]
+        if row not in REASONS and not skipped and row not in reached[f"{condition.file}:{condition.line}"]:
+            wrong.append(f"{key}: not provoked by {row}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_every_public_name_has_a_program() -> None:

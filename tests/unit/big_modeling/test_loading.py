@@ -111,6 +111,16 @@ def test_weights_are_loaded_into_existing_memory(tmp_path: Path) -> None:
     assert torch.equal(other.emb.weight, model.emb.weight)
 
 
+@pytest.mark.parametrize("framework", ["tf", "flax", "other"])
+def test_weights_of_other_frameworks_are_refused(tmp_path: Path, framework: str) -> None:
+    save_file(
+        _empty().to_empty(device="cpu").state_dict(), tmp_path / "model.safetensors", metadata={"format": framework}
+    )
+    for error in (OSError, ValueError, RuntimeError):  # Accelerate raises one of the first two.
+        with pytest.raises(error, match=f"was saved for '{framework}'"):
+            load_checkpoint_and_dispatch(_empty(), tmp_path, {"": "cpu"})
+
+
 def test_names_that_do_not_match_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = dict(ThreeLayers().state_dict())
     state["zip.weight"] = state.pop("linear1.bias")

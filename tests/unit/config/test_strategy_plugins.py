@@ -135,3 +135,14 @@ def test_quantization_has_one_width_and_torch_dtypes() -> None:
 def test_quantization_settings_are_checked(values: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         BnbQuantizationConfig(**values)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_fsdp_refuses_settings_without_effect(version: int) -> None:
+    with pytest.raises(ValueError, match="has no effect alone; pass activation_checkpointing=True, too"):
+        FullyShardedDataParallelPlugin(fsdp_version=version, activation_checkpointing_offload=True)
+    FullyShardedDataParallelPlugin(
+        fsdp_version=version, activation_checkpointing=True, activation_checkpointing_offload=True
+    )
+    with pytest.raises(ValueError, match="min_num_params='many' is not allowed; pass a whole number"):
+        FullyShardedDataParallelPlugin(fsdp_version=version, min_num_params="many")  # type: ignore[arg-type]

@@ -218,3 +218,9 @@ class TestGradientState:
         second._set_sync_gradients(False)
         assert first.sync_gradients
         assert not GradientState().sync_gradients
+
+
+@pytest.mark.parametrize("name", ["on_main_process", "on_local_main_process", "on_process", "on_local_process"])
+def test_a_decorator_of_a_class_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"which needs an instance: write accelerator = Accelerator\(\)"):
+        getattr(PartialState, name)(len)
