@@ -1,8 +1,8 @@
 """Cell magics for warm ranks: ``%%ranks``, ``%%rank``, ``%rank_start``, ... (``%load_ext notebook_accelerate``).
 
 Several notebooks that share a secret, in the environment variable NOTEBOOK_ACCELERATE_SECRET or in a ``LaunchConfig``,
-can share warm ranks: cells of the first notebook run on all ranks, and cells of another notebook on that notebook's
-ranks.
+can share warm ranks: cells of the first notebook run on all ranks, and cells of another notebook run only on the ranks
+of that notebook.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class RankMagics(Magics):
     def rank_status(self, line: str) -> None:
         """Print the state of the warm ranks."""
         if self.group is None:
-            print("no warm ranks; start them: %%ranks -n 2")  # noqa: T201 - the output of a command in a cell
+            print("no warm ranks; start some: %%ranks -n 2")  # noqa: T201 - the output of a command in a cell
             return
         print(self.group.run)  # noqa: T201 - the same
         if not self.group.alive:
@@ -108,7 +108,7 @@ class RankMagics(Magics):
             LaunchError: The ranks could not be started.
         """
         if self.group is None:
-            raise ValueError("there are no warm ranks; start them: %%ranks -n 2")
+            raise ValueError("there are no warm ranks; start some: %%ranks -n 2")
         self.group.restart()
 
     @line_magic
@@ -141,7 +141,7 @@ class RankMagics(Magics):
             named = self.shell.user_ns.get(options.config)
             if not isinstance(named, LaunchConfig):
                 raise ValueError(
-                    f"-c {options.config}: the kernel has no LaunchConfig of this name; write one first: "
+                    f"-c {options.config}: the kernel has no LaunchConfig with this name; create one first: "
                     f"{options.config} = LaunchConfig(num_processes=2)"
                 )
             return named.changed(**given)
@@ -151,7 +151,7 @@ class RankMagics(Magics):
 
     def _running(self) -> WarmRanks:
         if self.group is None or not self.group.alive:
-            raise ValueError("there are no warm ranks; start them: %%ranks -n 2")
+            raise ValueError("there are no warm ranks; start some: %%ranks -n 2")
         return self.group
 
     def _execute(
@@ -159,7 +159,7 @@ class RankMagics(Magics):
     ) -> None:
         user = self.shell.user_ns
         if missing := [name for name in inputs if name not in user]:
-            raise ValueError(f"-i {','.join(missing)}: not a variable of the kernel; assign a value in a cell first")
+            raise ValueError(f"-i {','.join(missing)}: no such variable in the kernel; assign a value in a cell first")
         source = "\n" + cell  # The line with the magic counts as the cell's first line.
         filename = self.shell.compile.cache(source, self.shell.execution_count)
         result = group.execute(source, filename, ranks, {name: user[name] for name in inputs}, outputs)
@@ -199,7 +199,7 @@ def _with_variables(parser: _Parser) -> _Parser:
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if bad := [name for name in names if not name.isidentifier()]:
-        raise ValueError(f"{', '.join(bad)}: not a name of a variable; write names separated by commas: -i a,b")
+        raise ValueError(f"not valid variable names: {', '.join(bad)}; separate the names with commas: -i a,b")
     return names
 
 

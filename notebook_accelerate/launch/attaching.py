@@ -108,7 +108,7 @@ def running_entries() -> list[DetachedEntry]:
     found = []
     for entry in run_directory.entries():
         known = _attached.get(entry.folder)
-        # Ask the attached run too, because its folder may have been deleted.
+        # Check the attached run's state too, because its folder, with the summary, may have been deleted.
         ended = known is not None and known.ended is not None and known.status != "lost"
         # A run with a summary is over, even if its process needs another moment to exit.
         if entry.lives and not ended and read_summary(Path(entry.folder)) is None:
@@ -142,7 +142,7 @@ def stop_detached(grace: float) -> None:
 
 
 def _stop_read(run: Run, grace: float) -> None:
-    run.stop(grace, wait=False)  # Even without waiting, this blocks for seconds if the supervisor does not read.
+    run.stop(grace, wait=False)  # Even with wait=False, this blocks for seconds if the supervisor does not read.
     while not run.done or run.held or internals(run).commands.connected:
         time.sleep(0.05)
 

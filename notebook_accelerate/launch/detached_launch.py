@@ -91,7 +91,7 @@ def launch_detached(
     if resume is not None and resume.folder is None:
         raise LaunchError(
             f"run {resume.name} is not kept in a folder, so a detached run cannot continue it; "
-            f"launch it with detach=False, or keep it next time: notebook_launcher(..., save='runs')"
+            f"pass detach=False, or keep runs that you may want to continue: notebook_launcher(..., save='runs')"
         )
     with ExitStack() as undo:
         payload = to_file(function, arguments)
@@ -132,13 +132,14 @@ def _claimed_name(config: LaunchConfig, function_name: str, resume: Run | None) 
     """Claim a name that no running detached run has. Return the name and the descriptor of the claim.
 
     Raises:
-        ValueError: The user's name belongs to a run that is still running, or is not allowed.
-        LaunchError: The folder for the claims cannot be written.
+        ValueError: The name that the user chose belongs to a run that is still running, or is not allowed.
+        LaunchError: The folder for the claims cannot be written to.
     """
     given = config.name or ("" if resume is None else resume.name)
     try:
         if given:
-            config.changed(name=given)  # Check the name, because the run to resume may have been opened from a file.
+            # Check the name, because it may be that of a run to resume, which was read from a file.
+            config.changed(name=given)
             return given, _claim(given)
         while True:
             name = default_name(function_name, next_number())
@@ -219,6 +220,6 @@ def _answer(connection: socket.socket) -> dict[str, Any] | None:
         if not received:
             break
         data += received
-    line, end, _ = data.partition(b"\n")  # Ignore an error after the folder, because the run records it itself.
+    line, end, _ = data.partition(b"\n")  # Ignore an error that follows the folder; the run records it.
     found: dict[str, Any] | None = json.loads(line) if end else None
     return found

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 HELD_SECONDS = 3600
 """How many seconds the ranks of a failed run are held for the debugger while no kernel is attached."""
 HELD_VARIABLE = "NOTEBOOK_ACCELERATE_HELD_SECONDS"
-"""The environment variable that overrides `HELD_SECONDS`, read from the launching kernel."""
+"""The environment variable that overrides `HELD_SECONDS`. It is inherited from the launching kernel."""
 
 
 def main(order: int, payload: int, answer: int, claimed: int) -> None:
@@ -168,7 +168,7 @@ def held_seconds() -> int:
 
 
 def _discard_output() -> None:
-    """Stop writing to the start-up log, which no one can read. The run's journal contains its output."""
+    """Stop writing to the start-up log, which no one reads after the launch. The run's journal contains its output."""
     sys.stdout.flush()
     null = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):

@@ -63,7 +63,7 @@ def resumption_of(run: Run) -> Resumption:
         run: The run to continue, which must have ended.
 
     Raises:
-        ValueError: ``run`` is not a run, is still running, has held ranks, or has succeeded without a checkpoint.
+        ValueError: ``run`` is not a `Run`, is still running, has held ranks, or has succeeded without a checkpoint.
     """
     if not isinstance(run, Run):
         raise ValueError(
@@ -98,7 +98,7 @@ def newest_complete_checkpoint(run: Run) -> CheckpointEvent | None:
     A URL is accepted without a check, because only the ranks have the packages to access it.
     """
     for event in reversed(list(internals(run).store.checkpoints)):
-        with suppress(OSError, ValueError):  # The system may not allow the path, or the disk may not answer.
+        with suppress(OSError, ValueError):  # The path may not be allowed on this system, or its disk may not respond.
             if "://" in event.path or (Path(event.path) / MANIFEST_NAME).is_file():
                 return event
     return None

@@ -71,7 +71,7 @@ class Run:
         config: The launch configuration.
         function_name: Name of the launched function.
         journal: The journal to read. If None, a new one is created.
-        commands: Sends commands to the supervisor. None for a run without a supervisor.
+        commands: Sends commands to the supervisor, or None if the run has no supervisor.
         number: The run's number in this kernel. If None, the next free number is used.
         name: The run's name. If "", the configured name is used, or else the function's name with the run's number.
         arguments: The function's arguments by name, as plain values.
@@ -368,7 +368,7 @@ class Run:
         """End the run and return once every rank has exited. If the run is over, do nothing.
 
         If the run was detached, has finished, and its process is waiting for space on a full disk, that process exits
-        without writing the rest.
+        without writing the rest of the journal.
 
         Ranks receive a KeyboardInterrupt, then SIGTERM, then, after ``grace`` seconds, SIGKILL. A second call during
         the first kills the ranks immediately.
@@ -548,12 +548,13 @@ class Run:
 
         Args:
             ranks: The global indices of the ranks. None means all ranks.
-            estimate: The return value of ``estimate_memory`` for this training, for a comparison.
+            estimate: The return value of ``estimate_memory`` for the same training, to compare with.
             seconds: How long to wait for a step, at most 600. With 0, do not wait.
 
         Returns:
             The memory in bytes, by rank: parameters, gradients, optimizer state, activations, other tensors, cache and
-            process, also by module, by variable and by line. A cell whose last line is this object displays tables.
+            process. It is also broken down by module, by variable and by line. A cell whose last line is this object
+            displays tables.
 
         Raises:
             ValueError: ``seconds`` is not allowed, or there is no such rank.
@@ -753,7 +754,7 @@ class Run:
             ending, self._ending_callbacks = self._ending_callbacks, []
         try:
             _call(self, ending)
-        finally:  # Views of an inline run are called on the main thread, where an interrupt must not prevent the end.
+        finally:  # An interrupt may end the callbacks of an inline run, which are called on the main thread.
             with self._lock:
                 callbacks, self._callbacks = self._callbacks, []
                 self._done.set()
@@ -778,8 +779,8 @@ def rebuild(config: LaunchConfig, function_name: str, records: Iterable[Record])
 def without_results(run: Run) -> Run:
     """Return an ended run without its results and exception objects, which views and the registry must not keep."""
     why = (
-        f"the results of run {run.id} were freed: only the last runs keep theirs, and runs that a variable "
-        "refers to: run = notebook_launcher(...)"
+        f"the results of run {run.id} were freed: only the last runs, and runs that a variable refers to, "
+        "keep their results; assign the run to a variable: run = notebook_launcher(...)"
     )
     parts = internals(run)
     copied = Run(run.config, run.function_name, parts.journal.without_results(why), number=run.id, name=run.name)
@@ -831,8 +832,8 @@ def _metrics_of(store: Store) -> Metrics:
 
 
 def wait_for_release(run: Run) -> None:
-    """Wait until a run has ended, including any ranks that are held."""
-    # A subscriber may stop its run, but must not wait here: the run cannot end before the subscriber returns.
+    """Wait until a run has ended, and until any ranks that it holds have been released."""
+    # A subscriber may stop its run, but must not wait here, because the run cannot end before the subscriber returns.
     if threading.current_thread().name not in (f"notebook-accelerate-run-{run.id}", "notebook-accelerate-sampler"):
         wait_for(run._done)
         wait_for(run._released)

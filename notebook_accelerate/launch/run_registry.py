@@ -36,7 +36,7 @@ KEPT_RUNS = 100
 KEPT_RESULTS = 3
 """The number of most recently ended runs that keep their results even if the user no longer refers to them."""
 KEPT_RESULT_BYTES = 1 << 30
-"""The maximum total size of these results in bytes. The oldest are dropped first, and the last run's never."""
+"""Maximum total size in bytes of the results of these `KEPT_RESULTS` runs. The last run's are never dropped."""
 
 _GROUP: Any = getattr(builtins, "BaseExceptionGroup", None)
 """The class of exception groups, or None in Python 3.10."""
@@ -73,8 +73,8 @@ class _Entry:
     def clear_frames(self) -> bool:
         """Clear the local variables in the tracebacks of a failed run. Return whether there were any tracebacks.
 
-        If the function ran in the kernel itself, its frames refer to its tensors. After an out-of-memory error, they
-        hold the memory that the next launch needs. The tracebacks themselves remain.
+        If the function ran in the kernel itself, the frames refer to the function's tensors. After an out-of-memory
+        error, these tensors occupy the memory that the next launch needs. The tracebacks themselves remain.
         """
         run = self.run
         if run is None or run.ended is None:
@@ -99,7 +99,7 @@ class _Entry:
     def current(self) -> Run:
         """Return the run, or what is kept of it if the user no longer refers to it."""
         run = self._known() or self._summary
-        assert run is not None, "the entry referred to the run until it had a summary"
+        assert run is not None, "an entry refers to its run until the run's summary is made"
         return run
 
 
@@ -112,7 +112,7 @@ _watchers: list[weakref.WeakMethod[Callable[[Run], None]]] = []
 
 def _renew_lock() -> None:
     """Replace the lock in a forked process, where nothing releases it if another thread held it during the fork."""
-    global _lock  # noqa: PLW0603 - another thread cannot release a held lock
+    global _lock  # noqa: PLW0603 - a lock that another thread held cannot be released
     _lock = threading.RLock()
 
 
@@ -153,7 +153,7 @@ def _drop_old_results(_ended: Run) -> None:
     """Drop the results of all ended runs except the last few."""
     with _lock:
         ended = [entry.run for entry in _entries if entry.run is not None and entry.living is None]
-    # Drop failed launches too, because the frames of their errors refer to their arguments.
+    # Also drop the errors of launches that started no rank, because the errors' frames refer to the arguments.
     old = {run.id for run in ended if all(info.pid is None for info in run.ranks)}
     total = 0
     kept = [run for run in ended if run.id not in old]
@@ -277,7 +277,7 @@ def shutdown(all: bool = False) -> None:
 
 
 def release_held() -> None:
-    """Free the memory of failed runs for a launch: the ranks and local variables that are kept for inspection."""
+    """Free memory for a launch: end the ranks that failed runs hold, and clear the variables in their tracebacks."""
     held = [run for run in _living() if run.held]
     for run in held:
         run.stop(grace=1.0, wait=False)

@@ -132,9 +132,9 @@ def start_here(
 
 
 _UNUSABLE = (
-    (inspect.iscoroutinefunction, "an async function", "one that runs it: lambda *args: asyncio.run({name}(*args))"),
-    (inspect.isgeneratorfunction, "a generator function", "one that reads it: lambda *args: list({name}(*args))"),
-    (inspect.isasyncgenfunction, "an async generator function", "one that reads it with `async for`"),
+    (inspect.iscoroutinefunction, "an async function", "that runs it: lambda *args: asyncio.run({name}(*args))"),
+    (inspect.isgeneratorfunction, "a generator function", "that reads it: lambda *args: list({name}(*args))"),
+    (inspect.isasyncgenfunction, "an async generator function", "that reads it with `async for`"),
 )
 """Functions whose call does not run their body: how to recognise each kind, its name, and what to pass instead."""
 
@@ -154,7 +154,9 @@ def check_function(function: Callable[..., Any]) -> None:
     for is_unusable, kind, instead in _UNUSABLE:
         # Check `__call__` too, because calling an object calls that method of its class.
         if is_unusable(called) or is_unusable(type(called).__call__):
-            raise ValueError(f"{name} is {kind}, whose call does not run its body; pass {instead.format(name=name)}")
+            raise ValueError(
+                f"{name} is {kind}, whose call does not run its body; pass a function {instead.format(name=name)}"
+            )
 
 
 def _with_cluster_of_environment(config: LaunchConfig) -> LaunchConfig:

@@ -31,7 +31,7 @@ PROMPT_SECONDS = 0.05
 READY_SECONDS = 120.0
 """Seconds that ranks may take to start, once the other nodes have joined."""
 END_SECONDS = 10.0
-"""Seconds to wait for the reason when a group has ended."""
+"""Seconds to wait, after a group has ended, until the reason is known."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class WarmRanks:
     @property
     def size(self) -> int:
         """Number of ranks that this notebook has started."""
-        assert self.run.plan is not None, "it is running"
+        assert self.run.plan is not None, "a group that has started has a plan"
         return self.run.plan.num_processes
 
     def restart(self) -> None:
@@ -137,14 +137,14 @@ class WarmRanks:
         return self._result(wanted, replies)
 
     def _send(self, wanted: list[int], make: Callable[[int], CellRequest]) -> tuple[dict[int, int], bool]:
-        """Send the cell to ranks. Return the number of each rank's request, and False: no interrupt was caught."""
+        """Send the cell to ranks. Return the number of each rank's request, and False (not interrupted)."""
         return internals(self.run).commands.requests.send(wanted, make), False
 
     def _send_apart(self, wanted: list[int], make: Callable[[int], CellRequest]) -> tuple[dict[int, int], bool]:
         """Send the cell from another thread. Return the requests' numbers, and whether an interrupt arrived.
 
-        Sending variables takes time, and an interrupt of the sending thread would truncate a message, whose rest the
-        rank would wait for forever.
+        Sending variables takes time. If an interrupt reached the sending thread, it would truncate a message, and the
+        rank would wait forever for the rest.
         """
         sent: dict[int, int] = {}
         over = threading.Event()
@@ -198,7 +198,7 @@ class WarmRanks:
         if prompt is not None:
             ask_user(prompt, internals(self.run).commands.prompts)
         for rank, reply in internals(self.run).commands.requests.collect(waiting, PROMPT_SECONDS).items():
-            assert isinstance(reply, CellReply), "a cell's request is answered by a cell's reply"
+            assert isinstance(reply, CellReply), "a CellRequest is answered with a CellReply"
             replies[rank] = reply
 
     def _result(self, wanted: list[int], replies: dict[int, CellReply]) -> CellResult:

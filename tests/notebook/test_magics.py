@@ -56,7 +56,7 @@ def test_variables_can_be_sent_and_fetched(kernel: Kernel) -> None:
     assert kernel.value("[[t.tolist() for t in c], d]") == [[[0.0, 1.0, 2.0], [0.0, 2.0, 4.0]], ["text0", "text1"]]
     assert kernel.check("%%rank 1 -o e\ne = rank * 10").ok
     assert kernel.value("e") == [10]
-    assert "-i nothing: not a variable of the kernel" in said(kernel.run("%%ranks -i nothing\n1"))
+    assert "-i nothing: no such variable in the kernel" in said(kernel.run("%%ranks -i nothing\n1"))
     assert "NameError" in said(kernel.run("%%ranks -o missing\n1")) or "KeyError" in said(
         kernel.run("%%ranks -o missing\n1")
     )
@@ -188,6 +188,6 @@ def test_status_restart_and_stop_work(kernel: Kernel) -> None:
     assert "NameError" in said(kernel.run("%%ranks\nkept"))
     kernel.check("%rank_stop")
     assert children(kernel) == []
-    assert "no warm ranks; start them: %%ranks -n 2" in kernel.check("%rank_status").stdout
-    assert "there are no warm ranks; start them: %%ranks -n 2" in said(kernel.run("%%rank 1\n1"))
+    assert "no warm ranks; start some: %%ranks -n 2" in kernel.check("%rank_status").stdout
+    assert "there are no warm ranks; start some: %%ranks -n 2" in said(kernel.run("%%rank 1\n1"))
     assert "unrecognized arguments: --wrong" in said(kernel.run("%%ranks --wrong\n1"))

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.telemetry import DisplayEvent
 
 BURST_BYTES, BYTES_PER_SECOND = 2_500_000, 300_000
-"""Limits for output to the front end. Jupyter's server drops output above 1 MB/s, and 100 MB crash a browser."""
+"""Limits for output to the front end. Jupyter's server drops output above 1 MB/s, and 100 MB can crash a browser."""
 HEAD_BYTES, TAIL_BYTES = 120_000, 40_000
 """How many bytes of a run's first lines, and how many of its last lines, stay in the notebook's file."""
 MAX_TAIL_CHARS = 2_000
@@ -24,7 +24,7 @@ MAX_WAITING_CHARS = BURST_BYTES
 
 
 class OutputBudget:
-    """Tracks how much output may be sent now. A single output may exceed that, but later ones then have to wait."""
+    """Tracks how much output may be sent now. A single output may exceed that amount, but later ones have to wait."""
 
     def __init__(self) -> None:
         self._left, self._time = float(BURST_BYTES), time.monotonic()

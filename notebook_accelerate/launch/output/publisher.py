@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 FLUSH_SECONDS = 0.1
 """Minimum seconds between two messages to the front end, because it redraws the page for each message."""
 MAX_BAR_CHARS = 1_000
-"""Maximum length of a progress bar. Longer ones are truncated, because a change in one sends all of them again."""
+"""Maximum length of a progress bar. Longer ones are truncated, because a change in one bar sends all bars again."""
 TAIL_SECONDS = 0.5
 """Minimum seconds between two redraws of the last lines of long output."""
 PROGRESS_SECONDS = 0.2
@@ -74,7 +74,7 @@ class Publisher(ABC):
         return
 
     def cleared_lines(self, rank: int, text: str, label: str) -> None:
-        """Show all of a rank's lines since its last ``clear_output``, in place of earlier lines. "" removes them."""
+        """Show all of a rank's lines since its last ``clear_output``, replacing earlier ones. "" removes the lines."""
         self._last_label = ""
         self._cleared[rank] = label + text.replace("\n", "\n" + label) if text else ""
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 MAX_CLEARED_CHARS = 10_000
-"""Maximum length of the text after ``clear_output``. Longer text is kept, since each new line sends all of it again."""
+"""Maximum length of the text that ``clear_output`` can replace. Every new line sends all of this text again."""
 MAX_HELD_BYTES = 4 << 20
 """Maximum number of bytes to hold back after a mark whose display does not arrive."""
 
@@ -166,4 +166,4 @@ class RankOutput:
 
 
 def _ignore(_rank: int, _stream: str, _text: str) -> None:
-    """Do nothing. This replaces the callback that keeps lines once the rank has ended."""
+    """Do nothing. Once the rank has ended, this replaces the callback that keeps lines."""

@@ -16,7 +16,7 @@ _published_under: ContextVar[Any] = ContextVar("published_under", default=None)
 
 @contextmanager
 def published_under(message: Any) -> Iterator[None]:
-    """Show launches in the with block under another cell than the running one.
+    """Show launches in the with block under a cell other than the running one.
 
     For example, a launch after a click in a panel is shown under the cell with the panel.
 

@@ -50,7 +50,7 @@ class LaunchPlan:
         first_rank: Global index of this machine's first rank.
         accelerator: Device type of the ranks ("cpu", "cuda", ...).
         backend: Communication library of the process group ("gloo", "nccl", ...), or "" for a single rank.
-        threads: CPU threads for each rank's operators. None means the kernel's number.
+        threads: Number of CPU threads for each rank's operators, or None to keep the kernel's number.
         master_addr: Address of rank 0.
         port: The requested port. If it is taken, the launch may use another one.
         loopback: Name of the loopback network interface that the ranks are pinned to, or "" on several machines.
@@ -235,7 +235,7 @@ def joined(plan: LaunchPlan, sizes: Sequence[int], store: tuple[str, int], inter
     """Return the plan of the first node once all nodes of a run have joined.
 
     Args:
-        plan: The first node's plan from before they joined.
+        plan: The first node's plan from before the other nodes joined.
         sizes: Number of ranks on each node, in order.
         store: The address and port where rank 0 serves the store of the process group.
         interface: Name of the network interface between the nodes, or "" to leave the choice to the backend.
@@ -294,7 +294,7 @@ def _start_method(config: LaunchConfig, num_processes: int, facts: KernelFacts, 
     if accelerator == "tpu":
         return "spawn", "a TPU belongs to the rank, and does not work in forked processes"
     if accelerator == "xla" and facts.can_fork:
-        # A device belongs to the first process that starts a runtime on the device, which must not be the kernel.
+        # A device belongs to the first process that starts a runtime on it, so the kernel must not start one.
         return "zygote", "XLA's runtime belongs to the rank, never to the kernel"
     if config.as_accelerate and facts.alias_hazard and facts.can_fork:
         return "zygote", facts.alias_hazard

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 RANKS_WORTH_COLLAPSING = 8
-"""The number of ranks from which moving the kernel's memory into huge pages saves more time than it takes."""
+"""With at least this many ranks, moving the kernel's memory into huge pages saves more time than it takes."""
 COLLAPSE_SECONDS = 0.5
 
 
@@ -111,5 +111,5 @@ class ForkBackend(ProcessBackend):
 
 
 def _collapse_unshared_memory() -> None:
-    """Move the kernel's memory into huge pages. Do nothing while ranks share it, as they would keep the small pages."""
+    """Move the kernel's memory into huge pages, unless ranks share it, because they would keep the small pages."""
     collapse_memory(COLLAPSE_SECONDS, stop=lambda: bool(ForkedRank.living))

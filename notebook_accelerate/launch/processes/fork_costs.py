@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _MAPS, _PAGEMAP = Path("/proc/self/maps"), Path("/proc/self/pagemap")
 HUGE_PAGE = 1 << 21
-_MADV_COLLAPSE = 25  # The value is from Linux 6.1, because the mmap module does not define the name.
+_MADV_COLLAPSE = 25  # Linux 6.1 added this value, for which the mmap module has no name.
 _ENTRY_BYTES = 8
 _ABSENT = bytes(range(0x80))  # An entry of /proc/self/pagemap ends with one of these if the page is not in memory.
 

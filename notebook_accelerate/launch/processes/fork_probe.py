@@ -34,9 +34,9 @@ from notebook_accelerate.launch.plan.planner import KernelFacts
 from notebook_accelerate.launch.processes import shared_imports
 
 PROBE_SECONDS = 2.0
-"""The probe's time limit in seconds. It normally takes milliseconds, so a kernel with a slower one counts as unsafe."""
+"""A probe's time limit in seconds. It normally takes only milliseconds; if one takes longer, the kernel is unsafe."""
 MAX_WAITS = 15
-"""How many times in all to wait for that long while a busy machine does not give the probe a processor."""
+"""How many times in all to wait `PROBE_SECONDS` while a busy machine does not give the probe a processor."""
 SAMPLE_SECONDS, MAX_SAMPLES = 0.01, 100
 COMPUTING_SHARE = 0.1
 """A thread that uses a processor for this share of a sample is computing. A mere wake-up takes far less time."""
@@ -135,7 +135,7 @@ _KNOWN_THREADS = (
 
 
 def _busy_thread(_maps: str) -> str:
-    """Return the hazard if a Python thread is computing that is neither this one nor one of the kernel's own."""
+    """Return the hazard if a Python thread, other than this one and the kernel's own, is computing."""
     mine = {threading.get_ident(), threading.main_thread().ident}
     others = {
         thread.native_id: thread
@@ -201,7 +201,7 @@ def probe_if_changed(maps: str | None = None) -> str:
     """Fork a probe from a new thread, unless one has passed with the same libraries and the same kinds of threads.
 
     A probe takes a third as long as a launch of two ranks. Like the ranks, it is forked from a thread without an OpenMP
-    team. If it was forked from the main thread, it could wait for the dead workers of that thread's team.
+    team. A probe forked from the main thread could wait for the dead workers of that thread's team.
 
     Args:
         maps: This process's memory map. If None, it is read from the system.
@@ -304,8 +304,8 @@ def _exercise() -> None:
         value = torch.ones(1 << 16, requires_grad=True)
         total = (value * 2).sum()
         # Skip the backward pass on a machine with a GPU, because it starts a thread for each device and initialises the
-        # driver, which may take seconds. If the kernel itself has already computed one there, the initialised driver is
-        # reported as a hazard anyway.
+        # driver, which may take seconds. If the kernel itself has already run a backward pass, the initialised driver
+        # is reported as a hazard anyway.
         if not device_counts.count("cuda"):
             total.backward()
 

@@ -57,7 +57,7 @@ class _DirectSink:
 
 
 class _Tee:
-    """A wrapper of a standard stream that also records what is written, for ``run.logs()``."""
+    """A wrapper around a standard stream that also records what is written, for ``run.logs()``."""
 
     def __init__(self, stream: Any, name: str, journal: Journal) -> None:
         self._stream, self._name, self._rest = stream, name, ""
@@ -93,7 +93,7 @@ class _Tee:
 
 @dataclass(frozen=True)
 class InlineContext:
-    """The context of a run in the kernel itself.
+    """What the functions of this module need to know about a run.
 
     Attributes:
         id: The run's number in this kernel.
@@ -121,7 +121,8 @@ def _acting_as_rank(run: InlineContext) -> Iterator[None]:
         os.environ.update({**variables, **rank_environment(run.plan, 0)})
         sys.stdout, sys.stderr = tees
         install_sink(_DirectSink(run.journal))  # type: ignore[arg-type]
-        # Defer interrupts, because a library that an interrupt skipped would not report anything in later runs either.
+        # Defer interrupts, because a library whose connection was interrupted would not report anything in later runs
+        # either.
         with deferred_interrupts():
             reporting.connect_libraries(run.config.report_from)
         sampler.start(enabled=run.config.automatic_metrics)

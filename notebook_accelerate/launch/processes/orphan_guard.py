@@ -1,4 +1,4 @@
-"""Kill the processes that ranks have started when the kernel dies."""
+"""When the kernel dies, kill the processes that its ranks have started."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class OrphanGuard:
         """Drop the parent's shell in a forked child. Replace the lock, which a thread may have held during the fork."""
         self._lock, self._ranks = threading.Lock(), 0
         if self._process is not None:
-            self._process.returncode = 0  # The shell is not a child of this process, which must not wait for it.
+            self._process.returncode = 0  # The shell is not this process's child, so this process must not wait for it.
             self._close_input()
 
     def _end(self) -> None:

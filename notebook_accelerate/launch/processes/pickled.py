@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class PickledFunction:
-    """A function and its arguments that another process has pickled. They are not loaded in this process.
+    """A function and its arguments that another process has pickled. Only the ranks load them.
 
     Args:
         name: The function's name, as the run shows it.

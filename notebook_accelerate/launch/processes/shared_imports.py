@@ -40,7 +40,8 @@ SLICE_SECONDS = 0.05
 class _Import(threading.Thread):
     """Imports the module on a separate thread, where an interrupt of the cell cannot end the import halfway.
 
-    The thread that forks the ranks must not do this, because an OpenMP team created on that thread would break them.
+    The thread that forks the ranks must not import the module, because an OpenMP team created on that thread would
+    break the ranks.
 
     Args:
         accelerator: Whether to import the module of `Accelerator`, too.
@@ -144,7 +145,7 @@ def _wait_for(thread: threading.Thread, note: Callable[[str], None], stopping: C
 # ---- the environment variables that the import reads
 
 _CACHE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
-"""A variable that the import sets to its default value, and that is read again whenever it is needed."""
+"""A variable that the import sets to its default value, and that torch reads again whenever it needs the folder."""
 _DEBUGGING = frozenset({"TORCH_LOGS", "TORCH_LOGS_OUT", "TORCH_TRACE", "TORCH_COMPILE_CPROFILE"})
 """Variables that make the module write a summary when the process that has imported it exits."""
 _READ = (
@@ -225,7 +226,7 @@ _learned: set[str] = set()
 
 
 def learn(name: str) -> None:
-    """Record that ranks that ran the function of this name have imported the module."""
+    """Record that ranks that ran a function with this name have imported the module."""
     _learned.add(name)
 
 

@@ -168,7 +168,7 @@ class Zygote:
         return pid
 
     def _last_reply(self, wait: Wait) -> int:
-        while self._unread:  # Count each reply as it is read, because a stop may leave some to the next request.
+        while self._unread:  # Count each reply as it is read, because a stop may leave some for the next request.
             reply = receive(self._control, LENGTH.size, wait)
             if len(reply) < LENGTH.size:
                 raise LaunchError(f"the server process has ended{self.log_tail()}")
@@ -222,7 +222,7 @@ _zygote: Zygote | None = None
 
 def _renew_lock() -> None:
     """Replace the lock in a forked process, where nothing releases it if another thread held it during the fork."""
-    global _lock  # noqa: PLW0603 - another thread cannot release a held lock
+    global _lock  # noqa: PLW0603 - a lock that another thread held cannot be released
     _lock = threading.Lock()
 
 

@@ -37,7 +37,7 @@ PRELOADED = (
 PRELOADED_WHEN_IDLE = (OPTIMIZER_MODULE,)
 """Modules to import before the first rank that trains is forked, or earlier, while the server is idle."""
 PRELOAD_AFTER = 1.0
-"""Idle seconds before these modules are imported. A request that arrives during the import is delayed."""
+"""Idle seconds before `PRELOADED_WHEN_IDLE` is imported. A request that arrives during the import is delayed."""
 COLLAPSE_AFTER = 0.01
 """Idle seconds before memory is moved into huge pages, which stops when a request arrives."""
 COLLAPSE_SECONDS = 1.0
@@ -46,7 +46,7 @@ COLLAPSE_SECONDS = 1.0
 class _Server:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._children: dict[int, int] = {}  # For each rank, map the process id to the pipe for the status.
+        self._children: dict[int, int] = {}  # Map each rank's process id to the pipe for its status.
         self._preloaded = self._collapsed = False
         self._spins = BriefSpins()
         self._selector = selectors.DefaultSelector()
@@ -84,7 +84,7 @@ class _Server:
         return PRELOAD_AFTER if self._collapsed else COLLAPSE_AFTER
 
     def _use_idle_time(self) -> None:
-        """Move memory into huge pages, which earlier forks have split. After that, import what ranks need later."""
+        """Move memory into huge pages, which forks split. If that is done, first import what ranks need later."""
         self._spins.release()
         if self._collapsed:
             self._preload()
@@ -111,7 +111,7 @@ class _Server:
                 self._spins.hold()
             else:
                 self._spins.release()
-            # The import would delay the report that a rank of another run has ended.
+            # Don't import while there are ranks, because the import would delay the report that one has ended.
             if length & TRAINS and not (self._preloaded or self._children):
                 self._preload()
             self._control.sendall(LENGTH.pack(self._fork(body, descriptors)))

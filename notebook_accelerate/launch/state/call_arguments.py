@@ -30,7 +30,7 @@ def call_arguments(function: Callable[..., Any], arguments: Sequence[Any]) -> di
         function: The launched function.
         arguments: The function's positional arguments.
     """
-    # A function that another process has pickled brings its arguments along.
+    # A `PickledFunction` comes with its plain arguments, because the function itself is not loaded here.
     if (known := getattr(function, "plain_arguments", None)) is not None:
         return dict(known)
     try:
@@ -88,7 +88,7 @@ def _short(text: str) -> str:
 
 _VALUES = (type(None), bool, int, float, complex, str, bytes)
 _MAX_SIZE = 10_000
-"""Maximum length of a string that is stored by value."""
+"""Maximum length of a string or container that is stored by value."""
 
 
 class RunCall:
@@ -110,7 +110,7 @@ class RunCall:
             name: The function's name, for the error message.
 
         Raises:
-            LaunchError: The user has deleted the function or an argument.
+            LaunchError: The function or an argument no longer exists, or does not support weak references.
         """
         function, *arguments = (reference() for reference in (self._function, *self._arguments))
         gone = ["the function"] if function is _GONE else []
@@ -126,7 +126,7 @@ _GONE: Any = object()
 
 
 def _reference(value: Any) -> Callable[[], Any]:
-    """Return a function that returns the value, or `_GONE` once the user has deleted the value."""
+    """Return a function that returns the value, or `_GONE` if it was deleted or does not support weak references."""
     if type(value) in _VALUES and (not isinstance(value, (str, bytes)) or len(value) <= _MAX_SIZE):
         return lambda: value
     if type(value) is tuple and len(value) <= _MAX_SIZE:

@@ -33,7 +33,7 @@ _PEER_LOST = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|Socket Timeout|connectFullMesh|recvValue failed|"
     r"failed to recv|caused pair closure|[Tt]imed out waiting|NCCL error|ncclRemoteError|gloo.*(closed|reset)",
 )
-"""Matches the messages of torch in a rank that has lost the connection to a peer."""
+"""Matches torch's error messages in a rank that has lost the connection to a peer."""
 _UNKNOWN_EXIT = "; its exit status is unknown, because the kernel ignores SIGCHLD or one of its threads called os.wait"
 
 
@@ -98,7 +98,7 @@ def from_event(rank: int, event: FailureEvent, exceptions: ExceptionLoader) -> R
 
 
 LARGE_SHARE = 0.5
-"""A killed rank that held more than this share of the machine's memory was probably killed because of it."""
+"""A killed rank that held more than this share of the machine's memory was probably killed for that reason."""
 
 
 def from_exit(rank: int, end: Exit, *, oom_kills: int | None, channel_error: str = "") -> RankFailure:
@@ -264,7 +264,7 @@ _CAUSES = (
 
 
 def explained(failure: RankFailure, lines: Sequence[str]) -> RankFailure:
-    """Add the location of a crash in native code to its message, and the cause if it is known.
+    """Add the location of a crash in native code to the failure's message, and the cause if it is known.
 
     Args:
         failure: The failure of a rank. Unless it is a crash in native code, it is returned unchanged.
@@ -414,6 +414,9 @@ _SOURCE_PLACE = re.compile(r"\[/\S+\.(?:cc|cpp|cu|h):\d+\] ?")
 
 
 def _short(failure: RankFailure) -> str:
-    """Return a failure's first line without torch's source files. For a consequence, also omit torch's advice."""
+    """Return the first line of a failure's message without the places in torch's source files.
+
+    For a consequence, torch's advice is omitted too.
+    """
     text = _SOURCE_PLACE.sub("", failure.message.split("\n")[0])
     return text.split(". ")[0] if failure.consequence else text

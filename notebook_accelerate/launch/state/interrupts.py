@@ -36,8 +36,8 @@ def next_wait(left: float | None) -> float:
 def handle_interrupts(handler: Callable[[], None]) -> Iterator[None]:
     """Call ``handler`` for every SIGINT in the block, instead of the installed handler.
 
-    This has no effect if SIGINT is ignored, or on another thread than the main one, which is the only one to receive
-    signals.
+    This has no effect if SIGINT is ignored, or on any thread other than the main thread, because Python runs signal
+    handlers only there.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):

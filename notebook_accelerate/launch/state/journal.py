@@ -85,7 +85,7 @@ class Journal:
                 self.add([record])
 
     def free_old_results(self) -> None:
-        """Free the results of earlier attempts and of ranks that were stopped, which the run's state no longer has."""
+        """Free the results of earlier attempts and of ranks that were stopped, which the state no longer refers to."""
         with self._lock:
             kept = {id(info.returned) for info in self._state.ranks}
             found = [record.event.result for record in self._records if isinstance(record.event, RankReturned)]
@@ -130,7 +130,7 @@ class Journal:
         return unsubscribe
 
     def locked(self) -> AbstractContextManager[Any]:
-        """Return a context manager that blocks appends of other threads, so that journal and store stay unchanged."""
+        """Return a context manager that blocks appends by other threads, so that the journal does not change."""
         return self._lock
 
     def _pass_on(self, records: Sequence[Record]) -> None:

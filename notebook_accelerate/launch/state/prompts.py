@@ -28,7 +28,7 @@ class Prompt:
         rank: The rank's global index.
         request: The request that the rank has sent.
         channel: The channel through which to answer the rank.
-        on_answer: The function to call with the rank as soon as the prompt is answered here.
+        on_answer: The function that `answer` calls with the rank.
         seen: Whether the user has already seen the text that the rank showed before the prompt.
         over: Whether the rank no longer waits for an answer.
     """
@@ -56,7 +56,8 @@ class PromptQueue:
     """The open prompts of a run, at most one per rank. Safe to use from any thread.
 
     Attributes:
-        shown_in_cell: Whether a cell that runs on warm ranks shows their prompts. ``wait`` and ``debug`` always do.
+        shown_in_cell: Whether a cell that runs on warm ranks shows their prompts. ``wait`` and ``debug`` always show
+            prompts.
         on_change: The function to call, on any thread, when the open prompts change.
     """
 

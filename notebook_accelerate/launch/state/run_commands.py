@@ -27,7 +27,7 @@ class RunCommands(Protocol):
 
     @property
     def connected(self) -> bool:
-        """Whether a detached run's process is connected. It may be even after the run's end, if a disk is full."""
+        """Whether a detached run's process is connected. If a disk is full, it stays connected after the run's end."""
 
     def stop(self, grace: float) -> None:
         """Stop the ranks within ``grace`` seconds. A second call kills them immediately."""

@@ -29,7 +29,10 @@ class RunEvent(Event):
 
 @dataclass(slots=True)
 class RunCreated(RunEvent):
-    """A launch has started, the first event of every journal. ``arguments`` holds the function's, by name."""
+    """A launch has started. Every journal begins with this event.
+
+    ``arguments`` contains the function's arguments by name.
+    """
 
     function_name: str
     arguments: dict[str, bool | int | float | str | None] = field(default_factory=dict)
@@ -247,7 +250,7 @@ class RanksReleased(RunEvent):
 
 @dataclass(slots=True)
 class RunLost(RunEvent):
-    """The process that supervised the run disappeared without recording an end. ``message`` gives the details."""
+    """The process that supervised the run has disappeared without recording an end. ``message`` gives details."""
 
     message: str
 

@@ -1,7 +1,7 @@
 """`RunState`: the state of a run, as a pure fold over the events of its journal.
 
-The tables below list the allowed transitions. Any other event raises `TransitionError`, because the code that emits the
-event has a bug.
+The tables below list the allowed transitions. An event that requires any other transition raises `TransitionError`,
+which means that the code that emits the event has a bug.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class RankInfo:
         state: "starting", "running", "succeeded", "failed", "stopped" or "lost".
         last_step: The last step that the rank logged, or None if it has not logged any.
         exit: How the process ended, such as "exit 0" or "SIGKILL", or "" while it is running.
-        returned: Holds the function's return value, or None unless the rank succeeded.
+        returned: The `RankResult` that holds the function's return value, or None if there is none.
         node: Index of the machine that the rank runs on.
         host: Name of that machine, or "" for this one.
         exited: Whether the process has exited.
@@ -173,7 +173,7 @@ class RunState:
         arguments: The function's arguments, by name.
         failures: The failures of the last attempt, starting with the first one.
         stop_phase: The phase of the last attempt's stop sequence, a key of `STOP_TRANSITIONS`.
-        stop_reason: Why the ranks are being stopped, or "" if they are not being stopped, or only because of a failure.
+        stop_reason: Why the ranks are being stopped, or "" if they are not, or are stopped only because of a failure.
         held: Whether ranks are kept for inspection even though the run has ended.
         prompts: The number of each rank's open prompt, by rank.
         paused: The ranks that wait for ``run.unpause()``.
@@ -466,7 +466,7 @@ def _without_exceptions(found: Sequence[RankFailure]) -> tuple[RankFailure, ...]
 def _check(what: str, table: Mapping[str, frozenset[str]], before: str, after: str) -> str:
     """Return ``after``. Raise an error unless the table allows the transition from ``before``."""
     if after not in table[before]:
-        raise TransitionError(f"{what}: {before!r} cannot become {after!r}; allowed are: {sorted(table[before])}")
+        raise TransitionError(f"{what}: {before!r} cannot become {after!r}; allowed: {sorted(table[before])}")
     return after
 
 

@@ -28,7 +28,7 @@ class RunInternals:
         commands: Sends commands to the supervisor.
         environment: The versions and the machine of an opened run, for its report. If empty, the report shows those of
             this process.
-        call: The launched function and its arguments, for resuming the training. None if another kernel launched it.
+        call: The launched function and its arguments, for resuming the training, or None if another kernel launched it.
         journal_file: The file of the run's journal, or None if the run is not kept.
         delete_files: A function that deletes the journal's file and the results, or None if the run is not kept.
     """
@@ -47,7 +47,7 @@ class RunInternals:
 
 
 class HasInternals(Protocol):
-    """A `Run`, or a part of its interface."""
+    """An object with the internals of a run: a `Run` or a `RunView`."""
 
     _internals: RunInternals
 

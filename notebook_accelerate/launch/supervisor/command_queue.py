@@ -95,7 +95,7 @@ class CommandQueue:
 
 
 def paused(rank: int) -> Hashable:
-    """Return the holder that suspends the clock for a paused rank. For a rank at a prompt, it is the rank's number."""
+    """Return the clock's holder for a paused rank. It differs from the holder for a prompt, the rank's number."""
     return ("paused", rank)
 
 
@@ -107,8 +107,8 @@ class WaitingTarget:
         on_stop: A function to call with the grace period of every stop.
 
     Attributes:
-        stop_reason: Why to stop waiting, or None to continue. It is never reset: if a stop arrives at the same time as
-            the awaited event, the next wait must notice the stop.
+        stop_reason: Why to stop waiting, or None to continue. It is never reset, because if a stop arrives at the same
+            time as the awaited event, the next wait must notice the stop.
     """
 
     def __init__(self, publisher: Publisher, on_stop: Callable[[float], None] = lambda _: None) -> None:

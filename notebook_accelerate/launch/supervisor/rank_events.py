@@ -104,7 +104,7 @@ class RankEventHandler:
         self._supervisor, self._selector, self._ranks, self._stops = supervisor, selector, ranks, stops
         self._journal, self._publisher, self._clock = supervisor.journal, supervisor.publisher, supervisor.clock
         self._prompts, self._requests = supervisor.commands.prompts, supervisor.commands.requests
-        self._all = ranks.all  # Keep a direct reference, because it is read for every event.
+        self._all = ranks.all  # Keep a direct reference, because the table is read for every event.
         self._label = functools.partial(line_label, supervisor.config.log_line_prefix_template)
         self._comparison_due = 0.0
         self._exit_waits: set[str] = set()
@@ -140,7 +140,7 @@ class RankEventHandler:
         self._unrecorded.append(Record(rank, steady_time.now(), LogEvent(stream, text)))
 
     def record(self) -> None:
-        """Append everything that has arrived from all ranks since the last call to the journal."""
+        """Append to the journal everything that the ranks have sent since the last call."""
         if self._active:
             self._active, self.last_activity = False, self._clock.now()
         records, self._unrecorded = self._unrecorded, []
@@ -218,7 +218,7 @@ class RankEventHandler:
         self._stops.fail(failures.from_event(rank, event, self._supervisor.exceptions), supervised)
 
     def _on_display(self, supervised: SupervisedRank, event: DisplayEvent) -> None:
-        # Show all output that was written before the display first, including standard error.
+        # First show all output that was written before the display, including standard error.
         supervised.process.drain(self, channel=False)
         supervised.output.display(event)
 
@@ -320,7 +320,8 @@ class RankEventHandler:
 
     def _forget(self, supervised: SupervisedRank) -> None:
         rank = supervised.process.rank
-        supervised.output.finish()  # Don't wait for the streams to close: a child of the rank may keep them open.
+        # Don't wait for the streams to close, because a child of the rank may keep them open.
+        supervised.output.finish()
         supervised.process.disconnect(self._selector)
         supervised.process.close()
         self._ranks.remove(supervised)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 UNKILLABLE_SECONDS = 20.0
-"""How many seconds a rank may take to end after SIGKILL. A driver takes some of them to free a device's memory."""
+"""How many seconds a rank may take to end after SIGKILL. A driver may need seconds to free a device's memory."""
 ABANDON_SECONDS = 5.0
 """How many seconds to wait for a rank to end after killing it without a stop sequence."""
 LONGEST_WAIT = 1.0
@@ -45,7 +45,7 @@ LONGEST_WAIT = 1.0
 GAP_SECONDS = 1.0
 """If the loop wakes up more than this many seconds late, the machine was asleep or the kernel was suspended."""
 PAUSED_RANKS, PAUSE_PER_RANK = 32, 40e-6
-"""The number of ranks from which the loop pauses after each turn, and the seconds per rank: 20 ms for 512 ranks.
+"""With at least this many ranks, the loop pauses after each turn, for this many seconds per rank (0.02 s for 512).
 
 With so many ranks, waking up for every single event would cost more than handling the events.
 """
@@ -206,8 +206,8 @@ class RankGroup:
     def _check_limits(self) -> None:
         reason = self._limits.reached()
         if reason:
-            # Set the reason before the diagnosis, which sends signals that may end the call that the ranks are stuck
-            # in.
+            # Set the reason before the diagnosis, whose signals may end the call that the ranks are stuck in. If the
+            # ranks then exit, the time limit must be the reason.
             self.stops.reason = StopReason(RunTimeoutError, reason)
             self.events.stall.diagnose_then(partial(self._give_up, reason))
 

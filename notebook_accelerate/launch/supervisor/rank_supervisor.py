@@ -65,7 +65,7 @@ class RankSupervisor(Supervisor):
             )
         store = ports.make_store_folder(self.id)
         port, note = ports.reserve(self.id, plan.port, fixed=False)
-        # A changed default port is not worth a note, because only code that creates the process group itself uses it.
+        # A changed default port is not worth a note: only code that creates the process group itself uses the port.
         if note and plan.port != ports.DEFAULT:
             self.journal.append(NoteAdded(note))
         return replace(plan, port=port, store=store)
@@ -105,8 +105,8 @@ class RankSupervisor(Supervisor):
         return group
 
     def _start_group(self, plan: LaunchPlan, number: int) -> RankGroup:
-        assert self._call is not None, "dropped only when no attempt can follow"
-        assert self._inherited is not None, "given with the call"
+        assert self._call is not None, "the call is dropped only when no attempt can follow"
+        assert self._inherited is not None, "the inherited state is set together with the call"
         self._backend = process_backend(plan.start_method)(*self._call)
         if number >= self.config.max_restarts:
             self._call = None  # No other attempt needs the arguments, which may be large.

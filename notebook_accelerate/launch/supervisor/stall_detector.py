@@ -93,8 +93,9 @@ class StallDetector:
         return all(now - self._moved[rank] > STALL_SECONDS for rank in alive)
 
     def _report(self, found: Diagnosis | None) -> None:
-        """Record a stall in the journal. Print the attempt's first one, too, unless a live panel shows it."""
-        if not self._stall or self._supervisor.state.ended is not None:  # A rank made progress during the diagnosis.
+        """Record a stall in the journal. Also print it if it is the attempt's first, unless a live panel shows it."""
+        # During the diagnosis, a rank may have made progress, or the run may have ended.
+        if not self._stall or self._supervisor.state.ended is not None:
             return
         idle = self._clock.now() - max(self._moved.values(), default=self._clock.now())
         self._supervisor.journal.append(RunStalled(steady_time.now() - idle, found.cause if found is not None else ""))

@@ -153,7 +153,7 @@ class StopSequence:
         return min(dues, default=None)
 
     def hold_when_due(self) -> bool:
-        """Hold the ranks if the others have had enough time to fail too. Return whether this call started the hold."""
+        """Hold the ranks if the failed rank's peers have had time to fail too. Return whether this call held them."""
         if self._hold_at is None or time.monotonic() < self._hold_at:
             return False
         self._hold_at, self.held = None, True
@@ -188,7 +188,7 @@ class StopSequence:
             self._begin(FAILURE_GRACE)
 
     def _oom_kills_on(self, host: str) -> int | None:
-        """Return the number of out-of-memory kills since the attempt started, or None if unknown or on another host."""
+        """Return the number of out-of-memory kills since the attempt started, or None if unknown, as on other hosts."""
         now = None if host else failures.oom_kill_count()
         return None if now is None or self._oom_kills is None else now - self._oom_kills
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class SupervisedRank:
-    """A supervised rank.
+    """A rank, and what its supervisor knows about it.
 
     Args:
         process: The rank's process, which has started.
@@ -37,8 +37,8 @@ class SupervisedRank:
 class SupervisedRanks:
     """The ranks of one attempt.
 
-    Hundreds of ranks report all the time, so handling a report must not iterate over all of them. Properties that are
-    needed for every report therefore have tables of their own.
+    Hundreds of ranks report all the time, so handling a report must not iterate over all of them. The sets of ranks
+    that every report needs are therefore kept in tables of their own.
 
     Attributes:
         all: Every rank that was started.

@@ -1,4 +1,4 @@
-"""The base of all supervisors, which run a launch on a thread from its start to the last event of its journal."""
+"""The base class of supervisors, each of which runs a launch on its own thread until the run has ended."""
 
 from __future__ import annotations
 
@@ -125,7 +125,10 @@ class Supervisor(ABC):
     # ---- the end
 
     def _end(self, ended: RunEnded) -> None:
-        """Release the run's resources and end the run. Every step is taken, because other threads wait for the end."""
+        """Release the run's resources and end the run.
+
+        Each step is taken even if an earlier one fails, because other threads wait for the end.
+        """
         steps: list[Callable[[], object]] = [
             partial(self._disconnect, ended),
             self.commands.close,
@@ -172,7 +175,7 @@ class Supervisor(ABC):
         self.publisher.flush(force=True)
 
     def show_without_panel(self, text: str) -> None:
-        """Show a line on stderr, unless a live panel shows the same."""
+        """Show a line on stderr, unless a live panel shows the run."""
         output = self._output()
         if output is None or not output.is_live:
             self.show(text, "stderr")

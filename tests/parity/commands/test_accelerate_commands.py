@@ -245,7 +245,8 @@ def test_scripts_have_the_same_variables(line: str, tmp_path: Path, monkeypatch:
         text = command(tmp_path, who, "launch", *(word for word in words if "=" not in word), "show.py")
         shown[who] = json.loads(text.rpartition("SHOWN")[2])
         if not {"--cpu", "compiled.yaml"} & set(words):
-            # Only our command sets this whenever ranks have no accelerator. Without it, Accelerate's ranks train apart.
+            # Only our command always sets this for ranks without an accelerator. Without it, Accelerate's ranks train
+            # independently.
             shown[who].pop("ACCELERATE_USE_CPU", None)
     assert shown["ours"] == shown["theirs"]
 
