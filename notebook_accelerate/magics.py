@@ -91,12 +91,12 @@ class RankMagics(Magics):
         if self.group is None:
             print("no warm ranks; start some: %%ranks -n 2")  # noqa: T201 - the output of a command in a cell
             return
-        print(self.group.run)  # noqa: T201 - the same
+        print(self.group.run)  # noqa: T201 - shown in the cell
         if not self.group.alive:
-            print("the warm ranks have ended; start new ones: %%ranks")  # noqa: T201 - the same
+            print("the warm ranks have ended; start new ones: %%ranks")  # noqa: T201 - shown in the cell
             return
         for info in self.group.run.ranks:
-            print(f"  rank {info.rank}: pid {info.pid}, {info.state}")  # noqa: T201 - the same
+            print(f"  rank {info.rank}: pid {info.pid}, {info.state}")  # noqa: T201 - shown in the cell
 
     @line_magic
     @reports_mistakes

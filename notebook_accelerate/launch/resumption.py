@@ -33,7 +33,7 @@ class Resumption:
     frames: tuple[bytes, ...]
 
     def add_history(self, journal: Journal) -> None:
-        """Add the earlier run's history to the new run's journal, then the point at which the new run continues."""
+        """Add the earlier run's history to the new run's journal, followed by the point where the new run continues."""
         earlier = self.run
         if self.checkpoint is None:
             text = f"run {earlier.name} has no complete checkpoint to continue from: the training starts again"

@@ -843,7 +843,7 @@ def _call(run: Run, callbacks: list[Callable[[Run], None]]) -> None:
     for callback in callbacks:
         try:
             callback(run)
-        except Exception as problem:  # noqa: BLE001 - user code on the supervisor's thread
+        except Exception as problem:  # noqa: BLE001 - user code may raise any error
             # Call the remaining callbacks even if warnings are configured to raise errors.
             with suppress(Warning):
                 warnings.warn(f"a done callback failed: {type(problem).__name__}: {problem}", stacklevel=2)

@@ -36,7 +36,7 @@ class StandardStream:
                 stream.write(escape(text, stream))
             if hasattr(stream, "flush"):
                 stream.flush()
-        except Exception as error:  # noqa: BLE001 - the stream is the user's
+        except Exception as error:  # noqa: BLE001 - a user's stream may raise any error
             self._broken = True
             self._warn(error)
 

@@ -29,7 +29,7 @@ COLLAPSE_SECONDS = 0.5
 class ForkedRank(OwnChild):
     """A rank that was forked from this process and shares the process's memory pages."""
 
-    living: set[int] = set()  # noqa: RUF012 - all runs of this process share it
+    living: set[int] = set()  # noqa: RUF012 - all runs of this process share the set
     """The process ids of the ranks that have not been closed."""
 
     def __init__(self, rank: int, pid: int, ends: RankPipes, exit_descriptor: int | None) -> None:

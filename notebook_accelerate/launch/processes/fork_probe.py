@@ -34,7 +34,7 @@ from notebook_accelerate.launch.plan.planner import KernelFacts
 from notebook_accelerate.launch.processes import shared_imports
 
 PROBE_SECONDS = 2.0
-"""A probe's time limit in seconds. It normally takes only milliseconds; if one takes longer, the kernel is unsafe."""
+"""A probe's time limit in seconds. Probes normally take milliseconds, so a slower one counts as a hazard."""
 MAX_WAITS = 15
 """How many times in all to wait `PROBE_SECONDS` while a busy machine does not give the probe a processor."""
 SAMPLE_SECONDS, MAX_SAMPLES = 0.01, 100
@@ -342,8 +342,7 @@ def fork_quietly() -> int:
 def _fork() -> int:
     if not _FORK_WARNS:
         return os.fork()
-    with (
-        warnings.catch_warnings()
-    ):  # The filters belong to all threads, so a thread that enters or leaves such a block now may lose its own.
+    # The filters belong to all threads, so a thread that enters or leaves such a block now may lose its own.
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()

@@ -1,4 +1,4 @@
-"""The launched call: its arguments as plain values for tables of runs, and references that allow repeating it."""
+"""The launched call: its arguments as plain values for tables of runs, and references from which it can be repeated."""
 
 from __future__ import annotations
 

@@ -420,7 +420,7 @@ class RunState:
         return index
 
     def _living(self, rank: int, event: events.RunEvent) -> RankInfo:
-        """Return a rank's state. Its process must exist, and the attempt must be running or its ranks held."""
+        """Return the state of a rank whose process exists. The attempt must be running, or its ranks held."""
         info = self.rank(rank)
         self._require(not info.exited and (self.attempt_status == "running" or self.held), event)
         return info

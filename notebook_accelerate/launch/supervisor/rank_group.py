@@ -331,7 +331,7 @@ class TimeLimits:
         return next((reason for due, reason in self._limits() if now >= due), "")
 
     def _limits(self) -> list[tuple[float, str]]:
-        """Return when each limit is reached, by the run's clock, and the reason to stop the run then."""
+        """Return each limit: when it is reached, by the run's clock, and the reason for the stop."""
         stops, stall = self._stops, self._events.stall
         if stops.reason or stops.failures or stops.held or self._clock.suspended or stall.busy:
             return []

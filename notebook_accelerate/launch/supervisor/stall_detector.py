@@ -68,7 +68,7 @@ class StallDetector:
         self._first = None if changed else self._first
 
     def limits(self) -> list[tuple[float, str]]:
-        """Return when the oldest waiting collective times out, by the run's clock, and the reason to stop then."""
+        """Return when the oldest waiting collective times out, by the run's clock, and the reason for the stop."""
         if self.group_timeout is None:
             return []
         text = f"a collective reached the process group's timeout of {self.group_timeout:g} s"

@@ -143,10 +143,10 @@ class Supervisor(ABC):
             for step in reversed(steps):
                 stack.callback(step)
 
-    def _disconnect(self, ended: RunEnded) -> None:  # noqa: B027 - most runs have none
+    def _disconnect(self, ended: RunEnded) -> None:  # noqa: B027 - most runs have no such connections
         """Close the connections to other machines."""
 
-    def _release(self) -> None:  # noqa: B027 - the ranks of another notebook's run need nothing
+    def _release(self) -> None:  # noqa: B027 - some supervisors reserve nothing
         """Release the resources that `reserve` reserved."""
 
     def _record_end(self, ended: RunEnded) -> None:
