@@ -143,7 +143,7 @@ def check_function(function: Callable[..., Any]) -> None:
     """Check that calling a function runs its body.
 
     Raises:
-        ValueError: It is not a function, or it is asynchronous or a generator.
+        ValueError: ``function`` is not callable, or is an async function or a generator function.
     """
     if not callable(function):
         raise ValueError(f"{function!r} is not a function; pass the function itself: notebook_launcher(train, (args,))")

@@ -44,7 +44,7 @@ class _Import(threading.Thread):
     break the ranks.
 
     Args:
-        accelerator: Whether to import the module of `Accelerator`, too.
+        accelerator: Whether to import the module of `Accelerator` as well.
 
     Attributes:
         variables: The environment variables that the import reads, as they were when it started.
