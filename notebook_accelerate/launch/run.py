@@ -105,7 +105,8 @@ class Run:
         )
         self._output = run_display.LaunchOutput()
         self._lock = threading.RLock()
-        self._error: weakref.ref[WorkerError] | None = None  # It is weak because the error refers to the run.
+        # The reference is weak, because the error refers to the run.
+        self._error: weakref.ref[WorkerError] | None = None
         self._done, self._released = threading.Event(), threading.Event()
         self._released.set()
         self._callbacks: list[Callable[[Run], None]] = []

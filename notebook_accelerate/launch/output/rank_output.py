@@ -151,7 +151,7 @@ class RankOutput:
         self._publisher.cleared_lines(self._rank, "\n".join(lines), self._label)
 
     def _clear(self, *, wait: bool) -> None:
-        """Remove the lines since the last call, immediately or, if ``wait`` is set, when the next output arrives."""
+        """Remove the lines since ``clear_output``, immediately or, if ``wait`` is set, when the next output arrives."""
         if not self._publisher.redraws:
             return
         self._replaces = wait

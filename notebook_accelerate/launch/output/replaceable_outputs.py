@@ -74,7 +74,7 @@ def marimo_output() -> MarimoOutput | None:
 
 
 NOTHING: dict[str, Any] = {"text/plain": ""}
-"""An empty bundle to replace an output, because outputs cannot be removed."""
+"""An empty bundle that replaces an output, because outputs cannot be removed."""
 
 
 class _Output:

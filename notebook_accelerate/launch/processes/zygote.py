@@ -54,7 +54,7 @@ CROWDED = 1 << 31
 TRAINS = 1 << 30
 """A flag in the length of a request. If it is set, the server imports what an optimizer needs before it forks the rank.
 
-A server that has ranks does not, because it could not report their ends during the import.
+A server that has ranks does not import it, because the import would delay reports that a rank has ended.
 """
 READY = b"\1"
 """The server's first message, sent once it has imported the modules that ranks need when they start."""

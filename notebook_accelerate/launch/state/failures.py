@@ -310,7 +310,7 @@ def with_returned_peers(found: Sequence[RankFailure], gone: Sequence[int]) -> li
 # ---- error messages
 
 HEADLINE_CHARACTERS = 1000
-"""Maximum length of a message's first line in a headline, and of its other lines together. The report is not cut."""
+"""Maximum length of a message's first line in a headline, and of its other lines together. Reports show all."""
 MESSAGE_LINES = 20
 """Maximum number of a message's lines after the first one in a headline."""
 

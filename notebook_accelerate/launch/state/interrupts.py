@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SLICE = 0.2
-"""Maximum number of seconds after which a wait checks for interrupts again."""
+"""Maximum number of seconds between two checks for interrupts during a wait."""
 
 
 def wait_for(event: threading.Event, timeout: float | None = None) -> bool:

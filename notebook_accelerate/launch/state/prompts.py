@@ -82,7 +82,7 @@ class PromptQueue:
             self._note_change()
 
     def give_back(self, prompt: Prompt) -> None:
-        """Return an unanswered prompt that was taken to the queue, if the rank still waits for an answer."""
+        """Put an unanswered prompt back into the queue if the rank still waits for an answer."""
         with self._changed:
             if self._last.get(prompt.rank) is prompt and not prompt.over:
                 self._open[prompt.rank] = prompt

@@ -72,7 +72,7 @@ class StallDetector:
         if self.group_timeout is None:
             return []
         text = f"a collective reached the process group's timeout of {self.group_timeout:g} s"
-        # Wait for one more heartbeat, because the rank may have left the collective since the last one.
+        # Wait for one more heartbeat, because the rank may have left the collective since the last heartbeat.
         patience = self.group_timeout + 1.5 * HEARTBEAT_SECONDS
         if self._first is None and self._waiting_since:
             self._first = min(since for _, since in self._waiting_since.values())

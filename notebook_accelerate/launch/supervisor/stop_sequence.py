@@ -140,7 +140,7 @@ class StopSequence:
         self._steps = [(start + delay, phase) for phase, delay in delays.items()]
 
     def _enter(self, phase: str, reason: StopReason | None = None) -> None:
-        """Enter a phase and record it, unless it comes before the current one, which may happen in a repeated stop."""
+        """Enter a phase and record it, unless the current phase is the same or a later one, as in a repeated stop."""
         if STOP_PHASES.index(phase) > STOP_PHASES.index(self._phase):
             self._phase = phase
             self._journal.append(StopAdvanced(phase, reason.text if reason is not None else ""))
