@@ -610,7 +610,9 @@ def test_a_model_that_was_not_prepared_is_reported_once(kernel: Kernel, prepared
     kernel.check(f"run = launch(forgotten, {prepared!r})")
     warnings = kernel.value("run.warnings")
     assert len(warnings) == (prepared == "nothing"), warnings
-    text = "parameters of rank 1 differ from those of rank 0 after optimizer step 1; ranks train apart: model = "
+    text = (
+        "parameters of rank 1 differ from those of rank 0 after optimizer step 1; ranks train independently: model = "
+    )
     assert all(warning.startswith(text) for warning in warnings)
 
 
