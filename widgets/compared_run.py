@@ -85,7 +85,10 @@ def opened(run: ComparedRun | KeptRow) -> ComparedRun | None:
 
 def label_of(run: ComparedRun | KeptRow) -> str:
     """Return the name of a run in the legend of a plot."""
-    return run.id if isinstance(run, KeptRow) else f"run {run.id}"
+    if isinstance(run, KeptRow):
+        return run.id
+    name = given_name(run) if isinstance(run, Run) else ""
+    return f"run {run.id} · {name}" if name else f"run {run.id}"
 
 
 def state_of(run: ComparedRun | KeptRow) -> str:

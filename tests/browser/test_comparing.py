@@ -55,7 +55,7 @@ def test_curves_appear_without_logging(opened: Any, app: App) -> None:
     )
     page.run(1)
     page.wait_for(AUTOMATIC, ["learning rate", "gradient norm", "steps per second"])
-    assert page.page.locator(".na-section-auto .na-auto").count() == 3
+    assert page.page.locator(".na-section-auto .na-auto").count() == 4
     assert "rank 0 = rank 1" in page.text("figure[data-metric='auto/lr'] .na-chart-value")
     assert "accelerator.log" in page.text(".na-plots > .na-note")
     page.page.get_by_role("button", name="System 2").click()

@@ -241,6 +241,9 @@ def test_curves_are_cards_in_sections(blank: Any) -> None:
     assert blank.evaluate("() => [card('auto/lr').u.series.length, card('train/loss').u.series.length]") == [2, 3]
     assert "rank 0 = rank 1" in blank.locator("figure[data-metric='auto/lr'] .na-chart-value").inner_text()
 
+    alphas = "() => ['train/loss', 'auto/lr'].map(metric => card(metric).u.series[1].alpha)"
+    assert blank.evaluate(alphas) == [0.7, 1], "curves of ranks are visible through each other"
+
     # Show the mean over ranks, with their range.
     blank.get_by_text("Mean", exact=True).click()
     blank.wait_for_function("() => card('train/loss').labels[0] === 'mean of 2 ranks'")
@@ -458,3 +461,22 @@ def test_a_button_with_a_question_acts_at_the_second_click(blank: Any) -> None:
     # No second click follows.
     blank.wait_for_function("() => document.querySelector('.na-action').textContent === 'Stop'")
     assert blank.evaluate(clicks) == 1
+
+
+def test_columns_with_equal_values_are_folded(blank: Any) -> None:
+    _load(blank, "feed.js", "looks.js", "table.js")
+    blank.add_style_tag(content="".join(asset(f"{name}.css") for name in ("palette", "panel", "table")))
+    blank.evaluate(_RUNS)
+    runs = _Runs(blank)
+    columns = ("loss", "lr")
+    runs.show(*(_row(key, "succeeded", f"0.{key}", "open", lr="0.1") for key in (2, 1)), columns=columns)
+    heads = """() => [...document.querySelectorAll('thead th')].filter(node => !node.hidden)
+        .map(node => node.innerText.trim())"""
+    assert blank.evaluate(heads) == ["run", "actions", "state", "loss"]
+    blank.get_by_role("button", name="Show 1 equal column").click()
+    assert blank.evaluate(heads) == ["run", "actions", "state", "loss", "lr"]
+    blank.get_by_role("button", name="Hide 1 equal column").click()
+    runs.show(
+        _row(2, "succeeded", "0.2", "open", lr="0.2"), _row(1, "succeeded", "0.1", "open", lr="0.1"), columns=columns
+    )
+    assert blank.evaluate(heads) == ["run", "actions", "state", "loss", "lr"], "the values differ now"

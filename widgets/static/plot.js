@@ -390,7 +390,8 @@ class Chart {
     const series = [{}], areas = [];
     for (const [index, label] of labels.entries()) {
       const colour = panel.colour(label);
-      const line = { label, stroke: colour, dash: panel.dashed(label) ? [5, 3] : undefined, width: labels.length > 6 || (this.isEnvelope.includes(true) && !this.isEnvelope[index]) ? 1.2 : 1.6, spanGaps: false, points: { show: (u) => u.data[0].length < 3 } };
+      const alpha = isRank(label) && labels.length > 1 ? 0.7 : 1;  // shows both where curves coincide
+      const line = { label, stroke: colour, alpha, dash: panel.dashed(label) ? [5, 3] : undefined, width: labels.length > 6 || (this.isEnvelope.includes(true) && !this.isEnvelope[index]) ? 1.2 : 1.6, spanGaps: false, points: { show: (u) => u.data[0].length < 3 } };
       if (this.isEnvelope[index]) {
         const edge = { label, stroke: colour, alpha: 0.45, width: 0.6, points: { show: false } };
         series.push({ ...line, width: 2 }, edge, edge);

@@ -84,7 +84,9 @@ class TableView {
     this.unfolded = new Set(model.get("unfolded") || []);
     this.search = make("input", { type: "search", placeholder: "Filter, e.g. failed|baseline", oninput: () => this.arrange() });
     this.count = make("span", { class: "na-count" });
-    this.bar = make("div", { class: "na-tools" }, this.search, this.count);
+    this.same = make("button", { type: "button", class: "na-tool", "aria-pressed": "false", title: "Columns whose values are equal in all rows",
+      onclick: () => { this.showsSame = !this.showsSame; this.arrange(); } });
+    this.bar = make("div", { class: "na-tools" }, this.search, this.same, this.count);
     this.caption = make("caption", { class: "na-hidden" });
     this.heads = make("tr");
     this.table = make("table", {}, this.caption, make("thead", {}, this.heads));
@@ -129,11 +131,25 @@ class TableView {
       [every, found] = [every + rows.length, found + shown.length];
       place(group.body, shown.map((row) => row.node));
     }
+    this.foldColumns();
     this.bar.hidden = !this.sortable || (every < 2 && !query);
     setText(this.count, `${query ? `${english(found)} of ` : ""}${english(every)} ${this.key}`);
     setText(this.note, !every ? this.empty : !found ? `No ${this.key} match '${query}'.` : "");
     this.note.hidden = !this.note.textContent;
     this.table.hidden = !every;
+  }
+  /* Hides the columns whose texts are the same in all rows, until their button is clicked. */
+  foldColumns() {
+    const rows = this.sortable ? [...this.groups.values()].flatMap((group) => [...group.rows.values()]) : [];
+    const text = (row, index) => described(row.cells[index]).text;
+    const same = this.columns.map(([, kind], index) => rows.length > 1 && index > 0 && kind !== "state"
+      && rows.every((row) => text(row, index) === text(rows[0], index)));
+    const count = same.filter(Boolean).length, heads = [...this.heads.children].filter((node) => node.dataset.column !== "actions");
+    for (const nodes of [heads, ...rows.map((row) => row.nodes)])
+      nodes.forEach((node, index) => { node.hidden = same[index] && !this.showsSame; });
+    this.same.hidden = !count;
+    this.same.setAttribute("aria-pressed", String(Boolean(this.showsSame)));
+    setText(this.same, `${this.showsSame ? "Hide" : "Show"} ${count} equal column${count === 1 ? "" : "s"}`);
   }
   matcher() {
     const query = this.search.value.trim(), texts = (row) => row.cells.map((cell) => described(cell).text);

@@ -713,3 +713,10 @@ def test_the_table_of_runs_renders_at_most_five_times_a_second_and_adds_new_runs
         end(one)
     table.close()
     assert not table.schedule.tick()
+
+
+def test_the_curves_of_a_named_run_carry_its_name() -> None:
+    named, other = make_run(name="baseline"), make_run()
+    table = RunsTable([named, other])
+    assert table.plot.order == [f"run {named.id} · baseline", f"run {other.id}"]
+    table.close()
