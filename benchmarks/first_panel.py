@@ -11,7 +11,7 @@ from tests.support.kernel import Kernel
 
 ROUNDS = 7
 
-FIRST, LATER = 0.3, 0.25
+FIRST, LATER = 0.25, 0.2
 """The goals for the first launch of a kernel and for later ones, in seconds."""
 _VISIBLE = 1.0
 """The goal until the browser shows the panel, in seconds."""

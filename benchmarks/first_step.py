@@ -141,8 +141,8 @@ def _rounds(
     return {name: list(zip(*rounds[1:], strict=True)) for name, rounds in found.items()}
 
 
-@row("first step", "first step")
-def first_step() -> Iterator[Figure]:
+@row("first step", "first step of 2 ranks")
+def first_step_of_2_ranks() -> Iterator[Figure]:
     """Measure launches of 2 ranks."""
     times = yield from _compare(2)
     alone = alternate(ROUNDS, _alone)[0]

@@ -30,7 +30,12 @@ the other. `make bench-record` also records the new figures and writes this page
 
 SHOWN: dict[str, Sequence[tuple[str, str, str, str]]] = {
     "Launching": [
-        ("call to first optimizer step, 2 ranks", "first step", "first step", "2 ranks, auto, second launch"),
+        (
+            "call to first optimizer step, 2 ranks",
+            "first step",
+            "first step of 2 ranks",
+            "2 ranks, auto, second launch",
+        ),
         (
             "call to first optimizer step, 8 ranks",
             "first step",

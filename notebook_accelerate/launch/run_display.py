@@ -29,7 +29,7 @@ is the panel without live widgets.
 NO_WIDGETS = "notebook_accelerate.widgets.front_end:no_widgets"
 """The function that returns why the front end of an output does not show live widgets."""
 
-IMPORT_AFTER_SECONDS, LIVE_AFTER_SECONDS = 0.05, 0.15
+IMPORT_AFTER_SECONDS, LIVE_AFTER_SECONDS = 0.03, 0.1
 """Seconds until a blocking run imports the modules of its live panel, which takes 70 ms in the first launch of a
 kernel, and until it shows the panel, which takes 20 ms to create. Shorter runs show only a report."""
 
