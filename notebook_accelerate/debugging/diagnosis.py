@@ -1,4 +1,4 @@
-"""Explain why a run is stuck, given the positions of all ranks, which this module does not ask for itself."""
+"""Explain why a run is stuck, given the positions of all ranks, which the caller has collected."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class ProcessInspector:
 
     def read_stacks(self, send_signal: Callable[[int], None]) -> ProcessStacks:
         """Make the rank's signal handler write its stacks, and return them together with the native stack."""
-        if self._sleeps_in_kernel():  # No handler would run, and py-spy would wait.
+        if self._sleeps_in_kernel():  # In this state, the handler does not run, and py-spy waits.
             return ProcessStacks("", (), IN_KERNEL)
         native = native_stack(self._pid)
         if self._status() == "stopped":

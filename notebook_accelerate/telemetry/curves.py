@@ -86,7 +86,7 @@ def plot_series(several: Sequence[MetricSeries], ax: Axes | None = None) -> Any:
 # merged, so that each bucket covers twice as many steps.
 
 FEW_RANKS = 8
-"""A metric has an envelope if more ranks than this log it."""
+"""A metric has an envelope if more than this many ranks log it."""
 MAX_BUCKETS = 512
 _PER_SECOND = 4.0
 """Number of buckets per second at the beginning, for a metric that is logged without steps."""

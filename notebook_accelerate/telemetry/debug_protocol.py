@@ -83,7 +83,7 @@ class StacksReply(Reply):
     by_user: bool = False
 
     def __post_init__(self) -> None:
-        # JSON turns the tuples into lists.
+        # Restore the tuples, which JSON has turned into lists.
         self.threads = {name: tuple(FrameInfo(*frame) for frame in frames) for name, frames in self.threads.items()}
         self.waiting = tuple(to_collective(row) for row in self.waiting)
 

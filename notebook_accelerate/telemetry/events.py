@@ -20,7 +20,7 @@ class Event:
 
     registry: ClassVar[dict[str, type[Event]]] = {}
     droppable: ClassVar[bool] = False
-    """Whether a full queue may drop the event (and then report the number of dropped events)."""
+    """Whether a full queue may drop the event. The number of dropped events is reported."""
     boundary: ClassVar[bool] = False
     """Whether the event marks the boundary between two training steps."""
     latest_by: ClassVar[tuple[str, ...] | None] = None

@@ -20,9 +20,9 @@ from notebook_accelerate.errors import ExceptionInfo, FrameInfo
 MAX_FRAMES = 60
 """Maximum number of frames kept per exception. If there are more, half of this number is kept at each end."""
 SHOWN_REPETITIONS = 3
-"""Number of repetitions of a recursion that a traceback shows."""
+"""Number of a recursion's repetitions that a traceback shows."""
 LONGEST_CYCLE = 8
-"""Maximum number of functions that call each other and are recognized as a recursion."""
+"""Maximum length of a cycle of calls, in frames, that is recognised as a recursion."""
 MAX_MEMBERS = 50
 """Maximum number of a group's exceptions that are shown."""
 _OWN = tuple(

@@ -121,7 +121,7 @@ def relayed(rank: int, event: Event) -> RelayedEvent:
 
 
 def fits(event: Event) -> bool:
-    """Return whether the fields of an event have the right types. They may not, because a peer can send any JSON."""
+    """Return whether the fields of an event have the right types. Check this, because a peer can send any JSON."""
     return all(_fits(hint, getattr(event, name)) for name, hint in _hints(cast("Any", type(event))).items())
 
 

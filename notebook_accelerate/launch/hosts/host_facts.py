@@ -1,4 +1,4 @@
-"""Facts about hosts: whether they can share a run, the run's secret, and the cells of their notebooks."""
+"""Facts about hosts: whether they can share a run, which secret they share, and the cells of their notebooks."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def _final_text(error: Exception, where: tuple[str, int], hello: HelloEvent) -> 
 
 
 def _answers(stream: Stream, deadline: float, stopping: Callable[[], bool]) -> bool:
-    """Return whether a first message arrives. It does not if an earlier run on the same port has just finished."""
+    """Return whether a first message arrives. If an earlier run on the same port has just finished, none does."""
     while time.monotonic() < deadline and not stopping():
         if stream.wait(RETRY_SECONDS):
             return True
@@ -143,7 +143,7 @@ class FunctionHost(Host):
 
     Args:
         stream: The stream to the kernel.
-        environment: This machine's environment variables for ranks. Those in an order override them.
+        environment: This machine's environment variables for ranks. The variables in an order override these.
     """
 
     def __init__(self, stream: Stream, environment: Mapping[str, str] | None = None) -> None:

@@ -18,14 +18,14 @@ from notebook_accelerate.telemetry.store import Record
 MAX_JOURNAL_BYTES = 64 << 20
 """The size in bytes above which a journal is thinned: curves to `KEPT_POINTS`, and output to `KEPT_LOG_BYTES`."""
 KEPT_POINTS = 700_000
-"""Total number of points that all curves keep when a journal is thinned. They take 16 MiB."""
+"""Total number of points that all curves keep when a journal is thinned. The points take 16 MiB."""
 KEPT_LOG_BYTES = 8 << 20
 """Total bytes of output that all ranks keep when a journal is thinned. The newest output is kept."""
 _POINTS_PER_FRAME = 100_000
 
 
 class JournalFile:
-    """Appends to a journal file. Each write opens the file, because forked ranks would inherit an open descriptor.
+    """Appends to a journal file. Each write opens the file, so that forked ranks inherit no open descriptor.
 
     Args:
         path: Where to create the file.

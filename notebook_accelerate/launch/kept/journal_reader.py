@@ -490,7 +490,7 @@ class JournalReader:
         return RankResult(lambda: self._read_result(rank), rank=rank)
 
     def _read_result(self, rank: int) -> Any:
-        """Read a result that the run's process has announced. Its file is described in the journal's file."""
+        """Read a result that the run's process has announced. The journal's file describes the file of the result."""
         if rank not in self._stored:
             try:
                 self._stored = read_journal(self.file).stored

@@ -158,7 +158,7 @@ def journal_path(path: str | PathLike[str]) -> Path:
 
 
 def _siblings(folder: Path) -> list[str]:
-    """Return the names of the kept runs in the parent of a folder that does not exist."""
+    """Return the names of the kept runs next to a folder that does not exist, or [] if the folder exists."""
     with suppress(OSError):
         return [] if folder.exists() else [file.parent.name for file in folder.parent.glob(f"*/{JOURNAL_NAME}")]
     return []

@@ -206,7 +206,7 @@ def result_name(rank: int) -> str:
 
 
 def delete_run(journal: Path, name: str, started: float, *, lost: bool) -> None:
-    """Delete the files of an ended run. Also delete the folder if it was created for the run and is then empty.
+    """Delete the files of an ended run. Also delete the folder if it was created for the run and is empty after that.
 
     Args:
         journal: The path of the run's journal.

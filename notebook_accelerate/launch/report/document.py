@@ -29,7 +29,7 @@ class Action:
         enabled: Whether the button can be clicked.
         interrupts: Whether a click interrupts the cell that blocks the kernel, through the notebook's server. The
             button is disabled if the browser cannot reach the server.
-        question: The question that a first click shows instead of the label. A second click acts. If "", none.
+        question: A question that the first click shows instead of the label, so that only a second click acts, or "".
     """
 
     id: str

@@ -196,7 +196,7 @@ class Profile(DocumentView):
         return self._analysis.ops
 
     def lines(self) -> list[LineSeconds]:
-        """Return the lines of your code, sorted by time, longest first. Their times come from 250 samples a second."""
+        """Return the lines of your code, sorted by time, longest first. The times come from 250 samples a second."""
         return self._analysis.lines
 
     def peaks(self) -> dict[int, PeakMemory]:

@@ -162,7 +162,7 @@ def live_ranks(ranks: Ranks, loss: str, *, with_others: bool = True) -> Table:
 
 def ended_ranks(ranks: Ranks) -> Table:
     """Return a table of the ranks with their final figures. If there are many, summarise them by node and state."""
-    ranks = [replace(rank, late=False) for rank in ranks]  # The report names late ranks in a sentence.
+    ranks = [replace(rank, late=False) for rank in ranks]  # The report names late ranks in a sentence instead.
     if len(ranks) <= MANY:
         return rank_table(ranks, ENDED, caption="Ranks")
     columns = [COLUMNS[name] for name in ENDED_MANY]

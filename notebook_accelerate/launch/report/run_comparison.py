@@ -98,7 +98,7 @@ def runs_table(entries: Sequence[RunEntry], empty: str = "", *, sortable: bool =
 
 
 def better(name: str) -> int:
-    """Return 1 if high values of a metric are better, -1 if low values are better, or 0 if the name does not tell."""
+    """Return 1 if high values of a metric are better, -1 if low values are better, or 0 if its name does not say."""
     last = name.rpartition("/")[2]
     return 1 if _HIGHER.search(last) else -1 if _LOWER.search(last) else 0
 

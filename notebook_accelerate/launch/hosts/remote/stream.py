@@ -53,7 +53,7 @@ TICK_SECONDS = 2.0
 SOON_SECONDS = 0.05
 """How many seconds libzmq may take, after a connection has ended, to deliver what arrived before the end."""
 FLUSH_SECONDS = 5.0
-"""How many seconds a closed stream waits for a sign that its last messages arrive."""
+"""How many seconds a closed stream waits for a sign that its last messages have arrived."""
 
 
 class Stream:
