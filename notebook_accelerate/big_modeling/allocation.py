@@ -279,7 +279,7 @@ class Allocation:
         return self._devices[self._current]
 
     def _room(self, entry: int) -> Any:
-        """Return the bytes left on the current device, or None for the disk, which has no limit."""
+        """Return how many bytes are left on the current device, or None for the disk, which has no limit."""
         device = self._devices[self._current]
         if device == "disk":
             return None
@@ -299,7 +299,7 @@ class Allocation:
         return {entry: size for entry, size in tensors.items() if size == largest and size > self._layers[0]}
 
     def reserve(self, device: Any) -> Any:
-        """Return the bytes that a device reserves for the largest offloaded layer.
+        """Return how many bytes a device reserves for the largest offloaded layer.
 
         Args:
             device: The accelerator that may compute with offloaded layers.

@@ -202,7 +202,7 @@ class _Loading:
         return found
 
     def load_all(self) -> None:
-        """Check the files, then load them in order. If loading one fails, the error says how much was loaded before."""
+        """Check the files, then load them in order. If one cannot be loaded, the error says how much was loaded."""
         shards = find_shards(self._checkpoint, self._state)
         known: dict[str, TensorSource] = {}
         for shard in shards:
@@ -478,7 +478,7 @@ def _check_divided(model: torch.nn.Module, part: dict[str, Any]) -> None:
 
 
 def _on_all_ranks(action: Callable[[], Any], reads: bool, broadcasts: bool) -> Any:
-    """On every rank, return the result of the reading rank's action, or raise the exception of that action."""
+    """Run an action, and return its result or raise its exception. With ``broadcasts``, rank 0's outcome is used."""
     value, failure = None, None
     if reads:
         try:

@@ -28,7 +28,7 @@ OPTIMIZERS: dict[str, float] = {
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """An estimate of the bytes that each rank needs for each part.
+    """An estimate of the memory that each rank needs for each part, in bytes.
 
     Attributes:
         training: The bytes that training needs on the device: weights, gradients, optimizer, activations, buffers,
@@ -258,7 +258,7 @@ class PlacedBlock:
         name: The name of the module.
         device: The device of the module's weights.
         size: The size of the module's weights in bytes.
-        moves: The bytes that are copied to the computing device in each forward pass.
+        moves: The number of bytes that are copied to the computing device in each forward pass.
     """
 
     name: str
@@ -281,11 +281,11 @@ class PlacedModel:
 
     @property
     def moves(self) -> int:
-        """The bytes that are copied in each forward pass."""
+        """The number of bytes that are copied in each forward pass."""
         return sum(block.moves for block in self.blocks)
 
     def overfull(self) -> list[str]:
-        """List the devices whose limits their blocks exceed."""
+        """List the devices whose blocks exceed the device's limit."""
         used: dict[str, int] = {}
         for block in self.blocks:
             used[block.device] = used.get(block.device, 0) + block.size

@@ -154,7 +154,7 @@ def remove_hook_from_module(module: Any, recurse: bool = False) -> torch.nn.Modu
 
     Args:
         module: The module whose hook is detached.
-        recurse: Whether to detach the hooks of its submodules, too.
+        recurse: Whether to detach the hooks of the module's submodules, too.
 
     Returns:
         The module without the hook.

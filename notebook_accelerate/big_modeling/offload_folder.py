@@ -116,7 +116,7 @@ class PrefixedDataset(Mapping[str, Any]):
     """A view of a mapping for one module, without the module's prefix in the names.
 
     Args:
-        dataset: The mapping by full names.
+        dataset: The mapping whose names include the prefix.
         prefix: The name of the module, followed by a dot.
     """
 

@@ -41,7 +41,7 @@ _WINDOW = 2
 _IDLE = 0.25
 """The thread exits after this many seconds without anything to read. The next forward pass starts a new thread."""
 _EXIT_SECONDS = 2.0
-"""The number of seconds that the interpreter waits for a read to complete when it exits."""
+"""When the interpreter exits, it waits at most this many seconds for a read to complete."""
 
 
 @dataclass
@@ -325,7 +325,7 @@ class Unit:
     """The offloaded tensors of one module, which are loaded and released together.
 
     Attributes:
-        slots: The tensors.
+        slots: A slot for each tensor.
         block: The name of the repeated block that contains the module. The window is counted in blocks.
         nbytes: The size of the tensors in bytes.
     """
@@ -467,7 +467,7 @@ def _check_room(sources: Sequence[TensorSource]) -> None:
 
 
 def can_prefetch(device: torch.device) -> bool:
-    """Return whether weights can be transferred to a device ahead of time: the CPU, or an accelerator with streams.
+    """Return whether weights can be transferred to a device ahead of time, as to the CPU or if the device has streams.
 
     Args:
         device: The device to check.

@@ -198,11 +198,11 @@ class BaseConfig:
 
 
 def _checked(name: str, value: Any, annotation: str, source: object) -> Any:
-    """Return a value from a file. Check it if its field is a whole number, or has settings of its own.
+    """Check a value from a file, and return it. If the field is a whole number, text is converted.
 
     Args:
         name: The name of the field.
-        value: The value.
+        value: The value to check.
         annotation: The annotation of the field.
         source: Name of the file, for messages.
     """
@@ -438,7 +438,7 @@ def file_contents(path: Path) -> dict[str, Any]:
         ValueError: The file is not YAML, or contains something other than settings.
     """
     try:
-        # JSON is a subset of YAML, so both can be loaded, whatever the file's name is.
+        # JSON is a subset of YAML, so this loads both, whatever the file's name is.
         contents = yaml.safe_load(path.read_text(encoding="utf-8"))
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not a text file in UTF-8; pass a YAML or JSON file") from None
@@ -449,8 +449,8 @@ def file_contents(path: Path) -> dict[str, Any]:
         raise ValueError(f"{where}: this is not YAML: {problem}") from None
     if contents is not None and not isinstance(contents, dict):
         raise ValueError(
-            f"{path} has no settings, but {'text' if isinstance(contents, str) else f'a {type(contents).__name__}'}; "
-            "write lines such as num_processes: 2, or create the file with `notebook-accelerate config`"
+            f"{path} contains {'text' if isinstance(contents, str) else f'a {type(contents).__name__}'} instead of "
+            "settings; write lines such as num_processes: 2, or create the file with `notebook-accelerate config`"
         )
     return contents or {}
 

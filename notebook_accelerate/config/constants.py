@@ -15,7 +15,7 @@ SAMPLER_NAME = "sampler"
 FSDP_MODEL_NAME = "pytorch_model_fsdp"
 PROFILE_PATTERN_NAME = "profile_{suffix}.json"
 MANIFEST_NAME = "checkpoint_manifest.json"
-"""The file with the sizes and checksums of a checkpoint's files. A checkpoint is complete if they all match.
+"""The file with the sizes and checksums of a checkpoint's files. The checkpoint is complete if all files match it.
 
 Accelerate's checkpoints do not have this file.
 """

@@ -79,7 +79,7 @@ class DeepSpeedPlugin:
         option="deepspeed_config_file",
         ask="DeepSpeed's JSON file (empty: none)?",
     )
-    """A DeepSpeed configuration: a path, a dict or an ``HfDeepSpeedConfig``. If None, derived from the other fields."""
+    """A DeepSpeed configuration (path, dict or ``HfDeepSpeedConfig``). If None, it is derived from the other fields."""
     gradient_accumulation_steps: int | None = setting(
         variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         argument="gradient_accumulation_steps",
@@ -227,7 +227,7 @@ class DeepSpeedPlugin:
         if self.zero3_init_flag and not zero3:
             warnings.warn(
                 f"zero3_init_flag=True has an effect only with ZeRO stage 3, but the stage is {self.zero_stage}; "
-                "it is set to False",
+                "the flag is set to False",
                 stacklevel=4,
             )
             self.zero3_init_flag = False
@@ -424,7 +424,7 @@ class DeepSpeedPlugin:
 
     @property
     def selected(self) -> bool:
-        """Whether this is the active plugin of an `Accelerator` with several."""
+        """Whether this is the active plugin of an `Accelerator` with several plugins."""
         return self._selected
 
     def select(self, _from_accelerator_state: bool = False) -> None:
@@ -464,8 +464,8 @@ def check_launched_fields(names: Iterable[str]) -> None:
     """
     if fields := sorted(_keys().keys() & set(names)):
         raise ValueError(
-            f"deepspeed_config sets deepspeed_config_file and {', '.join(fields)}, which would be ignored; set "
-            "them in DeepSpeed's file"
+            f"deepspeed_config sets deepspeed_config_file, so {', '.join(fields)} would be ignored; set them in "
+            "DeepSpeed's file"
         )
 
 

@@ -151,7 +151,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
         to_bool: Whether to return True or False instead of 1 or 0.
 
     Returns:
-        1 or 0, or with ``to_bool`` True or False.
+        1 or 0, or True or False if ``to_bool`` is True.
 
     Raises:
         ValueError: ``value`` is not a truth value.

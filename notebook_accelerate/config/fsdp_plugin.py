@@ -73,7 +73,7 @@ class FullyShardedDataParallelPlugin:
     mixed_precision_policy: dict[str, Any] | str | MixedPrecision | MixedPrecisionPolicy | None = None
     """A precision, a dict of param_dtype, reduce_dtype and output_dtype (FSDP 1: buffer_dtype), or torch's object.
 
-    If None, the precision of the `Accelerator`.
+    If None, the precision of the `Accelerator` is used.
     """
     auto_wrap_policy: Callable[..., Any] | Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"] | None = (
         setting(
@@ -104,7 +104,7 @@ class FullyShardedDataParallelPlugin:
     )
     """Type of state dicts in checkpoints: FULL_STATE_DICT, LOCAL_STATE_DICT (FSDP 1) or SHARDED_STATE_DICT.
 
-    If None, FULL_STATE_DICT in FSDP 1, and SHARDED_STATE_DICT in FSDP 2.
+    The default is FULL_STATE_DICT in FSDP 1, and SHARDED_STATE_DICT in FSDP 2.
     """
     state_dict_config: FullStateDictConfig | ShardedStateDictConfig | None = None
     """torch's settings for the model's state dict. ``state_dict_type`` sets them."""
@@ -139,7 +139,7 @@ class FullyShardedDataParallelPlugin:
     )
     """Names of the classes of modules that become units, separated by commas in variables and options.
 
-    If None, the model's ``_no_split_modules``.
+    If None, the model's ``_no_split_modules`` are used.
     """
     min_num_params: int | None = setting(preset=100_000_000)
     """With SIZE_BASED_WRAP, modules with at least this many parameters become units. If None, 100 million."""

@@ -76,7 +76,7 @@ class GradScalerKwargs(KwargsHandler):
         if not self.growth_factor > 1:
             raise ValueError(f"growth_factor={self.growth_factor!r} is not allowed; pass a number above 1, such as 2.0")
         if not 0 < self.backoff_factor < 1:
-            raise ValueError(f"backoff_factor={self.backoff_factor!r} is not between 0 and 1; pass one such as 0.5")
+            raise ValueError(f"backoff_factor={self.backoff_factor!r} is not allowed; pass a number between 0 and 1")
 
 
 @dataclass
@@ -232,9 +232,12 @@ class ProfileKwargs(KwargsHandler):
     """Arguments of ``torch.profiler.profile``, and the folder of its traces."""
 
     activities: list[ProfilerActivity] | None = None
-    """Activities to record: cpu, xpu, mtia, cuda, hpu. If None, all that torch supports here."""
+    """Activities to record: cpu, xpu, mtia, cuda or hpu. If None, all that torch supports here are recorded."""
     schedule_option: dict[str, int] | None = None
-    """Arguments of ``torch.profiler.schedule``: wait, warmup, active, repeat, skip_first. If None, record all steps."""
+    """Arguments of ``torch.profiler.schedule``: wait, warmup, active, repeat, skip_first.
+
+    If None, all steps are recorded.
+    """
     on_trace_ready: Callable[..., Any] | None = None
     """Called with the profiler at the end of each cycle of the schedule."""
     record_shapes: bool = False
@@ -248,7 +251,7 @@ class ProfileKwargs(KwargsHandler):
     with_modules: bool = False
     """Whether the hierarchy of modules is recorded (TorchScript only)."""
     output_trace_dir: str | None = None
-    """Folder in which each rank writes a Chrome trace when profiling ends. If None, no trace is written."""
+    """Folder that each rank writes a Chrome trace to when profiling ends. If None, no trace is written."""
 
     def build(self) -> Any:
         """Return a ``torch.profiler.profile`` with these arguments, without starting it.
@@ -300,7 +303,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_with_dataloader: bool = True
     """Whether the last batch of an epoch ends the accumulation window, even if it is not full."""
     sync_each_batch: bool = False
-    """Whether gradients are reduced at every batch, with more communication but less memory under FSDP."""
+    """Whether gradients are reduced after every batch, which takes more communication, but less memory under FSDP."""
 
     def __post_init__(self) -> None:
         if self.num_steps is not None:
@@ -319,11 +322,11 @@ class DataLoaderConfiguration:
     split_batches: bool = False
     """Whether the loader's batch size is the total of all ranks (True) or the size on each rank (False)."""
     dispatch_batches: bool | None = None
-    """Whether rank 0 reads every batch and sends each rank its share. If None, only for iterable datasets."""
+    """Whether rank 0 reads every batch and sends each rank its share. If None, it does so for iterable datasets."""
     even_batches: bool = True
-    """Whether the last batches are padded with samples from the start, so that all ranks get equally many."""
+    """Whether the last batches are padded with samples from the start, so that all ranks get the same number."""
     use_seedable_sampler: bool = False
-    """Whether a random sampler is replaced with one that shuffles by epoch and seed, equally on every rank."""
+    """Whether a random sampler is replaced with one whose order depends only on seed and epoch, so all ranks agree."""
     data_seed: int | None = None
     """Seed of the seedable sampler. If None, torch's current seed is used."""
     non_blocking: bool = False

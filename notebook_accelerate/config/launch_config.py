@@ -83,7 +83,7 @@ class LaunchConfig:
     rdzv_id: str = setting("none", group=MACHINES)
     """Name of the run in the rendezvous."""
     max_restarts: int = setting(0, group=LIMITS, option="max_restarts")
-    """How many times all ranks are restarted after a failure."""
+    """Maximum number of times that all ranks are restarted after a failure."""
     monitor_interval: float = setting(0.1, group=LIMITS, option="monitor_interval")
     """Seconds between checks of the ranks. Used only on systems that do not report when processes end (Linux does)."""
     log_line_prefix_template: str | None = setting(group=OUTPUT)
@@ -105,7 +105,7 @@ class LaunchConfig:
     cpu: bool = setting(False, parameter=False)
     """Whether the ranks use only the CPU."""
     min_nodes: int | None = setting(group=MACHINES)
-    """Smallest number of notebooks that continue if others are lost. If None, ``num_nodes``.
+    """Smallest number of notebooks that the run continues with if others are lost. If None, ``num_nodes``.
 
     The run restarts with the remaining notebooks, and once more if another notebook joins late. This needs c10d and
     ``max_restarts``.
@@ -228,7 +228,7 @@ class LaunchConfig:
 _LEAST = {"node_rank": 0, "num_nodes": 1, "max_restarts": 0}
 _SWITCHES = tuple(each.name for each in fields(LaunchConfig) if each.type == "bool")
 LABEL_FIELDS = ("role_name", "rank", "local_rank")
-"""What ``log_line_prefix_template`` may contain, each as ``${...}``."""
+"""The names that ``log_line_prefix_template`` may contain, each as ``${...}``."""
 
 
 def _check_port(value: object) -> None:
@@ -273,7 +273,7 @@ def _check_rendezvous(config: LaunchConfig) -> None:
         return
     check_whole_number("min_nodes", config.min_nodes)
     if config.min_nodes > config.num_nodes:
-        raise ValueError(f"min_nodes={config.min_nodes} is more than num_nodes={config.num_nodes}; pass at most that")
+        raise ValueError(f"min_nodes={config.min_nodes} is more than num_nodes={config.num_nodes}; pass fewer nodes")
     if config.min_nodes < config.num_nodes and config.rdzv_backend != "c10d":
         raise ValueError(
             f"min_nodes={config.min_nodes} is not allowed with rdzv_backend={config.rdzv_backend!r}, whose number of "

@@ -102,7 +102,7 @@ class Setting:
             ``default`` if ``unset`` is None.
         answers: The allowed answers. If None, they are ``choices``.
         when: Called with the answers so far, by option; returns whether to ask.
-        argument: The name in the configuration of the library, dotted if it is nested, or None if the library does not
+        argument: The name in the library's configuration, dotted if it is nested, or None if the library does not
             have the setting. If left out, it is the field's name in a section with ``arguments``, and otherwise None.
         place: ``config`` sorts the questions of a section by place, and then by the order of the fields.
         parameter: Whether ``notebook_launcher`` has a parameter of this name, for fields of ``LaunchConfig``.
@@ -150,7 +150,7 @@ def setting(default: Any = None, **known: Any) -> Any:
 
 
 def metadata(**known: Any) -> dict[str, Setting]:
-    """Return the metadata of a field without a default, for ``field()``. mypy does not see that `setting` calls it.
+    """Return the metadata of a required field, which must call ``field()`` itself: mypy takes `setting` for a default.
 
     Args:
         known: Attributes of the field's `Setting`.

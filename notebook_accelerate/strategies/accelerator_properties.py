@@ -290,7 +290,7 @@ class AcceleratorProperties(RankExecution):
         """Whether an optimizer skipped its last step because of infinite gradients."""
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
-    # ---- kwargs_handlers. Each is None if it was not given. Libraries assign them before they call prepare().
+    # ---- kwargs_handlers. Each handler is None if it was not given. Libraries assign handlers before prepare().
 
     @property
     def autocast_handler(self) -> AutocastKwargs | None:

@@ -80,7 +80,7 @@ def _check_layer(name: str, layer: nn.Module, size: int) -> None:
             "(experts, ...), as in transformers 5; an nn.ModuleList of experts is not supported"
         )
     if count % size:
-        raise ValueError(f"{name} has {count} experts, which ep_size={size} does not divide; choose a divisor")
+        raise ValueError(f"{name} has {count} experts, which is not a multiple of ep_size={size}; choose a divisor")
     if any(isinstance(module, Dropout) and module.p for module in layer.modules()):
         raise ValueError(
             f"{name} uses dropout, which would draw different random numbers on each rank of ep_size; set its "

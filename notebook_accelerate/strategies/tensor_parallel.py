@@ -142,7 +142,7 @@ def _check_division(name: str, module: nn.Module, size: int) -> None:
     shape = weight.shape if isinstance(weight, torch.Tensor) else ()
     if len(shape) > 1 and all(length % size for length in shape):
         raise ValueError(
-            f"{name} of shape {list(shape)} cannot be split across tp_size={size} ranks: no side is a multiple"
+            f"{name} of shape {list(shape)} cannot be split across tp_size={size} ranks: no side is a multiple of that"
         )
 
 

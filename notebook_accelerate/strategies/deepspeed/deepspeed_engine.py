@@ -87,7 +87,9 @@ def import_deepspeed(device: torch.device) -> Any:
 
 
 def check_support(plugin: DeepSpeedPlugin) -> None:
-    """Check that DeepSpeed supports the plugin's settings on this machine. Its own errors do not suggest solutions.
+    """Check that DeepSpeed supports the plugin's settings on this machine.
+
+    DeepSpeed's own errors do not suggest solutions.
 
     Args:
         plugin: The plugin to check, with its precision set.

@@ -336,7 +336,7 @@ def sharded_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 def _has_own_names(model: nn.Module) -> bool:
-    """Return whether parameters have the same names in state dicts, which wrappers and hooks can change."""
+    """Return whether parameters have the same names in state dicts. Wrappers and hooks can change names."""
     return not any(
         isinstance(module, (FullyShardedDataParallel, DistributedDataParallel))
         or is_compiled_module(module)

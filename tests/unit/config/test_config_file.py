@@ -151,8 +151,8 @@ def test_unknown_keys_and_values_are_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("just some text\n", r"config\.yaml has no settings, but text; write lines such as num_processes: 2"),
-        ("- num_processes\n", r"config\.yaml has no settings, but a list"),
+        ("just some text\n", r"config\.yaml contains text instead of settings; write lines such as num_processes: 2"),
+        ("- num_processes\n", r"config\.yaml contains a list instead of settings"),
         ("a: [1\nb: 2\n", r"config\.yaml, line 2, column 2: this is not YAML: expected ',' or '\]'"),
         ("num_processes: two\n", r"config\.yaml: num_processes: 'two' is not allowed; write a whole number"),
         ("fsdp_config: yes please\n", r"config\.yaml: fsdp_config: 'yes please' is not allowed; write its settings on"),

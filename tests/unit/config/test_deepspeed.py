@@ -102,10 +102,10 @@ class TestThePlugin:
 
     def test_a_launch_has_no_fields_in_addition_to_a_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "deepspeed_config_file,zero_stage,zero3_init_flag")
-        with pytest.raises(ValueError, match="and zero_stage, which would be ignored"):
+        with pytest.raises(ValueError, match="so zero_stage would be ignored"):
             DeepSpeedPlugin(hf_ds_config=FILE)
         section = {"deepspeed_config_file": "ds.json", "gradient_clipping": 1.0}
-        with pytest.raises(ValueError, match="and gradient_clipping, which would be ignored"):
+        with pytest.raises(ValueError, match="so gradient_clipping would be ignored"):
             ClusterConfig.from_dict({"distributed_type": "DEEPSPEED", "deepspeed_config": section})
         ClusterConfig.from_dict({"deepspeed_config": {**section, "deepspeed_config_file": "none"}})
 
