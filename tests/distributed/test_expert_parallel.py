@@ -172,7 +172,7 @@ def refused(reason: str) -> None:
         ("none", "Linear has no module named 'experts', which ep_size would split"),
         ("list", r"blocks.0.experts \(ModuleList\) cannot be split by ep_size: .* nn.ModuleList .* not supported"),
         ("others", r"blocks.0.experts \(Experts\) cannot be split by ep_size"),
-        ("odd", "blocks.0.experts has 3 experts, which ep_size=2 does not divide"),
+        ("odd", "blocks.0.experts has 3 experts, which is not a multiple of ep_size=2"),
         ("dropout", "blocks.0.experts uses dropout"),
         ("call", r"call it as experts\(hidden_states, top_k_index, top_k_weights\)"),
     ],
