@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,10 +15,18 @@ from torch import nn
 from notebook_accelerate import Accelerator, PartialState, hooks
 from notebook_accelerate.big_modeling.dispatching import MOVES
 from notebook_accelerate.config.enums import DistributedType
+from notebook_accelerate.state import reset_shared_state
 from notebook_accelerate.strategies.context_parallel import make_attention_causal
 from notebook_accelerate.strategies.ddp_strategy import DDPStrategy
 from notebook_accelerate.tracking.vendors import ClearMLTracker
 from notebook_accelerate.utils import modeling
+
+
+@pytest.fixture(autouse=True)
+def new_state() -> Iterator[None]:
+    reset_shared_state()
+    yield
+    reset_shared_state()
 
 
 def test_names_of_modules() -> None:
@@ -41,7 +50,7 @@ def test_values_of_an_accelerator() -> None:
     assert accelerator.delayed_fp8_autocast is False
     for name in ("ao_recipe_handler", "te_recipe_handler", "msamp_recipe_handler"):
         assert getattr(accelerator, name) is None
-    accelerator.state._reset_state(True)
+    reset_shared_state()
     assert Accelerator(cpu=True, mixed_precision="bf16").native_amp
 
 
