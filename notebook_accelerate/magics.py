@@ -199,7 +199,10 @@ def _with_variables(parser: _Parser) -> _Parser:
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if bad := [name for name in names if not name.isidentifier()]:
-        raise ValueError(f"not valid variable names: {', '.join(bad)}; separate the names with commas: -i a,b")
+        # argparse shows the message of an ArgumentTypeError, but not that of a ValueError.
+        raise argparse.ArgumentTypeError(
+            f"not valid variable names: {', '.join(bad)}; separate the names with commas, such as a,b"
+        )
     return names
 
 

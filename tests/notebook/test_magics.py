@@ -57,6 +57,9 @@ def test_variables_can_be_sent_and_fetched(kernel: Kernel) -> None:
     assert kernel.check("%%rank 1 -o e\ne = rank * 10").ok
     assert kernel.value("e") == [10]
     assert "-i nothing: no such variable in the kernel" in said(kernel.run("%%ranks -i nothing\n1"))
+    invalid = "not valid variable names: a-b, 1c; separate the names with commas, such as a,b; usage: "
+    assert f"argument -i/--input: {invalid}%%ranks" in said(kernel.run("%%ranks -i a-b,1c\n1"))
+    assert f"argument -o/--output: {invalid}%%rank" in said(kernel.run("%%rank 1 -o a-b,1c\n1"))
     assert "NameError" in said(kernel.run("%%ranks -o missing\n1")) or "KeyError" in said(
         kernel.run("%%ranks -o missing\n1")
     )
