@@ -138,11 +138,16 @@ class SanityChecks:
 
         The norm of gradients may overflow on all ranks while a loss scaler searches for its scale.
         """
-        if check != "loss" or self._warned & _NUMBERS.keys():
+        if check != "loss" or any(self._is_one_sided(other, number) for other in _NUMBERS):
             return []
         where = " on all ranks" if self._world > 1 else ""
         text = f"the loss became {value}{where} at backward #{number}; look at the data there: run.ask('batch')"
         return self._once(check, text)
+
+    def _is_one_sided(self, check: str, number: int) -> bool:
+        """Return whether numbers of a check were not finite on only some ranks first, up to a backward pass."""
+        keys = [key for key, _ in self._numbers.get(check, {}).values()]
+        return bool(keys) and min(keys) <= number and keys.count(min(keys)) < self._world
 
     def _far_behind(self, steps: Mapping[int, int]) -> list[str]:
         now = self._clock()
