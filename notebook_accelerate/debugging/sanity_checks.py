@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from notebook_accelerate.telemetry.debug_protocol import CheckEvent
 from notebook_accelerate.telemetry.rank_names import rank_names
@@ -69,11 +69,11 @@ class SanityChecks:
             steps: The current step of each running rank.
         """
         due = [check for check, since in self._since.items() if self._clock() - since > COMPARE_SECONDS]
-        return [text for check in due for text in self._not_finite(check)] + self._far_behind(steps)
+        return self._all_not_finite(due) + self._far_behind(steps)
 
     def finish(self) -> list[str]:
         """Return the remaining warnings at the end of the run."""
-        return [text for check in list(self._since) for text in self._not_finite(check)]
+        return self._all_not_finite(self._since)
 
     def _once(self, name: str, text: str) -> list[str]:
         if name in self._warned:
@@ -117,6 +117,11 @@ class SanityChecks:
         if first == second or len(set(first[1:])) < 2:  # The data may be constant or equal on purpose.
             return []
         return self._once("batch", _SAME_DATA)
+
+    def _all_not_finite(self, checks: Iterable[str]) -> list[str]:
+        """Return the warnings of these checks. The earliest comes first, because it may have caused the others."""
+        ordered = sorted(checks, key=lambda check: min(key for key, _ in self._numbers[check].values()))
+        return [text for check in ordered for text in self._not_finite(check)]
 
     def _not_finite(self, check: str) -> list[str]:
         numbers = self._numbers[check]

@@ -136,7 +136,7 @@ def test_sources_can_be_switched_off(kernel: Kernel) -> None:
     assert kernel.value("list(run.metrics)") == []
     error = kernel.run("LaunchConfig(report_from='tqdm')").error
     assert error is not None
-    assert "report_from=('transformers', 'tqdm')" in error.evalue
+    assert "such as ('transformers', 'tqdm')" in error.evalue
 
 
 def test_a_run_in_the_kernel_reports_too(kernel: Kernel) -> None:

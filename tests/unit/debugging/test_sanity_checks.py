@@ -363,6 +363,15 @@ def test_gradients_of_a_reported_loss_are_not_reported_again() -> None:
     assert text.startswith("the loss of rank 1 became nan at backward #5")
 
 
+def test_a_loss_that_follows_from_reported_gradients_is_not_reported() -> None:
+    found = SanityChecks(2)
+    for rank in (0, 1):
+        found.note(rank, CheckEvent("loss", 5, [math.nan]))
+    found.note(1, CheckEvent("local gradients", 4, [math.nan]))
+    [text] = found.finish()
+    assert text.startswith("the gradients (before they are averaged) of rank 1 became nan at backward #4")
+
+
 @pytest.mark.parametrize(
     "tensors",
     [
