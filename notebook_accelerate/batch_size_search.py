@@ -148,7 +148,7 @@ def find_executable_batch_size(
         function: The function, whose first parameter is ``batch_size``. If None, a decorator is returned.
         starting_batch_size: The batch size of the first attempt.
         reduce_batch_size_fn: A function that returns the next size to try. If None, each size is nine tenths of the
-            last.
+            previous one.
 
     Returns:
         The function without its first parameter. Its next call starts with the size that fit.

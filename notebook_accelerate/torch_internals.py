@@ -76,7 +76,7 @@ NAMES: dict[str, PrivateName] = {
 }
 
 MODULE_TABLES = ("_parameters", "_buffers", "_modules")
-"""The tables in each `torch.nn.Module`. Other files use only these private names, in order to replace weights."""
+"""The tables in each `torch.nn.Module`, the only private names that other files use, in order to replace weights."""
 
 
 def __getattr__(name: str) -> Any:

@@ -33,7 +33,7 @@ _IN_FILE = {entry.launch for entry in settings_of(ClusterConfig).values() if ent
 """The fields of `LaunchConfig` that a configuration file also contains."""
 
 _ONE_PER_DEVICE = ClusterConfig.num_processes
-"""The number of processes in a file that does not choose one, so that a launch starts one per accelerator."""
+"""The number of processes in a file that does not set it. A launch then starts one per accelerator."""
 
 
 def read_settings(

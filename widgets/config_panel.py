@@ -77,8 +77,8 @@ class ConfigPanel(Panel):
     Args:
         function: The training function. If None, the user chooses one in the panel.
         args: The arguments that the Launch button passes to it.
-        config: The initial launch settings. If None, the defaults with ``block=False``, so that the notebook stays
-            usable.
+        config: The initial launch settings. If None, these are the defaults with ``block=False``, so that the
+            notebook stays usable.
         training: The initial training options.
         machine: The hardware. If None, this machine's hardware is detected.
         facts: Returns the facts about the kernel. If None, they are detected.
@@ -252,8 +252,8 @@ class ConfigPanel(Panel):
         """Start the configured run.
 
         Args:
-            function: The training function. If None, the one chosen in the panel.
-            args: The function's arguments. If None, those entered in the panel.
+            function: The training function. If None, the one chosen in the panel is used.
+            args: The function's arguments. If None, those entered in the panel are used.
 
         Returns:
             The run, which is also appended to ``runs``.

@@ -233,7 +233,7 @@ class DebugSection:
         self.shows = ""
 
     def _build(self) -> None:
-        """Create the widgets when the section is opened first, because most panels are shown without it."""
+        """Create the widgets when the section is first opened, because most panels are shown without it."""
         self._text, self._code = html_widgets(2)
         self.copy = CopyButton(label="Copy this line", insertable=True)
         self._line = with_classes(ipywidgets.HBox([self._code, self.copy]), "na-debug-line")

@@ -79,9 +79,9 @@ def fields_of(
 
     Args:
         cls: The dataclass.
-        choices: Allowed values by field name, for types that do not list them. If None, those in the class's settings.
-            ``metadata`` of other fields may have "choices", a "label" and a "placeholder".
-        names: The fields to return. If None, all fields.
+        choices: Allowed values by field name, for types that do not list them. If None, those in the class's settings
+            are used. The ``metadata`` of other fields may have "choices", a "label" and a "placeholder".
+        names: The fields to return. If None, all fields are returned.
 
     Raises:
         ValueError: ``cls`` is not a dataclass, or has no such field.
@@ -359,7 +359,7 @@ def parse(field: Field, text: str) -> Any:
     """
     text_format = TEXT_FORMATS[field.kind]
     if text.strip():
-        # A text equal to the default's is the default: "29500" remains a string if the default is one.
+        # The default's own text means the default, so "29500" remains a string if the default is a string.
         default = field.default
         is_default = default is not None and default is not MISSING and text == text_format.format(default)
         return default if is_default else text_format.parse(text.strip(), field)

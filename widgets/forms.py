@@ -41,12 +41,12 @@ class Form:
 
     Args:
         cls: The dataclass.
-        value: The initial instance. If None, one with the defaults.
+        value: The initial instance. If None, one with the defaults is created.
         title: The caption of the static form. If "", the name of the class.
         choices: Allowed values by field, for types that do not list them.
-        groups: Titles and fields of the groups. If None, those in the class's settings. The first group is open, and
-            the others are folded. Fields without a group come last.
-        names: The fields to show. If None, all fields.
+        groups: Titles and fields of the groups. If None, those in the class's settings are used. The first group is
+            open, and the others are folded. Fields without a group come last.
+        names: The fields to show. If None, all fields are shown.
         on_change: Called after each change, on the thread of the change.
         lock: A lock that is held during a change. If None, a new lock is created.
 
@@ -336,7 +336,7 @@ class Part:
 class FormView(anywidget.AnyWidget):
     """Forms, texts and buttons in one widget.
 
-    The browser sends the path and the new content of the input that was changed. That entry is not sent back to it:
+    The browser sends the path and the new content of the input that was changed. That entry is not sent back:
     ``entries`` is modified in place, and sent only if the entries of the forms differ from it after the change.
 
     Args:

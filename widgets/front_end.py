@@ -141,8 +141,8 @@ def _kernel_id() -> str:
 
 
 def _busy(shell: Any) -> bool:
-    # IPython stores a cell's input at its start and its result at its end. (The counter is incremented at the end in
-    # IPython 7 and 8, at the start in 9.)
+    # IPython stores a cell's input at its start, and its result at its end. Don't use the counter, which is incremented
+    # at the end of a cell in IPython 7 and 8, and at its start in IPython 9.
     if _blocked():
         return True
     inputs = getattr(getattr(shell, "history_manager", None), "input_hist_parsed", ("",))

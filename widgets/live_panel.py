@@ -96,7 +96,7 @@ class Panel(DocumentView):
         """Show the view.
 
         Args:
-            output: An output of a cell. If None, an output of the running cell.
+            output: An output of a cell. If None, an output of the running cell is used.
 
         Returns:
             The output, or None outside a notebook.
@@ -108,7 +108,7 @@ class Panel(DocumentView):
 
     def _show_in(self, output: Output) -> None:
         """Show the view in the output of a cell."""
-        changes = self._changes()  # Ask before rendering. If the run ends during that, a later tick shows it.
+        changes = self._changes()  # Ask before rendering. If the run ends meanwhile, a later tick shows that.
         self.schedule.touch()
         self.schedule.tick()
         close_retired()
@@ -366,7 +366,7 @@ def close_retired(now: float | None = None) -> None:
     """Close panels that do not have to stay live, and delete widgets that no front end can still be drawing.
 
     Args:
-        now: The time in seconds on the monotonic clock. If None, the current time.
+        now: The time in seconds on the monotonic clock. If None, the current time is used.
     """
     moment = time.monotonic() if now is None else now
     _resting.close_older()

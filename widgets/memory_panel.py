@@ -46,7 +46,7 @@ _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
 def human(size: float) -> str:
-    """Return bytes as text, in decimal units."""
+    """Return a number of bytes as text, in decimal units."""
     for unit in _UNITS[:-1]:
         if size < 1000:
             return f"{size:.3g} {unit}"
@@ -102,7 +102,7 @@ def _track(heading: Sequence[str], label: str, pieces: Sequence[str], limit: int
 
 
 def device_map_html(placed: Any) -> Markup:
-    """Return a device map: modules as blocks on their devices, with widths by size, and hatched if they move.
+    """Return a device map as HTML: modules are blocks on their devices, with widths by size, and hatched if they move.
 
     Args:
         placed: The result of `measure_device_map`, whose class the kernel's side must not import.
@@ -233,7 +233,7 @@ class MemoryCheck:
 
 
 def _too_much(parts: Mapping[str, int], where: str, limit: int, available: int) -> str:
-    """Return a warning if the bytes of one process exceed ``limit``, or "" otherwise."""
+    """Return a warning if one process needs more bytes than ``limit``, or "" otherwise."""
     needed = sum(parts.values())
     if needed <= limit:
         return ""
@@ -245,7 +245,7 @@ def _too_much(parts: Mapping[str, int], where: str, limit: int, available: int) 
 
 
 def _too_much_offloaded(needed: int, machine: HardwareInfo) -> str:
-    """Return a warning if the offloaded bytes of all processes exceed the CPU memory, or "" otherwise."""
+    """Return a warning if the offloaded tensors of all processes do not fit in CPU memory, or "" otherwise."""
     if needed <= machine.memory_bytes:
         return ""
     return (

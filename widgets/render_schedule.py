@@ -94,7 +94,7 @@ class RenderSchedule:
             warnings.warn(text, stacklevel=2)
 
     def close(self) -> None:
-        """Stop rendering. Wait for a render that is running, unless it is the caller."""
+        """Stop rendering. Wait for a render that is running, unless that render calls this method."""
         with self._lock:
             self.closed = True
 
@@ -152,7 +152,7 @@ class Ticker:
     def _open(self) -> list[RenderSchedule]:
         with self._lock:
             self._schedules = [schedule for schedule in self._schedules if not schedule.closed]
-            # While the process exits, pyzmq refuses large messages, but static forms replace the views anyway.
+            # Stop when the process exits. pyzmq then refuses large messages, and static forms replace the views.
             if not self._schedules or not threading.main_thread().is_alive():
                 self._thread = None
                 return []
@@ -173,7 +173,7 @@ def _restore_busy_indicator() -> None:
         return
     cell = kernel.get_parent()
     _report(kernel, "busy", cell)
-    if not _is_misreported(kernel_state()):  # The cell's own "idle" may have come first.
+    if not _is_misreported(kernel_state()):  # The cell's own "idle" may have been sent before "busy".
         _report(kernel, "idle", cell)
 
 

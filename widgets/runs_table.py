@@ -50,9 +50,9 @@ class RunsTable(Panel):
     head sorts it, and a regular expression filters it. Each row has the button Open and, while its run lasts, Stop.
 
     Args:
-        chosen: The runs to show, or their IDs. If None, all runs of this kernel, even those launched later. Any object
-            with the attributes of `compared_run.ComparedRun` is a run. The plot overlays the latest 16 of them; a
-            button hides or shows each. Of `KeptRuns`, those 16 are opened once the table is displayed.
+        chosen: The runs to show, or their IDs. If None, all runs of this kernel are shown, even those launched later.
+            Any object with the attributes of `compared_run.ComparedRun` is a run. The plot overlays the latest 16 runs,
+            and a button hides or shows each. Of `KeptRuns`, those 16 are opened once the table is displayed.
         clock: Returns the time in seconds since the epoch. Tests pass a fake clock.
 
     Raises:
@@ -68,7 +68,7 @@ class RunsTable(Panel):
         self.runs = _picked(chosen)
         self._values = BestValues()
         self._clicks: deque[tuple[str, str]] = deque()
-        self._open: tuple[int | str, RunPanel] | None = None  # The second argument is the id of the row.
+        self._open: tuple[int | str, RunPanel] | None = None  # The id of the run whose panel is open, and the panel.
         self._states: list[Any] = []
         self._table_due = float("-inf")
         super().__init__([internals(run).store for run in map(opened, self.runs) if run is not None], clock)
@@ -182,7 +182,7 @@ class RunsTable(Panel):
         return run_comparison.runs_table(entries, empty, sortable=True)
 
     def _actions(self, run: ComparedRun | KeptRow) -> tuple[Action, ...]:
-        """Return the buttons of a row. Open comes first, because it stays when Stop goes."""
+        """Return the buttons of a row. Open comes first, so that it stays in place when Stop disappears."""
         if isinstance(run, KeptRow) and run.is_broken:
             return ()
         which, known = label_of(run), opened(run)

@@ -35,7 +35,7 @@ def parser_for(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """
     parser = argparse.ArgumentParser(
         PROGRAM,
-        description="Launch trainings, write their configuration, and inspect models and checkpoints.",
+        description="Launch training runs, write their configuration, and inspect models and checkpoints.",
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program.
 
     Args:
-        arguments: The command line without the program's name. If None, that of this process.
+        arguments: The command line without the program's name. If None, this process's command line is used.
 
     Returns:
         The exit code: 0, 1 if the command failed, 2 if its options are wrong, or 130 if it was interrupted.

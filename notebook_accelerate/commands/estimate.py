@@ -53,9 +53,9 @@ def estimate_command(args: argparse.Namespace) -> None:
 
 
 def gather_data(args: argparse.Namespace) -> list[list[Any]]:
-    """Return a row for each dtype: its name, and the bytes of the largest layer, all weights and the peak of training.
+    """Return a row for each dtype: its name, and the sizes in bytes of the largest layer, all weights and training.
 
-    The peak is None for integer dtypes.
+    The size of training is its peak memory, which is None for integer dtypes.
     """
     from notebook_accelerate.big_modeling.module_tree import calculate_maximum_sizes
 
@@ -93,7 +93,7 @@ def create_empty_model(
 
     Args:
         model_name: Name on the Hub, or a folder.
-        library_name: transformers or timm. If None, timm if the name starts with "timm/", and otherwise transformers.
+        library_name: transformers or timm. If None, it is timm if the name starts with "timm/", or else transformers.
         trust_remote_code: Whether to run code from the model's repository.
         access_token: Token for the Hub.
 

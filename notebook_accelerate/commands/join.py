@@ -37,7 +37,9 @@ def join_command(args: argparse.Namespace) -> None:
 
     address, _, port = str(args.address).rpartition(":")
     if not address or not port.isdigit() or not 0 < int(port) < 65536:
-        raise ValueError(f"{args.address!r} is not ADDRESS:PORT; pass what the first notebook shows, as 10.0.0.1:29500")
+        raise ValueError(
+            f"{args.address!r} is not ADDRESS:PORT; pass what the first notebook shows, such as 10.0.0.1:29500"
+        )
     if args.num_processes < 0:
         raise ValueError(f"--num_processes {args.num_processes} is not allowed; pass a number of at least 1")
     secret = secret_for_command(args.secret_file)

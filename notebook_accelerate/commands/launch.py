@@ -159,7 +159,7 @@ class RankLogs:
             Path(folder).mkdir(parents=True, exist_ok=True)
             self._folder = Path(tempfile.mkdtemp(prefix="none_", dir=folder))  # torchrun's name for an unnamed run.
         except OSError as error:
-            raise ValueError(f"--log_dir {folder} cannot be used: {error}; pass a folder that you can write") from None
+            raise ValueError(f"--log_dir {folder} cannot be used: {error}; pass a writable folder") from None
         self._streams, self._attempt = streams, 0
 
     def follow(self, run: launch.Run) -> None:
@@ -252,7 +252,7 @@ def run_program(program: str, arguments: list[str]) -> None:
 
 @contextmanager
 def _as_program(name: str, arguments: list[str], folder: str) -> Iterator[None]:
-    """Set ``sys.argv`` and ``sys.path``, then restore them and ``__main__``, as a single rank runs in this process."""
+    """Set ``sys.argv`` and ``sys.path``. Restore them and ``__main__`` at the end, for a rank that is this process."""
     argv, path, main = sys.argv, list(sys.path), sys.modules["__main__"]
     sys.argv = [name, *arguments]
     sys.path.insert(0, folder)

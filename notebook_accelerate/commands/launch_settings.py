@@ -253,7 +253,9 @@ def log_streams(args: argparse.Namespace) -> dict[int, int] | int:
     """
     text = option(args, "tee", "3")
     if not re.fullmatch(r"[0-3]|(\d+:[0-3],)*\d+:[0-3]", text):
-        raise ValueError(f"--tee {text} is not allowed; pass 1 (stdout), 2 (stderr), 3 (both), or as in 0:1,1:3")
+        raise ValueError(
+            f"--tee {text} is not allowed; pass 1 (stdout), 2 (stderr), 3 (both), or one for each process: 0:1,1:3"
+        )
     if ":" not in text:
         return int(text)
     return {int(rank): int(streams) for rank, streams in (part.split(":") for part in text.split(","))}

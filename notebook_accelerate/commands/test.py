@@ -19,7 +19,9 @@ def test_command_parser(subparsers: Subparsers | None = None) -> argparse.Argume
         subparsers, "test", "Check that training works with a configuration.",
         "Train a tiny model in the processes of a configuration, and check collectives, data, gradients and weights.",
     )  # fmt: skip
-    add_config_file(parser, "The configuration file (default: the default one, or all devices if it does not exist).")
+    add_config_file(
+        parser, "Configuration file to test (default: the default file, or all devices if it does not exist)."
+    )
     add_options(parser, "num_processes", "cpu")
     parser.set_defaults(func=test_command)
     return parser

@@ -31,7 +31,7 @@ class DeviceRow:
     communicator: str = "torch"
     """The implementation of collectives: torch (process groups), xla, or none."""
     functions: str = ""
-    """The module of torch with the functions for such devices. If empty, ``torch.<type>``."""
+    """The module of torch with the functions for such devices. If "", it is ``torch.<type>``."""
     extension: str = ""
     """The module to import before torch knows the type, or "" if torch itself knows it."""
     visible_variables: tuple[str, ...] = ()
@@ -278,9 +278,6 @@ def row(device_type: str) -> DeviceRow:
 
     Args:
         device_type: The name of the type, as in ``torch.device(...).type``.
-
-    Returns:
-        The row.
 
     Raises:
         ValueError: The type is unknown. The message lists all types.

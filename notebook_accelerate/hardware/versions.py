@@ -23,8 +23,8 @@ def is_package(name: str, distribution: str | None = None, minimum: str | None =
 
     Args:
         name: The import name of the package.
-        distribution: Name of its distribution. If None, the import name. A folder with the package's name (such as
-            the logs of wandb) does not count.
+        distribution: Name of its distribution. If None, it is the import name. A folder with the package's name (such
+            as the logs of wandb) does not count.
         minimum: The minimum version that counts as available.
 
     Returns:

@@ -38,12 +38,12 @@ class _Steps:
         self._counter = StepCounter()
 
     def before_step(self, *_: Any) -> None:
-        """Start to count time as the optimizer's. Any optimizer calls this before a step."""
+        """Start counting time as the optimizer's. Any optimizer calls this before a step."""
         if _times():
             step_time.switch(step_time.OPTIMIZER)
 
     def after_step(self, optimizer: Any, *_: Any) -> None:
-        """Stop to count time as the optimizer's, and report the step. Any optimizer calls this after a step."""
+        """Stop counting time as the optimizer's, and report the step. Any optimizer calls this after a step."""
         if not _times():
             return
         step_time.switch(step_time.OTHER)

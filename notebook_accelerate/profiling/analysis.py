@@ -125,7 +125,8 @@ def slow_loader(ranks: Sequence[RankFacts]) -> list[Finding]:
 
     def costly(each: RankFacts) -> bool:
         waiting = min(each.loader, each.idle)
-        if each.loader_processes:  # On a busy machine, these processes lack CPU time as much as the main thread does.
+        if each.loader_processes:
+            # On a busy machine, these processes lack CPU time as much as the main thread does. Leave that part out.
             waiting *= each.running / each.step
         return waiting >= max(LEAST_LOADER * each.step, LEAST_SECONDS)
 
@@ -306,7 +307,7 @@ def retained_activations(ranks: Sequence[RankFacts]) -> list[Finding]:
 
 
 def full_precision(ranks: Sequence[RankFacts]) -> list[Finding]:
-    """Report matrix products in float32 although a reduced precision was requested."""
+    """Report matrix products in float32 even though a reduced precision was requested."""
 
     def wrong(each: RankFacts) -> bool:
         whole = sum(each.matrix.values())
@@ -367,7 +368,7 @@ def interpreter_lock(ranks: Sequence[RankFacts]) -> list[Finding]:
             continue
         name, share, line = max(busy, key=lambda row: row[1])
         text = (
-            f"on rank {each.rank} the thread {name!r} takes {_percent(share)} of the processor time, in Python at "
+            f"on rank {each.rank} the thread {name!r} takes {_percent(share)} of the CPU time, in Python at "
             f"{line.text()}: "
             "it holds the interpreter lock, and the training waits; move its work to a process"
         )
@@ -376,7 +377,7 @@ def interpreter_lock(ranks: Sequence[RankFacts]) -> list[Finding]:
 
 
 def not_compiled(ranks: Sequence[RankFacts]) -> list[Finding]:
-    """Report that no compiled code runs although compilation was requested."""
+    """Report that no compiled code runs even though compilation was requested."""
     group = [each for each in ranks if each.asked.get("compiled") and not each.compiled and each.ops + each.kernels]
     if not group:
         return []
@@ -406,7 +407,7 @@ def _together(group: list[RankFacts]) -> list[list[RankFacts]]:
 
 
 def _alike(group: list[RankFacts], of: Callable[[RankFacts], float]) -> list[list[RankFacts]]:
-    """Return groups of ranks with similar numbers, as ``of`` returns them."""
+    """Return groups of ranks for which ``of`` returns similar numbers."""
     groups: list[list[RankFacts]] = []
     for each in sorted(group, key=lambda one: -of(one)):
         if groups and of(groups[-1][0]) < 1.5 * of(each):

@@ -115,7 +115,7 @@ class _Operations:
                 self._ends.append(until := trace.end(event))
 
     def seconds(self, begin: float, end: float) -> float:
-        """Return the seconds of computation between two times, which are in seconds of the trace's clock."""
+        """Return the seconds of computation between two times, which are given in seconds by the trace's clock."""
         begin, end, total = begin * 1e6, end * 1e6, 0.0
         for index in range(max(0, bisect_right(self._starts, begin) - 1), len(self._starts)):
             if self._starts[index] >= end:

@@ -160,7 +160,7 @@ class RankReader:
         self._steps = trace.steps() if trace.facts.get("steps", 1) else []
         self._sampled = trace.sampled_steps() if self._steps else []
         self._main = trace.main()
-        # The backward pass of a device runs on a thread of autograd while the main thread waits.
+        # The backward pass on a device runs in a thread of autograd while the main thread waits.
         self._training = {self._main} | {
             trace.thread[event] for event in range(len(trace)) if trace.category[event] == _BACKWARD
         }
@@ -411,7 +411,7 @@ class RankReader:
             key = "nodes" if "nodes" in row else "count"
             count, added = row[key], row.get("added", 0)
             growth = added or count - earlier.get(key, 0)
-            # A running sum of losses is reset now and then, so only growth by a multiple of the steps is a leak.
+            # A leak grows by the same number in every step, unlike a running sum of losses that is reset now and then.
             if added or (growth >= self.facts.steps and growth % self.facts.steps == 0):
                 self.facts.grown.append((name, count, growth))
             elif row["bytes"] and row.get("kept", True):

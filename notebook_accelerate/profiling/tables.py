@@ -20,7 +20,7 @@ MOST = 64
 _KEPT = ("parameters", "gradients", "optimizer state", "other tensors")
 
 MAX_GAP = 0.5e6
-"""Maximum time in microseconds between two samples. If it is longer, it is unknown which lines ran."""
+"""Maximum time in microseconds between two samples. If they are further apart, it is unknown which lines ran."""
 
 Where = Callable[[FrameInfo], str]
 
@@ -154,7 +154,7 @@ class SampledLines:
         return self._lines[self.which[index]]
 
     def spans(self, start: float, end: float) -> Iterable[tuple[int, float, float]]:
-        """Yield the index, start and end of each sample between two times. A sample starts at the end of the last."""
+        """Yield the index, start and end of each sample between two times. A sample starts where the last one ends."""
         first = bisect_left(self.times, start)
         for index in range(first, len(self.times)):
             begin = self.times[index - 1] if index else self.times[index]
@@ -280,7 +280,7 @@ def what_fits(parts: Mapping[str, int], capacity: int, ranks: int) -> list[str]:
     """Return sentences about the changes that would fit into a rank's memory, or none if activations are unknown.
 
     Args:
-        parts: The bytes of each kind, such as "parameters".
+        parts: The size in bytes of each kind of contents, such as "parameters".
         capacity: The rank's memory in bytes.
         ranks: The number of ranks across which state can be sharded.
     """

@@ -87,7 +87,7 @@ class EventWait(NamedTuple):
 # ---- merge the traces of ranks
 
 LEAST_WAIT = 20e-6
-"""Minimum length in seconds of a wait that is drawn, because the clocks of processes differ by about as much."""
+"""Waits shorter than this many seconds are not drawn, because the clocks of processes differ by about as much."""
 
 _STEP, _COLLECTIVE, _PYTHON = (CATEGORIES.index(name) for name in ("step", "collective", "python"))
 

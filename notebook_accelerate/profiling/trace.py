@@ -168,7 +168,7 @@ def read_trace(path: str | Path, rank: int | None = None) -> RankTrace:
 
     Args:
         path: The trace file.
-        rank: The rank of the trace. If None, the rank that the file names.
+        rank: The rank of the trace. If None, it is read from the file.
 
     Raises:
         ValueError: The file is not a trace of torch's profiler.
@@ -292,7 +292,7 @@ def _of_types(values: dict[str, Any], types: Mapping[str, Any]) -> dict[str, Any
     """Return the facts that are not None, after checking their types.
 
     Raises:
-        ValueError: A fact does not have its type.
+        ValueError: A fact has the wrong type.
     """
     found = {name: value for name, value in values.items() if value is not None}
     for name in types.keys() & found.keys():

@@ -64,5 +64,5 @@ def _write_after_failure(profiler: Any, target: Path) -> None:
     """Write the trace of a block that raised an error. If writing fails, only issue a warning."""
     try:
         _write_trace(profiler, target)
-    except Exception as error:  # noqa: BLE001 - it must not replace the error of the training
+    except Exception as error:  # noqa: BLE001 - it must not replace the block's own error
         warn_once(f"cannot write the profiler's trace {target} ({type(error).__name__}: {error})")

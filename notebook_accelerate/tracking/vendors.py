@@ -303,7 +303,7 @@ class DVCLiveTracker(VendorTracker):
 
         Args:
             values: The values to record, by name.
-            step: The number of the training step. If None, the step after the last one.
+            step: The number of the training step. If None, it is the step after the last one.
             kwargs: Arguments of `log_metric`.
         """
         recorded = scalars(values, "DVCLive", texts=True)

@@ -253,7 +253,7 @@ class PrepareForLaunch:
 
     Args:
         launcher: The function to run.
-        distributed_type: The distributed type, or its name.
+        distributed_type: The `DistributedType` of the launch, or its name.
         debug: Whether the ranks connect with gloo, through the file named by ACCELERATE_DEBUG_RDV_FILE.
     """
 

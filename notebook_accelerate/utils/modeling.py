@@ -107,7 +107,7 @@ def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> Any:
     """Return a gradient scaler.
 
     Args:
-        distributed_type: The distributed type. Sharded parameters need a scaler that checks all ranks.
+        distributed_type: The `DistributedType` of the launch. With FSDP, the scaler checks the gradients of all ranks.
         kwargs: Arguments of the scaler.
     """
     if getattr(distributed_type, "value", distributed_type) == "FSDP":

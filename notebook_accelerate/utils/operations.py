@@ -81,9 +81,6 @@ def find_batch_size(data: Any) -> int:
     Args:
         data: Nested containers of tensors.
 
-    Returns:
-        The batch size.
-
     Raises:
         ValueError: The structure contains no tensor with at least one dimension.
     """

@@ -64,9 +64,6 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
         obj: The object where the path starts.
         attr: The path, such as ``model.layers.0``.
 
-    Returns:
-        The attribute.
-
     Raises:
         AttributeError: A part of the path does not exist.
     """
@@ -80,7 +77,7 @@ def is_port_in_use(port: int | str | None = None) -> bool:
     """Return whether a process listens on a port of this machine.
 
     Args:
-        port: The port. If None, MASTER_PORT or else 29500.
+        port: The port to check. If None, it is MASTER_PORT or, if that is not set, 29500.
     """
     number = int(port) if port is not None else environ.integer("MASTER_PORT", _DEFAULT_PORT)
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:

@@ -27,7 +27,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     Args:
         seed: The seed, from 0 to 2**32 - 1 (numpy's range).
         device_specific: Whether each rank adds its index to the seed, so that ranks draw different numbers.
-        deterministic: Whether torch must use deterministic algorithms. Operations without one raise an error.
+        deterministic: Whether torch must use deterministic algorithms. Operations without a deterministic one raise an
+            error.
 
     Raises:
         ValueError: The seed is not a whole number.

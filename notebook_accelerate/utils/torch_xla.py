@@ -117,7 +117,7 @@ def _installed_torch() -> Version | None:
     return None if found == "not installed" else Version(found)
 
 
-# These versions of torch_xla are also versions of torch. They are listed newest first, with the oldest and the newest
+# Each version of torch_xla is built against the torch of the same version. Newest first, with the oldest and the newest
 # Python for which the package index has files.
 _XLA_RELEASES: tuple[tuple[str, tuple[int, int], tuple[int, int]], ...] = (
     ("2.9", (3, 10), (3, 13)),

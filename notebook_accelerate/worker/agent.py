@@ -50,7 +50,7 @@ class Agent:
         self._thread.start()
 
     def stop(self) -> None:
-        """Send the queued events. The thread ends with the process, because joining it could take up to one period."""
+        """Send the queued events. Joining the thread could take a whole period, so let it end with the process."""
         self._stopping.set()
         self.sink.flush()
 

@@ -28,15 +28,15 @@ _replacing = threading.Lock()
 class GroupTimeouts:
     """Finds new process groups, however they were created, and replaces torch's limit with a long one.
 
-    The limit of the default group then applies to all groups. Collectives that start within the 50 ms before a new
-    group is found keep torch's own limit.
+    The limit of the default group then applies to all groups. A new group is found within 50 ms, and collectives that
+    start earlier keep torch's own limit.
     """
 
     def __init__(self) -> None:
         self._seen: list[Any] = []
 
     def poll(self) -> float | None:
-        """Return the limit of a new default group in seconds, only once, and otherwise None. Takes about 1 µs."""
+        """Return a new default group's limit in seconds, once for each group, or else None. This takes about 1 µs."""
         found = process_groups()
         if not found:
             self._seen.clear()

@@ -90,7 +90,7 @@ class _Pending:
 
     Attributes:
         serve: Called with the main thread's frame and a note for the reply.
-        refuse: Called with the text of an error to reply with it instead. None if only the main thread can serve the
+        refuse: Called with an error message to send as the reply instead, or None if only the main thread can serve the
             request.
         key: Identifies the request. A second one with the same key is refused while the first waits for a busy device.
         at_step: Whether to serve the request only at the end of an optimizer step, if there are such steps.
@@ -151,7 +151,7 @@ class _RequestThread(threading.Thread):
         """
         if self.is_refused or time.monotonic() < self.deadline:
             return
-        # Check again later, because the request may start to read from a device only then.
+        # Check again later, because the request may not have started to read from a device yet.
         self.deadline = time.monotonic() + LOOK_SECONDS
         if not self.is_late:
             self.is_late = True
@@ -314,7 +314,7 @@ class DebugAgent:
             refused = any(thread.is_refused for thread in waiting)
             pending.refuse(DEVICE_BUSY if refused else ASKED_AGAIN if again else TOO_MANY)
             return
-        # While a thread that is not late exists, the current interval is the long one, so take the interval it saved.
+        # A thread that is not late has set a long interval, and has saved the one to restore, so take that one.
         early = [thread for thread in waiting if not thread.is_late]
         interval = early[0].interval if early else sys.getswitchinterval()
         thread = _RequestThread(pending, interval)
@@ -336,7 +336,7 @@ class DebugAgent:
         self._position, self._cpu = position, cpu
 
     def _computes(self) -> bool:
-        """Return whether a main thread that uses a core is computing.
+        """Return whether a main thread that uses a core is computing, and not waiting for a device or for other ranks.
 
         Devices and collectives are checked once a second.
         """
@@ -443,7 +443,11 @@ class DebugAgent:
             self._queue(serve, refuse, key=key)
 
     def _find(self, name: str, frame: FrameType | None) -> FrameType | None:
-        """Return the frame of the function that a request names, or else of the debugger, failure or function."""
+        """Return the innermost frame of the function ``name``, or None if it is not running.
+
+        Without a name, return the frame where the debugger has stopped, the frame that failed, or the frame of the
+        launched function.
+        """
         stopped = breakpoints.stopped_frame()
         if stopped is not None:
             return stopped if not name else stacks.find_frame(stopped, name, self._code)
@@ -564,7 +568,7 @@ class RankShell:
 
 
 def _expanded(command: str) -> str:
-    """Replace {names} and $names of the calling function, as IPython does."""
+    """Replace {names} and $names by the values of the calling function's variables, as IPython does."""
     from IPython.utils.text import DollarFormatter
 
     caller = sys._getframe(2)

@@ -1,7 +1,7 @@
 """Report the memory that a rank holds on its devices, from the agent's thread.
 
 The rank itself measures its memory, because NVML identifies processes by the host's pids, and a rank in a container
-does not know its own.
+does not know its pid on the host.
 """
 
 from __future__ import annotations

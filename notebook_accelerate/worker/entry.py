@@ -99,8 +99,8 @@ def main(
         order: The settings that the rank runs with.
         descriptors: Descriptors of the channel and the two output streams.
         load: Returns the function and its arguments.
-        kernel_descriptors: The kernel's descriptors, which a process forked from the kernel closes. None in other
-            processes.
+        kernel_descriptors: The kernel's descriptors, which a process forked from the kernel redirects to /dev/null.
+            None in other processes.
         forked: Whether the process was forked, from the kernel or from another process.
     """
     code = 1
@@ -180,7 +180,7 @@ def discard_interrupt(kernel: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Let Linux kill this process when the thread that forked it ends. On other systems, the agent kills it."""
+    """Make Linux kill this process when the thread that forked it ends. On other systems, the agent kills it."""
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # The parent exited before the call of prctl.
@@ -334,8 +334,8 @@ def apply_order(order: WorkerOrder) -> None:
 def serve_group_store() -> None:
     """In a run on several machines, serve the store of its process groups if this is the rank that must do so.
 
-    The store exists until the process ends. Torch's own rank 0 would listen on all interfaces, whatever MASTER_ADDR
-    is, but this store only listens on MASTER_ADDR.
+    The store exists until the process ends. A store that torch itself starts on rank 0 would listen on all interfaces,
+    whatever MASTER_ADDR is. This one listens only on MASTER_ADDR.
 
     Raises:
         OSError: The address or the port is not available.
@@ -359,7 +359,7 @@ def serve_group_store() -> None:
 
 
 def returned(value: object, in_channel: int | None) -> Outcome:
-    """Return the outcome of a function that has returned ``value``, or the error if ``value`` cannot be sent."""
+    """Return the outcome of a function that has returned ``value``, or of a failure if ``value`` cannot be sent."""
     what = f"the return value (a {type(value).__name__})"
     try:
         found = dump_result(value, what, in_channel)

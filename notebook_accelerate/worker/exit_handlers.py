@@ -220,7 +220,7 @@ class ExitWatch:
 
     @property
     def text(self) -> str:
-        """The reason why the rank does not exit, or "" while its function runs."""
+        """A text about what keeps the rank from exiting, or "" while its function runs."""
         if self._since is None:
             return ""
         found = [_thread(each) for each in unfinished_threads()]

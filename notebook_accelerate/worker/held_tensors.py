@@ -91,10 +91,10 @@ def _named(names: dict[str, Any], function: str, seen: set[int], assigned: Colle
 
 
 def assigned_in_loops(frame: FrameType) -> set[str] | None:
-    """Return the names assigned in a frame's running loops, or None if no loop runs, so that each step has a new frame.
+    """Return the names that a frame's running loops assign, or None if no loop is running.
 
-    A loop is the code between a backward jump and its target. It is running if it contains the frame's current
-    instruction.
+    Without a running loop, each step has a new frame. A loop is the code between a backward jump and its target. It is
+    running if it contains the frame's current instruction.
     """
     loops, stores = _loops_and_stores(frame.f_code)
     running = [(start, end) for start, end in loops if start <= frame.f_lasti <= end]
@@ -159,9 +159,10 @@ class GraphWatch:
     def look(self) -> dict[str, Any]:
         """Return a description of the tensors that each variable holds, by the variable's name.
 
-        The description of a container has the number of its tensors and their bytes. The description of a tensor has
-        the bytes that its graph keeps after backward (for an attribute, also the tensor's own bytes), the number of
-        nodes in its graph, and how many nodes were added since the previous call (0 if the graph is a different one).
+        The description of a container gives the number of its tensors and their total size in bytes. The description of
+        a tensor gives the size in bytes of what its graph keeps after backward (for an attribute, plus the size of the
+        tensor itself), the number of nodes in its graph, and how many of them are new since the previous call (0 if the
+        graph is a different one).
         """
         torch: Any = sys.modules["torch"]
         found: dict[str, Any] = {}
@@ -264,7 +265,10 @@ def _nodes_above(node: Node | None, root: Node) -> int:
 
 
 def graph_size(tensor: Tensor) -> tuple[int, int]:
-    """Return the bytes of activations that a tensor's graph still keeps, and the number of its nodes, up to a limit."""
+    """Return the size in bytes of the activations that a tensor's graph still keeps, and the number of its nodes.
+
+    At most `MAX_NODES` nodes are visited, and the activations of at most `MAX_READ_NODES` are read.
+    """
     torch: Any = sys.modules["torch"]
     pending: list[Any] = [tensor.grad_fn]
     seen: set[Any] = set()

@@ -30,7 +30,7 @@ class _StorageCounter:
         self._seen: set[tuple[str, int]] = set()
 
     def add(self, tensors: Iterable[Any]) -> int:
-        """Return the bytes of the storages that were not counted before."""
+        """Return the total size in bytes of the storages that were not counted before."""
         total = 0
         for tensor in tensors:
             with suppress(Exception):  # The tensor may be of a subclass without storage.
@@ -47,7 +47,8 @@ def take_memory_report(frames: Sequence[FrameType] | None = None) -> dict[str, A
     """Return the memory report of this rank. The main thread must not run Python code during the call.
 
     Args:
-        frames: The frames whose variables are inspected. None means the frames of the user's code on the main thread.
+        frames: The frames whose variables are inspected. If None, these are the frames of the user's code
+            on the main thread.
 
     Returns:
         ``parts``: bytes by kind; ``expected``: bytes by kind that parameters and optimizers should need; ``modules``:
@@ -83,7 +84,7 @@ def take_memory_report(frames: Sequence[FrameType] | None = None) -> dict[str, A
 def _instances(*kinds: type) -> list[list[Any]]:
     """Return the instances of each class, without reading the ``__class__`` of any object.
 
-    Reading it from a proxy to an object that is gone would raise an error, and from a deprecated name would warn.
+    Reading it would raise an error for a proxy whose object is gone, and issue a warning for a deprecated name.
     """
     found = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
     return [[each for each in found if issubclass(type(each), kind)] for kind in kinds]
@@ -96,9 +97,9 @@ def _roots(modules: list[Any]) -> list[Any]:
 
 
 def _expected(roots: list[Any], optimizers: list[Any]) -> dict[str, int]:
-    """Return the bytes of the parameters, and the expected bytes of their gradients and of the optimizers' states.
+    """Return the sizes in bytes of the parameters and, as expected, of their gradients and the optimizers' states.
 
-    Optimizers of unknown types are left out.
+    If the type of any optimizer is unknown, the optimizers' states are left out.
     """
     every = {id(each): each for root in roots for each in (*root.parameters(), *root.buffers())}
     trained: dict[int, int] = {}

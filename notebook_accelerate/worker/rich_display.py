@@ -137,7 +137,7 @@ def replace_function(owner: Any, name: str, function: Any) -> None:
     if not isinstance(original, FunctionType):
         setattr(owner, name, function)
     while isinstance(original, FunctionType):
-        # The code must have as many free variables as the closure, which a notebook's wrapper may have.
+        # The new code must declare the same free variables, because a notebook's wrapper function may be a closure.
         original.__code__ = function.__code__.replace(co_freevars=original.__code__.co_freevars)
         original.__defaults__, original.__kwdefaults__ = function.__defaults__, function.__kwdefaults__
         original = getattr(original, "__wrapped__", None)

@@ -174,7 +174,7 @@ class SanityFacts:
         return norm
 
     def _watch_gradient(self, wrapper: torch.nn.Module) -> None:
-        """Check a gradient before it is averaged, because a wrong value of one rank would then be on all ranks.
+        """Check a gradient before it is averaged, because afterwards a wrong value of one rank would be on all ranks.
 
         One small parameter near the beginning of the model is enough. Its gradient shows every error of the backward
         pass before it.
@@ -185,7 +185,7 @@ class SanityFacts:
             self._once(min(early, key=torch.Tensor.numel), lambda one: one.register_hook(self._local_gradient))
 
     def _local_gradient(self, gradient: torch.Tensor) -> None:
-        # A gradient scaler searches for the largest scale by letting gradients overflow.
+        # A gradient scaler lets gradients overflow on purpose, to find the largest scale, so infinities are no mistake.
         if "local gradients" in self._reported or self._scaled or gradient.layout is not torch.strided:
             return
         values = gradient.detach().reshape(-1)
@@ -237,7 +237,7 @@ class _DeviceReadings:
         self._count = 0
 
     def add(self, check: str, number: int, value: torch.Tensor) -> list[tuple[str, int, list[float]]]:
-        """Start copying a number. Return earlier copies that are complete and not finite."""
+        """Start copying a number. Return the earlier numbers whose copies are complete and that are not finite."""
         if torch.cuda.is_current_stream_capturing():
             return []  # The calls below would break the user's CUDA graph.
         found = []

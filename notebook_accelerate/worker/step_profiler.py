@@ -109,7 +109,7 @@ class StepProfiler:
             return {"error": describe_error(error, 300)}
 
     def _collectives(self) -> list[tuple[str, int, str, int, float]]:
-        """Return the collectives with their groups if there are several, because gloo does not report groups."""
+        """Return the collectives with their groups if there are several groups, which gloo's events do not name."""
         with suppress(Exception):  # If this fails, only the collectives of different ranks cannot be matched.
             if self._marks and len(torch_internals.process_groups()) > 1:
                 return waits.entered_collectives(self._marks[0]["time"] / 1e9, self._marks[-1]["time"] / 1e9)

@@ -19,14 +19,14 @@ from notebook_accelerate.worker import stacks
 from notebook_accelerate.worker.stacks import MAX_DEPTH
 
 RATE = 250.0
-"""Samples per second, which take 1 % of a rank's time."""
+"""Samples per second. At this rate, they take 1 % of a rank's time."""
 FIRST_RATE, FIRST_SECONDS = 500.0, 0.1
 """A higher rate for the first seconds, because three short steps may take only milliseconds. A sample takes 0.1 ms."""
 MAX_SAMPLES = 50_000
 BLOCKED = 0.0005
 """A sample that is late by at least this many seconds had to wait for the interpreter lock."""
 SWITCH_SECONDS = 0.0002
-"""The interpreter's switch interval while samples are taken. After Python's 5 ms, a thread may be elsewhere already."""
+"""The interpreter's switch interval while samples are taken. After Python's 5 ms, a thread could be at another line."""
 _OWN_THREADS = "notebook-accelerate"
 
 Place = tuple[str, int, str]
@@ -101,7 +101,7 @@ class TimedSamples:
 
         Times are in nanoseconds since the epoch, and stacks are indices, outermost first. ``blocked`` is the share of
         samples that had to wait for the interpreter lock, and ``lock`` the CPU time that the main thread used during
-        these waits. The thread that held the lock has used the most.
+        these waits. Of all threads, the one that held the lock has used the most.
         """
         self._note_threads(current_frames())
         self._begun.wait()
@@ -189,7 +189,7 @@ class TimedSamples:
         return self._stacks.setdefault(tuple(reversed(found)), len(self._stacks))
 
     def _note_place(self, frame: FrameType) -> tuple[int, CodeType]:
-        """Return the index of a frame's place (-1 outside the function), and its code, to keep the code's id unique."""
+        """Return the index of a frame's place (-1 outside the function), and its code, whose id must stay unique."""
         place = -1
         if stacks.in_function(frame):
             place = self._places.setdefault(_place(frame), len(self._places))

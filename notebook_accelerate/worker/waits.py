@@ -47,7 +47,7 @@ class DeviceWatch:
 
     def _ask(self) -> None:
         busy = False
-        # A device with an error answers every query with it, and is not busy.
+        # A device that has failed answers every query with its error, and is not busy.
         with suppress(Exception):
             in_use = (row for row in device_table.ROWS if row.is_accelerator and row.is_initialized())
             busy = any(_is_busy(row) for row in in_use)

@@ -399,7 +399,10 @@ def test_options_override_the_file(no_default_file: Path) -> None:
     ("options", "message"),
     [
         (["--vm", "a"], "--vm is not supported"),
-        (["-t", "7"], "--tee 7 is not allowed; pass 1 (stdout), 2 (stderr), 3 (both), or as in 0:1,1:3"),
+        (
+            ["-t", "7"],
+            "--tee 7 is not allowed; pass 1 (stdout), 2 (stderr), 3 (both), or one for each process: 0:1,1:3",
+        ),
         (["-t", "0:1,1"], "--tee 0:1,1 is not allowed"),
         (["--tpu_use_sudo"], "--tpu_use_sudo is not supported"),
         (["--deepspeed_multinode_launcher", "pdsh"], "start this command on each machine"),
@@ -646,7 +649,7 @@ def test_a_join_command_line_is_parsed(
 @pytest.mark.parametrize("address", ["10.0.0.1", ":29500", "10.0.0.1:", "10.0.0.1:http", "a:-1", "a:0", "a:65536", ""])
 def test_an_address_to_join_needs_a_port(joined: list[Any], address: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["join", address]) == 2
-    words = f"{address!r} is not ADDRESS:PORT; pass what the first notebook shows, as 10.0.0.1:29500\n"
+    words = f"{address!r} is not ADDRESS:PORT; pass what the first notebook shows, such as 10.0.0.1:29500\n"
     assert capsys.readouterr().err == f"notebook-accelerate join: {words}"
     assert not joined
 

@@ -123,7 +123,7 @@ SPEAKS: dict[str, tuple[list[dict[str, object]], str]] = {
     "interpreter lock": (
         [{"blocked": 0.9, "threads": [("counter", 0.5, LINE)]}],
         (
-            "on rank 0 the thread 'counter' takes 50 % of the processor time, in Python at Cell In[3], line "
+            "on rank 0 the thread 'counter' takes 50 % of the CPU time, in Python at Cell In[3], line "
             "7: loss.item(): "
             "it holds the interpreter lock, and the training waits; move its work to a process"
         ),

@@ -21,7 +21,7 @@ SENTENCES = {
     "full_precision": r"^100 % of the time of matrix products on ranks 0, 1 is in float32, although mixed_precision='bf16'",  # noqa: E501
     "logging_storm": r"^the printing and logging of ranks 0, 1 takes \d+ % of each step .* logger\.info",
     "checkpoint_each_step": r"^ranks 0, 1 save a checkpoint in each step, \d+ % of it .* torch\.save",
-    "interpreter_lock": r"^on rank 1 the thread 'counter' takes \d+ % of the processor time, in Python at .*(number \+= 1|while True)",  # noqa: E501
+    "interpreter_lock": r"^on rank 1 the thread 'counter' takes \d+ % of the CPU time, in Python at .*(number \+= 1|while True)",  # noqa: E501
     "not_compiled": r"^no compiled code runs on ranks 0, 1, although compiled requests it",
     "slowest_rank": r"^rank 0 waits [\d.]+ ms per step for rank 1 in all_reduce #\d+ \([\d.]+ [kM]B\), which is at .*sleep",  # noqa: E501
 }
