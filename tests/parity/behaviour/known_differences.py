@@ -16,7 +16,7 @@ _BY_REASON: dict[str, list[str]] = {
         "trackers: _ended_twice()",
         "trackers: _again()",
     ],
-    "Accelerate ignores ACCELERATE_USE_CPU if a PartialState is created first: every rank then trains alone": [
+    "Accelerate ignores ACCELERATE_USE_CPU if a PartialState is created first: every rank then trains independently": [
         "documentation.prompts_are_split_where_no_device_is_named",
     ],
     "on ranks without trackers, get_tracker returns an object that accepts every call here; Accelerate's lacks images, name and run": [
@@ -118,7 +118,7 @@ _BY_REASON: dict[str, list[str]] = {
         "deepspeed.a_model_without_a_loader",
         "deepspeed.two_models_at_once",
     ],
-    "save_state passes its hooks a folder with the checkpoint's name, which is moved when it is complete: use the argument of save_state for the final location": [
+    "Hooks of save_state get a folder with the checkpoint's name, which is moved when it is complete: use the argument of save_state for the final location": [
         "checkpoints: _folder_of_a_hook(lambda folder: folder.absolute() == Path('out').absolute())",
     ],
     "Accelerate executes code in files that load_custom_state reads; here it reads plain data only. Use torch.load(file, weights_only=False) for trusted files": [
@@ -306,7 +306,7 @@ _BY_REASON: dict[str, list[str]] = {
     "Accelerate drops the generator of a dispatched loader, which then draws from torch's generator and shuffles in a different order from torch": [
         "loaders.random_numbers_of_a_dispatched_loader_with_a_generator",
     ],
-    "skip_first_batches draws no random numbers here, so a resumed run continues with the saved ones": [
+    "No random numbers are drawn by skip_first_batches here, so a resumed run continues with the saved ones": [
         "loaders.random_numbers_of_the_rest_of_a_pass",
     ],
     "Accelerate reports a negative length if more batches are skipped than exist": [
@@ -333,13 +333,13 @@ _BY_REASON: dict[str, list[str]] = {
     "wrappers that convert outputs to float32 can be pickled here": [
         "refusals: pickle.dumps(operations.ConvertOutputsToFp32(len))",
     ],
-    "check_device_map refuses incomplete device maps here; Accelerate also refuses them when it checks tied parameters": [
+    "Incomplete device maps are refused by check_device_map here; Accelerate also refuses them when it checks tied parameters": [
         "refusals: modeling.check_tied_parameters_on_same_device([['a.b', 'c']], {'a': 0})",
     ],
-    "deepspeed_required checks first whether DeepSpeed is installed; Accelerate checks first whether it is enabled": [
+    "The decorator deepspeed_required checks first whether DeepSpeed is installed; Accelerate's checks first whether it is enabled": [
         "refusals: Accelerator().prepare(optimizer()).optimizer and utils.deepspeed_required(print)()",
     ],
-    "set_to_none raises a TypeError here, and a ValueError in Accelerate, if the optimizer's zero_grad does not accept it": [
+    "A set_to_none that the optimizer's zero_grad does not accept raises a TypeError here, and a ValueError in Accelerate": [
         "refusals: _zero_grad()",
     ],
 }

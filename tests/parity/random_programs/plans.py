@@ -212,7 +212,7 @@ _METRICS, _NUMBERS = ("metrics",), ("random states",)
 _ORDER = (
     "Accelerate resumes a shuffled epoch in a different order, so that some samples are read twice and others never"
 )
-_DRAWS = "skip_first_batches draws no random numbers here, so a resumed run continues with the saved ones"
+_DRAWS = "No random numbers are drawn by skip_first_batches here, so a resumed run continues with the saved ones"
 _EPOCHS = "the epoch after a resumed one is the next epoch here; Accelerate repeats the first (accelerate#2016)"
 _OTHERS = (
     "Accelerate draws the order of a dispatched loader on rank 0 only, "
