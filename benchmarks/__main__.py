@@ -28,6 +28,6 @@ from benchmarks import (  # noqa: F401
 from benchmarks.runner import main
 
 if __name__ == "__main__":
-    # Peers are installed with bytecode. With this variable, this package would be compiled at each import.
+    # Peers are installed with their bytecode. With this variable, only this package would be compiled at each import.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.exit(main(sys.argv[1:]))

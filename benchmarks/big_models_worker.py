@@ -200,7 +200,7 @@ def main(package: str, folder: str) -> None:
     torch.set_num_threads(1)
     worker = Worker(package, Path(folder))
     with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)  # Libraries may print, so keep their output apart from the answers.
+        os.dup2(2, 1)  # Libraries may print, so keep their output separate from the answers.
         for line in sys.stdin:
             name, *arguments = line.split()
             print(json.dumps(getattr(worker, name)(*arguments)), file=answers, flush=True)

@@ -21,7 +21,7 @@ _ITERATIONS = 3
 
 @row("checkpoints", "save_state of 1 GB")
 def pauses() -> Iterator[Figure]:
-    """Measure how long saving the weights and Adam's state of 88 million parameters takes."""
+    """Measure how long training pauses while 88 million parameters and Adam's state are saved."""
     folder = Path(tempfile.mkdtemp(prefix="bench-checkpoints-"))
     ours, peer = _Trained("notebook_accelerate"), _Trained("accelerate")
     try:

@@ -1,4 +1,4 @@
-"""From a launch to its panel, in kernels that have not shown one before."""
+"""The time from a launch to its panel, in kernels that have not shown a panel before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROUNDS = 7
 FIRST, LATER = 0.25, 0.2
 """The goals for the first launch of a kernel and for later ones, in seconds."""
 _VISIBLE = 1.0
-"""The goal until the browser shows the panel, in seconds."""
+"""The goal for the time until the browser shows the panel, in seconds."""
 
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _SETUP = """
@@ -27,7 +27,7 @@ def launch(**options):
     begin = time.monotonic()
     return notebook_launcher(train, num_processes=2, use_port=0, **options)
 """
-# Note when the header of a panel is visible, with the time since this call.
+# Record how long after this call a panel's header becomes visible.
 _NOTE_PANEL = """() => {
     const begin = performance.now();
     window.panelAfter = undefined;
@@ -42,9 +42,9 @@ _NOTE_PANEL = """() => {
 
 @row("panels", "first panel")
 def first_panel() -> Iterator[Figure]:
-    """Measure until the message that shows the panel has arrived, for two launches of each new kernel.
+    """Measure the time until the message that shows the panel arrives, for two launches in each new kernel.
 
-    The first launch follows the cell that imports torch immediately.
+    The first launch immediately follows the cell that imports torch.
     """
     for options, what in (("", "call to the panel's message"), ("block=False", "the same, block=False")):
         found: list[list[float]] = []
@@ -72,7 +72,7 @@ def _seconds_to_panel(kernel: Kernel, options: str) -> float:
 
 @row("browser", "first panel in the browser")
 def first_panel_in_browser() -> Iterator[Figure]:
-    """Measure until JupyterLab shows the panel. Each kernel is new, but the page has shown a panel before."""
+    """Measure the time until JupyterLab shows the panel. Kernels are new, but the page has shown a panel before."""
     what = "from running the cell to the visible panel, first launch of a kernel"
     if reason := missing():
         yield Figure(what=what, unit="s", ours=None, note=reason)

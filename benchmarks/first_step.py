@@ -1,4 +1,4 @@
-"""From a launch to the first optimizer step of rank 0, and the same in the kernel itself.
+"""The time from a launch to the first optimizer step of rank 0, and the time of that step in the kernel itself.
 
 Each measurement uses a new kernel, whose first cell imports torch and the launcher. As with "Run all", the launches
 follow immediately, so that the server process of the zygote may still be importing torch.
@@ -24,9 +24,9 @@ ROUNDS = 7
 LATER = {2: 0.25, 8: 0.6}
 """The goal for the second and later launches in seconds, by number of ranks."""
 LATER_RATIO, FIRST_RATIO = 0.18, 1.1
-"""The goals relative to Accelerate, and of the first launch relative to the same step in one process."""
+"""The goals for later launches relative to Accelerate, and for the first one relative to the step in one process."""
 
-# The time ends when rank 0 has made its step. Lightning's launcher sets LOCAL_RANK only.
+# The measurement ends when rank 0 has made its step. Lightning's launcher sets only LOCAL_RANK.
 STAMP = """
 def note(text):
     (FOLDER / os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))).write_text(text)

@@ -25,7 +25,7 @@ TIMELINES, SCALES = 5, (1.0, 1 / 8, 1 / 64)
 FRAME = 16.7
 """The number of milliseconds between two frames at 60 Hz."""
 LONG_TASK = 50.0
-"""The number of milliseconds from which on a task delays clicks noticeably."""
+"""The number of milliseconds above which a task noticeably delays clicks."""
 
 # A rank takes a hundred steps per second. In each, it computes, and then sleeps as if it waited for an accelerator.
 _TRAIN = """

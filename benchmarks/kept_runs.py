@@ -46,7 +46,7 @@ def work(kind: str) -> float:
 
 @row("kept", "cost")
 def costs() -> Iterator[Figure]:
-    """Measure the ranks of runs that are saved or detached, compared with a run that is neither."""
+    """Measure what saving or detaching a run costs its ranks, compared with a run that is neither."""
     with tempfile.TemporaryDirectory() as folder, patch_environment(XDG_STATE_HOME=folder):
         for kind, what in (("number", "a logged number"), ("line", "a printed line"), ("step", "a step")):
 

@@ -369,7 +369,7 @@ def waiting():
 
 @row("launch", "memory")
 def memory() -> Iterator[Figure]:
-    """Measure the proportional set sizes while the ranks wait inside their function."""
+    """Measure the PSS of the kernel and its ranks while the ranks wait inside their function."""
     with Launcher(HERE) as here, Launcher(PEER) as peer, Launcher(HERE) as server:
         for launcher in (here, peer, server):
             launcher.kernel.check(WAITING)
@@ -388,7 +388,7 @@ def memory() -> Iterator[Figure]:
 
 @row("launch", "memory of a model")
 def memory_of_a_model() -> Iterator[Figure]:
-    """Measure the proportional set sizes with a 1 GB model in the kernel, which the ranks inherit but do not change."""
+    """Measure the PSS of the kernel and its ranks, which inherit the kernel's 1 GB model but do not change it."""
     with Launcher(HERE) as here, Launcher(PEER) as peer:
         for launcher in (here, peer):
             launcher.kernel.check(WAITING + "model = [torch.ones(1 << 22) for _ in range(64)]")
@@ -503,4 +503,4 @@ def pss(pid: int) -> float:
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines():
         if line.startswith("Pss:"):
             return float(line.split()[1]) * 1024
-    raise AssertionError(f"/proc/{pid}/smaps_rollup has no line Pss")
+    raise AssertionError(f"/proc/{pid}/smaps_rollup has no Pss line")

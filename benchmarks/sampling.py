@@ -62,7 +62,7 @@ class Meter:
     """
 
     BEFORE, AFTER = 20, 60
-    """How many steps count before and after the first recorded one: preparing and writing a trace takes time."""
+    """The numbers of steps around the first recorded one that count, as preparing and writing a trace takes time."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

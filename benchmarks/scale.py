@@ -26,7 +26,7 @@ from tests.support.simulated import EVENTS_PER_SECOND, LinkedBackend, SimulatedB
 
 COUNTS = (1, 8, 64, 512)
 SETTLE_SECONDS, SECONDS = 15.0, 15.0
-"""The seconds to wait before the measurement, because hosts send a backlog of events at first, and those to measure."""
+"""The seconds to wait first, because hosts initially send a backlog of events, and the seconds to measure."""
 Backend = SimulatedBackend | LinkedBackend
 LIMIT, LINKED_LIMIT = 12.0, 20.0
 """The goals for 512 ranks that are local, or on 64 hosts, as percentages of one core."""
@@ -116,7 +116,7 @@ class WatchedGroup:
             time.sleep(0.1)
 
     def readings(self) -> tuple[float, ...]:
-        """Return the time, and so far the events, the CPU seconds of both threads and the process, and the bytes."""
+        """Return the time, and the totals so far: events, CPU seconds of both threads and of the process, and bytes."""
         panels = ticker._thread
         return (
             time.monotonic(), self.events, _thread_seconds(self.thread), _thread_seconds(panels), time.process_time(),

@@ -115,7 +115,7 @@ for number in range(10):
     assert page.page.locator(".na-chip i.na-dashed").count() == 2, "there are only eight colours"
     page.shot(f"{app}-ten-runs", CARD)
 
-    # This table reads only the runs' summaries, and opens the runs to draw their curves.
+    # This table shows the runs' summaries, and opens the runs only to draw their curves.
     page.run(3)
     page.wait_for("() => document.querySelectorAll('.na-live').length === 2")
     shown = "[...document.querySelectorAll('.na-live')].at(-1)"

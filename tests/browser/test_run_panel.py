@@ -277,7 +277,7 @@ def test_bars_imported_in_the_function_are_lines_and_show_the_progress(opened: A
     page.idle()
     outputs = page.save()["cells"][2]["outputs"]
     lines = [line for output in outputs for line in "".join(output.get("text", "")).splitlines() if line.strip()]
-    assert len(lines) <= 4, "there is at most a line for each bar of each rank"
+    assert len(lines) <= 4, "there is at most one line for each bar of each rank"
     assert page.page.locator(".jupyter-widgets .widget-label", has_text="epochs").count() == 0, (
         "there is no dead widget"
     )
@@ -304,7 +304,7 @@ def test_a_click_on_stop_works_while_a_cell_blocks(opened: Any, app: App) -> Non
 @DAILY_IN_LAB
 def test_a_blocking_cell_without_its_server_says_how_to_stop(opened: Any, app: App) -> None:
     page = opened([TRAIN, LAUNCH.format(LONG).replace(", block=False", "")])
-    # In a separate frame, this element is missing.
+    # Simulate a separate frame, where this element is missing.
     page.page.evaluate("() => document.getElementById('jupyter-config-data').remove()")
     page.run(1)
     _watch(page)

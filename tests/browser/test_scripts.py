@@ -169,7 +169,7 @@ _CURVE = """() => {
 
 
 def test_only_the_first_points_of_a_curve_are_drawn_as_points(blank: Any) -> None:
-    """The scale changes between the first point and the hundred that follow, because the first step may be slow."""
+    """The first step may be slow, so its point is drawn alone, and the same chart then draws a hundred more."""
     _load(blank, *SCRIPTS)
     blank.evaluate(_CURVE)
     blank.evaluate("() => log(1, 0, 1)")
@@ -177,7 +177,7 @@ def test_only_the_first_points_of_a_curve_are_drawn_as_points(blank: Any) -> Non
     assert blank.evaluate("() => beads()") is True
     blank.evaluate("() => { window.first = chart(); log(2, 1, 100); }")
     blank.wait_for_function("() => chart().data[0].length === 101")
-    assert blank.evaluate("() => chart() === window.first"), "the chart is built for the first point"
+    assert blank.evaluate("() => chart() === window.first"), "the chart that was built for the first point is kept"
     assert blank.evaluate("() => beads()") is False
 
 
@@ -433,7 +433,7 @@ def test_a_long_message_is_folded_until_a_click(blank: Any) -> None:
     blank.get_by_role("button", name="Show all").click()
     assert text.strip() in shown.inner_text()
     blank.evaluate("(rows) => put('rows', rows)", [{**row, "text": f"{text} still"}])
-    assert "still" in shown.inner_text(), "an update does not fold it again"
+    assert "still" in shown.inner_text(), "an update does not fold the text again"
     blank.get_by_role("button", name="Show less").click()
     assert len(shown.inner_text()) < 220
     blank.evaluate("(rows) => put('rows', rows)", [{**row, "text": "short"}])
@@ -458,7 +458,7 @@ def test_a_button_with_a_question_acts_at_the_second_click(blank: Any) -> None:
     blank.evaluate("(rows) => put('rows', rows)", rows)
     assert button.inner_text() == "Stop"
     button.click()
-    # No second click follows.
+    # Without a second click, the question disappears by itself.
     blank.wait_for_function("() => document.querySelector('.na-action').textContent === 'Stop'")
     assert blank.evaluate(clicks) == 1
 

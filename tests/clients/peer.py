@@ -29,7 +29,7 @@ VERSIONS = ROOT / ".build" / "transformers"
 """The folder in which make installs other versions of transformers, each with its dependencies."""
 RANKS = 2
 SECONDS = 300
-"""Time limit in seconds for one program, after which its ranks print their stacks and exit."""
+"""The time limit in seconds for one program, after which its ranks print their stacks and exit."""
 LIBRARIES = (
     "transformers.trainer", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "peft", "diffusers.models",
     "datasets", "diffusers.training_utils", "pytorch_accelerated.trainer", "lightning", "torch._dynamo",
@@ -80,11 +80,11 @@ def results(process: subprocess.Popen[str], folder: Path) -> dict[str, list[Any]
 def main(out: str, *names: str) -> None:
     """Run the programs one after the other, and write their results or exceptions by name and rank."""
     for library in LIBRARIES:
-        # Trl and diffusers require a newer transformers than some environments have.
+        # trl and diffusers require a newer transformers than some environments have.
         with contextlib.suppress(Exception):
             importlib.import_module(library)
     gc.collect()
-    gc.freeze()  # Otherwise garbage collection in the children would copy the parent's pages.
+    gc.freeze()  # Otherwise, garbage collection in the children would copy the parent's pages.
     Path(out).write_text(json.dumps({name: run(name) for name in names or PROGRAMS}))
 
 

@@ -38,7 +38,7 @@ KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
     ),
 }  # fmt: skip
-"""The model with a head that shares the embedding, the model without it, and the configuration, by architecture."""
+"""By architecture: the model with a head that shares the embedding, the one without a head, and the configuration."""
 
 
 def loaded(kind: str, folder: str) -> dict[str, bool]:

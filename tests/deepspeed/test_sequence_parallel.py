@@ -91,7 +91,7 @@ def loss_of(model: Any, batch: dict[str, torch.Tensor], group: Any) -> torch.Ten
 def gathered(value: torch.Tensor, group: Any) -> Sequence[torch.Tensor]:
     if group.size() == torch.distributed.get_world_size():
         return functional.all_gather(value, group=group)  # type: ignore[no-untyped-call,no-any-return]
-    # On gloo, the backward of the function above takes ranks of the group for ranks of the world (torch 2.13).
+    # On gloo, the function above mistakes the group's ranks for global ranks in its backward pass (torch 2.13).
     values: torch.Tensor = all_gather_tensor_autograd(value.reshape(1), 0, group)
     return list(values.unbind())
 

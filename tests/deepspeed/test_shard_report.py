@@ -20,7 +20,7 @@ PARAMETERS = 4 * sum(p.numel() for p in Wide().parameters())
 
 
 def told(stages: list[int], precision: str) -> list[tuple[ShardReport, int]]:
-    """Return each stage's report, and the bytes of the optimizer's moments after a step."""
+    """Return each stage's report, and the size in bytes of the optimizer's moments after a step."""
     found = []
     for stage in stages:
         zero = {"stage": stage, "stage3_param_persistence_threshold": 0}

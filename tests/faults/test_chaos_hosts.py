@@ -1,8 +1,8 @@
 """If random processes of a run on three hosts are killed or suspended, every surviving host ends and says why.
 
-Each round starts one run on the first notebook, another notebook and a command, each with one or two ranks. At a random
-moment, the round kills or suspends one process: the first kernel, another host or a rank. The seed determines all
-choices.
+Each round starts one run with three hosts (the first notebook, another notebook and a command), each with one or two
+ranks. At a random moment, the round kills or suspends one process: the first kernel, another host or a rank. The seed
+determines all choices.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ test_a_suspended_host_is_lost_after_the_time_of_the_heartbeats tests that kind.
 ROUNDS = 56
 JOIN_SECONDS = 60.0
 SILENT_SECONDS = [3.0, 3.0, 15.0]
-"""The seconds of silence after which each host treats another as lost. Commands do not know the run's ``rdzv_conf``."""
+"""The seconds of silence after which each host treats another as lost.
+
+Commands use the default, because they do not know the run's ``rdzv_conf``.
+"""
 HANG_SECONDS = 10.0
 LIMIT = 60.0
 """The time limit in seconds from the fault to the end of every surviving host, if all ranks were running."""
@@ -198,7 +201,7 @@ class Round:
             wanted = 1 if self.what == "rank" and self.delay < 1.0 else sum(self.sizes)
             deadline = time.monotonic() + LIMIT
             while len(found := self.ranks()) < wanted or (self.what == "rank" and self.victim_rank not in found):
-                assert time.monotonic() < deadline, f"only ranks {sorted(found)} began"
+                assert time.monotonic() < deadline, f"only ranks {sorted(found)} started"
                 self.assert_running()
                 self.pump(0.05)
             self.note(f"ranks {sorted(found)} run")
@@ -286,7 +289,7 @@ class Round:
         text = self.end_of(node, self.deadline())
         self.note(f"{NAMES[node]} ended: {_short(text)}")
         pattern = self.pattern(node)
-        assert re.search(pattern, text), f"{NAMES[node]} does not contain {pattern!r}:\n{text[-3000:]}"
+        assert re.search(pattern, text), f"the error of {NAMES[node]} does not match {pattern!r}:\n{text[-3000:]}"
 
     def end_of(self, node: int, deadline: float) -> str:
         """Return the error that a host ended with."""
@@ -295,14 +298,14 @@ class Round:
             try:
                 code = self.command.process.wait(seconds)
             except subprocess.TimeoutExpired:
-                raise AssertionError(f"the command still runs:\n{self.command.err[-2000:]}") from None
+                raise AssertionError(f"the command is still running:\n{self.command.err[-2000:]}") from None
             assert code == 1, f"the command ended with {code}:\n{self.command.err[-2000:]}"
             return self.command.err.rpartition("notebook-accelerate join: ")[2]
         kernel, cell = self.kernels[node], self.cells[node]
         try:
             kernel.finish(cell, seconds)
         except KernelTimeoutError:
-            raise AssertionError(f"{NAMES[node]} still runs:\n{cell.plain[-2000:]}\n{_stacks(kernel)}") from None
+            raise AssertionError(f"{NAMES[node]} is still running:\n{cell.plain[-2000:]}\n{_stacks(kernel)}") from None
         return said(cell)
 
     def pattern(self, node: int) -> str:
@@ -324,7 +327,7 @@ class Round:
             processes = [rank.process for rank in self.ranks().values() if rank.node == node]
             limit = silent + MARGIN if self.all_running else LIMIT
             left = _wait_gone(processes, self.fault + limit)
-            assert not left, f"ranks of {NAMES[node]} still run {limit:g} s after the fault: {left}"
+            assert not left, f"ranks of {NAMES[node]} are still running {limit:g} s after the fault: {left}"
 
     def resume_or_kill(self, node: int) -> None:
         """Resume a suspended host, which must then end as well, or kill it."""
@@ -347,13 +350,13 @@ class Round:
             self.recorded |= {rank.process, rank.child}
 
     def check_nothing_left(self) -> None:
-        """Check that no process of the round is left, and that the kernels are unchanged."""
+        """Check that no process of the round is left, and that the kernels respond and have no child processes."""
         left = _wait_gone(self.recorded, time.monotonic() + MARGIN)
         assert not left, f"processes left: {left}"
         for node, kernel in enumerate(self.kernels):
             if kernel.alive():
                 kernel.expect_answer(LIMIT)
-                assert children(kernel) == [], f"children of {NAMES[node]}"
+                assert children(kernel) == [], f"{NAMES[node]} still has child processes"
 
     def clean_up(self) -> None:
         """Kill what must not outlive the round."""

@@ -42,7 +42,7 @@ def saver(target, value, blocking=True):
     return save
 """
 
-# In one process per k, exits without any clean-up before the k-th change to the file system.
+# For each k, one process exits without any clean-up before its k-th change to the file system.
 _KILL_AT_EVERY_CHANGE = """
 import signal
 CHANGES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
@@ -79,7 +79,8 @@ while True:
         sys.exit(code)
 """
 
-# For each line of input, forks a process that saves until it is killed. Modules are thus imported only once.
+# This script forks a process for each line of input, so that modules are imported only once. The process saves until
+# it is killed.
 _SAVE_UNTIL_KILLED = """
 import signal
 import torch._dynamo  # by the first optimizer

@@ -1,4 +1,4 @@
-"""Concurrent detached runs: launches that want the same name, ends without a kernel, and deleted folders."""
+"""Detached runs that are launched with the same name, end without a kernel, lose their folder, or are stopped."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_ranks_of_a_failed_run_without_an_attached_kernel_end(state: Path, monke
     run = _launch(_fails, hold_on_error=True)
     until(lambda: run.held)
     time.sleep(4.0)
-    assert processes_of(state), "this kernel is attached"
+    assert processes_of(state), "the ranks stay while this kernel is attached"
     disconnect_all()
     until(lambda: not processes_of(state), seconds=60)
     ended = attach(run.name)
@@ -135,7 +135,7 @@ def test_a_run_whose_folder_is_deleted_can_be_stopped(state: Path) -> None:
     assert run.folder is not None
     shutil.rmtree(run.folder)
     until(lambda: any("Cannot save the run to" in text for text in run._internals.journal.state.warnings), seconds=60)
-    assert run.status == "running", "its process still sends its events"
+    assert run.status == "running", "the run's process still sends events"
     with pytest.raises(ValueError, match="is still running"):
         _launch(int, name="homeless")
     run.stop(grace=1.0)
@@ -245,7 +245,7 @@ def test_shutdown_leaves_runs_of_other_machines_alone(state: Path, monkeypatch: 
     assert attach("ours").status == "stopped"
     # This run was opened without a socket, so its status comes from the file, which follows the events a moment later.
     until(lambda: attach("theirs").status == "running")
-    disconnect_all()  # The run without a socket is read-only.
+    disconnect_all()  # A run that was opened without a socket is read-only, so it could not be stopped.
 
 
 # ---- output without a reader

@@ -141,7 +141,7 @@ def test_suspended_kernels_delay_no_one_and_continue_reading_later(state: Path) 
             other.send_signal(signal.SIGSTOP)
         for _ in range(20):
             assert len(run.ask("'x' * 1_000_000", timeout=60.0)[0]) == 1_000_000
-        assert not any(other.poll() for other in others), "they are still suspended"
+        assert not any(other.poll() for other in others), "the other kernels are still suspended"
         for other in others:
             other.send_signal(signal.SIGCONT)
             assert other.stdin is not None
@@ -174,7 +174,7 @@ def test_a_suspended_supervisor_does_not_delay_the_table_of_runs(state: Path) ->
 def test_supervisors_that_accept_no_connection_are_killed_at_the_same_time(
     state: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Supervisors that are killed one after the other would each take a grace period."""
+    """If supervisors were killed one after the other, each would take a grace period."""
     supervisors = [supervisor_of(_launch(name)) for name in ("one", "two")]
     disconnect_all()
     for supervisor in supervisors:

@@ -134,7 +134,7 @@ def test_a_breakpoint_waits_for_the_next_kernel(state: Path) -> None:
         kernel.types("p step * 100", "c")
         shown = kernel.check("notebook_accelerate.debug()").stdout
         assert "100" in shown
-        assert re.search(r"Cell In\[\d+\]", shown), "the cell of the killed kernel"
+        assert re.search(r"Cell In\[\d+\]", shown), "the prompt names the cell of the killed kernel"
         assert kernel.value("run.wait(60)")
         assert kernel.value("run.results") == [2, 2]
         assert kernel.value("run.logs(rank=0)") == ["step 0", "step 1", "step 2"]
@@ -359,7 +359,7 @@ def test_a_full_disk_loses_neither_results_nor_the_end(
             notebook_launcher(int, (), name="another", **options)  # type: ignore[arg-type]
         (tmp_path / "go").touch()
         until(lambda: not any(map(psutil.pid_exists, pids)), seconds=120)
-        assert run.wait(60), "its end is known, although the file could not be written"
+        assert run.wait(60), "the run's end is known even though the file could not be written"
         assert run.status == "succeeded"
         assert any(f"Cannot save the run to {run.folder}" in text for text in run._internals.journal.state.warnings)
         with pytest.raises(SerializationError, match=r"not saved: .*No space left on device"):
@@ -410,7 +410,7 @@ def test_a_run_that_ended_on_a_full_disk_can_be_stopped_and_frees_its_name(
 def test_a_run_whose_disk_is_full_from_the_start_can_be_launched_and_stopped(
     small_disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On this disk, there is room for the run's folder and the journal's header only."""
+    """On this disk, there is room only for the run's folder and the journal's header."""
     with user_folder(tmp_path / "state", monkeypatch):
         _fill(small_disk / "filler")
         os.truncate(small_disk / "filler", (small_disk / "filler").stat().st_size - (2 << 12))

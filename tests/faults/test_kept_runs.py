@@ -137,4 +137,4 @@ def test_a_failed_run_resumes_with_its_configuration(tmp_path: Path) -> None:
     undisturbed = notebook_launcher(train, (str(tmp_path / "b"), 0.0, 40), **options)  # type: ignore[arg-type]
     assert resumed.results == undisturbed.results
     assert resumed.name == run.name
-    assert "ms per step" in str(undisturbed.report()), "a run shorter than a second also has an entry"
+    assert "ms per step" in str(undisturbed.report()), "even a run of less than a second reports its time per step"

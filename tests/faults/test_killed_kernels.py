@@ -95,7 +95,7 @@ def _kill_at(scene: str, seed: int, tmp_path: Path) -> None:
             assert kernel.value("run.wait(120)")
         assert kernel.value("run.status") == "succeeded", kernel.value("str(run.report())")
         results, steps, lines = _undisturbed()
-        if scene == "failure":  # The log has the failed run's lines, and then those since its checkpoint.
+        if scene == "failure":  # The log has the failed run's lines, and then those after its checkpoint again.
             lines = [each[:fails_at] + each[fails_at - 5 :] for each in lines]
         assert kernel.value("run.results") == list(results), "the results are bitwise equal"
         assert kernel.value("[run.metrics['loss'].rank(rank).steps.tolist() for rank in (0, 1)]") == steps

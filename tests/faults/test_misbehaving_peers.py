@@ -96,7 +96,7 @@ def _outlasts_interrupts() -> None:
 
 
 def test_shutdown_stops_all_runs_at_the_same_time() -> None:
-    """Runs that are stopped one after the other would each take a grace period."""
+    """If runs were stopped one after the other, each would take a grace period."""
     both = [_launch(_outlasts_interrupts) for _ in range(2)]
     until(lambda: all(run.status == "running" for run in both))
     shutdown()
@@ -127,7 +127,7 @@ def test_a_peer_of_the_listener_that_sends_garbage_harms_no_host(
 
 @pytest.mark.parametrize(("sends", "then"), PEERS)
 def test_a_driver_that_sends_garbage_ends_its_launch(sends: str, then: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver does not read anything either."""
+    """The driver reads nothing, so the launch's order does not fit into the socket."""
     ends = {"silent": "", "closes": "end.close()", "suspended": "os.kill(os.getpid(), signal.SIGSTOP)"}[then]
     started: list[subprocess.Popen[bytes]] = []
 

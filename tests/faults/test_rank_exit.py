@@ -12,7 +12,7 @@ from tests.support.nightly import rest_nightly
 
 pytestmark = pytest.mark.notebook
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote", pytest.param("spawn", marks=pytest.mark.nightly)])
-"""Spawned ranks exit like the zygote's, but take 4 s to import torch twice, so only two tests use them daily."""
+"""Spawned ranks exit like the zygote's, but each imports torch, for 4 s in all, so only two tests use them daily."""
 ALL_METHODS = pytest.mark.parametrize("method", ["fork", "zygote", "spawn"])
 ENDINGS = ["pass", "raise KeyError('end')", "sys.exit(0)", "sys.exit(3)"]
 

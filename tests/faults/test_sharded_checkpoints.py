@@ -23,7 +23,7 @@ PLACES = {
     "the manifest": (0, "open", "checkpoint_manifest.json"),
     "the last renaming": (0, "os.rename", ".second.incomplete"),
 }
-"""The rank to kill, and the audit event and the part of the path before which it is killed."""
+"""The rank to kill, and the audit event before which it is killed, with a part of the event's path."""
 
 
 def save_until_killed(folder: str, place: str) -> None:

@@ -98,7 +98,7 @@ print("saved", flush=True)
 """
 
 MOVING = ("os.rename", "/.committing/")
-COPYING = ("shutil.copyfile", "/.committing/model_1")  # A store has no renames, so files are copied.
+COPYING = ("shutil.copyfile", "/.committing/model_1")  # A store cannot rename files, so they are copied.
 WRITING = ("open", "custom_checkpoint_0.pkl")
 
 

@@ -12,7 +12,7 @@ from tests.support.launching import alive, patient, rank_pids, ready_kernel, sai
 pytestmark = pytest.mark.notebook
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote"])
 SOON = 60.0
-"""The time limit in seconds for steps that take two seconds on an idle machine. Unstopped functions run ten minutes."""
+"""The time limit in seconds for steps that take two on an idle machine. Functions run ten minutes unless stopped."""
 
 STUCK = {
     "sleep": "time.sleep(600)",
@@ -120,7 +120,7 @@ def test_pressing_the_button_again_while_ranks_start_kills_them(kernel: Kernel) 
 
 
 def test_an_interrupt_at_any_time_ends_the_run_and_the_cell(kernel: Kernel) -> None:
-    """The interrupt stops the run, or arrives after its end and says so. In both cases, it also ends the cell."""
+    """The interrupt stops the run, or the cell says that the run had just ended. In both cases, the cell ends."""
     _define(kernel, "time.sleep(0.05)")
     kernel.check("before = list(notebook_accelerate.runs())")
     for delay in (0.0, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.12, 0.15, 0.2):
@@ -159,7 +159,7 @@ def test_a_loop_of_launches_ends_with_the_interrupted_run(kernel: Kernel) -> Non
         begun = cell.stdout.count("▶ run")
         kernel.finish(cell, timeout=SOON)
         assert "KeyboardInterrupt" in said(cell), said(cell)
-        assert cell.stdout.count("▶ run") <= begun + 3, "at most the output that was already on its way to this test"
+        assert cell.stdout.count("▶ run") <= begun + 3, "only output that was already on its way may follow"
 
 
 def _ended_as_said(kernel: Kernel, cell: Cell) -> None:

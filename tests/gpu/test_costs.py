@@ -47,7 +47,7 @@ def seconds(step: Callable[[], None]) -> float:
 
 
 def both(strategy: str) -> tuple[float, float]:
-    """Return the duration of a step, in seconds, in a prepared and in a plain training run, measured in turns."""
+    """Return how many seconds a step takes in a prepared and in a plain training run, measured alternately."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1000)
     accelerator = Accelerator(fsdp_plugin=plugin if strategy == "fsdp" else None)
     device = accelerator.device

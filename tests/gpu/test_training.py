@@ -118,7 +118,7 @@ def test_sharded_and_clipped_models_have_the_losses_of_one_device(
         sharded, version, offload, precision, world_size=world, env=gpu.rank_environment()
     ):
         if version == 2 and offload and world > 1 and not gpu.DRY:
-            assert backend == "cuda:nccl,cpu:gloo", "gloo reduces the gradient norm in main memory (pytorch#148532)"
+            assert backend == "cuda:nccl,cpu:gloo", "gloo reduces the gradient norm in CPU memory (pytorch#148532)"
         # In a world of one process, the plugin has no effect, so nothing is sharded or offloaded.
         assert places == {"cpu" if offload and world > 1 else gpu.DEVICE}
         assert losses == pytest.approx(expected, rel=1e-3 if precision == "no" else 0.05)

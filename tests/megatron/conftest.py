@@ -14,7 +14,7 @@ ranks._PRELOAD += [
     for name in ("dist_checkpointing", "distributed", "models.T5", "models.bert", "models.gpt", "optimizer")
 ]
 SECONDS = 900
-"""The time limit in seconds for one test, of which the first one may wait minutes for the rank server's imports."""
+"""The time limit in seconds for one test. The first test may wait minutes for the rank server's imports."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

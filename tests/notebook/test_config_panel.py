@@ -112,7 +112,7 @@ def test_a_panel_sends_few_messages_and_builds_nested_forms_when_they_are_opened
     """A kernel with a slow server queues at most 1,000 messages and drops others. The panel once sent 720 together."""
     shown = fresh.check("import notebook_accelerate\npanel = notebook_accelerate.configure()\npanel")
     sent = [message["msg_type"] for message in shown.comms]
-    assert sent.count("comm_open") == 2, "the view and its layout"
+    assert sent.count("comm_open") == 2, "only the view and its layout are created"
     assert len(sent) < 10
     assert "training.fsdp_plugin" not in fresh.value("list(panel.widget.tables)")
     opened = fresh.check("panel.widget.enter('training.fsdp_plugin', True)")

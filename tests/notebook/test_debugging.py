@@ -245,7 +245,7 @@ def test_a_stall_under_a_condition_on_the_rank_is_among_the_warnings(kernel: Ker
 
 
 def test_different_shapes_are_reported_with_their_line(kernel: Kernel) -> None:
-    """In this case, gloo does not hang but aborts the process."""
+    """If the ranks' tensors have different shapes, gloo does not hang but aborts the process."""
     text = said(kernel.run("launch(unlike_shapes)"))
     assert "different shapes" in text
     assert re.search(rf"at Cell In\[\d+\], line {line_of('def unlike_shapes') + 2}, in unlike_shapes", text)
@@ -410,7 +410,7 @@ def test_a_running_rank_can_be_interrupted_for_the_debugger(kernel: Kernel, answ
     answers.waiting[:] = ["p numbers", "p [each.name for each in threading.enumerate()]", "n", "c"]
     cell = kernel.check("run.debug(rank=1)")
     assert "[rank 1] [1, 2, 3]" in cell.plain
-    assert "IPythonHistorySavingThread" not in cell.plain, "the user's own file is not opened"
+    assert "IPythonHistorySavingThread" not in cell.plain, "the user's own history file is not opened"
     assert re.search(r"> Cell In\[\d+\]\(\d+\)plain_loop\(\)", cell.plain)
     first = kernel.value("run.ask('step', timeout=60)[1]")
     kernel.check(f"until(lambda: run.ask('step', timeout=60)[1] > {first})")

@@ -73,7 +73,7 @@ def test_a_front_end_without_a_renderer_gets_an_updated_html_display(front_end: 
         _grows(kernel, cell)
         second = kernel.check("second = launch('end', block=False)")
         _grows(kernel, second)
-        assert NOT_DRAWN not in str(second.displays), "the hint is shown once"
+        assert NOT_DRAWN not in str(second.displays), "the hint is shown only once"
         open_gate(kernel, "end")
         kernel.check("[one.wait() for one in (run, second)]")
         kernel.wait_for(lambda: "na-left" not in str(cell.displays) and len(_static(cell)) == 1, what="the report")
@@ -166,7 +166,7 @@ def test_a_notebook_executed_by_nbconvert_shows_the_report(tmp_path: Path) -> No
 
 
 def test_launch_input_and_stop_work() -> None:
-    """The kernel is started in the way that VS Code starts it."""
+    """The kernel has the environment variable by which VS Code is detected."""
     with Kernel(env={"VSCODE_PID": "1"}, server=False) as kernel:
         kernel.check(TRAIN)
         assert kernel.value("__import__('notebook_accelerate').hardware.detect().host") == "vscode"

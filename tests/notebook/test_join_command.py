@@ -348,7 +348,7 @@ def test_a_scheduler_cancels_its_commands(first: Kernel, start: Start) -> None:
 
 
 def over_ssh(start: Start, path: Path, where: str, *prefix: str) -> JoinCommand:
-    """Start a shell that lacks the variable of the secret, which arrives on stdin and goes to a file."""
+    """Start a shell without the secret's variable. The secret arrives on stdin and is written to a file."""
     shell = ("env", "-i", "/bin/sh", "-c", SSH, "sh")
     return start(*prefix, *shell, str(path), sys.executable, where, env={"PATH": os.environ["PATH"]}, sent=SECRET)
 

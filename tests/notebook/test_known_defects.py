@@ -200,7 +200,7 @@ def test_defect_15_zero_processes_is_an_error_and_other_numbers_are_obeyed(kerne
 def test_defect_16_an_imported_bitsandbytes_does_not_prevent_a_launch(kernel: Kernel) -> None:
     cell = kernel.check("import importlib.util; importlib.util.find_spec('bitsandbytes') is not None")
     if cell.result_text == "False":
-        # Other launchers refused to launch if only the name was among the modules.
+        # Other launchers refused to launch if merely the name was in sys.modules.
         kernel.check("import types; sys.modules['bitsandbytes'] = types.ModuleType('bitsandbytes')")
     else:
         kernel.check("import bitsandbytes")

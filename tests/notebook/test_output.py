@@ -315,7 +315,7 @@ def test_nested_bars_take_one_line_each(kernel: Kernel) -> None:
     )
     lines = cell.stderr.splitlines()
     assert sum("outer: 100%" in line for line in lines) == 2
-    assert len(lines) <= 4, "each outer bar appears, perhaps with its first state"
+    assert len(lines) <= 4, "the only other line of a rank may be the first state of its outer bar"
     assert any(text.count("outer") == text.count("inner") == 2 for text in _drawings(cell))
 
 
@@ -527,7 +527,7 @@ def test_output_after_clear_output_replaces_the_earlier_output(kernel: Kernel) -
         "def show():\n    from IPython.display import clear_output\n    print('a')\n    clear_output(wait=True)\n"
         "    print('b')\nlaunch(show, num_processes=1, start_method='fork');"
     )
-    assert "[rank 0] a" in cell.stdout, "this line came before the first call"
+    assert "[rank 0] a" in cell.stdout, "this line was shown before clear_output was called"
     assert [data["text/plain"] for data in cell.displays if "[rank 0]" in data.get("text/plain", "")] == ["[rank 0] b"]
 
 

@@ -231,7 +231,7 @@ def test_a_notebook_that_ran_headless_keeps_the_report_and_converts(tmp_path: Pa
     assert [set(output["data"]) for output in shown] == [{"text/html", "text/plain"}] * 2
     page, _ = HTMLExporter().from_notebook_node(book)
     assert page.count('alt="Curve of loss: ') == 2
-    assert "Step time" not in page, "the test measured nothing"
+    assert "Step time" not in page, "the runs measured no step times"
     assert shown[0]["data"]["text/plain"].startswith("run ")
 
 
@@ -325,7 +325,7 @@ def test_a_launch_reads_no_file_of_another_run(tmp_path: Path, monkeypatch: pyte
             kernel.check("open(os.devnull).close()")
             assert kernel.value("os.devnull in opened")
             assert kernel.value(f"[path for path in opened if path.startswith({str(records)!r})]") == []
-            assert kernel.value("[run1.id, run2.id]") == [1, 2], "opening other runs would number them"
+            assert kernel.value("[run1.id, run2.id]") == [1, 2], "opening other runs would have numbered them"
             assert kernel.value("[run.id for run in run2.panel()._earlier]") == [1]
             assert kernel.value("[run.name for run in runs()][:2]") == ["first", "second"]
             kernel.check("run1.stop(); run2.stop()")

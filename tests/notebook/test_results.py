@@ -111,7 +111,7 @@ def test_the_memory_of_a_kernel_stays_constant_over_26_runs(kernel: Kernel, meth
         kernel.check(f"run = launch(make, torch.ones(10 << 20), {options})")
         assert kernel.value("read(run)") == 3.0 * count
         used.append(kernel.value("settled_pss()"))
-    # Compare medians, because a rank that is still exiting shares memory with the kernel, which then counts less.
+    # Compare medians, because a rank that is still exiting shares memory with the kernel and thus lowers its PSS.
     assert median(used[-5:]) - median(used[4:9]) < 40, used
     kernel.check("run.free_results()")
     assert median(used[-5:]) - kernel.value("settled_pss()") > 30

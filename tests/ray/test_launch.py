@@ -178,7 +178,7 @@ def test_questions_and_diagnoses_work(cluster: LocalCluster) -> None:
 
 @pytest.mark.parametrize("rank_first", [False, True], ids=["actor", "rank, then actor"])
 def test_a_killed_actor_is_reported_and_the_group_restarts(cluster: LocalCluster, rank_first: bool) -> None:
-    """When a node is lost, Ray's worker kills its child processes before itself, which is not the ranks' failure."""
+    """When a node is lost, Ray's worker kills the ranks and then itself, which does not count as the ranks' failure."""
 
     def fragile() -> str:
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
@@ -414,7 +414,7 @@ def test_a_launch_waits_until_a_node_with_gpus_joins(cluster: LocalCluster) -> N
     address = cluster.add_node(2, gpus=3, late=2)  # Ray does not check whether a node has the GPUs that it claims.
     thread.join(300)
     run = found[0]
-    assert run.results[0] == run.results[1], "both ranks see both devices, each its own device at its local rank"
+    assert run.results[0] == run.results[1], "both ranks see both devices, and each uses the one at its local rank"
     node, devices, _ = run.results[0]
     assert node == "0"
     assert len(devices) == 2

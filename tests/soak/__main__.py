@@ -20,7 +20,7 @@ from tests.support.launching import children, ready_kernel
 WARM_UP = 0.2
 """The share of the time during which the kernel may still grow, because it imports modules and fills caches."""
 ALLOWED = {"memory": 48, "descriptors": 8, "threads": 2, "folders": 0}
-"""The growth of each reading that is allowed after the warm-up. The registry keeps a varying number of runs."""
+"""The allowed growth of each reading after the warm-up, because the registry keeps a varying number of runs."""
 
 
 @dataclass(frozen=True)

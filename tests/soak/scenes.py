@@ -116,7 +116,7 @@ def _background(kernel: Kernel, call: str) -> None:
 
 def _ends(kernel: Kernel, status: str, seconds: float = GUARD) -> None:
     ended = kernel.value(f"(run.wait({seconds}), run.status, [str(one) for one in run.failures])", seconds + 30)
-    assert ended[:2] == [True, status], f"{ended}, and not {status}"
+    assert ended[:2] == [True, status], f"the run did not end as {status!r}: {ended}"
 
 
 @scene(6)

@@ -29,7 +29,7 @@ def disk_full(*_: Any) -> Any:
 
 
 def check_dead_rank_reported(folder: str, pid: int) -> None:
-    """Wait on the surviving rank for a save during which rank 1 was killed. Then create a file named "seen".
+    """Check that the surviving rank's save reports that rank 1 was killed. Then create a file named "seen".
 
     Args:
         folder: The checkpoint that the save writes.

@@ -1,4 +1,4 @@
-"""JupyterLab and Notebook in a real browser: a separate server, Debian's chromium, and cells driven by name.
+"""JupyterLab and Notebook in a real browser: a separate server, Debian's Chromium, and cells executed by their index.
 
     with Server() as server, Browser() as browser:
         page = server.open(browser, notebook(["1 + 1"]), app="lab")
@@ -209,7 +209,7 @@ class Browser:
         self._motion: Any = "reduce" if reduced_motion else "no-preference"
         self._width = width
         self.idle: list[NotebookPage] = []
-        """Pages of JupyterLab without a notebook: loading JupyterLab takes 8 s of CPU time."""
+        """JupyterLab pages without a notebook, kept for reuse because loading JupyterLab takes 8 s of CPU time."""
 
     def __enter__(self) -> Browser:
         from playwright.sync_api import sync_playwright
@@ -283,14 +283,14 @@ class NotebookPage:
         self.page.route("**/*", self._route)
 
     def show(self, name: str) -> None:
-        """Open a notebook in a page of JupyterLab that has none."""
+        """Open a notebook in an idle JupyterLab page."""
         self.errors.clear()
         self.outside.clear()
         show = "async (path) => { await window.jupyterapp.commands.execute('docmanager:open', { path }); }"
         self.page.evaluate(show, name)
 
     def close(self) -> None:
-        """Close the notebook and its kernel. Unless a page of JupyterLab is idle, keep this one for reuse."""
+        """Close the notebook and end its kernel. Keep this JupyterLab page for reuse, unless another one is idle."""
         self.shut_down()
         if "/doc/tree/" not in self.page.url or self.browser.idle:
             self.page.close()
@@ -338,7 +338,7 @@ class NotebookPage:
         )
 
     def wait_for(self, script: str, argument: Any = None) -> None:
-        """Wait until a JavaScript function returns a true value. If it throws, the page is not ready yet."""
+        """Wait until a JavaScript function returns a true value. A function that throws is called again."""
         deadline = time.monotonic() + LIMIT
         while not (found := self._value(script, argument))[0]:
             if time.monotonic() > deadline:
@@ -382,7 +382,7 @@ class NotebookPage:
 
     def idle(self) -> None:
         """Wait until all executed cells have finished and the kernel is idle."""
-        # No event reports when the kernel receives the request of a click or a key press.
+        # No event reports that the kernel has received the request that a click or a key press sends.
         self.page.wait_for_timeout(200)
         self.wait_for(f"() => !window.cellsThatRun?.size && {_SESSION}.session.kernel.status === 'idle'")
 
@@ -421,7 +421,7 @@ class NotebookPage:
         return path
 
     def text(self, selector: str) -> str:
-        """Return the text of the first element that matches."""
+        """Return the text of the first element that a selector matches."""
         return str(self.page.locator(selector).first.inner_text())
 
 

@@ -30,7 +30,7 @@ class CountedCuda:
         self.allocated, self.peak, self.reserved = ([0] * devices for _ in range(3))
 
     def install(self) -> CountedCuda:
-        """Replace `torch.cuda` in this process from now on."""
+        """Replace functions of `torch.cuda` in this process from now on."""
         for name in ("allocated", "reserved"):
             setattr(torch.cuda, f"memory_{name}", lambda index, name=name: getattr(self, name)[index])
         answers: dict[str, Any] = {
@@ -45,7 +45,7 @@ class CountedCuda:
         return self
 
     def hold(self, allocated: int, reserved: int, device: int | None = None) -> None:
-        """Hold this much memory from now on, on this rank's device unless another one is named."""
+        """Report this much memory from now on, for this rank's device unless another one is named."""
         index = int(os.environ["LOCAL_RANK"]) if device is None else device
         self.allocated[index], self.reserved[index] = allocated, reserved
         self.peak[index] = max(self.peak[index], allocated)

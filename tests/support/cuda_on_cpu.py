@@ -21,7 +21,7 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _Redirect(TorchFunctionMode):
-    """Redirects tensors that are created on or moved to "cuda" to the CPU. Their type's name still contains cuda."""
+    """Redirects tensors that are created on or moved to "cuda" to the CPU. Their `type()` still contains "cuda"."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

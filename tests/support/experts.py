@@ -16,7 +16,7 @@ CLIP = 0.5
 
 
 class Experts(nn.Module):
-    """Experts that are perceptrons, with their weights stacked."""
+    """Perceptrons as experts, with the weights of all experts stacked in one tensor per layer."""
 
     def __init__(self, experts: int = EXPERTS) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-/* CUDA's driver as far as torch asks for it before it creates a context: FAKE_CUDA_COUNT devices (default 1).
-   Each cuInit is a line "PID" in the file FAKE_CUDA_LOG: it shows which process has initialised the driver. */
+/* A stub of what torch calls in CUDA's driver before it creates a context, with FAKE_CUDA_COUNT devices (default: 1).
+   Each cuInit writes a line "PID" to the file FAKE_CUDA_LOG, which shows the processes that initialized the driver. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -42,7 +42,7 @@ int nvmlDeviceGetMigDeviceHandleByIndex(int *device, unsigned index, int **part)
     *part = slice;
     return *device == 1 && index == 0 ? 0 : 6;
 }
-/* The second GeForce card shares the main memory: NVML_ERROR_NOT_SUPPORTED. The slice has 10 GiB. */
+/* The second GeForce card shares the CPU memory: NVML_ERROR_NOT_SUPPORTED. The slice has 10 GiB. */
 int nvmlDeviceGetMemoryInfo(int *device, struct memory *memory) {
     memory->total = (device == slice ? 10 : gigabytes()) << 30;
     memory->used = (3ull + *device) << 30;

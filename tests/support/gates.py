@@ -1,4 +1,4 @@
-"""Gates that hold up calls of a function, so that a test can act just before one, such as a write of a thread."""
+"""Gates that block calls of a function, so that a test can act just before a call, such as a thread's write."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def block(width: int) -> nn.Sequential:
 
 
 def network(width: int = 32, depth: int = 3, outputs: int = 8) -> nn.Sequential:
-    """Return a model of equal blocks, whose weights are the same each time."""
+    """Return a model of equal blocks, with the same weights in each call."""
     torch.manual_seed(0)
     return nn.Sequential(*(block(width) for _ in range(depth)), nn.Linear(width, outputs))
 

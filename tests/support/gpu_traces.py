@@ -97,7 +97,7 @@ class GpuRank:
 
 
 def all_reduce(ranks: list[GpuRank], elements: int, transfer: float = 300.0, *, barrier: bool = False) -> None:
-    """Queue an all_reduce on all ranks, after the work on their devices. A barrier's call also waits for its end."""
+    """Queue an all_reduce on all ranks, behind their devices' work. With ``barrier``, hosts also wait for its end."""
     kernels, begins = [], []
     for each in ranks:
         begin = each.now
@@ -118,7 +118,7 @@ def all_reduce(ranks: list[GpuRank], elements: int, transfer: float = 300.0, *, 
     end = max(kernel["ts"] for kernel in kernels) + transfer
     for each, kernel, begin in zip(ranks, kernels, begins, strict=True):
         kernel["dur"] = end - kernel["ts"]
-        each._free[NCCL] = each._free[COMPUTE] = end  # The stream of the training waits for the result.
+        each._free[NCCL] = each._free[COMPUTE] = end  # The training's stream waits for the result.
         if barrier:
             each.event("c10d::barrier", "cpu_op", begin, 68)
             each.event("cudaStreamSynchronize", "cuda_runtime", each.now, max(1.0, end - each.now))

@@ -109,7 +109,7 @@ class Evaluates(Loop):
 
 
 def loop_with_hooks() -> None:
-    """A loop in a class on two ranks, which evaluates occasionally."""
+    """A loop in a class, on two ranks, with an occasional evaluation."""
     in_group()
     net = DDP(Language())
     Evaluates(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)).fit()

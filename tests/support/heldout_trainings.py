@@ -139,7 +139,7 @@ def slow_reader() -> None:
         source = random.Random(rank)
         while True:
             if rank == 1:
-                time.sleep(0.4)  # This is longer than the delays of a busy machine.
+                time.sleep(0.4)  # This is longer than the delays that a busy machine causes.
             yield torch.tensor([[source.randrange(200) for _ in range(32)] for _ in range(8)])
 
     for tokens in read():
@@ -197,7 +197,7 @@ class Recurrent(nn.Module):
 
 
 def recurrent_by_hand() -> None:
-    """One process: a recurrent network is a Python loop over 250 moments."""
+    """One process: a recurrent network runs as a Python loop over 250 time steps."""
     net = Recurrent()
     opt = torch.optim.Adam(net.parameters())
     while True:
@@ -251,7 +251,7 @@ class KeepsHistory(Loop):
 
 
 def history_with_graphs() -> None:
-    """A loop in a class on two ranks: an object's dictionary has a list of losses with their graphs."""
+    """A loop in a class on two ranks: a dictionary of the object keeps the losses with their graphs."""
     in_group()
     net = DDP(Language())
     KeepsHistory(net, torch.optim.AdamW(net.parameters())).fit()

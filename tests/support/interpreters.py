@@ -124,7 +124,7 @@ def _become(files: Sequence[int], arguments: list[str], cwd: str, environment: d
         os.dup2(file, number)
         os.close(file)
     os.chdir(cwd)
-    # Processes that are spawned look for the main module here.
+    # Spawned processes look for the main module here.
     multiprocessing.process.ORIGINAL_DIR = cwd  # type: ignore[attr-defined]
     os.environ.clear()
     os.environ.update(environment)

@@ -54,7 +54,7 @@ class JoinCommand:
     """
 
     def __init__(self, *command: str, env: Mapping[str, str], sent: str = "") -> None:
-        # A shell ignores SIGINT in background jobs, and child processes inherit that.
+        # If a shell runs the tests in the background, they ignore SIGINT, which the child process would inherit.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - closed in close
         self.process = subprocess.Popen(

@@ -312,13 +312,13 @@ class Kernel:
         try:
             return json.loads(shown)
         except ValueError:
-            raise AssertionError(f"the output is not only the value of {expression}: {shown[:_STATE]!r}") from None
+            raise AssertionError(f"the output has more than the value of {expression}: {shown[:_STATE]!r}") from None
 
     def until(self, expression: str, seconds: float) -> None:
         """Wait until an expression is true in the kernel, for at most this many seconds."""
         deadline = time.monotonic() + seconds
         while not self.value(expression, seconds):
-            assert time.monotonic() < deadline, f"not in {seconds:g} s: {expression}"
+            assert time.monotonic() < deadline, f"still false after {seconds:g} s: {expression}"
             time.sleep(0.1)
 
     def wait_for(
@@ -475,7 +475,7 @@ class Kernel:
 
     def _on_stdin(self, cell: Cell, message: dict[str, Any]) -> None:
         cell.prompts.append(message["content"]["prompt"])
-        assert self.answer is not None, f"the cell asks {cell.prompts[-1]!r}, and the test has no answer"
+        assert self.answer is not None, f"the cell asks {cell.prompts[-1]!r}, but the test has no answer"
         self.client.input(self.answer(cell.prompts[-1]))
 
     def _wait_dead(self, seconds: float) -> None:

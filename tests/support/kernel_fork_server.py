@@ -42,7 +42,7 @@ def serve(channel: socket.socket) -> list[str]:
 
 
 def become(request: dict[str, Any], out: int, err: int) -> None:
-    """Make this process look as if it had been started for a kernel."""
+    """Make this process look like an interpreter that has just been started to run a kernel."""
     parent = os.getppid()
     os.setsid()
     nothing, writer = os.pipe()

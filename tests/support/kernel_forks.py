@@ -30,7 +30,7 @@ PROVISIONER = "forked-for-tests"
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = Path(__file__).with_name("kernel_fork_server.py")
 _READ_AT_START = ("PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "LD_", "MALLOC_", "TORCH", "CUDA", "XLA", "PJRT")
-"""Prefixes of variables that the interpreter or torch reads when it starts, which is before a test can change them."""
+"""Prefixes of variables that the interpreter or torch reads at its start. A forked kernel would ignore changes."""
 _OWN_INTERPRETERS = ("TEST_NIGHTLY", "TEST_KERNEL_PATH", "TEST_HOSTED")
 """If one of these variables is set, every kernel starts its own interpreter."""
 _environment = dict(os.environ)
@@ -40,8 +40,8 @@ _environment = dict(os.environ)
 def can_fork(changes: Mapping[str, str | None]) -> bool:
     """Return whether a forked kernel behaves the same with these changes of the environment.
 
-    Nightly runs, several versions of ipykernel, hosted environments and systems other than Linux start kernels in the
-    usual way.
+    In nightly runs, with other versions of ipykernel, in hosted environments and on systems other than Linux, kernels
+    are started in the usual way.
     """
     if not hasattr(os, "pidfd_open") or any(os.environ.get(name) for name in _OWN_INTERPRETERS):
         return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-# In one process per k, exits before the k-th change to the store. Then another process loads, and saves again.
+# For each k, one process is killed before its k-th change to the store. Another process then loads and saves again.
 _KILL_AT_EVERY_CHANGE = """
 import os, signal, sys, torch
 import torch._dynamo  # what each forked process would import with its first optimizer

@@ -156,6 +156,7 @@ def said(cell: Cell) -> str:
 def blames(text: str, rank: int) -> bool:
     """Return whether an error's text starts by naming this rank as the first failure.
 
-    The text says "failed first" only if another rank lost this one and reported that before it was stopped.
+    The text says "failed first" only if another rank lost its connection to this one, and reported that before it was
+    stopped.
     """
     return re.match(rf"rank {rank} failed( first)?:", text) is not None

@@ -1,4 +1,4 @@
-"""Two network namespaces joined by a virtual cable, which come closest to two machines on one machine."""
+"""Two network namespaces joined by a virtual cable: the closest thing to two machines on one machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def two_namespaces(label: str) -> Iterator[list[str]]:
     """Create two namespaces and yield their names. Skip the test if this machine does not allow it.
 
     Args:
-        label: A few letters for the names, which no other file uses.
+        label: A few letters for the names. Each file uses its own.
     """
     names = [f"nb{label}{os.getpid()}x{index}" for index in range(2)]
     if os.geteuid() != 0 or shutil.which("ip") is None:

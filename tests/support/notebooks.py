@@ -93,7 +93,7 @@ class Notebooks:
         """Wait until an expression is true in every kernel."""
         deadline = time.monotonic() + LIMIT
         while not all(self.values(condition)):
-            assert time.monotonic() < deadline, f"not in {LIMIT} s: {condition}"
+            assert time.monotonic() < deadline, f"still false after {LIMIT} s: {condition}"
             time.sleep(0.1)
 
     def changed(self, before: Sequence[dict[str, Any]], seconds: float = LIMIT) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ ODD_VALUES: list[Any] = [
     -float("inf"), "", "x", "x" * 10_000, "\ud800", "a\0b", "<script>alert(1)</script>", "\x1b[2J", [], {}, [[[]]],
     {"a": {"b": 1}}, "../../etc", "~nobody",
 ]  # fmt: skip
-"""Values that replace those in JSON."""
+"""The values that `with_odd_values` inserts."""
 
 
 def with_odd_values(rng: random.Random, value: Any, depth: int = 1) -> Any:

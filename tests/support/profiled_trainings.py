@@ -1,4 +1,4 @@
-"""Training runs with one planted fault each, and healthy ones, which are profiled while they run."""
+"""Training runs for tests of the profiler: some with one planted fault each, and some healthy ones."""
 
 from __future__ import annotations
 

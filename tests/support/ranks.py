@@ -183,7 +183,7 @@ def run_script(script: str, *arguments: str, world_size: int = 2, timeout: float
     """
     command = [sys.executable, "-c", script, *arguments]
     with reserved_port() as port, ExitStack() as stack:
-        # Pipes could become full.
+        # Use files, because pipes could become full.
         errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(world_size)]
         ranks = []
         try:

@@ -32,7 +32,7 @@ PATIENCE = {
     "GRPC_ENABLE_FORK_SUPPORT": "0",  # Otherwise, the fork for the client's server may crash before its exec.
     "RAY_worker_register_timeout_seconds": "600",  # This limit applies to actors' processes.
     "RAY_health_check_timeout_ms": "120000",  # A slow node is not dead, and dead nodes refuse connections immediately.
-    "RAY_memory_monitor_refresh_ms": "0",  # Other programs may fill the memory without killing actors.
+    "RAY_memory_monitor_refresh_ms": "0",  # Don't kill actors when other programs fill the memory.
 }
 """Settings that make Ray tolerate a busy machine."""
 
@@ -41,7 +41,7 @@ class LocalCluster:
     """A cluster of several nodes.
 
     Args:
-        cpus: The number of CPUs of each node, of which the first one is the head.
+        cpus: The number of CPUs of each node. The first node is the head.
         client: Whether to start a server for Ray's client.
 
     Attributes:
@@ -81,7 +81,7 @@ class LocalCluster:
         self.ask("kill", address=address)
         deadline = time.monotonic() + START_SECONDS
         while known and not self.ask("is_dead", address=address):
-            assert time.monotonic() < deadline, f"the cluster considers {address} alive"
+            assert time.monotonic() < deadline, f"the cluster still considers {address} alive"
             time.sleep(0.1)
 
     def wait_until_free(self, seconds: float = 120.0) -> None:
@@ -107,13 +107,13 @@ class LocalCluster:
         deadline = time.monotonic() + START_SECONDS
         while b"\n" not in self._text:
             ready, _, _ = select.select([self._answers], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"the Ray cluster did not {what} within {START_SECONDS:g} s"
+            assert ready, f"the Ray cluster did not answer {what!r} within {START_SECONDS:g} s"
             data = os.read(self._answers, 1 << 16)
             assert data, "the process of the Ray cluster exited"
             self._text += data
         line, _, self._text = self._text.partition(b"\n")
         kind, answer = json.loads(line)
-        assert kind == "done", f"the Ray cluster could not {what}: {answer}"
+        assert kind == "done", f"the Ray cluster failed at {what!r}: {answer}"
         return answer
 
 

@@ -81,7 +81,7 @@ def make_run(
 
 
 def _unfinished(config: LaunchConfig, records: list[Record]) -> Run:
-    """Return a run from these records that has not ended. `rebuild` would return a finished one."""
+    """Return an unfinished run from these records. `rebuild` would return a finished one."""
     journal = Journal()
     journal.replay(records)
     return Run(config, "train", journal)

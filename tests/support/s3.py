@@ -44,7 +44,7 @@ class S3Server:
         }
 
     def check_credentials(self, check: bool) -> None:
-        """Make the server accept any credentials, or only those that it has issued. It has issued none."""
+        """Make the server reject all credentials if ``check`` is true (it has issued none), or else accept any."""
         count = "0" if check else "inf"
         plain = {"Content-Type": "text/plain"}
         request = urllib.request.Request(f"{self.url}/moto-api/reset-auth", count.encode(), plain, method="POST")

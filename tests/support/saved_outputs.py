@@ -102,7 +102,7 @@ def _clean_outputs(outputs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _clean_output(output: dict[str, Any]) -> dict[str, Any] | None:
-    """Return one output without widgets and measured values, or None if nothing is left."""
+    """Return one output without widgets, with measured values replaced, or None if nothing is left."""
     if output["output_type"] == "stream":
         text = clean_text(_LOGGED.sub("", output["text"]))
         return {**output, "text": text} if text else None
@@ -121,7 +121,7 @@ def _clean_output(output: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def clean_text(text: str) -> str:
-    """Return a text without paths and measured values."""
+    """Return a text in which measured values and this machine's folders are replaced."""
     return _without_measured_columns(_without_measures(text))
 
 
@@ -163,7 +163,7 @@ def _without_cells(line: str, columns: list[tuple[int, int]], headings: list[str
 
 
 def clean_html(text: str) -> str:
-    """Return HTML without paths and measured values. Pictures are left unchanged."""
+    """Return HTML in which measured values and this machine's folders are replaced, except in pictures."""
     parts = re.split(rf"({_IMAGE.pattern})", text)
     text = "".join(part if place % 2 else _without_measures(part) for place, part in enumerate(parts))
     return _TABLE.sub(lambda table: _clean_table(table[0]), text)
@@ -227,7 +227,7 @@ def gist(cell: dict[str, Any], *, varies: bool) -> list[str]:
 
 
 def differences(committed: dict[str, Any], executed: dict[str, Any]) -> dict[str, list[str]]:
-    """Return how the output differs, for each cell that differs, by its id."""
+    """Return how the output of each changed cell differs, by the cell's id."""
     before = {cell["id"]: cell for cell in committed["cells"] if cell["cell_type"] == "code"}
     found = {}
     for cell in executed["cells"]:
@@ -250,7 +250,7 @@ def merged(committed: dict[str, Any], executed: dict[str, Any], changed: set[str
 
 
 def main(command: str, *paths: str) -> int:
-    """Compare or record notebooks. Return 1 if one of them differs, or is too large to be recorded."""
+    """Compare or record notebooks. Return 1 if a compared one differs, or if a recorded one is too large."""
     failed = False
     for path in map(Path, paths):
         committed = read(path)

@@ -30,7 +30,7 @@ def mesh_reports(
         variant: The variant of that strategy, such as "ZeRO-3".
         stages: The axis of stages. Each stage has twice the parameters of the previous one.
         offloaded: The device that holds the optimizer's state.
-        units: The number of units.
+        units: The number of units that each rank computes.
     """
     found: dict[int, ShardReport] = {}
     for rank, at in enumerate(product(*(range(size) for size in axes.values()))):

@@ -1,4 +1,4 @@
-"""Simulated ranks: threads of other processes that speak the channel's protocol over real sockets, without working.
+"""Simulated ranks: threads of other processes that speak the channel's protocol over real sockets, without training.
 
     backend = SimulatedBackend(events_per_second=10)
     group.start(backend, 0)          # a Group like any other, with the ranks of its plan
@@ -305,7 +305,7 @@ class _VoiceBackend(ProcessBackend):
         return SimulatedRank(order.rank, os.getpid(), ends, life)
 
     def close(self) -> None:
-        """Let the ranks start sending."""
+        """Let the ranks start sending, now that all of them have been created."""
         threading.Thread(target=_speak_for, args=(self._voices,), daemon=True).start()
 
 
@@ -318,7 +318,7 @@ def _be_host(port: int, secret: bytes, node: int, ranks: range, events_per_secon
 
 
 def be_hosts(port: int, first: int, count: int, each: int, events_per_second: float) -> None:
-    """Run as the machines of some ranks, each of which has a host. The secret arrives on standard input."""
+    """Simulate several machines, each with a host and some of the ranks. The secret arrives on standard input."""
     secret = sys.stdin.buffer.read()
     threads = []
     for begin in range(first, first + count, each):

@@ -18,7 +18,7 @@ _VARYING = (
 )
 """Parts that differ each time a view is rendered, or that other tests compare."""
 Snapshot = Callable[[str, str], None]
-"""The fixture ``snapshot``, which compares the second argument with the file that the first one names."""
+"""The type of the fixture ``snapshot``, which compares its second argument with the file that its first names."""
 _VOID = frozenset({"br", "hr", "img", "input"})
 
 

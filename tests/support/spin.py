@@ -47,7 +47,7 @@ def load(library: Path, *, locked: bool = False) -> Any:
 
 
 def on_device(wait: Any, seconds: float) -> Any:
-    """Return a tensor on a CUDA device. Each use of its value takes ``seconds``.
+    """Return a tensor that claims to be on a CUDA device. Each use of its value takes ``seconds``.
 
     Args:
         wait: The function that `load` returned.

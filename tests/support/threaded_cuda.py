@@ -51,7 +51,7 @@ class ThreadedCuda:
         self._threads.device = index_of(device)
 
     def install(self, patch: pytest.MonkeyPatch) -> ThreadedCuda:
-        """Replace `torch.cuda` until the test ends."""
+        """Replace functions of `torch.cuda` until the test ends."""
         answers: dict[str, Any] = {
             "current_device": self.current_device,
             "set_device": self.set_device,

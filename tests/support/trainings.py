@@ -133,7 +133,7 @@ def fp8_net() -> nn.Sequential:
 
 
 def losses_on_one_batch(accelerator: Accelerator, rate: float) -> list[float]:
-    """Train on the same batch on all ranks, so that the losses do not depend on their number."""
+    """Train on the same batch on all ranks, so that the losses do not depend on the number of ranks."""
     raw = fp8_net()
     inputs, labels = torch.randn(32, 16), torch.randint(0, 4, (32,))
     loader = DataLoader(TensorDataset(inputs), batch_size=32)  # DeepSpeed requires a loader to learn the batch size.

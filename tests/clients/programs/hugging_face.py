@@ -63,7 +63,7 @@ def trainer() -> dict[str, Any]:
 
 
 def trainer_accumulation() -> dict[str, Any]:
-    """Accumulate gradients."""
+    """Train with accumulated gradients."""
     return _trained(shared_folder(), _rows(), gradient_accumulation_steps=2)
 
 
@@ -73,12 +73,12 @@ def trainer_bf16() -> dict[str, Any]:
 
 
 def trainer_workers() -> dict[str, Any]:
-    """Load batches in worker processes."""
+    """Train on batches that worker processes load."""
     return _trained(shared_folder(), _rows(), dataloader_num_workers=1, num_train_epochs=1)
 
 
 def trainer_group_by_length() -> dict[str, Any]:
-    """Put samples of similar lengths into a batch."""
+    """Train on batches whose samples have similar lengths."""
     rows = _rows(range(3, 10))
     return _trained(shared_folder(), rows, train_sampling_strategy="group_by_length")
 
@@ -165,7 +165,7 @@ def kto() -> dict[str, Any]:
 
 
 def sft_lora() -> dict[str, Any]:
-    """Train a LoRA of peft with trl's SFTTrainer."""
+    """Train a peft LoRA with trl's SFTTrainer."""
     from datasets import Dataset
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
@@ -228,7 +228,7 @@ def peft_loop() -> dict[str, Any]:
 
 
 def _denoiser() -> tuple[Any, Any, Any, Any]:
-    """Return diffusers' model, its optimizer and schedule, and images."""
+    """Return a diffusers model, its optimizer and schedule, and images."""
     from diffusers import UNet2DModel
     from diffusers.optimization import get_cosine_schedule_with_warmup
 
@@ -285,7 +285,7 @@ def ddpm() -> dict[str, Any]:
 
 
 def tied_weights() -> dict[str, Any]:
-    """Save models with tied weights with save_model. Load them whole, and as the models without a head."""
+    """Save models that have tied weights with `save_model`. Load each whole, and as the model without its head."""
     import transformers
     from accelerate import Accelerator
     from safetensors import safe_open

@@ -1,9 +1,9 @@
 """Run the tests that fit into nine minutes on one GPU: ``python -m tests.gpu.day``, or ``make test-gpu-day``.
 
-Each item is a pytest in a separate session, which is killed at its limit. Items of a lane run one after another, and
+Each item is a pytest process in its own session, and is killed at its limit. Items of a lane run one after another, and
 lanes of a phase in parallel. Items that measure time or memory have a separate phase. After each item, the folder OUT
-(.build/gpu-day) has summary.md, results.json and logs.tar.gz: few files, for machines that return few. While an item
-runs, its log is in .build/gpu-day-logs.
+(.build/gpu-day) has summary.md, results.json and logs.tar.gz: few files, because some machines return only a few. While
+an item runs, its log is in .build/gpu-day-logs.
 
 - ``GPU_DAY_SECONDS`` (540): the time for all items.
 - ``GPU_DAY_ONLY=stuck,nccl``: only these items.

@@ -92,7 +92,7 @@ def test_the_cost_of_a_step_is_near_plain_torch(figure: Figure) -> None:
         text = ", ".join(f"{side} {min(values):.0f}" for side, values in row.items())
         figure(f"µs of a step: {name}", text)
         assert min(row["notebook_accelerate"]) < 5 * min(row["torch"]), (
-            "this indicates a wrong path, not a difference of microseconds"
+            "this indicates a wrong code path, not a difference of microseconds"
         )
 
 

@@ -57,7 +57,7 @@ def _write(outcome: Outcome) -> None:
 
 
 def read(path: Path) -> list[Outcome]:
-    """Return the outcomes in a file, or no outcomes if it does not exist. A truncated last line is ignored."""
+    """Return the outcomes in a file, or an empty list if it does not exist. A truncated last line is ignored."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [_outcome(json.loads(line)) for line in lines if line.endswith("}")]
 

@@ -38,7 +38,7 @@ def run_both(folder: Path, pattern: str = "") -> tuple[dict[str, Any], dict[str,
     try:
         for name, process in sides.items():
             if process.wait(SECONDS):
-                raise RuntimeError(f"{name} ended with exit code {process.returncode}")
+                raise RuntimeError(f"the process of side {name!r} ended with exit code {process.returncode}")
     finally:
         for process in sides.values():
             process.kill()

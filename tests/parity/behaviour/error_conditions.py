@@ -140,7 +140,7 @@ def updated(rows: Mapping[str, str], outcomes: Mapping[str, Any]) -> dict[str, s
     reached = programs_by_position(outcomes)
     new = {}
     for key, condition in error_conditions().items():
-        # Prefer programs with one outcome on both sides, and the row that exists.
+        # Keep the row's program if it still reaches the condition, or else prefer one that behaves alike on both sides.
         names = sorted(
             reached[f"{condition.file}:{condition.line}"], key=lambda name: (name in KNOWN_DIFFERENCES, name)
         )

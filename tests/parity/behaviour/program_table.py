@@ -44,7 +44,7 @@ class Program:
 
 
 def program(*, ranks: int = 0, needs: str = "", tolerance: float = 0.0) -> Callable[[_Function], _Function]:
-    """Declare the requirements of a program. Functions with a public name are programs even without it.
+    """Declare the requirements of a program. Public functions need no declaration to be programs.
 
     Args:
         ranks: See `Program.ranks`.

@@ -31,12 +31,12 @@ from tests.parity.behaviour.program_table import Program, programs
 SECONDS = 60
 """The time limit in seconds for the programs of a process. After it, the process prints its stacks and exits."""
 EXPRESSIONS = 25
-"""The number of expressions that run one after the other in one process, because forking is slower than most."""
+"""The number of expressions that run one after the other in one process, because most take less time than a fork."""
 
 
 def main(out: str, pattern: str = "") -> None:
     """Run the programs whose names contain a text, and write their outcomes to a file."""
-    # Importing this takes a second, and otherwise every optimizer would do it.
+    # Import this once, before forking. Otherwise, each process would import it with its first optimizer, for a second.
     importlib.import_module("torch._dynamo")
     importlib.import_module("accelerate.utils")
     found = programs(pattern)

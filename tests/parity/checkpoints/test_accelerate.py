@@ -1,4 +1,4 @@
-"""Checkpoints of the real Accelerate load here and training continues bitwise equal, and the other way round."""
+"""Training continues bitwise equal here from the real Accelerate's checkpoints, and there from this package's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["fresh_state"]
 
 
 def in_accelerate(function: str, *arguments: Any, world_size: int = 1, module: ModuleType = scripts) -> Any:
-    """Call a module's function with the real package in new processes. Return rank 0's result."""
+    """Call a module's function with the real Accelerate in new processes. Return rank 0's result."""
     return run_ranks(_called, module.__name__, function, arguments, world_size=world_size)[0]
 
 

@@ -1,4 +1,4 @@
-"""The command line and the alias have the same files, numbers and variables as the real Accelerate."""
+"""The commands produce the same files, estimates and environment variables as the real Accelerate."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ class Shuffled(Sampler[int]):
 
 
 class Reversed(Sampler[list[int]]):
-    """A batch sampler like those of other libraries, from the end of the dataset to its start."""
+    """A batch sampler like those of other libraries, which goes from the end of the dataset to its start."""
 
     def __init__(self, length: int, batch_size: int, drop_last: bool = False) -> None:
         self.length, self.batch_size, self.drop_last = length, batch_size, drop_last

@@ -99,12 +99,12 @@ class Plan:
 
     @property
     def has_short_rounds(self) -> bool:
-        """Whether rank 0 may divide short batches before the last one, because each worker's part ends with one."""
+        """Whether rank 0 may divide short batches before the end, because each worker's part ends with a short one."""
         return self.is_dispatched and self.is_stream and self.ranks > 1 and self.workers > 1
 
     @property
     def has_different_numbers(self) -> bool:
-        """Whether the ranks' random numbers differ after a pass, because they draw for different numbers of samples."""
+        """Whether the ranks' random numbers differ after a pass, because ranks with fewer samples draw fewer."""
         return self.ranks > 1 and not self.is_dispatched and not self.even_batches and self.draws_in_steps
 
     @property

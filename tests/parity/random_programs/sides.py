@@ -190,7 +190,7 @@ def _result(program: RandomProgram, folder: Path) -> dict[str, Any]:
 
 
 def _serve(numbers: Sequence[int], out: str) -> None:
-    # Importing this takes a second, and otherwise every optimizer would do it.
+    # Import this once, before forking. Otherwise, each process would import it with its first optimizer, for a second.
     importlib.import_module("torch._dynamo")
     importlib.import_module("accelerate.utils")
     with contextlib.suppress(ImportError):

@@ -14,7 +14,8 @@ from notebook_accelerate.errors import CheckpointError
 from tests.parity.strategies.scripts import Case, accelerated, killed, plain, saves_alone
 from tests.support.ranks import RankError, run_ranks
 
-# In fp32, sums have another order. In bf16, units and engines round their weights once more than autocast does.
+# In fp32, sums are computed in another order. In bf16, FSDP units and DeepSpeed engines round their weights once more
+# than autocast does.
 TOLERANCE = {"no": 1e-5, "bf16": 1e-2}
 ACCUMULATION = (1, 4)
 SECONDS = 300.0
@@ -67,7 +68,7 @@ def assert_notices_saving_alone(case: Case, folder: Path) -> None:
 
 
 def adds_in_another_order(case: Case) -> bool:
-    """Return whether a training's first step sums the gradients of more than two ranks in another order.
+    """Return whether the first step sums the gradients of more than two ranks in another order than later steps.
 
     After that step, DistributedDataParallel rebuilds its buckets in the order in which gradients became ready.
     """

@@ -48,7 +48,7 @@ def trained(case: Case, folder: str, save_at: int | None) -> dict[str, Any]:
 
 
 def weights_in(folder: str) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's float32 weights, read with the script that is in its folder."""
+    """Return a checkpoint's float32 weights, read with DeepSpeed's own function."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     return {name: weight.clone() for name, weight in get_fp32_state_dict_from_zero_checkpoint(folder).items()}
@@ -93,7 +93,7 @@ def memory(stage: int) -> dict[str, float]:
 
 
 def gradients_of(engine: Any) -> int:
-    """Return the bytes of gradients that wait for the rest of a window, both whole ones and this rank's parts."""
+    """Return the size in bytes of the gradients that wait for the rest of a window, whole or as this rank's parts."""
     optimizer = engine.optimizer
     held = {**(getattr(optimizer, "all_grad_tensors", None) or {})}  # Stage 2 keeps gradients here.
     waiting = [tensor for group in held.values() for tensor in group or ()]
@@ -195,7 +195,7 @@ def norms(case: Case) -> list[float]:
 
 
 def held_back() -> dict[str, Any]:
-    """Train with `no_sync`: the gradients of every other batch are exchanged only with the next one, before a step."""
+    """Train with `no_sync`: every other batch's gradients are exchanged only with the next batch's, before a step."""
     accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=2))
     case = Case(steps=12)
     model, optimizer = parts()
@@ -281,7 +281,7 @@ def _said(call: Any, *args: Any) -> str:
 
 
 def lacking() -> dict[str, str]:
-    """Return the messages for a precision and a device, or "" for those that this machine supports."""
+    """Return the messages about fp16 and NVMe, or "" for those that this machine supports."""
     from deepspeed.accelerator import get_accelerator
     from deepspeed.ops.op_builder import AsyncIOBuilder
 

@@ -57,7 +57,7 @@ class ShardSizes:
     parameters: float
     """The parameters, between steps."""
     between: float
-    """The parameters, between forward and backward. Those that are kept whole for the backward count twice."""
+    """The parameters, between forward and backward. Those kept whole for the backward pass count twice."""
     gradients: float
     """The gradients, between backward and step."""
     state: float
@@ -82,7 +82,7 @@ def measured(case: Case) -> ShardSizes:
 
 
 def held() -> int:
-    """Return the bytes of all living tensors.
+    """Return the size in bytes of all living tensors.
 
     After `wait` returns, a thread of gloo may hold the tensors of the collective for a moment, so this is the smallest
     of several readings.
@@ -95,7 +95,7 @@ def held() -> int:
 
 
 def size_of(tensors: Iterable[Any]) -> int:
-    """Return the bytes of the memory that tensors use, counting shared memory once."""
+    """Return how many bytes of memory tensors use, counting shared memory once."""
     pieces: dict[int, int] = {}
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor):

@@ -12,7 +12,7 @@ _UNITS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_t
 _FIRST = {"fsdp_version": 1, "sync_module_states": True, "use_orig_params": True, **_UNITS}
 _PREFETCHING = {"backward_prefetch": "BACKWARD_POST", "forward_prefetch": True, "limit_all_gathers": False}
 _SECOND = {"fsdp_version": 2, **_UNITS}
-# AOT_EAGER traces and partitions both passes like the default backend, but omits slow parts such as kernels.
+# AOT_EAGER traces and partitions both passes like the default backend, but omits slow parts such as building kernels.
 _COMPILED = {"backend": "AOT_EAGER"}
 _KERNELS = {"backend": "INDUCTOR"}
 _REGIONS = {**_COMPILED, "use_regional_compilation": True}
@@ -40,7 +40,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp2, compiled regions": {"fsdp": _SECOND, "dynamo": _REGIONS},
     "tp, compiled regions": {"degrees": {"tp_size": WORLD}, "dynamo": _REGIONS},
 }
-"""By name, the fields of a `Case` that apply to any number of ranks."""
+"""The strategies for any number of ranks: the fields of a `Case`, by name."""
 
 SLOW = {
     "ddp, compiled to kernels",
@@ -96,7 +96,7 @@ def case_of(name: str, ranks: int, **more: Any) -> Case:
     """Return the case that trains with a strategy on a number of ranks.
 
     Args:
-        name: A name of one of the tables.
+        name: A name in one of the tables.
         ranks: The number of ranks.
         more: Further fields of `Case`.
     """

@@ -60,7 +60,7 @@ def test_one_process_needs_no_launch() -> None:
 def test_deepspeeds_optimizer_for_main_memory_trains_like_plain_torch() -> None:
     case = Case(deepspeed={"zero_stage": 2, "offload_optimizer_device": "cpu"})
     found = run_ranks(accelerated, case, timeout=SECONDS)[0]["losses"]
-    # DeepSpeed's optimizer uses the CPU's approximate square roots.
+    # Allow for the CPU's approximate square roots, which DeepSpeed's optimizer uses.
     assert found == pytest.approx(plain(case), rel=1e-4)
 
 
@@ -123,7 +123,7 @@ def test_each_rank_holds_its_share(stage: int, ranks: int) -> None:
     }
     for rank, held in enumerate(run_ranks(scripts.memory, stage, world_size=ranks, timeout=SECONDS)):
         print(f"stage {stage} on {ranks} ranks, rank {rank}: {held}")
-        # Parts are padded. A weight on the border of two parts has a whole gradient on both ranks, a sixteenth of all.
+        # Parts are padded. A weight on the border of two parts has its whole gradient, 1/16 of all, on both ranks.
         assert held == pytest.approx(expected, abs=0.07)
 
 

@@ -1,4 +1,4 @@
-"""The names of `accelerate` that libraries' sources import. `make client-names` writes the table of these names.
+"""The names that other libraries import from `accelerate`; `make client-names` writes them to a table.
 
     python -m tests.parity.surface.client_names FOLDER   # of downloaded wheels
 
@@ -21,7 +21,7 @@ CLIENTS = ("axolotl", "diffusers", "peft", "sentence_transformers", "transformer
 
 
 def names_in(source: str) -> Iterator[str]:
-    """Yield the dotted names of `accelerate` that a module's source uses."""
+    """Yield the dotted names in `accelerate` that a module's source uses."""
     tree = ast.parse(source)
     modules: dict[str, str] = {}
     for node in ast.walk(tree):

@@ -1,7 +1,7 @@
 """Compare this package's public names with the table of the API that it implements.
 
 The table, api_surface.json, lists for each module the names that Accelerate exports: kind, signature, members of
-enums, fields of dataclasses, methods and properties of classes, and the area of the API each belongs to.
+enums, fields of dataclasses, methods and properties of classes, and the area of the API that each belongs to.
 `python -m tests.parity.surface.compare [AREA ...]` prints the differences.
 """
 
@@ -122,7 +122,7 @@ def _plain(default: ast.expr | None) -> Any:
 def _same(have: Any, wanted: Any) -> bool:
     value = have.value if isinstance(have, enum.Enum) else have
     if value is inspect.Parameter.empty or not isinstance(value, bool | int | float | str | type(None)):
-        return True  # The tests of its package check what a sentinel or a factory means.
+        return True  # Other tests check what a sentinel or a factory stands for.
     return bool(value == wanted)
 
 

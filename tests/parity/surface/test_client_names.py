@@ -1,4 +1,4 @@
-"""Every name of `accelerate` that transformers, TRL, PEFT, diffusers, axolotl and other libraries import resolves."""
+"""Every name that transformers, TRL, PEFT, diffusers, axolotl and others import from `accelerate` can be resolved."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def resolve(dotted: str) -> object:
 
 
 def unresolved(names: list[str]) -> list[str]:
-    """Return the names that do not resolve, each with its error."""
+    """Return the names that cannot be resolved, each with its error."""
     failed = []
     for name in names:
         try:

@@ -1,4 +1,4 @@
-"""Replaces the real package, which compiles a grammar for seconds at each `import ray`. jsonschema can do without."""
+"""Replaces the real package, which compiles a grammar for seconds at each `import ray`. jsonschema works without it."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 seeds: list[int] = []
-"""The seeds that torch has passed."""
+"""The seeds that torch has passed to `manual_seed_all`."""
 
 
 def _refuse(*_: Any) -> None:

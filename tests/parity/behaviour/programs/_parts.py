@@ -136,7 +136,7 @@ def raised(call: Callable[[], Any]) -> Any:
 
 
 def files(folder: str | Path = ".") -> dict[str, Any]:
-    """Map each file below a folder to the tensors of weights, to the content of JSON, and otherwise to None."""
+    """Map each file below a folder to its tensors if it has weights, to its content if it is JSON, or else to None."""
     return {str(path.relative_to(folder)): _content(path) for path in sorted(Path(folder).rglob("*")) if path.is_file()}
 
 

@@ -83,7 +83,7 @@ class Counter:
 
 
 def _is_common(name: str) -> bool:
-    """Return whether both packages write a file. Only this package writes a manifest and the states of samplers."""
+    """Return whether both packages write this file. Only this package writes a manifest and the states of samplers."""
     return "manifest" not in name and not name.endswith("sampler.bin")
 
 

@@ -178,7 +178,7 @@ def _tokens(rows: list[int]) -> Any:
 
 
 def _variable_sizes() -> Any:
-    """Accumulate with weights for the number of tokens on all ranks, using DDP's own `no_sync`."""
+    """Accumulate gradients, divided by the number of tokens on all ranks, using DDP's own `no_sync`."""
     steps = 2
     accelerator = Accelerator(gradient_accumulation_steps=steps)
     net = nn.Linear(1, 2, bias=False)

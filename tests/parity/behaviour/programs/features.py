@@ -1,4 +1,4 @@
-"""Complete training runs on two ranks, one for each feature that Accelerate's examples by feature show."""
+"""Complete training runs on two ranks, one for each feature in Accelerate's `by_feature` examples."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ CALLS = [
 
 
 class CustomScheduler:
-    """A scheduler that lacks torch's protocol."""
+    """A scheduler that does not follow torch's protocol."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
