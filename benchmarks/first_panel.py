@@ -72,7 +72,7 @@ def _seconds_to_panel(kernel: Kernel, options: str) -> float:
 
 @row("browser", "first panel in the browser")
 def first_panel_in_browser() -> Iterator[Figure]:
-    """Measure the time until JupyterLab shows the panel. Kernels are new, but the page has shown a panel before."""
+    """Measure the time until JupyterLab shows the panel. Each kernel is new, but the page is not."""
     what = "from running the cell to the visible panel, first launch of a kernel"
     if reason := missing():
         yield Figure(what=what, unit="s", ours=None, note=reason)

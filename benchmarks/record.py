@@ -129,7 +129,7 @@ def _comparable(figure: Figure) -> _Comparable | None:
     value = figure.ours if is_share else figure.ratio
     if value is None:
         return None
-    # If there is a peer, the quartiles belong to the ratio.
+    # If a share has a peer, its quartiles are those of the ratio.
     spread = None if is_share and figure.peer is not None else figure.spread
     low, high = spread or (value, value)
     return _Comparable(value, low, high, spread is not None)

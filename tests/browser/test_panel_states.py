@@ -1,4 +1,4 @@
-"""Screenshots of each state of the panels, at 1280 and 600 pixels, light and dark, have no errors or cut-off text."""
+"""The panels are drawn in every state, at 1280 and 600 pixels, light and dark, without errors or cut-off text."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def shoot(page: NotebookPage, name: str, selector: str = CARD) -> None:
             page.page.locator(selector).first.scroll_into_view_if_needed()
             page.page.wait_for_timeout(1000)
             page.shot(f"state-{name}-{size}-{'dark' if dark else 'light'}", selector)
-            assert page.page.evaluate(WIDER, selector) == [], f"{name} at a width of {width} pixels"
+            assert page.page.evaluate(WIDER, selector) == [], f"{name} is cut off at a width of {width} pixels"
     page._theme("JupyterLab Light", light=True)
     page.page.set_viewport_size({"width": 1280, "height": HEIGHT})
 

@@ -22,7 +22,7 @@ def test_a_configuration_and_its_model_have_the_same_estimate() -> None:
     weights = sum(each.nbytes for each in AutoModel.from_config(config).parameters())
     one = estimate_memory(config, sequence_length=8, batch_size=2)
     assert one.training["weights"] == one.inference["weights"] == weights
-    assert one.inference["activations"] == 2 * 2 * 8 * 64 * 4, "the widest output, twice"
+    assert one.inference["activations"] == 2 * 2 * 8 * 64 * 4, "the activations are twice the widest output"
     assert one.training["activations"] > one.inference["activations"]
     two = estimate_memory(config, strategy="tp", num_processes=2)
     norms = 4 * 5 * 32

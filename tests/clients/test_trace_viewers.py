@@ -87,7 +87,7 @@ class Saved:
         return next(row.calls for row in self.profile.ops() if row.name == operation)
 
     def opened(self, program: str) -> Any:
-        """Run a program that reads the folder in a separate process. Return the findings that it prints as JSON."""
+        """Read the folder with a program in a separate process. Return the findings that it prints as JSON."""
         done = subprocess.run(
             [sys.executable, "-c", program, str(self.folder)], capture_output=True, text=True, check=False, timeout=300
         )

@@ -352,14 +352,14 @@ class Round:
     def check_nothing_left(self) -> None:
         """Check that no process of the round is left, and that the kernels respond and have no child processes."""
         left = _wait_gone(self.recorded, time.monotonic() + MARGIN)
-        assert not left, f"processes left: {left}"
+        assert not left, f"processes are left: {left}"
         for node, kernel in enumerate(self.kernels):
             if kernel.alive():
                 kernel.expect_answer(LIMIT)
                 assert children(kernel) == [], f"{NAMES[node]} still has child processes"
 
     def clean_up(self) -> None:
-        """Kill what must not outlive the round."""
+        """Kill all processes that must not outlive the round."""
         self.record_late()
         for process in self.recorded:
             with suppress(psutil.NoSuchProcess):

@@ -67,7 +67,7 @@ def test_each_rank_holds_its_share(case: Case) -> None:
     for rank, (_, real) in enumerate(run_ranks(told_and_real, case)):
         shares = {kind: size / whole[kind] for kind, size in real.items()}
         print(f"tp={case.tp}, pp={case.pp}, rank {rank}: {shares}")
-        # All ranks hold norms and some biases. Both the first and the last stage hold the words, the last as its head.
+        # All ranks hold norms and some biases. The first and last stages both hold the words, as embedding and as head.
         assert shares == pytest.approx(dict.fromkeys(KINDS, 0.55), abs=0.07)
 
 

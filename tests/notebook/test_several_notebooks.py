@@ -202,7 +202,7 @@ def test_a_notebook_with_another_secret_is_refused(pair: Notebooks, backend: str
     place = "node_rank=1, " if backend == "static" else ""
     second = pair.kernels[1].run(f"launch(meet, {place}{common}, rdzv_conf={settings[1]})", LIMIT)
     assert f"LaunchError: no run with this secret listens on 127.0.0.1:{port}" in said(second)
-    assert not first.finished, "no notebook has joined"
+    assert not first.finished, "the first notebook still waits for another one"
     pair.kernels[0].interrupt()
     pair.kernels[0].finish(first, LIMIT)
     assert "all 2 nodes" not in first.stdout

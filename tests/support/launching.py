@@ -59,7 +59,7 @@ WARM_OPTIMIZER = "import torch._dynamo"
 
 
 def ready_kernel(*, zygote: bool = True, **options: Any) -> Kernel:
-    """Start a kernel, run `SETUP` in it and start its zygote. Without `zygote`, it starts when a launch needs it."""
+    """Start a kernel, run `SETUP` in it and start its zygote. Without `zygote`, a launch starts one if needed."""
     options.setdefault("server", zygote)
     kernel = Kernel(**options)
     try:
@@ -115,7 +115,7 @@ def wait_gone(pids: list[int], seconds: float) -> float:
     """Wait until none of `pids` is running. Return how long it took, or fail after this many seconds."""
     begin = time.monotonic()
     while left := alive(pids):
-        assert time.monotonic() - begin < seconds, f"still running after {seconds} s: {left}"
+        assert time.monotonic() - begin < seconds, f"processes still running after {seconds} s: {left}"
         time.sleep(0.01)
     return time.monotonic() - begin
 
@@ -149,7 +149,7 @@ def _descendants(kernel: Kernel, zygote: int) -> list[str]:
 
 def said(cell: Cell) -> str:
     """Return the error of a cell, as the front end shows it."""
-    assert cell.error is not None, f"no error; stdout: {cell.stdout}\nstderr: {cell.stderr}"
+    assert cell.error is not None, f"the cell raised no error; stdout: {cell.stdout}\nstderr: {cell.stderr}"
     return cell.error.text
 
 

@@ -96,7 +96,7 @@ def blocks(text: str) -> list[Block]:
         elif token.type == "fence" and token.level == 0:
             language = token.info.strip()
             if language == "output":
-                assert previous is not None, "output without a block before it"
+                assert previous is not None, "an output block needs a code block before it"
                 previous.output += token.content.splitlines()
                 previous = None
                 continue

@@ -127,7 +127,7 @@ def pairs(left: list[Any], right: list[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def fp8_net() -> nn.Sequential:
-    """Return a small model with layers of shapes that fp8 supports, and with the same weights each time."""
+    """Return a small model whose layers have shapes that fp8 supports, with the same weights in each call."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4))
 

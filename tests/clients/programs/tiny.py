@@ -85,7 +85,7 @@ def regression() -> tuple[torch.nn.Module, torch.utils.data.TensorDataset]:
 
 
 def shared_folder() -> str:
-    """Return an empty folder shared by all ranks of a run. It joins the process group through Accelerate."""
+    """Return an empty folder shared by all ranks of a run. This call joins the process group through Accelerate."""
     from accelerate import PartialState
     from accelerate.utils import broadcast_object_list
 

@@ -1,7 +1,7 @@
 """The table of Accelerate's error conditions: `python -m tests.parity.behaviour.error_conditions` updates it.
 
-Each `raise` in Accelerate's source is a condition. Its row in `error_conditions.json` is the name of a program that
-provokes it on Accelerate, and that must raise here, too, or a key of `REASONS`.
+Each `raise` in Accelerate's source is a condition. Its row in `error_conditions.json` names a program that provokes it
+on Accelerate, and that must raise here, too. If there is no such program, the row is a key of `REASONS`.
 """
 
 from __future__ import annotations

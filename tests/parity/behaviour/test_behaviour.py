@@ -31,7 +31,7 @@ def test_a_program_behaves_as_on_accelerate(each: Program, outcomes: Outcomes) -
         pytest.skip(theirs["skipped"])
     lines = compare(each, theirs, ours)
     if each.name in KNOWN_DIFFERENCES:
-        assert lines, f"no longer different: {KNOWN_DIFFERENCES[each.name]}"
+        assert lines, f"this known difference no longer exists: {KNOWN_DIFFERENCES[each.name]}"
     else:
         assert not lines, "\n".join([*lines, "here:", ours["ranks"][0]["output"]])
 

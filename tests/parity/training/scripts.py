@@ -31,7 +31,7 @@ class Case:
 
 
 class Net(nn.Module):
-    """A model of two layers with a normalization, which is small but not linear."""
+    """A small nonlinear model: two layers with a normalization."""
 
     def __init__(self) -> None:
         super().__init__()
