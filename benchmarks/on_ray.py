@@ -115,7 +115,7 @@ def emits() -> float:
 
 
 def prints() -> float:
-    """Print lines on a rank. Return the time before the first one."""
+    """Print lines on a rank. Return the time at which printing began."""
     begin = time.time()
     for number in range(LINES):
         print(f"line {number}")

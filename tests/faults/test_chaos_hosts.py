@@ -256,7 +256,7 @@ class Round:
     _known: dict[int, Rank] = field(default_factory=dict)
 
     def record(self) -> None:
-        """Record the processes that currently belong to the round, so that none of them is left at the end."""
+        """Record the round's current processes, to check at the end that none of them is left."""
         known = set().union(*self.before)
         for node, pid in enumerate(self.pids):
             found = _descendants(pid)

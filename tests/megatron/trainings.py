@@ -162,7 +162,7 @@ def run(case: Case) -> list[tuple[float, float]]:
 
 
 def steps(case: Case, accelerator: Accelerator, model: Any, optimizer: Any, loader: Any) -> list[tuple[float, float]]:
-    """Train over the windows of the loader."""
+    """Train on the windows of the loader."""
     found = []
     for index, batch in enumerate(loader):
         if index >= STEPS:

@@ -90,7 +90,7 @@ def first(kernel: Kernel) -> Kernel:
 
 @pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Check that each test leaves unchanged what a launch must not change in the kernel."""
+    """Check that no test changes what `look()` returns in the kernel, or leaves child processes."""
     if "first" not in request.fixturenames:
         yield
         return

@@ -267,7 +267,7 @@ def test_a_run_that_a_later_cell_stops_is_saved_as_stopped(tmp_path: Path) -> No
 
 
 def _execute_in(cell: str, kernel: Kernel, code: str) -> None:
-    """Execute code as a front end does, which names the notebook's cell. Return without waiting for the end."""
+    """Execute code in a cell with this id, as a front end does. Return without waiting for the end."""
     kernel.client.session.send(
         kernel.client.shell_channel.socket, "execute_request",
         {"code": code, "silent": False, "store_history": True, "user_expressions": {}},

@@ -62,7 +62,7 @@ def pair(two_notebooks: Notebooks) -> Notebooks:
 
 @pytest.fixture(autouse=True)
 def nothing_left(pair: Notebooks) -> Iterator[None]:
-    """Check that each test leaves unchanged what a launch must not change in the kernels."""
+    """Check that no test changes what `look()` returns in the kernels, or leaves child processes."""
     before = pair.values("look()")
     yield
     for kernel in pair.kernels:

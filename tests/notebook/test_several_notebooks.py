@@ -1,4 +1,4 @@
-"""Several kernels run one cell together. The first one supervises the ranks of all, and all finish at the same time."""
+"""Several kernels run one cell together. The first one supervises all ranks, and all cells finish at the same time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pair(two_notebooks: Notebooks) -> Notebooks:
 
 @pytest.fixture(autouse=True)
 def nothing_left(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Check that each test with the pair leaves unchanged what a launch must not change in the kernels."""
+    """Check that no test with the pair changes what `look()` returns, or leaves child processes."""
     if "pair" not in request.fixturenames:
         yield
         return

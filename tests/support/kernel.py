@@ -241,7 +241,7 @@ class Kernel:
 
     @property
     def pid(self) -> int:
-        """Process id of the kernel."""
+        """The process id of the kernel."""
         return int(self._manager.provisioner.pid)  # type: ignore[union-attr]
 
     @property

@@ -73,7 +73,7 @@ def diagnosis(server: Server, chromium: Browser) -> None:
 
 
 def keep(page: NotebookPage, name: str, end: int) -> None:
-    """Save a screenshot of the panel in the examples' folder, and run the cell that ends the run."""
+    """Save a screenshot of the panel to the folder of the examples, and run the cell that ends the run."""
     page.page.locator(".na-live").first.scroll_into_view_if_needed()
     page.page.wait_for_timeout(1000)
     shutil.copy(page.shot(name.removesuffix(".png"), ".na-live"), EXAMPLES / name)

@@ -13,7 +13,7 @@ _LOADER = "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__"
 
 
 class _Builder:
-    """Adds events to a track. Events that are added before another one ends are inside it."""
+    """Adds events to a track. An event that is added before another one ends is inside that one."""
 
     def __init__(self, timeline: Timeline, known: dict[str, int], rank: int, name: str) -> None:
         self.names, self.known = timeline.names, known

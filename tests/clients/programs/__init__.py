@@ -58,7 +58,7 @@ PROGRAMS = {
     )
 }
 IN_ONE_PROCESS = ("trainer", "sft", "dpo", "reward", "kto", "tied_weights")
-"""Programs that are also run in one process, without padding and gathering."""
+"""Programs that are also run in one process, where nothing is padded or gathered."""
 WITH_OTHER_TRANSFORMERS = (
     "trainer@1", "trainer_accumulation", "trainer_workers", "trainer_sharded_stream", "tied_weights", "tied_weights@1",
 )  # fmt: skip

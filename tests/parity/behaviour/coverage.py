@@ -1,4 +1,4 @@
-"""List the public names of Accelerate that no program uses: `python -m tests.parity.behaviour.coverage`."""
+"""List the public names in Accelerate that no program uses: `python -m tests.parity.behaviour.coverage`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same programs return, raise and write the same with Accelerate and with this package."""
+"""Each program returns, raises and writes the same with this package as with Accelerate."""
 
 from __future__ import annotations
 

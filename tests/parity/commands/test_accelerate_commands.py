@@ -139,7 +139,7 @@ PARSERS = {
     "config": "config:get_config_parser",
 }
 MISSPELLED = {"torhchxla_trace_once"}
-"""A misspelled backend that Accelerate's parser accepts, but its configuration refuses."""
+"""A misspelled backend that Accelerate's parser accepts but its configuration refuses."""
 
 
 def options(parser: argparse.ArgumentParser, command: str) -> dict[tuple[str, str], argparse.Action]:

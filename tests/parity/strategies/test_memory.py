@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state shrink on each rank as a strategy promises, in bytes."""
+"""The bytes of parameters, gradients and optimizer state shrink on each rank as a strategy promises."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def buckets_without_a_hidden_size() -> Any:
 
 
 def _from_environment(config: dict[str, Any], in_file: bool = False, **fields: str) -> Any:
-    """Start like a launch with a configuration file. The fields are those that the command line would set."""
+    """Start like a launch with a configuration file. The fields stand for options on the command line."""
     _on_cpu()
     Path("ds.json").write_text(json.dumps(config))
     names = {"mixed_precision": "ACCELERATE_MIXED_PRECISION", "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING"}
