@@ -115,7 +115,7 @@ class PendingSave:
             hook.remove()
 
     def run(self) -> None:
-        """Write this rank's files, report the result, and commit if this rank's turn is to do so.
+        """Write this rank's files, report the result, and commit if this rank is the one that commits.
 
         Errors are kept in `error`.
         """
@@ -132,7 +132,7 @@ class PendingSave:
         except BaseException as error:  # noqa: BLE001 - any error in a writer makes this checkpoint fail
             self._record_failure(error)
             own = getattr(error, "failures", {}).get(self.target.rank, error)
-            if not isinstance(own, Exception):  # It is an interrupt, which was wrapped to send it to other ranks.
+            if not isinstance(own, Exception):  # Raise an interrupt itself, without its wrapper for other ranks.
                 raise own from None
         finally:
             self.state_files, self.snapshot = [], None  # Free the memory, which may be gigabytes.
@@ -196,10 +196,10 @@ class PendingSave:
         if self.process_group is None or not isinstance(error, RuntimeError) or hasattr(error, "failures"):
             return None
         deadline = time.monotonic() + _EXIT_GRACE
-        while True:  # A dying process closes its connections just before it has exited.
+        while True:  # A dying process closes its connections just before it exits.
             for rank, peer in self.target.peers.items():
                 if peer.has_ended():
-                    return self._unfinished_error(rank, f"its process {peer.pid} has ended")
+                    return self._unfinished_error(rank, f"because its process {peer.pid} has ended")
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.05)
@@ -210,7 +210,7 @@ class PendingSave:
         )
 
     def _other_rank_error(self, error: BaseException) -> CheckpointError | None:
-        """Return the error of the rank that failed, if ranks write together so that all of them raise."""
+        """Return the error of the rank whose failure made all ranks raise, or None if ranks do not write together."""
         failures = getattr(error, "failures", {})
         if not failures:
             return None
@@ -268,7 +268,7 @@ class _PeerWatch:
             return ""
         self._next_check = now + 1.0
         if self._peer.has_ended():
-            return f"its process {self._peer.pid} has ended"
+            return f"because its process {self._peer.pid} has ended"
         activity = self._store.activity(self._rank)
         if activity is None:
             return f"and {self._store.folder} no longer exists"

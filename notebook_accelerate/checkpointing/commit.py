@@ -1,7 +1,7 @@
 """The protocol that commits a checkpoint completely or not at all, to a file system or to an object store.
 
 1. `CheckpointStore.open`: one rank claims the destination. If an earlier process died during step 4, the rank finishes
-   that commit. If one died before step 3 was complete, the rank removes the files that it left.
+   that commit. If one died before step 3 was complete, the rank removes that process's files.
 2. Every rank writes its files to a folder on a disk. `deliver` transfers them to the store, unless the store is this
    disk, and `write_report` reports their sizes and checksums.
 3. `commit`, on the rank that called `open`: the manifest of all files is written last. A folder without a manifest is
@@ -274,7 +274,7 @@ class CheckpointStore(ABC):
         """Return whether ``.committing`` exists, which means that a commit has not replaced all old files yet."""
 
     def _entry_of(self, name: str) -> str:
-        """Return the entry of the checkpoint's folder that is removed or replaced together with a file."""
+        """Return the entry of the checkpoint's folder to remove or replace for a file: by default, the file itself."""
         return name
 
     def _committing_entries(self, new: Manifest) -> list[str]:
@@ -327,7 +327,7 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def open_for_reading(self, local_rank: int) -> contextlib.AbstractContextManager[ReadLocation]:
-        """Provide a folder on a disk with, or for, the files; every rank must call this.
+        """Provide a folder on a disk that has the files, or that `fetch` copies them to; every rank must call this.
 
         Args:
             local_rank: The index of this rank on its machine.

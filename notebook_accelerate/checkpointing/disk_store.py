@@ -45,7 +45,7 @@ from notebook_accelerate.files.weight_files import inside
 from notebook_accelerate.state.process_group import world_from_environ
 
 _MOVE_LIMIT = 60.0
-"""Seconds to wait while another process moves its new files, which only takes renaming and removing files."""
+"""Seconds to wait while another process moves its new files, which involves only renames and removals."""
 _MOVE_PAUSE = 0.01
 _MAX_STEM = 240
 
@@ -274,9 +274,9 @@ class DiskStore(CheckpointStore):
                     continue
                 except OSError as error:
                     raise CheckpointError(
-                        f"Checkpoint {self.target} was not loaded: the process that saved it died while it moved the "
-                        f"new files from {COMMITTING_NAME}, and this process cannot finish that ({error}). Load it "
-                        "once with write permission for the folder."
+                        f"Checkpoint {self.target} was not loaded: the process that saved it died while moving the "
+                        f"new files out of {COMMITTING_NAME}, and this process cannot finish the move ({error}). Load "
+                        "it once with write permission for the folder."
                     ) from error
             if time.monotonic() > deadline:
                 raise CheckpointError(

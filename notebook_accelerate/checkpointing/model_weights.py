@@ -43,16 +43,16 @@ if TYPE_CHECKING:
 def save(
     obj: Any, f: str | os.PathLike[str] | BinaryIO, save_on_each_node: bool = False, safe_serialization: bool = False
 ) -> None:
-    """Write an object to a file on the main rank. This replaces `torch.save`.
+    """Write an object to a file on the main rank. Use this instead of `torch.save`.
 
-    The file is either complete or unchanged at any time: it is first written under another name or, for a URL (s3://,
-    gs://, ...), to this machine's disk, and then uploaded.
+    The file is never incomplete, because the object is first written under another name or, for a URL (s3://, gs://,
+    ...), to this machine's disk. The complete file is then renamed or uploaded.
 
     Args:
         obj: The object to write. For safetensors, it must be a dictionary of named tensors.
         f: A path, a URL, or an open binary file.
-        save_on_each_node: Whether to write on the first rank of each machine. Because all machines see a URL, only the
-            main rank writes to one.
+        save_on_each_node: Whether to write on the first rank of each machine. If `f` is a URL, only the main rank
+            writes, because all machines see the same store.
         safe_serialization: Whether to write safetensors instead of torch's format.
 
     Raises:
@@ -78,12 +78,13 @@ def _write_weights(obj: Any, path: AnyPath, safe: bool) -> None:
 
 
 def load(f: str | os.PathLike[str] | BinaryIO, map_location: Any = None, **kwargs: Any) -> Any:
-    """Read a file written by `save` or `torch.save`, with `weights_only=True`. This replaces `torch.load`.
+    """Read a file written by `save` or `torch.save`. Use this instead of `torch.load`.
 
     Args:
         f: A path or URL (safetensors files are recognized by their suffix), or an open binary file.
         map_location: The device to put the tensors on. If None, each tensor is put on the device it was saved from.
-        kwargs: Further arguments for `torch.load`, such as ``weights_only=False`` for a file that you trust.
+        kwargs: Further arguments for `torch.load`. `weights_only` is True by default; pass ``weights_only=False`` only
+            for a file that you trust.
 
     Returns:
         The object that was saved.
@@ -214,7 +215,7 @@ def _find_weights(path: AnyPath) -> AnyPath:
     for name in names:
         if (path / name).is_file():
             return path / name
-    raise ValueError(f"{path} contains no weights: it has none of {', '.join(names)}; pass the folder of save_model")
+    raise ValueError(f"{path} contains no weights (none of {', '.join(names)}); pass the folder that save_model wrote")
 
 
 # ---- splitting weights into several files, with an index that maps each name to its file
@@ -386,7 +387,7 @@ def _write_whole(folder: Path, whole: Path) -> None:
     try:
         with plain_data_only():
             dcp_to_torch_save(folder, whole)
-    except CheckpointException as error:  # It is not derived from Exception.
+    except CheckpointException as error:  # This class is not derived from Exception.
         raise error.failures[0][0] from error
 
 

@@ -105,7 +105,7 @@ class ObjectStore(CheckpointStore):
         self._message.write_text(json.dumps({"into": into, "owner": asdict(this_process())}))
 
     def can_see(self, token: str) -> bool:
-        """Read where files go from the main rank's message, and create a temporary folder for this rank's files."""
+        """Read the destination from the main rank's message, and create a temporary folder for this rank's files."""
         try:
             message = json.loads(self._open_message(token).read_text())
         except FileNotFoundError as error:
@@ -186,7 +186,7 @@ class ObjectStore(CheckpointStore):
         with contextlib.suppress(CheckpointError, FileNotFoundError):
             if not delivering:
                 self.messages.remove_tree()
-            elif self._message.is_file():  # Remove the owner from it, so that the next save can start.
+            elif self._message.is_file():  # Remove the owner from the message, so that the next save can start.
                 into = COMMITTING_NAME if self.delivered == self.committing else ""
                 self._message.write_text(json.dumps({"into": into}))
 
@@ -273,7 +273,7 @@ class ObjectStore(CheckpointStore):
             own.mkdir()
             before = gather_values((local_rank == 0, str(own)), "load_state")[: world_from_environ().rank + 1]
             folder = Path(next((path for first, path in reversed(before) if first), str(own)))
-            shared = folder.is_dir()  # Containers on one machine may have separate ones.
+            shared = folder.is_dir()  # Containers on one machine may have separate temporary folders.
             share = slice(local_rank, None, world_from_environ().local_size) if shared else slice(None)
             yield ReadLocation(folder if shared else own, share)
 

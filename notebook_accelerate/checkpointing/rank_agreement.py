@@ -35,9 +35,9 @@ def gather_values(value: T, call: str) -> list[T]:
 
 @contextmanager
 def _warning_when_stuck(call: str) -> Iterator[None]:
-    """Log a warning after a minute. It names the call that this rank is waiting in.
+    """Log a warning that names the call, if this rank is still waiting in it after a minute.
 
-    A common mistake is a condition that lets only one rank call the function.
+    A common cause is a condition that lets only one rank call the function.
     """
     text = (
         f"Rank {PartialState().process_index} has waited {_WARN_AFTER:.0f} s in {call} for the other ranks. They may "

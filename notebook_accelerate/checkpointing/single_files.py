@@ -69,7 +69,7 @@ def read_file(path: Path, **options: Any) -> Any:
             return safetensors.torch.load_file(path)
         except safetensors.SafetensorError as error:
             raise BrokenCheckpointError(f"{path} is broken: {error}") from error
-        except MALFORMED as error:  # An example is an unknown dtype.
+        except MALFORMED as error:  # For example, a dtype is unknown.
             raise broken_file(path, error) from error
     return read_torch(path, **options)
 
@@ -115,7 +115,7 @@ def _as_checkpoint_error(path: Path) -> Iterator[None]:
 
 
 def write_text(path: AnyPath, text: str) -> None:
-    """Write a small file, so that readers see either all of its text or none.
+    """Write a small file atomically: readers see either all of its text or none.
 
     Args:
         path: The file to write, local or remote.
@@ -206,7 +206,7 @@ def _free_bytes(target: Path) -> float:
 
 
 def write_safetensors(value: Mapping[str, Any], path: Path) -> None:
-    """Write named tensors as safetensors. Tensors that share memory are only written once.
+    """Write named tensors as safetensors. Tensors that share memory are written only once.
 
     The files are the same as those of `safetensors.torch.save_file`, which spends 30 us in Python for each tensor.
     Writing 10,000 tensors of 64 numbers takes 45 ms of CPU time here, instead of 330 ms (safetensors 0.8).
@@ -289,7 +289,7 @@ def names_of_same_memory(state: Mapping[str, Any]) -> list[list[str]]:
         if isinstance(tensor, torch.Tensor) and _has_address(tensor) and tensor.numel():
             names[tensor.data_ptr()].append(name)
     views: dict[Any, list[str]] = defaultdict(list)
-    # Only compare whole views of these few tensors, because describing a view takes longer than reading an address.
+    # Compare whole views only for these few tensors, because describing a view takes longer than reading an address.
     for name in (name for group in _groups(names) for name in group):
         tensor = state[name]
         views[tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype].append(name)

@@ -35,7 +35,7 @@ class _CopyJob:
     version: int
 
     def run(self) -> None:
-        """Copy the whole storage, if possible in units of eight bytes, which is faster than single bytes by a sixth."""
+        """Copy the whole storage, if possible in units of eight bytes, which is a sixth faster than single bytes."""
         size = self.target.numel()
         dtype = torch.int64 if size % 8 == 0 and self.source.data_ptr() % 8 == 0 else torch.uint8
         storage = self.source.untyped_storage()
@@ -97,7 +97,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 class SnapshotBuffers:
-    """Copies nested states to buffers that stay allocated: new memory would take ten times as long as the copying.
+    """Copies nested states to buffers that stay allocated, because new memory takes ten times as long as the copying.
 
     A snapshot is valid until the next one is taken. Tensors that share memory also do so in the copy. Copies of CUDA
     tensors are in page-locked memory, which devices access at the full speed of their bus.
@@ -137,7 +137,7 @@ class SnapshotBuffers:
     def _plan_copies(self, tensors: dict[Any, torch.Tensor]) -> dict[Any, _CopyJob]:
         """Assign memory in a buffer to each storage.
 
-        It is a separate storage, because torch.save writes whole storages.
+        Each piece of memory becomes a separate storage, because torch.save writes whole storages.
         """
         sizes = {True: 0, False: 0}
         offsets = {}
@@ -171,7 +171,7 @@ class _Pages:
     """Memory that consists of whole pages, which can be page-locked.
 
     torch rounds the size of its own page-locked memory up to a power of two, and keeps it allocated, so that 9 GB of
-    state take up 16 GiB until the process exits. Registered memory has the requested size, and is returned to the
+    state takes up 16 GiB until the process exits. Registered memory has the requested size, and is returned to the
     system.
 
     Args:
@@ -182,7 +182,7 @@ class _Pages:
     def __init__(self, size: int, *, locked: bool) -> None:
         # Make the mapping private, so that a process forked during the save cannot change the data being written.
         pages = mmap.mmap(-1, -(-size // _HUGE_PAGE) * _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):  # Huge pages cause 512 times fewer page faults during the first copy.
+        if hasattr(mmap, "MADV_HUGEPAGE"):  # With huge pages, the first copy causes 512 times fewer page faults.
             pages.madvise(mmap.MADV_HUGEPAGE)
         self.memory = memoryview(pages)
         self._unlock: weakref.finalize[..., Any] | None = None
@@ -207,7 +207,7 @@ class _Pages:
         error = errors[0] if errors else _UNKNOWN_ERROR
         if error:
             warn_once(
-                f"save_state(blocking=False) could not lock {len(self.memory) >> 20} MiB of main memory (CUDA error "
+                f"save_state(blocking=False) could not lock {len(self.memory) >> 20} MiB of CPU memory (CUDA error "
                 f"{error}), so copies from the device are slower. ulimit -l shows the limit."
             )
         return 0 if error else address

@@ -404,9 +404,9 @@ def _restore_tpu(state: torch.Tensor) -> None:
 
 
 def _tpu_generator() -> torch.Generator:
-    """Return the generator of this process's TPU.
+    """Return the generator of this process's TPU, which gives access to the random state.
 
-    It is used because only torch may call ``torch.tpu.get_rng_state``.
+    ``torch.tpu.get_rng_state`` cannot be used, because only torch itself may call it.
     """
     accelerator: Any = torch.accelerator
     return torch.tpu.default_generators[accelerator.current_device_index()]  # type: ignore[attr-defined, no-any-return]

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _CALL = "load_state"
 _STRUCTURE = (*(kind for kind in MALFORMED if kind is not ValueError), UnicodeError)
-"""The exceptions of objects that load a malformed state. torch's ValueError means that it has other parameters."""
+"""The errors that show that a state is malformed. ValueError does not: torch raises it if parameters differ."""
 _UNREADABLE = (LookupError, UnicodeError, RecursionError, EOFError, pickle.UnpicklingError)
 _ATTEMPTS = 10
 """The maximum number of attempts to read a checkpoint that another process is replacing."""
@@ -53,15 +53,15 @@ def load_state(
     elastic: bool = False,
     **load_model_func_kwargs: Any,
 ) -> None:
-    """Load a checkpoint, by `save_state` or Accelerate, into the same prepared objects; every rank must call this.
+    """Load a checkpoint of `save_state` or Accelerate into the same prepared objects; every rank must call this.
 
     Args:
         accelerator: The Accelerator whose objects are loaded.
         input_dir: The folder, or a URL that fsspec supports. Files at a URL are first downloaded to a temporary folder,
             once per machine. If None, the newest automatically named checkpoint is loaded.
         load_kwargs: Arguments for `torch.load`, such as ``{"weights_only": False}`` for a folder that you trust.
-        elastic: Whether to accept a checkpoint that a different number of ranks has saved. Ranks without a file in the
-            checkpoint keep their random states.
+        elastic: Whether to accept a checkpoint that was saved by a different number of ranks. Ranks without a file in
+            the checkpoint keep their random states.
         load_model_func_kwargs: Arguments for ``model.load_state_dict``, such as ``strict=False``, and ``map_location``,
             which may be "cpu" or "on_device" but has no effect, because weights are read into the model's memory.
 
@@ -69,8 +69,8 @@ def load_state(
         TypeError: ``map_location`` has any other value.
         ValueError: The folder does not exist, or no folder was passed.
         BrokenCheckpointError: The checkpoint was never finished, or its files are damaged.
-        CheckpointMismatchError: The checkpoint was saved with another number of ranks, strategy or set of registered
-            objects.
+        CheckpointMismatchError: The checkpoint was saved with a different number of ranks, strategy or set of
+            registered objects.
     """
     _check_map_location(load_model_func_kwargs.pop("map_location", None))
     if state_files.has_own_layout(accelerator.strategy):
@@ -386,7 +386,7 @@ def _checked(state: Any, path: Path, kind: str) -> Any:
         correct = isinstance(groups, list) and all(isinstance(group, Mapping) for group in groups)
         correct = correct and isinstance(state.get("state"), Mapping)
     if not correct:
-        raise BrokenCheckpointError(f"{path} is broken: it does not hold the state of {kind}s.")
+        raise BrokenCheckpointError(f"{path} is broken: it does not contain the state of {kind}s.")
     return state
 
 

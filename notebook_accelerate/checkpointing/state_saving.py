@@ -98,7 +98,7 @@ def save_state(
     project = accelerator.project_configuration
     target = _open_target(accelerator, next_target(project, output_dir))
     began = steady_time.now()
-    telemetry.send_soon()  # A run that resumes from this checkpoint must have all that was logged before.
+    telemetry.send_soon()  # A run that resumes from this checkpoint needs everything that was logged before it.
     background = not blocking or accelerator.device.type == "xla"  # XLA tensors have no memory to write from.
     group = rank_agreement.background_group() if background and returns_state_parts(accelerator.strategy) else None
 
@@ -154,7 +154,7 @@ def wait_for_saves(call: str = "wait_for_saves", release: bool = False) -> None:
     """
     try:
         while _pending:
-            _pending[-1].join()  # After an interrupt, it stays pending, so the next call waits again.
+            _pending[-1].join()  # If this is interrupted, the save stays pending, so the next call waits again.
             raise_on_all_ranks(_pending.pop().error, call)
     finally:
         if release:
@@ -392,7 +392,7 @@ def next_target(project: ProjectConfiguration, output_dir: str | os.PathLike[str
     if store_for(target).is_occupied():
         newest = checkpoint_number(_numbered_folders(project_dir)[-1].name)
         raise ValueError(
-            f"Checkpoint {target} exists already. Resume from the newest one with accelerator.load_state(), which "
+            f"Checkpoint {target} already exists. Resume from the newest one with accelerator.load_state(), which "
             f"also sets the number, or start numbering after it: ProjectConfiguration(..., iteration={newest + 1})."
         )
     return target

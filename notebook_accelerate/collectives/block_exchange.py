@@ -104,7 +104,7 @@ class BlockViews:
                 foreach_copy(self.leaves, leaves)
 
     def allocate_joined(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return new memory for `join`, and views of that memory as the results of the gather."""
+        """Return new memory for `join`, and the results of the gather, which are views of that memory."""
         targets, results = [], []
         for part, sources, rows in zip(self._layout.segments, self._gather_sources, self.rows, strict=True):
             memory = [torch.empty(source.shape, dtype=part.dtype, device="cpu") for source in sources]
@@ -266,7 +266,7 @@ class BlockExchange:
         """
         needed = _DATA_OFFSET + size
         self._recent_sizes.append(needed if needed <= self._max_block else 1)
-        if self._length < 2 * needed and needed <= self._length:  # The largest recent size is in this range, too.
+        if self._length < 2 * needed and needed <= self._length:  # The largest recent size needs this length, too.
             return
         length = max(_MIN_BLOCK, 1 << (max(self._recent_sizes) - 1).bit_length())
         if length != self._length:

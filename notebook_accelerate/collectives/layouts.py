@@ -61,7 +61,7 @@ def _rebuild_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     try:
         return type(data)(items)  # type: ignore[call-arg]
     except TypeError:
-        rebuilt: Any = copy.copy(data)  # The constructor of its class does not accept a dict.
+        rebuilt: Any = copy.copy(data)  # The constructor does not accept a dict.
         for key, value in items.items():
             rebuilt[key] = value
         return rebuilt
@@ -220,7 +220,7 @@ def _with_tensors(node: Any, leaves: Iterator[torch.Tensor]) -> Any:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """Return the first dimension of the first tensor in a nested structure, or None if it contains no tensor.
+    """Return the size of the first tensor's first dimension in a nested structure, or None if there is no tensor.
 
     Args:
         data: The structure to search, which may be any object.
@@ -240,7 +240,7 @@ def find_device(data: Any) -> torch.device | None:
     return next((tensor.device for tensor in _iterate_leaves(data)), None)
 
 
-# ---- packing. Loops repeat combinations of shapes and dtypes, so the layout of each is only computed once.
+# ---- packing. Loops repeat combinations of shapes and dtypes, so the layout of each is computed only once.
 
 ALIGNMENT = 64
 """The alignment of segments in bytes."""

@@ -237,7 +237,7 @@ def pad_across_processes(tensor: Nested, dim: int = 0, pad_index: int = 0, pad_f
     """Pad every tensor of a nested structure to the largest size across ranks; every rank must call this.
 
     Args:
-        tensor: Nested containers of tensors, which may only differ between ranks in the size of `dim`.
+        tensor: Nested containers of tensors, which may differ between ranks only in the size of dimension `dim`.
         dim: The dimension to pad. Tensors without this dimension are kept.
         pad_index: The padding value.
         pad_first: Whether to pad at the beginning instead of the end.
@@ -293,7 +293,7 @@ def _layout_if_dense(leaves: list[torch.Tensor]) -> Layout | None:
 
 
 def _sizes_along(leaves: list[torch.Tensor], layout: Layout | None, dim: int) -> list[int]:
-    """Return the size of each tensor in a dimension, or -1 if a tensor lacks the dimension or cannot be padded."""
+    """Return the size of each tensor along a dimension, or -1 if a tensor lacks the dimension or cannot be padded."""
     if layout is None:
         shapes = [torch.Size() if leaf.is_nested else leaf.shape for leaf in leaves]
     else:

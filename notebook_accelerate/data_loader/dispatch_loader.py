@@ -54,7 +54,7 @@ class DataLoaderDispatcher(PreparedDataLoader):
         use_stateful_dataloader: Whether to use torchdata's StatefulDataLoader.
         _drop_last: Whether to drop the last round if it is not full.
         _non_blocking: Whether to copy batches to the device asynchronously.
-        slice_fn: A function that returns a rank's part of a round. It is called like `slice_tensors`.
+        slice_fn: A function with the arguments of `slice_tensors` that returns a rank's part of a round.
         torch_device_mesh: A device mesh. Ranks that differ only in model-parallel dimensions get the same part.
         iteration: The epoch of the first pass.
         **kwargs: Arguments for torch's DataLoader.
@@ -135,7 +135,7 @@ class DataLoaderDispatcher(PreparedDataLoader):
     def _mark_last_batch(self, batch: Any) -> None:
         """Record that the next batch is the last one.
 
-        With a single rank, its samples are counted in the batch itself.
+        With a single rank, the size of the batch is the number of samples in its round.
         """
         super()._mark_last_batch(batch)
         size = ignorant_find_batch_size(batch)
@@ -308,7 +308,7 @@ def _is_column(node: Any, size: int) -> bool:
 
 
 def _map_columns(function: Callable[[Any], Any], batch: Any, size: int) -> Any:
-    """Return a batch in which the result of a function replaces each column."""
+    """Return a copy of a batch with a function applied to each column."""
     return recursively_apply(function, batch, test_type=lambda node: _is_column(node, size))
 
 

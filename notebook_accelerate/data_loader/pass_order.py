@@ -24,7 +24,7 @@ from notebook_accelerate.state import PartialState
 from notebook_accelerate.state.warn_once import warn_once
 
 _KNOWN = ("torch.utils.data.", "torchdata.", f"{__package__}.", "builtins")
-"""The modules whose samplers only draw random numbers from torch, or from their attribute `generator`."""
+"""The modules whose samplers draw random numbers only from torch, or from their attribute `generator`."""
 
 
 class PassOrder:
@@ -36,8 +36,8 @@ class PassOrder:
             order.
         resumed: The state of an interrupted pass whose order the next pass repeats, or None for a new order.
         exhausted: Whether the current pass has yielded its last batch.
-        completed_epoch: The epoch of a resumed pass that had already yielded its last batch, or None. Only a copy of
-            the loader that skips all batches of that pass repeats it.
+        completed_epoch: The epoch of a resumed pass that had already yielded its last batch, or None. The loader's
+            next pass belongs to the next epoch, and only a copy that skips all batches repeats the completed one.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class PassOrder:
 
 
 def is_own_order(source: Any) -> bool:
-    """Return whether the user's class determines the order, and may therefore draw from any random numbers.
+    """Return whether the user's class determines the order, and may therefore use any random number generator.
 
     Args:
         source: A batch sampler or sampler, which may be inside BatchSamplerShard and SkipBatchSampler.
@@ -81,7 +81,7 @@ def draws_order(dataloader: DataLoader[Any]) -> bool:
 
 
 def draw_order(dataloader: DataLoader[Any]) -> None:
-    """Draw the global random numbers that a pass would draw for its order, without reading the pass.
+    """Draw the global random numbers that a pass would draw for its order, without reading any data.
 
     Args:
         dataloader: A loader, prepared or not.
@@ -199,10 +199,10 @@ def with_last_read(numbers: Any, last_read: tuple[int, Any] | None) -> Any:
 
 
 def expected_item(numbers: Any) -> int | None:
-    """Return the number of the item that a resumed order is checked by, or None if this rank cannot check it.
+    """Return the number of the item that verifies a resumed order, or None if this rank cannot check it.
 
-    One rank saves its last item for all ranks. Each rank reads different items, which also depend on the number of
-    ranks.
+    Only the rank that saved the order can check it, and only with the same number of ranks, because each rank reads
+    different items, which depend on the number of ranks.
 
     Args:
         numbers: The result of `with_last_read`.
@@ -226,7 +226,7 @@ def check_order(source: Any, numbers: Any, item: Any) -> None:
     bottom = innermost(source)
     names = " or ".join(dict.fromkeys(type(part).__name__ for part in (bottom, getattr(bottom, "sampler", bottom))))
     warn_once(
-        f"The resumed pass has another order than the interrupted one, so some samples are read twice and others "
+        f"The resumed pass has a different order than the interrupted one, so some samples are read twice and others "
         f"never: {names} draws its order from numbers that a checkpoint does not contain, or between batches. Draw the "
         "whole order at the start of __iter__, from torch's, Python's or NumPy's global random numbers, or from a "
         "torch.Generator in the sampler's attribute `generator`; or seed it with the epoch: def set_epoch(self, epoch)."

@@ -85,14 +85,14 @@ def prepare_data_loader(
             batches, so that the global batch is `num_processes` times as large.
         put_on_device: Whether to move batches to `device`.
         rng_types: The random number generators to synchronise across ranks at the start of each pass.
-        dispatch_batches: Whether to read only on rank 0, and send each rank its part. None means that this is done for
-            iterable datasets with `put_on_device`.
+        dispatch_batches: Whether to read only on rank 0, and send each rank its part. If None, this is done for
+            iterable datasets if `put_on_device` is True.
         even_batches: Whether to give all ranks the same number of equally large batches, by padding with samples from
             the start of the epoch.
-        slice_fn_for_dispatch: A function that returns a rank's part of a dispatched batch. It is called like
-            `slice_tensors`.
+        slice_fn_for_dispatch: A function with the arguments of `slice_tensors` that returns a rank's part of a
+            dispatched batch.
         use_seedable_sampler: Whether the order depends only on a seed and the epoch (SeedableRandomSampler).
-        data_seed: The seed for `use_seedable_sampler`. None means torch's initial seed.
+        data_seed: The seed for `use_seedable_sampler`. If None, torch's initial seed is used.
         non_blocking: Whether to copy batches to the device asynchronously.
         use_stateful_dataloader: Whether to use torchdata's StatefulDataLoader, whose position can be saved and
             restored.
@@ -268,8 +268,8 @@ def _generator_of(dataloader: DataLoader[Any]) -> torch.Generator | None:
         sampler = get_sampler(dataloader)
         generator = NOTHING if isinstance(sampler, SeedableRandomSampler) else getattr(sampler, "generator", NOTHING)
         if generator is None:
-            # The sampler draws from torch's generator even though seedable sampling was requested. An example is the
-            # sampler for group_by_length in transformers.
+            # The sampler draws from torch's generator even though seedable sampling was requested, as transformers'
+            # sampler for group_by_length does.
             return torch.default_generator
     return generator if isinstance(generator, torch.Generator) else None
 

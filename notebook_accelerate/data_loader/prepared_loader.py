@@ -168,7 +168,7 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     Attributes:
         iteration: The epoch of the next pass. It increases by one when a pass is complete.
-        device: The device of the batches. None means that batches are not moved.
+        device: The device of the batches. If None, batches are not moved.
         between_batches: A function that is called after each batch on the device has been used, or None.
         skip_batches: The number of batches to read and drop at the start of each pass. `skip_first_batches` sets it
             only if the sampler cannot skip.
@@ -223,8 +223,8 @@ class PreparedDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def load_order_state(self, state: Any, exhausted: bool = False) -> None:
         """Make the next pass of this loader, or of a copy from `skip_first_batches`, read in a saved order.
 
-        If the saved pass had yielded its last batch, there is nothing to resume. The next pass then belongs to the next
-        epoch, unless a copy skips all batches.
+        If the saved pass had yielded its last batch, there is nothing to resume, so the next pass belongs to the next
+        epoch. Only a copy that skips all batches repeats the epoch.
 
         Args:
             state: The result of `order_state`.
@@ -535,7 +535,7 @@ def separate_worker_seed(dataloader: DataLoader[Any], numbers: torch.Tensor | No
 
     Args:
         dataloader: The loader that starts its workers inside the context.
-        numbers: The state of the separate generator. None means the state of the generator that torch would use.
+        numbers: The state of the separate generator. If None, it is the state of the generator that torch would use.
     """
     own = dataloader.generator
     separate = torch.Generator()

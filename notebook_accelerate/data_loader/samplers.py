@@ -465,13 +465,13 @@ def advance(iterator: Iterator[Item], count: int) -> Iterator[Item]:
 
 
 def _jump(iterator: Any, count: int) -> int:
-    """Move an iterator over a stored sequence forward by at most `count` items, and return how many it was."""
+    """Move an iterator over a stored sequence forward by at most `count` items, and return the number of items."""
     if type(iterator) not in _JUMPING:
         return 0
     stride: int = min(count, iterator.__length_hint__())
     if stride > 0:
-        # __setstate__ counts from the start of the sequence, but for ranges, since Python 3.12, from the current
-        # position.
+        # __setstate__ counts from the start of the sequence. Since Python 3.12, it counts from the current position for
+        # ranges.
         _, _, *position = iterator.__reduce__()
         iterator.__setstate__((position[0] if position and position[0] is not None else 0) + stride)
     return stride

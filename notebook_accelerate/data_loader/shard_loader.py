@@ -30,7 +30,7 @@ class DataLoaderShard(PreparedDataLoader):
 
     Args:
         dataset: The dataset to load from.
-        device: The device of the batches. None means that batches are not moved.
+        device: The device of the batches. If None, batches are not moved.
         rng_types: The random number generators to synchronise across ranks at the start of each pass.
         synchronized_generator: The generator to use for ``"generator"`` in `rng_types`.
         skip_batches: The number of batches to skip at the start of each pass.
@@ -219,7 +219,7 @@ def _check(batch: Any, rows: int | None) -> None:
     mask = batch.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool((mask[:, 1:] > mask[:, :-1]).any()):
         warn_once(
-            "attention_mask masks the beginning of sequences, but attention that is split over ranks ignores masks: "
+            "attention_mask masks the beginning of sequences, but attention that is split across ranks ignores masks: "
             "pad sequences at their end, with labels of -100"
         )
 

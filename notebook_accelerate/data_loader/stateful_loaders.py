@@ -59,8 +59,8 @@ class _Stateful(PreparedDataLoader):
 
     torchdata counts the batches that it has read, but the loader reads one batch ahead of those that it yields. If a
     state consists only of a position, one batch is subtracted from it. Otherwise, the state is saved before reading
-    ahead. A state that is saved with the last batch of a pass is the state between two passes, so the next pass is
-    complete.
+    ahead. A state that is saved after the last batch of a pass is a state between two passes, so a loader that loads
+    it starts a complete pass.
     """
 
     iteration: int = 0
@@ -162,12 +162,12 @@ class _Stateful(PreparedDataLoader):
         self._is_inside = False
 
     def _loaded_position(self) -> bool:
-        """Return whether the pass that is starting is the rest of an earlier one, and forget it."""
+        """Return whether the starting pass is the rest of an earlier one. Further calls return False."""
         continues, self._continues = self._continues, False
         return continues
 
     def _has_drawn_seed(self) -> bool:
-        """Return whether the random numbers of the pass that is starting have already been drawn, and forget it."""
+        """Return whether the random numbers of the starting pass have been drawn. Further calls return False."""
         numbers, self._first_numbers = self._first_numbers, None
         return numbers is not None
 
@@ -208,7 +208,8 @@ class _Stateful(PreparedDataLoader):
         """Return torchdata's state with the correct number of batches.
 
         To resume a stream that has no `state_dict`, torchdata reads it from the start, and counts the skipped batches a
-        second time. A state saved afterwards would then skip batches that were never read.
+        second time. If they were not subtracted here, a state saved afterwards would skip
+        batches that were never read.
         """
         if not self._counted_twice:
             return state
@@ -290,7 +291,7 @@ _COUNT = "_num_yielded"
 
 
 def _rewound(state: dict[str, Any], batches: int) -> dict[str, Any]:
-    """Subtract batches from a state that consists only of a position, which is saved by a loader without workers."""
+    """Subtract batches from the state of a loader without workers, which consists only of a position."""
     position = state[_SAMPLER]
     return {
         **state,
@@ -304,7 +305,7 @@ def _rewound(state: dict[str, Any], batches: int) -> dict[str, Any]:
 def _with_position(state: dict[str, Any], position: dict[str, Any] | None) -> dict[str, Any]:
     """Add the position in the sampler to a state that has no position.
 
-    By default, the position is after as many items as the state counts, in a sampler with the same order.
+    If `position` is None, it is after as many items as the state counts, in a sampler with the same order.
     """
     if "_snapshot" in state:
         snapshot = state["_snapshot"]
@@ -426,7 +427,7 @@ class ResumableIterator(Iterator[Any]):
             self._watch(number, next(items, None))
         first = list(itertools.islice(items, 1))
         if isinstance(self.sampler, SeedableRandomSampler):
-            self.sampler.set_epoch(epoch)  # At its end, the sampler has moved on to the next epoch.
+            self.sampler.set_epoch(epoch)  # A sampler that has reached its end is in the next epoch.
         return itertools.chain(first, items)
 
     def _read_numbers(self) -> Any:

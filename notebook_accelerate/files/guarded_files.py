@@ -1,6 +1,6 @@
 """Safe access to files and folders that other users may have created, or that may be damaged.
 
-Folders are checked before use, and reads are limited in size. A folder only counts as the user's if no other user can
+Folders are checked before use, and reads are limited in size. A folder counts as the user's only if no other user can
 replace it: every folder in its path must belong to the user or to root, and other users must not be able to write to
 any of them. In a folder with the sticky bit, such as /tmp, others can create entries but cannot replace the user's
 entries.
@@ -110,7 +110,7 @@ def _check_writers(folder: Path, found: os.stat_result) -> None:
     if found.st_mode & 0o002:
         raise ForeignFileError(f"other users can replace files in {folder}: chmod go-w {folder}")
     if found.st_mode & 0o020 and (_has_access_list(folder) or not _is_private_group(found.st_gid)):
-        raise ForeignFileError(f"other users can replace files in {folder}, as its group can: chmod g-w {folder}")
+        raise ForeignFileError(f"other users can replace files in {folder}, because its group can: chmod g-w {folder}")
 
 
 def _is_trusted(owner: int, *, shared: bool) -> bool:
@@ -280,4 +280,4 @@ def check_depth(value: Any, most: int = MAX_DEPTH) -> None:
         ]
         if not level:
             return
-    raise ValueError(f"its JSON is nested more than {most} times")
+    raise ValueError(f"its JSON is nested more than {most} levels deep")

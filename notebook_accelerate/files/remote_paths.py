@@ -305,7 +305,7 @@ AnyPath = Path | RemotePath
 
 
 def path_of(location: str | os.PathLike[str] | RemotePath) -> AnyPath:
-    """Return the object for a path on the disk or a URL.
+    """Return a `Path` for a path on the disk, or a `RemotePath` for a URL.
 
     Args:
         location: A path or a URL. A ``file://`` URL means a path on the disk.
@@ -323,5 +323,5 @@ def path_of(location: str | os.PathLike[str] | RemotePath) -> AnyPath:
     if match[0][:-3].lower() in _ON_DISK:
         return Path(text[match.end() :])
     remote = RemotePath(text)
-    remote.filesystem()  # It raises if fsspec cannot use the protocol.
+    remote.filesystem()  # This raises if fsspec cannot use the protocol.
     return remote

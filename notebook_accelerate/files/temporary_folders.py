@@ -35,11 +35,11 @@ def make_private_folder(parent: Path | None = None) -> Path:
         folder = Path(name.removesuffix(_LOCK))
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if os.fstat(descriptor).st_nlink:  # Otherwise, another process has removed it before the lock.
+            if os.fstat(descriptor).st_nlink:  # Otherwise, another process removed the file before it was locked.
                 folder.mkdir(mode=0o700)
                 _locks[folder] = descriptor
                 return folder
-        except FileExistsError:  # Another user has seen the lock's name, and taken the folder's.
+        except FileExistsError:  # Another user has seen the lock's name, and taken the folder's name.
             pass
         finally:
             if folder not in _locks:

@@ -21,7 +21,7 @@ from notebook_accelerate.errors import BrokenCheckpointError
 from notebook_accelerate.torch_internals import tensor_version
 
 _ALIGNMENT = 64
-"""The alignment in bytes of torch's CPU allocator. MKL's dot products round differently with safetensors' 8 bytes."""
+"""The alignment in bytes of torch's CPU allocator. With safetensors' 8 bytes, MKL's dot products round differently."""
 
 
 class TensorSource:
@@ -116,7 +116,7 @@ class MemorySource(TensorSource):
         other = known.get(own.data_ptr())
         if other is None or (other.shape, other.stride(), other.dtype) != (own.shape, own.stride(), own.dtype):
             other = own.contiguous().pin_memory()
-            if own.is_contiguous() and own.data_ptr():  # Tensors that wrap others have no memory, and the address 0.
+            if own.is_contiguous() and own.data_ptr():  # Tensors that wrap others have no memory: their address is 0.
                 known[own.data_ptr()] = other
         self.pinned = self._tensor = other
         if isinstance(self._state, dict) and self._name in self._state:
@@ -292,4 +292,4 @@ def map_file(path: Path, offset: int, nbytes: int, *, read_ahead: bool = False) 
 
 def too_short(path: Path) -> BrokenCheckpointError:
     """Return the error for a file that ends before a tensor's last byte."""
-    return BrokenCheckpointError(f"{path} ends too early: it changed since it was offloaded. Offload the model again.")
+    return BrokenCheckpointError(f"{path} ends too early: it has changed since the offload. Offload the model again.")

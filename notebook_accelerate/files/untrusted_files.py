@@ -49,7 +49,7 @@ UNREADABLE: tuple[type[Exception], ...] = (OSError, *MALFORMED)
 MAX_JSON_BYTES = 1 << 26
 """The maximum size of an index or manifest. 64 MiB are enough for half a million files."""
 _EXPANSION = 1 << 26
-"""The maximum number of bytes that the stated content may have beyond the file's size. torch does not compress."""
+"""The maximum difference between the stated size of the content and the file's size. torch does not compress files."""
 _ENTRY = re.compile(rb"PK\x01\x02.{20}(.{4})", re.DOTALL)
 ZIP_BEGIN = b"PK\x03\x04"
 """The first bytes of a file in torch's format. Files from before torch 1.6 have a different format."""
@@ -63,7 +63,7 @@ _UNKNOWN = 0xFFFFFFFF
 
 @contextmanager
 def naming_file(path: object, kinds: tuple[type[Exception], ...] = MALFORMED) -> Iterator[None]:
-    """Convert the errors that malformed content causes to one class, and add the name of the file.
+    """Convert all errors caused by malformed content to one class, and add the name of the file.
 
     Args:
         path: The file or folder that is read in the block.
@@ -135,7 +135,7 @@ def check_expansion(file: str | Path | BinaryIO) -> None:
             total = sum(entry.file_size for entry in archive.infolist())
     if total > size + _EXPANSION:
         raise BrokenCheckpointError(
-            f"{file} is broken: it has {size:,} bytes but states {total:,} bytes of content; torch does not compress."
+            f"{file} is broken: it has {size:,} bytes but states {total:,} bytes of content; torch never compresses."
         )
 
 
@@ -158,7 +158,7 @@ def _read_directory(file: BinaryIO, size: int) -> bytes:
 
 
 def _stated_bytes(directory: bytes) -> int | None:
-    """Return at least the sum of the sizes that a directory states, or None if the size of an entry is not stated."""
+    """Return an upper bound for the sum of the sizes in a directory, or None if an entry does not state its size."""
     sizes = np.frombuffer(b"".join(_ENTRY.findall(directory)), dtype="<u4")
     return None if (sizes == _UNKNOWN).any() else int(sizes.sum(dtype=np.uint64))
 
@@ -178,7 +178,7 @@ _CLASSES: tuple[type, ...] = (
     dt.datetime, dt.date, dt.time, dt.timedelta, dt.timezone,
     decimal.Decimal, uuid.UUID,
 )  # fmt: skip
-"""Classes whose instances take time and memory in proportion to the arguments. Fraction, for example, is not one."""
+"""Classes whose instances take time and memory in proportion to the arguments. Fraction is not one of them."""
 _PATHS = ("PurePath", "PurePosixPath", "PureWindowsPath", "Path", "PosixPath", "WindowsPath")
 _CONTAINERS = {
     list, tuple, set, frozenset, collections.deque, torch.Size,

@@ -126,7 +126,7 @@ def read_index(path: Path) -> dict[str, Path]:
     """
     files = indexed_files(path, path.parent)
     if missing := sorted({file.name for file in files.values() if not file.is_file()}):
-        raise BrokenCheckpointError(f"{path.parent} is incomplete: {', '.join(missing)} of {path.name} are missing.")
+        raise BrokenCheckpointError(f"{path.parent} lacks files that {path.name} lists: {', '.join(missing)}.")
     return files
 
 
@@ -149,7 +149,7 @@ def safetensors_sources(path: Path) -> Mapping[str, FileSource]:
 
 
 class _OtherFrameworkError(BrokenCheckpointError, OSError, ValueError):
-    """Raised when a file's weights have the layout of another framework. Accelerate raises one of the last two."""
+    """Raised when a file's weights have another framework's layout. Accelerate raises OSError or ValueError."""
 
 
 def _check_framework(path: Path, metadata: Mapping[str, str]) -> None:
@@ -178,7 +178,7 @@ def _sources(path: Path, _modified: int, size: int) -> dict[str, FileSource]:
             raise ValueError(f"{name} has the dtype {info['dtype']}, which is unknown; known: {', '.join(_DTYPES)}")
         source = FileSource(path, 8 + length + begin, tuple(info["shape"]), _DTYPES[info["dtype"]])
         if begin != end or stop - begin != source.nbytes:
-            raise ValueError(f"{name} has shape {source.shape} and the bytes {begin:,} to {stop:,}")
+            raise ValueError(f"{name} has shape {source.shape}, which does not fit bytes {begin:,} to {stop:,}")
         sources[name], end = source, stop
     if 8 + length + end != size:
         raise ValueError(f"it should have {8 + length + end:,} bytes, but has {size:,}")

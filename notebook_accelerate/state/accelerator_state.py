@@ -1,4 +1,4 @@
-"""The state of the current `Accelerator`: its precision and plugins. Functions that reset a process's state."""
+"""The state of the current `Accelerator` (precision and plugins), and functions that reset a process's state."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class AcceleratorState(PartialState):
     Settings that are not passed stay the same, and objects that have already been prepared keep working as before.
 
     Args:
-        mixed_precision: The precision: no, fp16, bf16 or fp8. None means the value of ACCELERATE_MIXED_PRECISION, or no
-            if the variable is not set.
+        mixed_precision: The precision: no, fp16, bf16 or fp8. If None, the value of ACCELERATE_MIXED_PRECISION is used,
+            or no if the variable is not set.
         cpu: Whether to use the CPU.
         dynamo_plugin: How models are compiled (`TorchDynamoPlugin`).
         deepspeed_plugin: A `DeepSpeedPlugin`, or a dict of several plugins by name. The first one is active.
@@ -229,9 +229,9 @@ def _by_name(plugin: Any) -> dict[str, Any] | None:
         return None
     plugins: dict[str, Any] = plugin if isinstance(plugin, dict) else {"default": plugin}
     if wrong := [type(item).__name__ for item in plugins.values() if not hasattr(item, "deepspeed_config")]:
-        raise ValueError(f"deepspeed_plugin is a {wrong[0]}; pass a DeepSpeedPlugin, or a dict of them by name")
+        raise ValueError(f"deepspeed_plugin is a {wrong[0]}; pass a DeepSpeedPlugin, or a dict of plugins by name")
     if not plugins:
-        raise ValueError("deepspeed_plugin={} contains no plugin; pass a DeepSpeedPlugin, or a dict of them by name")
+        raise ValueError("deepspeed_plugin={} contains no plugin; pass a DeepSpeedPlugin, or a dict of plugins by name")
     if not any(item.selected for item in plugins.values()):
         next(iter(plugins.values())).select(_from_accelerator_state=True)
     return plugins

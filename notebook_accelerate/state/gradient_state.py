@@ -74,7 +74,7 @@ class GradientState:
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """Whether the last batch of a loader completes the window, even one with fewer batches than usual."""
+        """Whether the last batch of a loader completes the window, even if the window has fewer batches than usual."""
         return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
 
     @property

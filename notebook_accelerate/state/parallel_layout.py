@@ -59,7 +59,7 @@ def plugins_from_environ(requested: Slots) -> Slots:
 
 
 def offloads_gradients(requested: Slots) -> bool:
-    """Return whether FSDP 2 offloads gradients. Clipping them then needs collectives on the CPU (pytorch#148532).
+    """Return whether FSDP 2 offloads gradients, so that clipping them needs collectives on the CPU (pytorch#148532).
 
     Args:
         requested: The plugins that the user has passed, by name.
@@ -112,15 +112,15 @@ def arrange_ranks(slots: Slots) -> Slots:
             )
         if not shards:
             raise ValueError(
-                f"fsdp_plugin shards, but {layout!r} has no dimension to shard along; pass dp_shard_size above 1, or "
-                "omit fsdp_plugin"
+                f"fsdp_plugin shards models, but {layout!r} has no dimension to shard along; pass dp_shard_size above "
+                "1, or omit fsdp_plugin"
             )
     mesh = layout.get_device_mesh(slots["device"].type)
     return {"parallelism_config": layout, "device_mesh": mesh, "fsdp_plugin": fsdp}
 
 
 def _check_no_engine(layout: ParallelismConfig, slots: Slots) -> None:
-    """Check that no plugin is given whose engine arranges ranks itself, as the layout does."""
+    """Check that no plugin is used whose engine arranges the ranks itself, because the layout already arranges them."""
     given = [name for name in ("deepspeed_plugins", "megatron_lm_plugin") if slots.get(name) is not None]
     if given and layout.total_size > 1:
         name = given[0].removesuffix("s")

@@ -174,8 +174,8 @@ class PartialState(RankExecution):
         """Destroy a process group; every rank in the group must call this.
 
         Args:
-            group: The group to destroy. None means the default group. It is kept if a notebook launch has forked this
-                process, because the launch itself destroys it.
+            group: The group to destroy. If None, the default group is destroyed, unless a notebook launch has forked
+                this process: that launch destroys the default group itself.
         """
         if self.fork_launched and group is None:
             return
@@ -241,7 +241,7 @@ def _existing_backend(backend: str, row: Row, with_cpu: bool) -> str:
 
 
 def _apply_settings(state: PartialState, cpu: bool, kwargs: dict[str, Any]) -> None:
-    """Apply the settings that a later instance is created with, if they differ from the current ones."""
+    """Apply the settings that were passed to a later instance, if they differ from the current ones."""
     requested = kwargs.get("backend")
     row = device_row(cpu=cpu or state._cpu)
     usable = choose_backend(row, requested) if requested and state.backend else state.backend

@@ -122,7 +122,7 @@ def _wait_for_all(number: int, world: World) -> None:
 
 
 def _wait_for_key(store: Any, key: str) -> None:
-    """Wait until a key is set. Check often at first: the ``wait`` of a store in a file sleeps for 10 ms at a time."""
+    """Wait until a key is set. Check often at first, because `wait` of a FileStore sleeps for 10 ms at a time."""
     for delay in _FIRST_DELAYS:
         if store.check([key]):
             return
@@ -142,8 +142,8 @@ def start_group_of_one(backend: str, device: torch.device) -> None:
         device: The rank's device. If it is an accelerator, the group is bound to it.
     """
     global _group_of_one  # noqa: PLW0603 - there is one default group per process
-    # Import this before the group exists: it imports functions that have the current group as a default argument, and
-    # would keep the group open.
+    # Import this before the group exists. Otherwise, the imported functions would have the group as a default argument,
+    # and keep it open.
     from notebook_accelerate.torch_internals import HashStore
 
     store = HashStore()
@@ -178,7 +178,7 @@ def end_group(group: Any = None) -> None:
     """Destroy a process group if this process has one; every rank must call this.
 
     Args:
-        group: The group to destroy. None means the default group.
+        group: The group to destroy. If None, the default group is destroyed.
     """
     if not group_exists():
         return
@@ -197,7 +197,7 @@ _end_callbacks: list[Callable[[], None]] = []
 def call_before_group_ends(release: Callable[[], None]) -> None:
     """Register a function that makes a library release the default group.
 
-    It is called once, before the group is destroyed.
+    The function is called once, before the group is destroyed.
 
     Args:
         release: The function to call, without arguments.
@@ -266,7 +266,7 @@ BARRIERS: dict[str, Callable[[torch.device], None]] = {
 """The barrier of each communicator."""
 
 
-# ---- gloo's threads. They must be idle before the interpreter exits, or their process group is destroyed.
+# ---- gloo's threads, which must be idle before the interpreter exits, and before their process group is destroyed
 
 _NAME = "pt_gloo_runloop"
 """The name of gloo's threads in torch 2.13 and later. In torch 2.9, the threads have no name."""
@@ -387,7 +387,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
     Args:
         local_process_index: The index of this rank on its machine.
-        verbose: Whether to print the cores. If None, they are only printed if ACCELERATE_DEBUG_MODE is set.
+        verbose: Whether to print the cores. If None, they are printed only if ACCELERATE_DEBUG_MODE is set.
     """
     cores = _near_cores(local_process_index)
     if not cores or not hasattr(os, "sched_setaffinity"):

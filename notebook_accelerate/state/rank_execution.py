@@ -140,7 +140,7 @@ class RankExecution:
         Args:
             function: The function to decorate. If None, a decorator is returned.
             process_index: The rank that runs the function. None means every rank. If there is only one rank, it always
-                does.
+                runs the function.
 
         Returns:
             The decorated function. On other ranks, it does nothing and returns None.
@@ -191,7 +191,7 @@ def _only_if(owner: object, condition: Callable[[], bool], function: Callable[..
     """
     if not isinstance(owner, RankExecution):
         raise ValueError(
-            f"{owner!r} is decorated by a method of a class, which needs an instance: write "
+            f"{owner!r} is decorated with a method of a class instead of an instance: write "
             "accelerator = Accelerator(), and then @accelerator.on_main_process"
         )
     if function is None:

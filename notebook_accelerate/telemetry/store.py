@@ -488,7 +488,8 @@ class Store:
 
         with self._lock:
             if name not in self._metrics:
-                raise KeyError(f"no metric {name!r}; there are: {', '.join(self._metrics) or 'none yet'}")
+                known = f"known: {', '.join(self._metrics)}" if self._metrics else "no metric has been logged yet"
+                raise KeyError(f"no metric {name!r}; {known}")
             tails = {rank: points.since() for rank, points in self._metrics[name].items()}
             thinned = any(points.thinned for points in self._metrics[name].values())
         steps, times, values = (np.concatenate(column) for column in list(zip(*tails.values(), strict=True))[:3])

@@ -147,7 +147,7 @@ def dies_while_uploading(folder: str, after: int) -> None:
     save = pending_save()
     save.join()
     assert rank == 0
-    assert f"rank 1 did not finish its part, its process {victim} has ended" in str(save.error)
+    assert f"rank 1 did not finish its part, because its process {victim} has ended" in str(save.error)
 
 
 @pytest.mark.parametrize("old", [True, False])

@@ -38,7 +38,7 @@ def check_dead_rank_reported(folder: str, pid: int) -> None:
     save = pending_save()
     save.join()
     assert save.target.rank == 0
-    assert f"rank 1 did not finish its part, its process {pid} has ended" in str(save.error)
+    assert f"rank 1 did not finish its part, because its process {pid} has ended" in str(save.error)
     assert not list(Path(folder).glob(".*"))
     Path(folder).with_name("seen").touch()
 

@@ -140,7 +140,7 @@ def test_locked_memory_has_the_size_of_the_state_and_is_returned(cuda: ThreadedC
 def test_memory_that_cannot_be_locked_is_used_unlocked(cuda: ThreadedCuda) -> None:
     cuda.lockable = 0
     buffers = snapshot.SnapshotBuffers()
-    with pytest.warns(UserWarning, match="could not lock 2 MiB of main memory"):
+    with pytest.warns(UserWarning, match="could not lock 2 MiB of CPU memory"):
         buffers._reserve(True, 100)
     assert len(buffers._buffers[True].memory) == 2 << 20
     assert cuda.last_error() == 0, "torch would raise it at the training's next kernel"

@@ -169,7 +169,7 @@ def _range(counts: Sequence[int | None]) -> str:
     return high if low == high else f"{low} – {high}"
 
 
-_DEVICES = {"cpu": "main memory (cpu)", "nvme": "files (nvme)"}
+_DEVICES = {"cpu": "CPU memory", "nvme": "files (nvme)"}
 
 
 def _layout_text(held: ShardSizes, report: ShardReport) -> str:

@@ -149,7 +149,7 @@ class Profile(DocumentView):
             The profile. If several traces have the same rank, all but one of them get new, higher ranks.
 
         Raises:
-            FileNotFoundError: A file does not exist, or there is no trace in the folders.
+            FileNotFoundError: A file does not exist, there is no trace in the folders, or no path was passed.
             ValueError: A file is not a trace written by torch's profiler.
         """
         files: list[Path] = []
@@ -157,7 +157,9 @@ class Profile(DocumentView):
             within = sorted(path.glob("*.json")) + sorted(path.glob("*.json.gz")) if path.is_dir() else [path]
             files += [each for each in within if not each.name.startswith("merged.")]
         if not files:
-            raise FileNotFoundError(f"there is no trace in {', '.join(map(str, paths)) or 'no path'}")
+            where = ", ".join(map(str, paths))
+            told = f"there is no trace in {where}" if paths else 'load() got no path; pass one: Profile.load("traces")'
+            raise FileNotFoundError(told)
         traces = Traces()
         for file in files:
             trace = read_trace(file)

@@ -82,7 +82,7 @@ def test_a_remote_folder_without_a_manifest_loads_only_by_name(url: str) -> None
     training.accelerator.load_state()
     assert training.counter.count == 12
     assert training.accelerator.project_configuration.iteration == 1
-    with pytest.raises(ValueError, match=r"checkpoint_1 exists already.*iteration=2"):
+    with pytest.raises(ValueError, match=r"checkpoint_1 already exists.*iteration=2"):
         training.accelerator.save_state()
     # Without a manifest, the folder looks like one written by Accelerate.
     training.accelerator.load_state(f"{url}/checkpoints/checkpoint_1")

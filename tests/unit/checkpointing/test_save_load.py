@@ -159,7 +159,7 @@ def test_numbering_continues_after_a_restart(tmp_path: Path) -> None:
     first.save_state()
     again = Accelerator(cpu=True, project_config=numbered(tmp_path))
     again.prepare(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"exists already.*load_state.*iteration=1"):
+    with pytest.raises(ValueError, match=r"already exists.*load_state.*iteration=1"):
         again.save_state()
     again.load_state()
     assert again.save_state().endswith("checkpoint_1")

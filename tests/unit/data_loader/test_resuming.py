@@ -250,7 +250,7 @@ def test_an_order_that_cannot_be_repeated_is_reported_once(
             accelerator.load_state(str(tmp_path / "state"))
             rest = loader if stateful else accelerator.skip_first_batches(loader, 3)
             again = [batch.tolist() for batch in rest]
-    told = [str(warning.message) for warning in caught if "another order" in str(warning.message)]
+    told = [str(warning.message) for warning in caught if "a different order" in str(warning.message)]
     assert (again == whole[3:]) == known
     assert [sampler.__name__ in message for message in told] == [True] * (not known)
 

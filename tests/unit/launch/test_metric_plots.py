@@ -75,7 +75,7 @@ def test_several_metrics_are_drawn_side_by_side() -> None:
     axes = metrics.plot()
     assert [each.get_title(loc="left") for each in axes.flat] == ["loss", "accuracy", "rate", ""]
     assert metrics.plot("rate").get_title(loc="left") == "rate"
-    with pytest.raises(KeyError, match="no metric 'lost'; there are: loss, accuracy, rate"):
+    with pytest.raises(KeyError, match="no metric 'lost'; known: loss, accuracy, rate"):
         metrics.plot("lost")
 
 

@@ -43,7 +43,7 @@ def test_pipeline_stages_are_separate_groups() -> None:
 def test_the_stages_of_zero_are_named(stage: int, shares: list[float]) -> None:
     rows = mesh_diagram.sharding_rows(zero(stage))
     assert [row.share for row in rows[:3]] == shares
-    assert rows[2].layout.endswith("offloaded to main memory (cpu)")
+    assert rows[2].layout.endswith("offloaded to CPU memory")
 
 
 def _uneven(count: int) -> dict[int, ShardReport]:

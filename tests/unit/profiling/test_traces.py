@@ -256,6 +256,8 @@ def test_files_are_read_and_written(tmp_path: Path) -> None:
     (empty := tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match="there is no trace in"):
         Profile.load(empty)
+    with pytest.raises(FileNotFoundError, match=r"got no path; pass one: Profile\.load"):
+        Profile.load()
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -127,7 +127,7 @@ def test_values_that_are_not_numbers_do_not_break_the_store() -> None:
 
 def test_an_unknown_metric_lists_the_known_ones() -> None:
     store = Store()
-    with pytest.raises(KeyError, match="none yet"):
+    with pytest.raises(KeyError, match="no metric has been logged yet"):
         store.series("loss")
     _feed(store, *_metrics([1.0], "accuracy"))
     with pytest.raises(KeyError, match="accuracy"):
