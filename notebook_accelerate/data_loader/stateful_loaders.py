@@ -208,8 +208,7 @@ class _Stateful(PreparedDataLoader):
         """Return torchdata's state with the correct number of batches.
 
         To resume a stream that has no `state_dict`, torchdata reads it from the start, and counts the skipped batches a
-        second time. If they were not subtracted here, a state saved afterwards would skip
-        batches that were never read.
+        second time. If they were not subtracted here, a state saved afterwards would skip batches that were never read.
         """
         if not self._counted_twice:
             return state
