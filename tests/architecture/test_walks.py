@@ -1,4 +1,4 @@
-"""Real runs call the functions that the walks of docs/architecture.md list, in the same order."""
+"""Real runs call the functions that the step lists in docs/architecture.md name, in the same order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.waiting import until
 from tests.support.walks import Call, Trace, first_missing, steps_of
 
 _trace = Trace()
-"""The trace of the current test. A rank, forked from this process, returns its part of it."""
+"""The trace of the current test. Each rank is forked from this process, and returns its part of the trace."""
 
 
 @pytest.fixture

@@ -193,7 +193,8 @@ def apart_and_together() -> Any:
 
 
 def test_gradients_can_be_synchronised_by_hand() -> None:
-    # Each rank keeps its own gradient at first. Then twice its gradient is averaged, and the average is added again.
+    # At first, each rank keeps its own gradient (1 or 3). The second pass doubles the gradients and averages them (4),
+    # and the third adds the average of one batch (2).
     assert run_ranks(apart_and_together) == [[1.0, 4.0, 6.0], [3.0, 4.0, 6.0]]
 
 
@@ -234,7 +235,7 @@ def test_models_without_trainable_parameters_are_not_wrapped() -> None:
 
 
 def prepared_before() -> Any:
-    """Prepare a model and a loader without other ranks, as in a kernel, and then run the same code on two ranks."""
+    """Prepare a model and a loader without other ranks, as in a kernel, and then prepare the results on two ranks."""
     import os
 
     world = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}

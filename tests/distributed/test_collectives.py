@@ -252,7 +252,7 @@ def _check(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-# Hypothesis starts with the simplest example, which consists of empty lists.
+# The first of the examples is always the simplest one, which consists of empty lists.
 @hypothesis.settings(max_examples=3, deadline=None, phases=[hypothesis.Phase.generate])
 @hypothesis.given(trees=st.lists(SIZES, min_size=20, max_size=20))
 def test_structures_are_gathered_in_any_order(trees: list[Any]) -> None:
@@ -379,7 +379,7 @@ def pad_changing_ranks() -> list[Any]:
         [torch.ones(2, 2)] * (2 + rank),  # The ranks pass different numbers of tensors.
         [torch.ones(2 + rank), torch.ones(2 + rank)],
         [torch.ones(2, 1 + rank), torch.ones(2, 3 - rank)],  # The sizes differ within a rank as well.
-        [torch.ones([2] * rank), torch.ones([2] * rank)],  # A dimension that one rank lacks.
+        [torch.ones([2] * rank), torch.ones([2] * rank)],  # One rank's tensors have no dimension.
         [torch.ones(2, 2, dtype=torch.int64 if rank else torch.float32), torch.ones(1 + rank, 1)],
     ):
         try:
@@ -523,5 +523,5 @@ def test_fifty_small_tensors_cost_little_more_than_one() -> None:
     print({name: f"{seconds * 1e6:.0f} us" for name, seconds in measured.items()})
     for name, seconds in measured.items():
         assert seconds < 3 * measured["fused"], (
-            f"{name}: three times the time of one collective allows for a busy machine"
+            f"{name} takes more than three times as long as one collective, which allows for a busy machine"
         )

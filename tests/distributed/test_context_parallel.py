@@ -118,7 +118,7 @@ def test_batches_are_accumulated(precision: str, tolerance: float) -> None:
         first, second, third, fourth = found["scattered"]
         assert first == third == 0
         assert second == fourth > 0
-        assert found["dtypes"] == ["torch.float32"], "weights and outputs are in bf16"
+        assert found["dtypes"] == ["torch.float32"], "weights and outputs must stay in float32"
 
 
 def sharded_and_split(folder: str | None, goes_on: bool) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def _dispatch(cases: list[Any]) -> list[Any]:
     return got
 
 
-# For each case: the number of samples, split_batches, drop_last, and each rank's batches of 4 with Accelerate 1.15.
+# A case has the number of samples, split_batches, drop_last, and each rank's batches of 4 with Accelerate 1.15.
 DISPATCHED = {
     2: [
         (1, False, False, [[[0]], [[0]]]),

@@ -1,4 +1,4 @@
-"""Sharded models on two ranks: the messages of errors, and unusual uses that work."""
+"""Sharded models on two ranks: error messages, and unusual uses that work."""
 
 from __future__ import annotations
 

@@ -128,9 +128,9 @@ def test_an_argument_on_the_kernels_device_arrives_on_the_ranks_own(
 def test_locked_memory_has_the_size_of_the_state_and_is_returned(cuda: ThreadedCuda) -> None:
     buffers = snapshot.SnapshotBuffers()
     buffers._reserve(True, 9 << 20)
-    assert list(cuda.locked.values()) == [10 << 20], "the size is whole huge pages, not the next power of two"
+    assert list(cuda.locked.values()) == [10 << 20], "the size is rounded up to whole huge pages, not to a power of two"
     buffers._reserve(True, 5 << 20)
-    assert list(cuda.locked.values()) == [10 << 20], "the memory is large enough"
+    assert list(cuda.locked.values()) == [10 << 20], "the memory that is already locked is large enough"
     buffers._reserve(True, 11 << 20)
     assert list(cuda.locked.values()) == [12 << 20], "the smaller memory was unlocked"
     buffers.release()
@@ -143,7 +143,7 @@ def test_memory_that_cannot_be_locked_is_used_unlocked(cuda: ThreadedCuda) -> No
     with pytest.warns(UserWarning, match="could not lock 2 MiB of CPU memory"):
         buffers._reserve(True, 100)
     assert len(buffers._buffers[True].memory) == 2 << 20
-    assert cuda.last_error() == 0, "torch would raise it at the training's next kernel"
+    assert cuda.last_error() == 0, "torch would raise a remaining error at the training's next kernel"
     buffers.release()
 
 

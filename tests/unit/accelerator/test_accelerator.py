@@ -44,7 +44,7 @@ def parts(**kwargs: Any) -> tuple[Any, ...]:
 
 
 def dtypes_of(accelerator: Accelerator) -> list[torch.dtype]:
-    """Return the dtypes in which a layer computes: in a prepared model, and under `autocast`."""
+    """Return the dtypes that a layer computes in: first in a prepared model, and then under `autocast`."""
     found: list[torch.dtype] = []
     layer = nn.Linear(2, 2)
     layer.register_forward_hook(lambda _layer, _inputs, output: found.append(output.dtype))
@@ -255,7 +255,7 @@ class TestSettings:
         assert "forward" not in model.__dict__
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            assert Accelerator(cpu=True).mixed_precision == "bf16"  # The other settings stay as they are.
+            assert Accelerator(cpu=True).mixed_precision == "bf16"  # Settings that are not passed stay as they are.
         assert AcceleratorState().mixed_precision == "bf16"
 
     def test_parallel_ranks_need_a_layout(self) -> None:
@@ -440,7 +440,8 @@ class TestAccumulation:
     def test_a_schedule_steps_once_per_window(self, adjust: bool) -> None:
         """With either setting, the scheduler makes twelve steps in twelve windows of four batches.
 
-        Accelerate 1.15 has the same rates, because its plugin passes on adjust_scheduler only if it is not the default.
+        Accelerate 1.15 has the same rates: its plugin passes on adjust_scheduler only if it differs from the default,
+        which is True, so its scheduler never sees True.
         """
         settings = GradientAccumulationPlugin(num_steps=4, adjust_scheduler=adjust)
         accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=settings)
@@ -467,7 +468,7 @@ class TestAccumulation:
         assert all(rates[4 * window : 4 * window + 4] == [expected[window]] * 4 for window in range(12))
 
     def test_adjust_scheduler_counts_every_batch(self) -> None:
-        """A library may set this flag itself. The count then changes after each batch, the rate after each window."""
+        """If a library sets this flag itself, the count changes after each batch, and the rate after each window."""
         accelerator, model, optimizer, _, scheduler = parts(gradient_accumulation_steps=3)
         GradientState().plugin_kwargs["adjust_scheduler"] = True
         counts, rates = [scheduler.scheduler._step_count], [scheduler.get_last_lr()[0]]

@@ -53,7 +53,7 @@ def test_optimizer_steps_and_logged_values_reach_the_kernel(kernel: Kernel) -> N
     events = kernel.received()
     progress = [event.step for event in events if isinstance(event, ProgressEvent)]
     metrics = [event for event in events if isinstance(event, MetricEvent)]
-    assert progress == [1, 2]  # Only the first optimizer's steps count, at the end of each window.
+    assert progress == [1, 2]  # Only the first optimizer's steps count, one at the end of each window.
     assert [event.step for event in metrics] == [0, 1, 2, 3]
     assert metrics[0].values == {"loss": 0.5, "rate": 1}
 

@@ -1,4 +1,4 @@
-"""Wrong arguments raise an error immediately, with the line to type."""
+"""Wrong arguments immediately raise an error that says what to type instead."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_skipped_keys_stay_on_their_device(skipped: Any, how: str) -> None:
 
 
 class Told(nn.Linear):
-    """Records the devices that it is moved to, and when it computes."""
+    """A linear layer that logs its moves to devices and its forward passes."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         super().__init__(2, 2)

@@ -1,4 +1,4 @@
-"""References that are kept to the weights of offloaded models stay valid, however they were obtained."""
+"""References to the weights of offloaded models stay valid, however they were obtained."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ GRADIENT_MODES = [torch.no_grad, torch.inference_mode, torch.enable_grad]
 
 
 class Part(nn.Module):
-    """A layer that can pass itself to `keep` in the forward pass, which may then keep its weight."""
+    """A layer whose forward pass calls `keep`, if it is set, with the layer, so that tests can keep its weight."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def test_a_graph_around_prefetched_weights_has_correct_gradients(tmp_path: Path,
 
     def product(number: int) -> Callable[[Any], None]:
         def build(part: Any) -> None:
-            with torch.enable_grad():  # Even in a pass without gradients, autograd keeps the weight here.
+            with torch.enable_grad():  # Here, autograd keeps the weight even in a pass without gradients.
                 built.append(inputs[number] @ part.weight.detach())
 
         return build
@@ -447,7 +447,7 @@ def test_memory_is_freed_with_the_last_reference(tmp_path: Path) -> None:
         for _ in range(5):
             model(x)
     gc.collect()
-    assert sum(each() is not None for each in alive) <= 2, "only the last weight remains, until the next one is read"
+    assert sum(each() is not None for each in alive) <= 2, "at most two weights may still be in memory"
 
 
 def test_random_uses_in_random_orders_are_correct(tmp_path: Path) -> None:

@@ -259,7 +259,7 @@ def test_a_full_disk_is_reported_while_loading(tmp_path: Path) -> None:
     (away / "h.1.a.weight.dat.partial").symlink_to("/dev/full")
     with pytest.raises(CheckpointError, match=r"h\.1\.a\.weight .* No space left"):
         load_checkpoint_in_model(_empty(), tmp_path, {"emb": "cpu", "h": "disk", "ln": "cpu", "head": "cpu"}, away)
-    assert not (away / "index.json").exists(), "an incomplete folder is not used as a complete one"
+    assert not (away / "index.json").exists(), "an incomplete folder must not look complete"
 
 
 def test_an_index_may_not_leave_its_folder(tmp_path: Path) -> None:

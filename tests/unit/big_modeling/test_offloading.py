@@ -1,4 +1,4 @@
-"""Models that are offloaded to disk and to the CPU: results are bitwise equal, and a small window is prefetched."""
+"""Models that are offloaded to disk or to the CPU give bitwise equal results, and prefetch only a small window."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_large_weights_are_mapped_and_the_window_holds(tmp_path: Path) -> None:
         assert min(mapped) >= model.h[0].a.weight.nbytes
         assert max(mapped) < size / 4
         for block, expected in zip(model.h, plain[1], strict=True):
-            assert torch.equal(block(x), expected), "a single row, whose rounding depends on the address of the weights"
+            assert torch.equal(block(x), expected), "the rounding of a single row depends on the address of the weights"
     units = {id(unit): unit for unit in _prefetcher(model)._plan}.values()
     assert sum(slot.source.mappable for unit in units for slot in unit.slots) == 40
 
@@ -298,7 +298,7 @@ def test_gradients_of_the_offloaded_weights_are_equal(
     assert all(torch.equal(found[name], plain[name]) for name in plain)
     model(TOKENS).sin().sum().backward()
     assert "is dropped" in caplog.text
-    assert all(torch.equal(gradients[name], plain[name]) for name in gradients), "no garbage remains afterwards"
+    assert all(torch.equal(gradients[name], plain[name]) for name in gradients), "the dropped pass changes nothing"
 
 
 def test_adapters_around_frozen_offloaded_weights_train_like_without_offloading(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_modules_on_disk_are_kept_in_8_bits(tmp_path: Path, empty: bool, caplog:
     assert isinstance(quantized[3], type(quantized[0]))
     assert quantized[3].weight.is_meta
     assert quantized[3].SCB.is_meta
-    assert (away / "3.weight.dat").stat().st_size == 256 * 512, "there is a byte for each number"
+    assert (away / "3.weight.dat").stat().st_size == 256 * 512, "each number takes one byte"
     assert (away / "3.SCB.dat").stat().st_size == 256 * 4
     whole = load_and_quantize_model(_network().eval(), BnbQuantizationConfig(**EIGHT), device_map={"": "cpu"})
     with torch.no_grad():
@@ -224,7 +224,7 @@ def test_the_parts_of_training_are_estimated() -> None:
 
 
 class Scaled(nn.Parameter):
-    """A parameter whose constructor takes another argument, like those of DTensor and of quantized tensors."""
+    """A parameter whose constructor takes a second argument, like those of DTensor and quantized tensors."""
 
     def __new__(cls, data: torch.Tensor, scale: float) -> Scaled:
         made: Scaled = super().__new__(cls, data)  # type: ignore[assignment]
@@ -294,7 +294,7 @@ def test_the_largest_pipeline_stage_determines_the_estimate() -> None:
     model = nn.Sequential(*[nn.Linear(10, 10, bias=False) for _ in range(5)], nn.Linear(10, 100, bias=False))
     layer = 400
     two = estimate_memory(model, strategy="pp", num_processes=2, inputs=torch.zeros(6, 10))
-    assert two.training["weights"] == 10 * layer, "the stage has five small layers and the large one"
+    assert two.training["weights"] == 10 * layer, "the largest stage has only the large layer"
     three = estimate_memory(model[:5], strategy="pp", num_processes=3, inputs=torch.zeros(6, 10))
     assert three.training["weights"] == three.inference["weights"] == 2 * layer
     assert three.training["activations"] == 5 * 6 * 10 * 4 // 3

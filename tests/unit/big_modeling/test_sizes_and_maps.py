@@ -209,7 +209,7 @@ def test_memory_that_the_gpu_shares_with_the_cpu_counts_once(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(is_integrated=integrated))
     limits = get_max_memory()
     assert (limits[0], "cpu" in limits) == (100, not integrated)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))  # Each layer has 80 bytes, and another 80 are reserved.
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))  # Each layer takes 80 bytes, and another 80 are reserved.
     assert infer_auto_device_map(model) == {"": "disk" if integrated else "cpu"}
     assert ("cpu" in get_balanced_memory(model)) is not integrated
 
@@ -284,7 +284,7 @@ def test_buffers_that_fit_no_accelerator_cause_a_warning() -> None:
 
 
 def test_buffers_of_a_split_module_have_a_place() -> None:
-    """Accelerate leaves these buffers out of the map, which its own check then refuses."""
+    """Accelerate leaves such buffers out of the map, and its own check then rejects the map."""
     model = nn.Module()
     inner = nn.Module()
     inner.a, inner.b = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -319,7 +319,7 @@ def test_incomplete_device_maps_are_refused() -> None:
 def test_device_maps_are_simplified() -> None:
     assert clean_device_map({"a.0": 0, "a.1": 0, "b": 1}) == {"a": 0, "b": 1}
     assert clean_device_map({"a.0": 0, "a.1": 0, "b": 0}) == {"": 0}
-    assert clean_device_map({"a.0": 0, "a.1": 1, "a.1.x": 1}) == {"a.0": 0, "a.1": 1}  # Accelerate would keep a.1.x.
+    assert clean_device_map({"a.0": 0, "a.1": 1, "a.1.x": 1}) == {"a.0": 0, "a.1": 1}  # Accelerate keeps a.1.x.
 
 
 def test_parameters_are_tied_again() -> None:
@@ -343,7 +343,7 @@ def test_time_is_linear_in_the_number_of_modules() -> None:
         return min(times)
 
     seconds(1000)
-    assert seconds(16000) < 10 * seconds(4000)  # The quadratic algorithm would take 16 times as long.
+    assert seconds(16000) < 10 * seconds(4000)  # A quadratic algorithm would take 16 times as long.
 
 
 def test_dispatching_calls_a_replaced_check(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""With `save_state(blocking=False)`, training that follows does not change the checkpoint, and errors are raised."""
+"""After `save_state(blocking=False)`, training does not change the checkpoint, and the next call raises any error."""
 
 from __future__ import annotations
 

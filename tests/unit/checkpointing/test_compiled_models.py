@@ -1,4 +1,4 @@
-"""The states of models that are compiled, completely or in parts, when they are saved or loaded."""
+"""Models may be compiled, as a whole or in parts, when their states are saved or loaded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOW = ["plain", "whole", "in parts", "in place"]
 
 
 class Net(nn.Module):
-    """A model of an encoder and a head with tied weights."""
+    """A model whose head shares its weight with the encoder's first layer."""
 
     def __init__(self) -> None:
         super().__init__()

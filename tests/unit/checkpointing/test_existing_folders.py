@@ -22,7 +22,7 @@ MANIFEST = "checkpoint_manifest.json"
 
 
 def save(folder: Path | str, value: float = 1.0) -> None:
-    """Save a model, all of whose weights have the same value."""
+    """Save the checkpoint of a model whose weight is filled with ``value``."""
     reset_shared_state()
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(4, 4)

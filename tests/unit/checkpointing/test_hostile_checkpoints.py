@@ -1,4 +1,4 @@
-"""Damaged and malicious files raise a single class of error that names the file, without using much memory."""
+"""Loading a damaged or malicious file takes little memory, and raises one class of error, which names the file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def torch_file(pickled: bytes, compression: int = zipfile.ZIP_STORED, **more: bytes) -> bytes:
-    """Return a file in torch's format with another pickle and with additional entries."""
+    """Return a file in torch's format that contains ``pickled`` as its pickle, and additional entries."""
     plain, changed = io.BytesIO(), io.BytesIO()
     torch.save({"a": 1}, plain)
     with zipfile.ZipFile(plain) as archive, zipfile.ZipFile(changed, "w", compression) as out:
@@ -61,7 +61,7 @@ def safetensors_file(header: Any, content: bytes = b"") -> bytes:
 
 
 def damaged(content: bytes, generator: random.Random) -> bytes:
-    """Return the content of a file with bytes that were changed, cut off or added."""
+    """Return ``content`` with some bytes changed, cut off or added."""
     changed = bytearray(content)
     how = generator.random()
     if how < 0.2:
@@ -113,7 +113,7 @@ def test_damaged_files_without_a_manifest_raise_a_single_class_that_names_them(f
 
 
 def assert_named(load: Callable[[], object], name: str) -> None:
-    """Load, and check that any error is a CheckpointError that names the file, or torch's for mismatched parameters."""
+    """Check that any error of ``load`` is a CheckpointError that names the file, or torch's about wrong parameters."""
     error: Exception | None = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

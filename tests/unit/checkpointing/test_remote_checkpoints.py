@@ -1,4 +1,4 @@
-"""Checkpoints at URLs, in one process: fsspec's memory, the disk as a store, and errors for unreachable URLs."""
+"""Checkpoints at URLs, in one process: in fsspec's memory file system, on disk, and at unreachable URLs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ assert stores.Shelf.protocol == ("shelf",)
 
 @pytest.fixture
 def url() -> str:
-    """Return a URL in fsspec's memory that no other test uses."""
+    """Return a URL in fsspec's memory file system that no other test uses."""
     return f"memory://{uuid.uuid4().hex}"
 
 

@@ -477,7 +477,7 @@ def test_a_state_that_cannot_be_loaded_is_reported_when_it_is_saved(tmp_path: Pa
 
 
 def test_an_error_of_an_object_is_not_reported_as_damage(tmp_path: Path) -> None:
-    """torch's optimizers cannot load NumPy arrays, even though the file is complete."""
+    """torch's optimizers cannot load states with NumPy arrays, even from an intact file."""
     accelerator, raw = Accelerator(cpu=True), nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
     model(torch.ones(1, 2)).sum().backward()

@@ -1,4 +1,4 @@
-"""The results of the last batch in a world of one rank."""
+"""`gather_for_metrics` on one rank: padding of the last batch is cut, and values without rows are unchanged."""
 
 from __future__ import annotations
 

@@ -613,7 +613,7 @@ def test_a_short_training_tests_a_configuration(command: Command, tmp_path: Path
 
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Return a list that receives what the command would join with: address, secret, processes and timeout."""
+    """Replace `joining.join`. Return a list of its arguments: address, secret, number of processes and timeout."""
     found: list[Any] = []
 
     def join(

@@ -1,4 +1,4 @@
-"""The commands that the options of `accelerate launch` are translated into."""
+"""Translating the options of `accelerate launch` into commands and environment variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of settings: everything derived from a field, and everything that must agree with it."""
+"""The table of settings: what is derived from its entries, and what must agree with them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_launcher_has_the_fields_of_its_configuration() -> None:
 
 
 def test_the_launcher_documents_its_everyday_parameters_first() -> None:
-    """Accelerate's own parameters come first, and these follow. A single line then describes the rarer ones."""
+    """Everyday parameters follow those that Accelerate has. A single line then describes the rarer ones."""
     own = list(inspect.signature(notebook_launcher).parameters)[15:]
     assert own[:9] == [
         "block", "start_method", "panel", "env", "hold_on_error", "save", "detach", "resume", "config",

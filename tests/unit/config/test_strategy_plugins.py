@@ -1,4 +1,4 @@
-"""Plugins of parallel training: variables, defaults, checks."""
+"""Plugins for parallel training: environment variables, defaults and checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The SIGCHLD handler that torch installs in a process with the first worker of a loader, and keeps."""
+"""A fixture for the SIGCHLD handler that torch installs, for good, when a process starts its first loader worker."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Several(Dataset[int]):
 
 
 class Stream(IterableDataset[int]):
-    """An iterable dataset that yields the epoch, and what the worker was told when it started."""
+    """An iterable dataset that yields the epoch, and the number that `tell` set when the worker started."""
 
     told = -1
 

@@ -117,7 +117,7 @@ def test_samplers_that_draw_get_a_generator_that_ranks_can_share(sampler: Any) -
         torch.manual_seed(4)
         made = prepared(plain, 2, rank, rng_types=["generator"])
         assert made.synchronized_generator is get_sampler(made).generator is not None
-        torch.manual_seed(100 + rank)  # Each rank has drawn other numbers by now.
+        torch.manual_seed(100 + rank)  # Each rank has drawn different numbers by now.
         shares.append([i for batch in read(made) for i in batch])
     assert len(set(shares[0] + shares[1])) == 8
     assert sampler.generator is None
@@ -405,7 +405,7 @@ class Uncounted(Sampler[int]):
 
 
 class OwnBatches:
-    """A user-defined batch sampler whose batches have several sizes."""
+    """A user-defined batch sampler whose batches have different sizes."""
 
     batch_size = 4
 
@@ -489,7 +489,7 @@ def test_an_evaluation_in_between_changes_nothing() -> None:
             if step == 1:
                 break
         single = iter(prepared(DataLoader(range(1))))
-        next(single)  # The last batch reports the end, but the pass stays open.
+        next(single)  # Reading the only batch reports the end, but the pass stays open.
         held.append(single)
         if step < 2:
             continue

@@ -1,4 +1,4 @@
-"""The samples of each rank."""
+"""The division of samples among ranks."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_shard_reports_its_length_and_its_last_round(
 
 @pytest.mark.parametrize("read", [1, 2])
 def test_an_interrupted_pass_does_not_read_the_sampler_to_its_end(read: int) -> None:
-    """At its end, torch's RandomSampler draws another permutation, which would change the order of the next pass."""
+    """At its end, torch's RandomSampler draws another permutation, which changes the order of the next pass."""
     taken = []
 
     def sampler() -> Any:

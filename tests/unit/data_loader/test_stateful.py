@@ -58,7 +58,7 @@ def test_resuming_gives_exactly_the_remaining_samples(workers: int, ranks: int, 
     for rank in range(ranks):
         torch.manual_seed(5)
         original = loader(ranks, rank, workers, **options)
-        read(original)  # Read the first epoch, so that resuming must find its way to the second one.
+        read(original)  # Read the first epoch, so that the states are saved in the second one.
         states, second = [], []
         for batch in original:
             second.append(batch.tolist())
@@ -93,7 +93,7 @@ def test_a_state_after_an_interrupted_loop_counts_yielded_batches(workers: int) 
 def test_after_a_state_at_the_last_batch_the_next_epoch_is_complete(
     workers: int, leaves: bool, options: dict[str, Any]
 ) -> None:
-    """Accelerate's example of checkpoints then starts the next epoch with the loader itself."""
+    """In this case, Accelerate's checkpointing example reads the next epoch from the loader itself."""
     original = loader(workers=workers, **options)
     for number, _ in enumerate(original, 1):
         state, numbers = pickle.loads(pickle.dumps((original.state_dict(), torch.get_rng_state())))
@@ -189,7 +189,7 @@ def test_iterable_datasets_resume_too(kind: Any, consumed: int) -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("before_pass", [False, True])
 def test_a_stream_resumes_any_number_of_times(kind: Any, workers: int, before_pass: bool) -> None:
-    """To resume, torchdata reads a stream's batches from the start, and counts them twice."""
+    """To resume a stream, torchdata reads its batches again from the start, and counts these batches twice."""
     read_so_far: list[list[int]] = []
     state = None
     for consumed in (2, 1, 2, None):

@@ -1,4 +1,4 @@
-"""Time limits that the kernel enforces instead of torch."""
+"""Time limits of collectives, which the kernel enforces instead of torch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_nccl_keeps_a_limit_that_ends_unwatched_ranks(
     group = _Group()
     assert collective_timeouts.lengthen(group) == min(limits.values()).total_seconds()
     assert found == [expected]
-    assert collective_timeouts.lengthen(group) is None, "the limit is replaced once"
+    assert collective_timeouts.lengthen(group) is None, "the limit must be replaced only once"
     assert found == [expected]
 
 

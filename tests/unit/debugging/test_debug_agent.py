@@ -14,7 +14,7 @@ from notebook_accelerate.worker import debug_agent as debugging
 
 
 class Host:
-    """A rank's agent and its sink. The kernel gets messages at once, and may answer before the agent returns."""
+    """Replaces a rank's agent and its sink. The kernel's answers may arrive before `send` returns."""
 
     def __init__(self) -> None:
         self.sink: Any = self

@@ -110,7 +110,7 @@ def test_without_waiting_ranks_the_verdict_says_so() -> None:
 
 
 def test_a_healthy_run_is_not_reported_as_waiting() -> None:
-    """Ranks spend most of their time in collectives, but each wait is short."""
+    """Healthy ranks may spend most of their time in collectives, but each wait is short."""
     short = [
         RankPosition(rank, "running", _at(13), NOW - 0.1, (call,), {"0": call.number})
         for rank, call in enumerate([_call(4, waited=0.1), _call(5, waited=0.0)])
@@ -153,7 +153,7 @@ def test_a_run_without_running_ranks_is_reported() -> None:
 
 
 def test_several_groups_are_distinguished() -> None:
-    """Number 1 of one group has nothing to do with number 1 of another. The earliest number is the origin."""
+    """Each group numbers its own collectives. The verdict is about the open collective with the lowest number."""
     verdict = _verdict(
         _waiting(0, _call(7)),
         RankPosition(1, "running", _at(30), NOW - 9, (_call(2, group="pair"),), {"0": 6, "pair": 2}),

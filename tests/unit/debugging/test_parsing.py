@@ -1,4 +1,4 @@
-"""Parsing what shows a rank's state from outside: faulthandler's dumps, torch's flight recorder, and py-spy."""
+"""Parsing records of a rank's state: faulthandler's dumps, torch's flight recorder, and the output of py-spy."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_a_missing_or_forbidden_py_spy_gives_nothing(monkeypatch: pytest.MonkeyP
     assert process_stacks.native_stack(os.getpid()) == ()
     monkeypatch.setattr(
         process_stacks, "py_spy_path", lambda: sys.executable
-    )  # Python refuses these arguments, as py-spy does without permission.
+    )  # Python exits with an error for py-spy's arguments, as py-spy does without permission.
     assert process_stacks.native_stack(os.getpid()) == ()
 
 

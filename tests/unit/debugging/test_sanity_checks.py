@@ -274,7 +274,7 @@ class Reading:
 
 
 def test_batches_from_elsewhere_are_not_compared(sink: RecordingSink) -> None:
-    """A GAN's generator receives noise, which is equal on ranks with the same seed."""
+    """For example, a GAN's generator receives noise, which is rightly equal on ranks with the same seed."""
     model = torch.nn.Linear(2, 1)
     SanityFacts(several=True, gradient_state=Reading()).prepared([model], [], [])
     for _ in range(3):

@@ -99,7 +99,7 @@ class _Reduced:
         return self.reduced
 
     def __call__(self) -> None:
-        """Do nothing. Picklers require that the objects that a file calls are callable."""
+        """Do nothing. The method only makes objects callable, as picklers require of everything that a file calls."""
 
 
 def _reduced(*reduced: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Private temporary folders, and when they are removed by which process."""
+"""Private temporary folders, and which process removes them when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Detection of devices without torch and without a device context, for each setting of the variables."""
+"""Devices are detected without torch and without a device context, for each setting of the environment variables."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_memory_of_this_machine_is_plausible() -> None:
 
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Return the control groups of a machine. This process is in a service of a slice, and in a job of version 1."""
+    """Return the folder of the control groups. This process is in slice/service (version 2) and jobs/one (1)."""
     (tmp_path / "own").write_text("4:cpu,memory:/jobs/one\n0::/slice/service\n")
     monkeypatch.setattr(detection, "_OWN_GROUPS", tmp_path / "own")
     monkeypatch.setattr(detection, "_GROUPS", tmp_path / "groups")

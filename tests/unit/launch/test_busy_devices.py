@@ -20,7 +20,7 @@ from tests.support.counted_cuda import CountedCuda
 from tests.support.waiting import until
 
 SECONDS = 60.0
-"""The seconds that a rank waits if nothing stops it, which are more than any test takes."""
+"""The time in seconds that a rank waits if nothing stops it. No test takes this long."""
 
 
 @pytest.fixture(scope="module")

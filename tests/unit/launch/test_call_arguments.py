@@ -43,7 +43,7 @@ def test_arguments_are_plain_values_by_name() -> None:
     assert call_arguments(lambda service: service, ({"token.prod": "x", "login": {"accessToken": ["x"]}},)) == {
         "service.token.prod": "***", "service.login.accessToken": "***",
     }  # fmt: skip
-    assert call_arguments(_train, (1,)) == {"0": 1}, "the ranks report the wrong call"
+    assert call_arguments(_train, (1,)) == {"0": 1}, "the ranks report the error in the call"
     assert len(call_arguments(lambda many: many, ({str(n): n for n in range(1000)},))) == MAX_ARGUMENTS
 
 
@@ -90,7 +90,7 @@ def test_a_record_of_a_run_is_enough_for_the_table() -> None:
     rows = {row.key: row for row in table.table.rows}
     actions = {key: [action.id for action in row.actions] for key, row in rows.items()}
     assert actions == {"77": ["open"], str(here.id): ["open", "stop"]}, (
-        "one of them cannot be stopped from this process"
+        "the run of the other process cannot be stopped from here"
     )
     firsts = [row.cells[0] for row in (rows[str(here.id)], rows["77"])]
     assert [cell.colour for cell in firsts if isinstance(cell, Cell)] == [0, 1]

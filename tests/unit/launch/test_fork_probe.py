@@ -48,7 +48,7 @@ def test_a_plain_kernel_is_safe() -> None:
 
 
 def test_a_warm_openmp_team_of_the_main_thread_is_no_hazard() -> None:
-    """The run's thread forks the ranks, so the probe is not forked from the calling thread either."""
+    """Like the ranks, the probe is forked from a thread other than the one that the team belongs to."""
     script = """
     import torch
     torch.set_num_threads(2)
@@ -59,7 +59,7 @@ def test_a_warm_openmp_team_of_the_main_thread_is_no_hazard() -> None:
 
 @pytest.mark.parametrize("name", ["jemalloc", "tcmalloc"])
 def test_another_allocator_is_recognized_by_its_library(tmp_path: Path, name: str) -> None:
-    """Any library will do, because only the name in the memory map matters, which LD_PRELOAD determines."""
+    """Any library will do: the check looks for its name in the memory map, and LD_PRELOAD puts it there."""
     found = re.search(r"/\S+/libm[.-]\S+", Path("/proc/self/maps").read_text())
     if found is None:
         pytest.skip("this interpreter has its libraries built in")
@@ -92,7 +92,7 @@ def test_a_computing_thread_is_a_hazard() -> None:
 
 @pytest.mark.parametrize("broken", ["time.sleep(600)", "os._exit(3)", "os.kill(os.getpid(), 11)"])
 def test_a_probe_that_fails_is_a_hazard(broken: str) -> None:
-    """Library code may hang in a forked child or kill it. The probe is killed then, and leaves nothing behind."""
+    """Library code may kill a forked child, or hang in it until the probe kills it. Nothing is left behind."""
     script = f"""
     import psutil
     from notebook_accelerate.launch.processes import fork_probe

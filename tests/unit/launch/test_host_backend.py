@@ -46,7 +46,8 @@ def ends() -> Iterator[tuple[HostConnection, Stream]]:
 
 def test_a_function_is_read_while_it_is_sent(ends: tuple[HostConnection, Stream]) -> None:
     connection, host = ends
-    values = os.urandom(8 * PART_BYTES)  # These are more bytes than the reader has consumed.
+    # This exceeds the stream's window, so the end is sent only after the host has read the beginning.
+    values = os.urandom(8 * PART_BYTES)
     backend = FunctionBackend(double, (values,))
     orders = [WorkerOrder(rank, {"RANK": str(rank)}, 1, capture_inherited_state()) for rank in (4, 5)]
     backend.send(connection, orders)
@@ -72,6 +73,6 @@ def test_a_host_that_is_lost_during_the_transfer_of_a_function_delays_no_other_h
     backend = FunctionBackend(double, (bytes(64 * PART_BYTES),))
     backend.send(connection, [WorkerOrder(0, {}, 1, capture_inherited_state())])
     backend.close()
-    assert open_descriptors() == descriptors + 1, "the function, whose remainder is still to be sent"
+    assert open_descriptors() == descriptors + 1, "the rest of the function is still to be sent"
     host.close()
     until(lambda: open_descriptors() < descriptors)

@@ -1,4 +1,4 @@
-"""Malicious run files. Opening one succeeds or raises a single error that names the file, and costs little."""
+"""Malicious run files. Opening one gives a run or raises an error that names the file, and takes little memory."""
 
 from __future__ import annotations
 

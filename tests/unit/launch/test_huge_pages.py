@@ -14,7 +14,7 @@ SIZE = 8 * fork_costs.HUGE_PAGE
 
 
 def in_huge_pages(memory: mmap.mmap) -> int:
-    """Return the number of bytes of a mapping that are in huge pages, in the area of its middle."""
+    """Return how many bytes are in huge pages, in the area of memory that contains the middle of the mapping."""
     address = _address(memory)
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():

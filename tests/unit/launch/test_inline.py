@@ -262,7 +262,7 @@ def test_shared_state_of_the_kernel_is_set_aside_and_restored() -> None:
     ],
 )
 def test_memory_of_a_failed_run_is_free_for_the_next_launch(prepared: bool, grouped: bool) -> None:
-    """After an out-of-memory error on the only GPU, for example, the error's frames still refer to its tensors."""
+    """After an out-of-memory error, the frames in its traceback still refer to the tensors of the failed run."""
     held: list[weakref.ref[Any]] = []
 
     def fail() -> None:

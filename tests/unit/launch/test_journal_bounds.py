@@ -292,7 +292,7 @@ def test_a_follower_continues_from_the_position_of_an_undone_append(tmp_path: Pa
 
 
 def test_held_ranks_are_released_if_their_journal_is_deleted(tmp_path: Path) -> None:
-    """Such a process exits some time after the run, but kernels that are attached must not wait forever."""
+    """No event reports the release, so attached kernels must notice that the process of the run has exited."""
     with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
         journal = Journal()
         identity = asdict(replace(this_process(), pid=process.pid, started=0))

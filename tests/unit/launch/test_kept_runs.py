@@ -75,7 +75,7 @@ def write_journal(folder: Path, records: list[Record], name: str = "made") -> Pa
 
 
 def change_process(file: Path, **changes: Any) -> None:
-    """Change the process that has written a journal, according to the journal."""
+    """Change what a journal says about the process that wrote it."""
     content = file.read_bytes()
     frame, end = next(iter(journal_format.read_frames(content[8:])))
     frame.content["process"] |= changes
@@ -429,7 +429,7 @@ def test_the_report_shows_the_machine_of_the_run(tmp_path: Path) -> None:
 
 
 def test_every_event_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    """A stall's cause is a string. The end of a run contains an error, which is not written."""
+    """This includes events of the run itself, such as a stall with its cause and a note."""
     records = [Record(-1, START, RunStalled(START, "rank 1 waits")), Record(-1, START, NoteAdded("a note"))]
     (run,) = [open_run(write_journal(tmp_path / "made", records))]
     assert run.stall == Stall(START, "rank 1 waits")
@@ -480,7 +480,7 @@ def test_a_folder_that_was_not_created_for_the_run_is_kept(tmp_path: Path) -> No
         shutil.copy(first / JOURNAL_NAME, mine / JOURNAL_NAME)
         open_run(mine).delete()
         assert list(mine.iterdir()) == []
-    # In another time zone, the name would have been different.
+    # The folder may have been named in another time zone.
     numbered = again.rename(tmp_path / f"20260101-000000{first.name[15:]}-2")
     for each in (first, numbered):
         open_run(each).delete()
@@ -603,7 +603,7 @@ def test_a_journal_opens_after_a_kill_at_any_write(tmp_path: Path, torn: str) ->
     )
     assert done.returncode == 0, done.stderr[-3000:]
     pairs = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
-    assert len(pairs) > 30, "each step has a write or a change of the folder"
+    assert len(pairs) > 30, "there must be a step for each write and each change of the folder"
     thinned = 0
     for step, known in pairs:
         folder = tmp_path / str(step)

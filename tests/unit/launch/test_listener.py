@@ -256,7 +256,7 @@ def _frames(event: Event) -> bytes:
 
 
 def _await_last(dealer: Any) -> None:
-    """Wait until the kernel ends the stream, which pings may precede."""
+    """Wait until the kernel ends the stream. Pings may arrive before the end."""
     dealer.rcvtimeo = int(1000 * SECONDS)
     while not stream.HEADER.unpack_from(dealer.recv())[2]:
         pass
@@ -377,8 +377,8 @@ def test_busy_streams_leave_time_for_other_work(kernel: _Kernel) -> None:
         while len(called) < 120:
             dispatch(selector, SECONDS)
             rounds += 1
-    assert rounds >= 10, "one call handles all that has arrived"
-    assert set(called[:20]) == {0, 1, 2}, "one busy stream does not delay the others"
+    assert rounds >= 10, "one call must not handle everything that has arrived"
+    assert set(called[:20]) == {0, 1, 2}, "one busy stream must not delay the others"
 
 
 def _read_slowly(end: Stream, number: int, called: list[int]) -> None:

@@ -43,7 +43,7 @@ def evaluate(interpreters: InterpreterServer, script: str, **environment: str) -
 
 
 def run_interpreter(script: str, *, prefix: Sequence[str] = (), cwd: Path = ROOT, **environment: str) -> Any:
-    """Run a script in a new interpreter, started by a command. Return the value that the script reports."""
+    """Run a script in a new interpreter, which the command ``prefix`` starts. Return the value that it reports."""
     command = [*prefix, sys.executable, "-c", PRELUDE + textwrap.dedent(script)]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     done = subprocess.run(command, env=variables, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
@@ -316,7 +316,7 @@ def test_a_search_for_a_port_ends_if_all_are_taken(taken: str) -> None:
     """
     found, took = run_interpreter(taken + textwrap.dedent(search), prefix=FEW_PORTS)
     assert found.startswith("PortInUseError: no free port was found on this machine")
-    assert took < 60, "it would search forever"
+    assert took < 60, "the search must not go on forever"
 
 
 @pytest.mark.parametrize("setup", ["true", "ip link set lo up && ip link set lo down"])

@@ -111,7 +111,7 @@ class _Writes(list[bytes]):
 
 def _bars_of_tqdm(*, leave: bool) -> _Writes:
     class tqdm(pytest.importorskip("tqdm").tqdm):  # type: ignore[misc]  # noqa: N801 - as its users write it
-        monitor_interval = 0  # This prevents tqdm's monitor thread.
+        monitor_interval = 0  # This keeps tqdm from starting its monitor thread.
 
     writes = _Writes()
     for epoch in tqdm(range(2), "epochs", file=writes, ascii=True, mininterval=0):
@@ -138,7 +138,7 @@ def test_nested_bars_are_redrawn_in_place(leave: bool, size: int) -> None:
     wanted = ["epoch 0", "epoch 1", "epochs"] if leave else ["epochs"]
     assert [line for line in done if "%|" not in line] == ["note 0", "note 1", "the end"]
     assert [bar for bar in bars if bar != "epochs"] == wanted[:-1]
-    assert 1 <= bars.count("epochs") <= 2, "at most its first state is also there, from before the inner bar was drawn"
+    assert 1 <= bars.count("epochs") <= 2, "the only other line may be its first state, before the inner bar was drawn"
     assert "epochs: 100%|" in done[-2]
     assert most == 2 if size == 0 else most <= 6, "a piece may end between two writes"
 
@@ -240,7 +240,7 @@ def _display(number: int) -> DisplayEvent:
 
 @given(st.data())
 def test_lines_and_displays_keep_their_order(data: st.DataObject) -> None:
-    """Pipes may be cut anywhere, and pieces and displays may arrive in any order."""
+    """Each pipe's data may be split anywhere, and pieces and displays may arrive in any order."""
     marks = [display_mark(number) for number in (1, 2, 3)]
     raw = {
         "stdout": b"".join(b"line %d\n%s" % pair for pair in enumerate(marks)) + b"\x1b[1mlast\x1b[0m\n",

@@ -194,7 +194,7 @@ def test_joined_notebooks_may_have_different_numbers_of_ranks() -> None:
     second = on_node(first, 1)
     assert (second.world_size, second.first_rank, second.num_processes) == (5, 2, 3)
     env = rank_environment(second, 2)
-    assert not {"GLOO_SOCKET_IFNAME", "NOTEBOOK_ACCELERATE_SERVED_STORE"} & set(env), "that machine has its own number"
+    assert not {"GLOO_SOCKET_IFNAME", "NOTEBOOK_ACCELERATE_SERVED_STORE"} & set(env), "node 1 sets its own"
     expected = {
         "RANK": "4", "LOCAL_RANK": "2", "WORLD_SIZE": "5", "LOCAL_WORLD_SIZE": "3", "GROUP_RANK": "1",
         "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000",

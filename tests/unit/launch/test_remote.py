@@ -1,4 +1,4 @@
-"""Ranks that a host starts and relays. The host runs on the same machine, but its connection is real."""
+"""Ranks that a host starts, and whose messages it relays. The host runs on this machine over a real connection."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def be_a_host() -> None:
     hello = HelloEvent(node, f"machine-{node}", processes=len(orders))
     with closing(Host(connect_to_kernel("127.0.0.1", port, secret, hello))) as host:
         host.run_ranks(Given(), orders)
-        assert host.next_message() is None, "the kernel leaves"
+        assert host.next_message() is None, "the kernel closes the connection"
 
 
 @pytest.fixture(autouse=True)
@@ -145,7 +145,7 @@ def _fail(who: int) -> None:
 
 
 def _sleep() -> None:
-    answer = 42  # noqa: F841 - asked for once the line is there
+    answer = 42  # noqa: F841 - the test asks for it
     print("asleep", flush=True)
     while True:
         time.sleep(0.01)

@@ -166,7 +166,7 @@ def test_an_invalid_event_does_not_change_the_journal() -> None:
 
 
 def recorded(function: Any, **options: Any) -> tuple[Run, list[Record]]:
-    """Launch. Return the run, and every event that the listeners of its journal received."""
+    """Launch a function. Return the run, and every event that the listeners of its journal received."""
     records: list[Record] = []
     subscribe = Journal.__init__
 

@@ -50,7 +50,7 @@ def test_the_flame_graph_is_svg_whose_bars_are_as_wide_as_their_shares() -> None
 
 def test_bars_are_redder_the_more_ranks_differ_and_give_the_difference() -> None:
     def drawn(first: SampleReply, second: SampleReply) -> tuple[int, str]:
-        """Return how much more red than blue the colour of the bar for ``load`` is, and its label."""
+        """Return by how much red exceeds blue in the bar for ``load``, and the bar's label."""
         samples = Samples({0: first, 1: second}, tracebacks.frame_location)
         nodes = list(ET.fromstring(samples.flame_graph()).iter())
         place = next(at for at, node in enumerate(nodes) if len(node) and (node[0].text or "").startswith("load"))

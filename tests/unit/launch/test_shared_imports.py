@@ -1,4 +1,4 @@
-"""What the kernel imports for the ranks that it forks, and when it leaves the import to them."""
+"""The kernel imports torch._dynamo once for all the ranks that it forks, or leaves the import to them."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_the_kernel_learns_from_ranks_which_functions_train(method: str, tmp_pat
 
 
 def test_changed_variables_are_read_by_ranks_from_the_server_process(tmp_path: Path) -> None:
-    """The first launch with a variable leaves the import to the ranks. Later, the kernel's import is too old."""
+    """The first launch leaves the import to the ranks. Once the kernel has imported, it ignores changed variables."""
     script = """
     from notebook_accelerate.launch.processes.zygote import ensure_zygote
 
@@ -200,7 +200,7 @@ def test_a_run_that_is_stopped_during_the_import_ends_before_it_does(tmp_path: P
 
 @pytest.mark.parametrize("name", ["sympy.py", "profile.py", "mpmath/__init__.py"])
 def test_modules_of_the_working_directory_are_not_imported_into_the_kernel(name: str, tmp_path: Path) -> None:
-    """Ranks import such a module in the place of the installed one, as before."""
+    """Only ranks import such a module instead of the installed one."""
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("raise SystemExit('imported')")
     script = """
@@ -213,7 +213,7 @@ def test_modules_of_the_working_directory_are_not_imported_into_the_kernel(name:
 
 
 def test_the_import_has_no_side_effects_that_a_kernel_would_notice(tmp_path: Path) -> None:
-    """It starts no threads, initialises no device and draws no random numbers."""
+    """For example, the import starts no threads, initialises no device and draws no random numbers."""
     script = """
     import random, signal
     state = lambda: [
@@ -241,7 +241,7 @@ def test_the_import_has_no_side_effects_that_a_kernel_would_notice(tmp_path: Pat
 
 
 def test_the_import_reads_no_other_variables_and_looks_for_no_other_modules(tmp_path: Path) -> None:
-    """A newer torch may read more. Then the tables of the module must be extended."""
+    """If a newer torch reads more variables or looks for more modules, add them to the tables in `shared_imports`."""
     script = """
     read, wanted = set(), set()
     class Spy:

@@ -47,7 +47,7 @@ def test_an_interrupt_before_an_inline_run_starts_ends_it(press: Press) -> None:
     with pytest.raises(KeyboardInterrupt):
         notebook_launcher(time.sleep, (600,))
     run = notebook_accelerate.runs()[-1]
-    assert run.wait(0), "stopping all runs, as at the kernel's exit, would wait for it forever"
+    assert run.wait(0), "when the kernel exits, it must not wait forever for the run to stop"
     assert run.status == "stopped"
 
 

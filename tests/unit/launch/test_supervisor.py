@@ -56,7 +56,7 @@ class _Slow(Received):
 
     def on_output(self, rank: int, stream: str, data: bytes) -> None:
         self.heard += len(data)
-        assert self.heard <= 4 * PIPE_BYTES, "it would read forever"
+        assert self.heard <= 4 * PIPE_BYTES, "the supervisor must not read forever"
         time.sleep(0.02)
 
 

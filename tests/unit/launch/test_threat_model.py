@@ -75,7 +75,7 @@ class _Listening:
         return stream, incoming.stream
 
     def answers(self) -> bool:
-        """Return whether something accepts connections on a port."""
+        """Return whether the port of the listener still accepts connections."""
         with suppress(OSError), self.connect():
             return True
         return False

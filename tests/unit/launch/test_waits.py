@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("interruptible")]
 
 @contextmanager
 def unnoticed_interrupt(handler: Callable[[], None]) -> Iterator[None]:
-    """Return a function that calls ``handler`` for a SIGINT that interrupts only another thread's system call."""
+    """Send a SIGINT during the block, but to another thread, and let ``handler`` handle it."""
 
     def interrupt() -> None:
         signal.pthread_kill(threading.get_ident(), signal.SIGINT)

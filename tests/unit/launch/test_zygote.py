@@ -116,7 +116,7 @@ def test_a_kernel_that_dies_before_reading_an_answer_ends_the_zygote(server: Zyg
         assert wires.printed()
         _wait_until_asleep(server)
         server.close()
-    assert server._process.returncode == 0, "it exited with an error"
+    assert server._process.returncode == 0, "the zygote exited with an error"
 
 
 def test_a_zygote_that_did_not_reply_in_time_gets_no_further_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,7 @@ def test_requests_are_served_before_deferred_imports() -> None:
 
 
 def test_imports_of_an_optimizer_precede_the_fork_of_a_rank_that_trains(server: Zygote) -> None:
-    """The server waits for no import while it must report the ends of other ranks."""
+    """While other ranks run, the zygote must report when they end, and does not wait for imports."""
     with _Wires(sleep_long) as waiting, _Wires(print_imported) as wires:
         other = server.fork(ORDER, waiting.theirs)
         server.fork(ORDER, wires.theirs, trains=True)

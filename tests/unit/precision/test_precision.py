@@ -87,7 +87,7 @@ def test_precisions_can_be_registered() -> None:
 
 
 def test_nested_calls_of_one_model_keep_autocast() -> None:
-    """When a model calls itself, the inner call restores autocast."""
+    """When a model calls itself, each call restores the autocast state that it found."""
 
     class Recursive(nn.Module):
         def __init__(self) -> None:

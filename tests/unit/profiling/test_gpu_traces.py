@@ -87,7 +87,7 @@ def test_the_rank_whose_kernels_take_longest_is_named() -> None:
     assert finding.ranks == (1,)
     assert finding.sentence.startswith("rank 0 waits 25 ms per step for rank 1 in all_reduce #")
     assert "which computes" in finding.sentence
-    assert "unbalanced_batches" not in _rules(analysis), "the finding says that the batches are equal"
+    assert "unbalanced_batches" not in _rules(analysis), "the batches have equal sizes"
 
 
 def test_waits_are_drawn_between_the_kernels() -> None:
@@ -103,13 +103,13 @@ def test_larger_batches_are_found_by_the_time_of_their_kernels() -> None:
     finding = next(each for each in analysis.findings if each.rule == "unbalanced_batches")
     assert finding.ranks == (1,)
     assert "102 rows" in finding.sentence
-    assert "slowest_rank" not in _rules(analysis), "the cause is named"
+    assert "slowest_rank" not in _rules(analysis), "unbalanced_batches already names the cause"
 
 
 def test_full_precision_is_weighed_by_kernels() -> None:
     assert "full_precision" in _rules(_train(kind="float"))
     facts = _train(kind="float").facts.ranks[0]
-    assert facts.matrix["float"] == pytest.approx(0.025, rel=0.01), "the host needs 18 us of it"
+    assert facts.matrix["float"] == pytest.approx(0.025, rel=0.01), "not the 18 us on the host"
 
 
 def test_a_barrier_in_each_step_is_found_by_the_wait_for_its_kernel() -> None:

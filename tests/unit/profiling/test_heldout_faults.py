@@ -27,7 +27,7 @@ def test_a_fault_is_named_and_nothing_else(planted: Planted) -> None:
     print(profile)
     assert profile.missing == {}
     naming = [each for each in profile.findings if each.rule in planted.rules]
-    assert [each for each in naming if re.search(planted.sentence, each.sentence)], "missed"
+    assert [each for each in naming if re.search(planted.sentence, each.sentence)], "no finding names it"
     assert {rank for each in naming for rank in each.ranks} == set(planted.about)
     assert [each.sentence for each in profile.findings if each.rule not in planted.rules] == []
 

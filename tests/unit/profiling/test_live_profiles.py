@@ -63,7 +63,7 @@ def running(run: Run) -> bool:
 
 
 def called_at_steps(run: Run, rank: int) -> bool:
-    """Return whether a profile is still called at the end of each of a rank's steps."""
+    """Return whether a profiler is still called at the end of a rank's steps."""
     callbacks = "__import__('notebook_accelerate.telemetry.step_time', fromlist='x').at_end"
     return bool(run.ask(f"any('StepProfiler' in repr(each) for each in {callbacks})")[rank])
 

@@ -510,7 +510,7 @@ def test_memory_is_compared_with_the_size_of_parameters_and_optimizer() -> None:
     with launched(attends) as run:
         trained(run)
         memory = run.memory(seconds=0)
-    size = 4 * (192 * 64 + 192 + 64 * 64 + 64)  # A parent module includes its own parameters and another module.
+    size = 4 * (192 * 64 + 192 + 64 * 64 + 64)  # The model has parameters of its own, and a child module.
     parts = memory.bytes(0)
     assert (parts["parameters"], parts["gradients"]) == (size, size)
     assert 2 * size <= parts["optimizer state"] <= 2 * size + 64

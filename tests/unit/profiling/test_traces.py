@@ -80,7 +80,7 @@ def test_a_step_that_the_recording_entered_in_the_middle_is_dropped() -> None:
 
 
 def printing(times: list[float], which: list[int], **more: Any) -> RankFacts:
-    """Return the facts of two steps of 10 ms. The samples at these times in ms are in ``print`` if ``which`` is 1."""
+    """Return the facts of two steps of 10 ms. Samples at ``times`` (in ms) are in ``print`` where ``which`` is 1."""
     found = facts(0, 0.0)
     frames = [["train.py", 5, "train", "x = model(x)"], ["train.py", 9, "train", "print(x)"]]
     found["samples"] |= {"frames": frames, "times": [int(at * 1e6) for at in times], "which": which}
@@ -98,7 +98,7 @@ def test_reads_with_other_operations_in_between_are_not_a_loop_over_values() -> 
 
 
 def waiting_for_batches(seconds: float, processes: str = "MultiProcessing", delay: float = 0.0) -> RankFacts:
-    """Return the facts of two steps of 10 ms without a wait for a DataLoader, and of two more with this wait."""
+    """Return the facts of two recorded steps that get batches at once, and two sampled ones that wait ``seconds``."""
     found = facts(0, 0.0)
     loader = "lib/torch/utils/data/dataloader.py"
     frames = [["train.py", 5, "train", "x = next(batches)"], [loader, 1278, "Iter._try_get_data", ""]]
@@ -186,7 +186,7 @@ def test_collectives_of_different_ranks_are_not_joined() -> None:
 
 
 def test_collectives_of_groups_are_joined_by_when_each_rank_entered_them() -> None:
-    """Ranks 0 and 1, and ranks 2 and 3, are in two groups with the same name. All four ranks are in another group."""
+    """Ranks 0 and 1 form a group, ranks 2 and 3 form another with the same name, and all four ranks form a third."""
     every = {"pg_name": "0", "ranks": [0, 1, 2, 3]}
     entered = {rank: [["1", 8, "all_reduce", 10**6, 0.003], ["0", 5, "all_reduce", 10**6, 0.013]] for rank in range(4)}
     entered[3] = entered[3][1:]  # Rank 3 entered its first collective before the recording.
@@ -343,7 +343,7 @@ def test_overlapping_events_get_separate_threads_unless_their_ends_are_inexact()
 
 
 def test_a_merged_trace_starts_at_0_even_if_a_step_started_before_its_first_event() -> None:
-    """Perfetto drops events with negative times. The first step was dropped because of 37 ns between two clocks."""
+    """Perfetto drops events with negative times. Two clocks that differed by 37 ns once made it drop the first step."""
     timeline = Timeline(names=["a"], steps=[Step(0, -0.037, 10.0, 1)])
     track = Track(0, "rank 0 · main thread")
     for values, value in ((track.start, 0.0), (track.duration, 2.0), (track.names, 0), (track.category, 0)):

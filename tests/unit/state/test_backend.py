@@ -35,7 +35,7 @@ def test_each_device_has_a_back_end(device: str, requested: str | None, with_cpu
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Return the list that receives the backends of the groups that two ranks on CUDA devices would start."""
+    """Make this process look like one of two ranks on CUDA. Yield a list of the backends that it would start."""
     backends: list[str] = []
     for name in ("ACCELERATE_USE_CPU", "ACCELERATE_USE_FSDP", "FSDP_OFFLOAD_PARAMS", "FSDP_VERSION"):
         monkeypatch.delenv(name, raising=False)

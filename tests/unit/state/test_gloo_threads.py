@@ -19,7 +19,7 @@ _PR_SET_NAME = 15
 
 
 class _GlooLike:
-    """A thread named like gloo's. It computes without the interpreter lock, for some rounds or until it is ended."""
+    """A thread named like gloo's. It computes without the interpreter lock, for ``rounds`` or until ``end()``."""
 
     def __init__(self, rounds: int | None) -> None:
         self._named, self._end, self.done = threading.Event(), threading.Event(), threading.Event()

@@ -45,7 +45,7 @@ def end(process: subprocess.Popen[str]) -> None:
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder on a file system that counts as not shared."""
+    """Return a folder on a file system that is treated as local to this container."""
     monkeypatch.setattr(
         deepspeed_engine, "_CONTAINER_FILE_SYSTEMS", frozenset({deepspeed_engine._file_system_type(tmp_path)})
     )

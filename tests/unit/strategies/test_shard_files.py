@@ -23,7 +23,7 @@ class Kept(io.BytesIO):
     """A stream that keeps the bytes in memory."""
 
     def keep(self, content: Any) -> int:
-        """Keep these bytes."""
+        """Write the bytes to memory."""
         return self.write(content)
 
 

@@ -1,4 +1,4 @@
-"""Distributed checkpoints are read as torch reads them, without a call of torch for each tensor."""
+"""Distributed checkpoints are read without calling torch.load for each tensor, with the same results as by torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def state(fill: bool) -> dict[str, Any]:
 
 @pytest.fixture
 def read_by_torch(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Return the list of the tensors that torch.load has returned."""
+    """Return a list that receives each tensor that torch.load returns."""
     found: list[torch.Tensor] = []
     torch_load = torch.load
 
@@ -58,11 +58,11 @@ def assert_read(folder: Path) -> None:
 def test_what_is_framed_is_read_without_torch(tmp_path: Path, read_by_torch: list[torch.Tensor]) -> None:
     make_part("part", state(fill=True)).write_here(tmp_path)
     assert_read(tmp_path / "part")
-    assert {tuple(tensor.shape) for tensor in read_by_torch} == {(4,), (6, 4)}, "what is empty is not read"
+    assert {tuple(tensor.shape) for tensor in read_by_torch} == {(4,), (6, 4)}, "empty tensors need not be read"
 
 
 def test_what_torch_wrote_is_read(tmp_path: Path, read_by_torch: list[torch.Tensor]) -> None:
-    # Without a group, nothing is communicated.
+    # Without a process group, torch saves without communicating.
     save(state(fill=True), storage_writer=FileSystemWriter(tmp_path / "part"))
     assert_read(tmp_path / "part")
 

@@ -150,7 +150,7 @@ def test_a_figure_is_recorded_with_all_its_fields() -> None:
 def test_the_page_shows_recorded_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     text = (COMMITTED.parents[1] / "docs" / "benchmarks.md").read_text()
     monkeypatch.setattr(record, "RECORDED", COMMITTED)
-    assert text == page.text(), "write it with page.write()"
+    assert text == page.text(), "docs/benchmarks.md is out of date: call benchmarks.page.write()"
     entries = record.recorded()
     keys = {entry.key for entry in entries}
     assert len(keys) == len(entries)

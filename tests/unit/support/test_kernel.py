@@ -1,4 +1,4 @@
-"""The kernel harness."""
+"""The kernel harness: output, errors, interrupts and timeouts."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_a_call_is_cheap_once_the_server_runs() -> None:
     calls = [run_ranks(_server_and_cost, process_group=True) for _ in range(2)]
     assert len({server for ranks in calls for server, _ in ranks}) == 1
     for _, seconds in calls[1]:
-        assert seconds < 1.0  # Importing torch would take longer, so it is not repeated.
+        assert seconds < 1.0  # Importing torch again would take longer.
 
 
 def test_the_leak_check_finds_leaked_objects(monkeypatch: pytest.MonkeyPatch) -> None:

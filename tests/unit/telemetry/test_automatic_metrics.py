@@ -46,7 +46,7 @@ def test_a_run_has_curves_of_values_that_it_does_not_log() -> None:
     assert dict(run.metrics) == {}
     found = run.automatic_metrics
     assert set(found["auto/loss"].values) == {8.0}, (
-        "the loss of a batch, before it is divided by the batches of a window"
+        "the loss of a batch, before it is divided by the number of batches in a window"
     )
     assert set(found["auto/lr"].values) == {0.5}
     assert set(found["auto/grad_norm"].values) == {0.0}
@@ -155,5 +155,5 @@ def test_figures_of_hosts_and_devices_become_curves() -> None:
     curves = run.automatic_metrics
     assert curves["system/cpu_percent"].rank(1).values.tolist() == [51.0]
     assert curves["system/memory_gb"].rank(0).values.tolist() == [2.0]
-    assert curves["system/gpu_memory_gb"].rank(1).values[-1] == 2.0, "there are curves of both devices of the rank"
+    assert curves["system/gpu_memory_gb"].rank(1).values[-1] == 2.0, "the curve adds up both devices of the rank"
     assert curves["system/gpu_percent"].rank(1).values.tolist() == [40.0]

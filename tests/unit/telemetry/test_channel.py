@@ -148,7 +148,7 @@ def test_a_value_that_is_not_a_number_ends_nothing() -> None:
 
 def test_a_large_payload_arrives_whole(ends: tuple[Channel, Channel]) -> None:
     kernel, rank = ends
-    payload = bytes(range(256)) * (64 << 12)  # The payload has 64 MiB.
+    payload = bytes(range(256)) * (64 << 12)  # The payload is 64 MiB long.
     sender = threading.Thread(target=rank.send, args=(ResultEvent(payload),))
     sender.start()
     found: list[Stamped] = []

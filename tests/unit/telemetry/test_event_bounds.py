@@ -31,7 +31,7 @@ from notebook_accelerate.telemetry.event_bounds import (
 
 
 def _sent(pair: tuple[Channel, Sink], *events: Event) -> tuple[list[Event], str]:
-    """Return the events that are received, and the notes in the rank's stderr."""
+    """Send events. Return those that arrive, and the notes in the rank's stderr."""
     kernel, sink = pair
     with tempfile.TemporaryFile() as notes:
         stderr = os.dup(2)

@@ -1,4 +1,4 @@
-"""The frames of running threads, whose callers' frames may be gone by the next bytecode."""
+"""Reading the frames of running threads, which may return from them at any bytecode."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def _settings() -> dict[str, Any]:
 
 
 def _inherited() -> dict[str, Any]:
-    """Return the settings of a thread after this thread's pickled state has been applied there."""
+    """Pickle this thread's state and apply it on a new thread. Return the settings of the new thread."""
     state = pickle.dumps(capture_inherited_state())
 
     def rank() -> dict[str, Any]:
@@ -144,7 +144,7 @@ def _applied(interpreters: InterpreterServer, state: str, expression: str) -> An
 
 
 def _in_processes(interpreters: InterpreterServer, setup: str, expression: str) -> Any:
-    """Set something in one interpreter and apply its state in another. Return the value of an expression there."""
+    """Run ``setup`` in one interpreter and apply its state in another. Return the value of ``expression`` there."""
     return _applied(interpreters, _captured(interpreters, setup), expression)
 
 

@@ -225,7 +225,7 @@ def test_a_tail_continues_where_the_last_one_ended() -> None:
     assert store.tail("loss", 0, second.cursor).values.tolist() == []
     _feed(store, *_metrics([float(value) for value in range(200)]))
     third = store.tail("loss", 0, second.cursor)
-    assert third.whole, "thinning must move the points"
+    assert third.whole, "thinning moved the points, so the tail must contain them all"
     assert third.values.tolist() == store.series("loss").values.tolist()
     assert store.ranks_of("loss") == [0]
     assert store.ranks_of("other") == []

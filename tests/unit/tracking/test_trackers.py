@@ -268,7 +268,7 @@ def test_a_launched_run_gets_the_logged_values(channel: Channel) -> None:
 
 
 class Unreadable:
-    """An object with the methods of a number, which fail."""
+    """An object that looks like a number, but whose methods raise errors."""
 
     def item(self) -> float:
         """Raise an error."""

@@ -65,7 +65,7 @@ def test_weights_that_should_be_tied_are_logged(tmp_path: Path, caplog: pytest.L
 
 
 def test_a_device_that_is_too_small_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))  # Each layer has 80 bytes.
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))  # Each layer takes 80 bytes.
     with caplog.at_level(logging.INFO):
         assert infer_auto_device_map(model, max_memory={0: 100, 1: 400, "cpu": 400}) == {"": 1}
     assert _names(caplog)[-1] == ("accelerate.utils.modeling", "INFO")

@@ -27,7 +27,7 @@ def test_every_check_returns_a_bool(name: str) -> None:
 
 
 def test_checks_import_no_large_package() -> None:
-    # These two checks must ask torch and bitsandbytes themselves.
+    # These two checks have to import torch or bitsandbytes.
     asking = {"is_torch_distributed_available", "is_bitsandbytes_multi_backend_available"}
     names = [name for name in CHECKS if name not in asking]
     code = (

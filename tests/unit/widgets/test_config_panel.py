@@ -87,7 +87,7 @@ def test_more_processes_than_cores_have_a_caution() -> None:
     assert panel.caution == "9 processes share 8 CPU cores, so each one trains more slowly."
     assert panel.caution in panel.widget.texts["plan"]
     assert panel.caution in panel.bundle["text/plain"]
-    assert panel.widget.disabled == [], "it is not an error"
+    assert panel.widget.disabled == [], "a caution must not disable the button"
     _set(panel, num_processes="0")
     assert panel.caution == ""
     assert panel.widget.disabled == ["launch", "cell"]
@@ -407,7 +407,7 @@ def test_saving_over_another_file_asks_first(tmp_path: Path) -> None:
     assert "Saved. Not stored: block, timeout." in panel.widget.texts["file"]
     assert ClusterConfig.from_yaml_file(file).num_processes == 2
     _set(panel, num_processes="").click("save")
-    assert "num_processes" not in file.read_text(), "Accelerate's launcher refuses -1"
+    assert "num_processes" not in file.read_text(), "Accelerate's launcher rejects -1, so the entry must be left out"
 
 
 # ---- launching

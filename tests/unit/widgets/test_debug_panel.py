@@ -230,7 +230,7 @@ def test_a_line_is_sent_to_the_debuggers_of_stopped_ranks(made: list[DebugPanel]
         assert panel.line.placeholder == "a command for the debugger of ranks 0, 1, e.g. p loss"
         for target, line, answers in ((ALL, "p loss", {0: "41", 1: "42"}), ("rank 1", "p loss * 2", {1: "84"})):
             panel.target.value, panel.line.value = target, line
-            panel.wait(SECONDS)  # Wait for the completion of the request.
+            panel.wait(SECONDS)  # Setting the line requests completions.
             panel._send()
             panel.wait(SECONDS)
             entry = panel.history[-1]

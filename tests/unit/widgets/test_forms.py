@@ -307,7 +307,7 @@ def test_entries_set_in_code_are_sent() -> None:
     assert [set(state) for state in sent] == [{"entries", "version"}]
     assert sent[0]["entries"]["form.num_processes"] == "2"
     _receive(view, kind="enter", path="form.cpu", value=True, version=version)
-    assert sent[1]["entries"]["form.cpu"] is True, "this was typed before the browser received entries without it"
+    assert sent[1]["entries"]["form.cpu"] is True, "the user typed it before the browser received the entries from code"
 
 
 def test_a_nested_form_is_sent_when_it_is_opened() -> None:

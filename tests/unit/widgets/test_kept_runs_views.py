@@ -77,9 +77,9 @@ def test_the_kept_runs_of_a_folder_are_shown_like_the_runs_of_a_kernel(tmp_path:
         _keep(tmp_path / f"run-{number:02}", "same" if number < 2 else f"rate-{number}", 1.0 + number, number)
     (tmp_path / "run-17" / journal_format.JOURNAL_NAME).write_bytes(b"broken")
     kept = runs(tmp_path)
-    assert kept[0].status == "broken", "the time of its launch is unknown"
+    assert kept[0].status == "broken", "a run whose launch time is unknown comes first"
     labels = ["run-17", "run-00", "run-01", *(f"rate-{number}" for number in range(2, 17))]
-    assert kept.labels == labels, "two runs have the same name"
+    assert kept.labels == labels, "runs with the same name are labelled by folder"
     assert repr(kept).splitlines()[2].split()[:3] == ["rate-16", "train", "succeeded"]
 
     table = RunsTable(kept)
@@ -95,7 +95,7 @@ def test_the_kept_runs_of_a_folder_are_shown_like_the_runs_of_a_kernel(tmp_path:
         until(lambda: {label for _, label, _ in table.plot.full.get("series", ())} == set(labels[2:]))
         assert table.rows[0][-2:] == ["loss", "best loss"]
         assert [row[0] for row in table.rows[1:]] == labels[::-1]
-        assert [row[-1] for row in table.rows[-3:]] == ["0.06667", "–", "–"], "only the summary of the others is read"
+        assert [row[-1] for row in table.rows[-3:]] == ["0.06667", "–", "–"], "for the others, only summaries are read"
         assert [[action.label for action in row.actions] for row in table.table.rows[-2:]] == [["Open"], []]
 
         table._on_action("run-00", "open")
@@ -128,7 +128,7 @@ def test_the_panel_of_a_failed_run_offers_to_continue(tmp_path: Path) -> None:
         assert not resumed.config.block
         panel.attention.click("continue")
         until(lambda: panel._request is None or not panel._request.is_alive())
-        assert run_registry.runs()[-1].id == resumed.id, "once"
+        assert run_registry.runs()[-1].id == resumed.id, "a second click must not resume again"
     finally:
         panel.close()
         close_all(panel.widget)

@@ -22,7 +22,7 @@ from notebook_accelerate.widgets.memory_panel import MemoryCheck, distribution_o
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
 WEIGHTS = 4 * 1000 * 1000
-"""The size of the model in bytes. Training needs four times as much, and DDP's buckets need as much again."""
+"""The size of the model in bytes. Training needs four times as much, and DDP's buckets as much as the model."""
 
 
 def model() -> nn.Module:
@@ -132,7 +132,7 @@ def test_offloaded_tensors_use_main_memory_that_ranks_share() -> None:
     made = panel(2 * 3 * WEIGHTS - 1)
     made.change(fsdp_plugin=offloaded)
     assert "most of it for optimizer" in made.warning, (
-        "each has half of four times the weights, and a whole copy for computing"
+        "each rank has half of four times the weights, and a whole copy for computing"
     )
     made = panel(2 * 3 * WEIGHTS)
     made.change(fsdp_plugin=offloaded)
@@ -148,7 +148,7 @@ def test_on_gpus_offloaded_tensors_are_compared_with_main_memory(monkeypatch: py
     machine: Any = SimpleNamespace(memory_bytes=4 * WEIGHTS)
     options = TrainingOptions(fsdp_plugin=Fsdp(fsdp_version=2, cpu_offload=True))
     assert MemoryCheck(model).warning(plan, options, machine) == "", (
-        "each has half of four times the weights, in main memory"
+        "each rank has half of four times the weights, in CPU memory"
     )
     assert "needs about 19.07 MB" in MemoryCheck(model).warning(plan, TrainingOptions(), machine)
     machine = SimpleNamespace(memory_bytes=4 * WEIGHTS - 1)

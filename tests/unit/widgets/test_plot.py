@@ -54,7 +54,7 @@ def test_the_first_message_has_everything_and_the_next_the_new_points() -> None:
 
 
 def test_late_curves_start_with_a_full_message() -> None:
-    """While the kernel is busy, a view could not request the message that a delta continues."""
+    """While the kernel is busy, a view cannot request the full message that a delta continues."""
     store = Store()
     plot = _plot(store)
     plot.update(0.0)

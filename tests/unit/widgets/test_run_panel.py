@@ -203,7 +203,7 @@ def test_items_that_need_the_user_are_listed_by_urgency() -> None:
         "the data are the same",
     ]
     labels = [[action["label"] for action in row["actions"]] for row in one.panel.attention.rows]
-    assert labels == [[], ["Answer"], ["Unpause"], [], []], "the header has Debug and Stop"
+    assert labels == [[], ["Answer"], ["Unpause"], [], []], "Debug and Stop are only in the header"
     one.run._internals.journal.append(RunMoved())
     one.run._internals.journal.append(PromptClosed(1, answered=True))
     one.run._internals.journal.append(RankResumed(2))
@@ -274,7 +274,7 @@ def test_stop_asks_only_if_a_run_is_older_than_a_minute() -> None:
     run = make_run(2, started=steady_time.now() - 61.0)
     assert stopping(run, None).action.question == "Stop run?"
     run._internals.journal.append(StopAdvanced("interrupting", "it was stopped"))
-    assert stopping(run, None).action.question == "", "Kill follows a click on Stop"
+    assert stopping(run, None).action.question == "", "Kill needs no question, because it follows a click on Stop"
 
 
 def test_without_a_total_the_steps_are_counted_and_no_bar_is_drawn() -> None:
@@ -386,12 +386,12 @@ def test_texts_from_ranks_are_escaped() -> None:
     html = one.look()
     assert EVIL not in html
     assert "alert(" in _text(html)
-    assert one.panel.logs.full["lines"] == [(0, START, "stdout", EVIL)], "the browser sets it as text"
+    assert one.panel.logs.full["lines"] == [(0, START, "stdout", EVIL)], "the browser inserts it as text"
     assert EVIL not in one.panel.html
 
 
 def test_late_lines_start_with_a_full_message() -> None:
-    """While the kernel is busy, a view could not request the message that a delta continues."""
+    """While the kernel is busy, a view cannot request the full message that a delta continues."""
     one = _Panel()
     for _ in range(20):  # Advance past all ages at which everything is sent again.
         one.look()
@@ -529,7 +529,7 @@ def test_a_day_of_metrics_is_bounded() -> None:
     assert max(kept) <= MAX_POINTS
     assert max(curves for curves, _ in sizes) <= 108
     assert max(logs for _, logs in sizes) <= RUN_LOG_BYTES / 2 / 1e6
-    assert sizes[-1][0] < 1.5 * sizes[12][0], "bounded"
+    assert sizes[-1][0] < 1.5 * sizes[12][0], "the curves must stop growing"
     panel.close()
 
 
@@ -625,7 +625,7 @@ def test_ranks_released_while_the_panel_is_rendered_are_shown_as_released(
     monkeypatch.setattr(one.panel, "_render", released_meanwhile)
     one.look()
     assert "the ranks are kept" in one.panel.attention.text
-    assert not one.panel._rests, "the panel would not be rendered again"
+    assert not one.panel._rests, "a panel at rest is not rendered again"
     one.look()
     assert "the ranks are kept" not in one.panel.attention.text
     assert one.panel._rests
