@@ -37,7 +37,7 @@ def test_every_package_of_the_tree_is_listed() -> None:
     lines = "\n".join(f'    "{name}",' for name in missing)
     assert not missing, f"add under [tool.setuptools] packages in pyproject.toml:\n{lines}"
     gone = sorted(set(listed) - _packages_of_the_tree())
-    assert not gone, f"take out of [tool.setuptools] packages in pyproject.toml, no such folder: {gone}"
+    assert not gone, f"no such folders; remove them from [tool.setuptools] packages in pyproject.toml: {gone}"
     assert listed == sorted(listed)
 
 
@@ -70,7 +70,7 @@ def test_every_public_name_resolves(name: str) -> None:
 def test_public_names_are_listed_and_have_a_home() -> None:
     homes = _lazy.exports("notebook_accelerate").homes
     names: dict[str, object] = {}
-    exec("from notebook_accelerate import *", names)  # a star import is allowed only at module level
+    exec("from notebook_accelerate import *", names)  # Functions cannot contain star imports.
     assert set(homes) - set(names) == {"attach", "configure", "debug", "runs", "shutdown"}
     assert set(notebook_accelerate.__all__) == set(homes) & set(names)
     assert set(homes) <= set(dir(notebook_accelerate))

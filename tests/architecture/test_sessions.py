@@ -40,7 +40,7 @@ def _sessions() -> set[str]:
 
 
 def test_each_target_of_make_is_a_session() -> None:
-    assert make_targets() - {"help", "clean"} == _sessions() - {"tests"}, "`tests` are the parts of `make test`"
+    assert make_targets() - {"help", "clean"} == _sessions() - {"tests"}, "`tests` runs the parts of `make test`"
 
 
 def test_every_folder_of_tests_is_part_of_a_session() -> None:

@@ -164,7 +164,8 @@ def grads_of_a_window(plugin: dict[str, Any]) -> Any:
 
 def test_gradients_are_exchanged_in_the_last_batch_of_a_window() -> None:
     one, other = run_ranks(grads_of_a_window, {})
-    # The gradient is first half of the rank's own, and then the average over ranks of half of the window's sum.
+    # After the first batch, the gradient is half of the rank's own. After the second, it is the average over ranks of
+    # half of the window's sum.
     assert one == [[0.5, 0.5], [2.0, 2.0]]
     assert other == [[1.5, 1.5], [2.0, 2.0]]
 

@@ -18,7 +18,7 @@ from notebook_accelerate import Accelerator, FullyShardedDataParallelPlugin
 from notebook_accelerate.utils import TorchDynamoPlugin
 from tests.support.ranks import RankError, run_ranks
 
-pytestmark = pytest.mark.timeout(900)  # This only guards against hangs, because ranks compile.
+pytestmark = pytest.mark.timeout(900)  # This guards against hangs, and allows for compiling.
 STEPS, HALF = 8, 4
 SECONDS = 300.0
 

@@ -24,7 +24,7 @@ from notebook_accelerate.config.settings import (
 
 @dataclass
 class Plugin:
-    """Settings of an example."""
+    """An example of a class whose fields are settings."""
 
     settings = SettingsSection("plugin_config", option="plugin_", variable="PLUGIN_")
 

@@ -40,7 +40,7 @@ def test_a_new_group_in_place_of_another_has_its_own_limit() -> None:
     assert timeouts.poll() is None
     assert own_limit() > timedelta(days=1)
     dist.destroy_process_group()
-    begin(9)  # The new group begins before anything has polled.
+    begin(9)  # The new group begins before poll is called again.
     assert timeouts.poll() == 9
     assert timeouts.poll() is None
     assert own_limit() > timedelta(days=1)

@@ -1,4 +1,4 @@
-"""The kernel's side of a conversation: requests and replies, prompts and answers, and the pausable clock."""
+"""The kernel's side of conversations with ranks: requests, replies, prompts, answers, and the pausable clock."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def test_folders_are_created_for_the_user_only(tmp_path: Path) -> None:
 
 
 def test_in_a_container_without_root_its_folders_are_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The overflow user then owns the folders of the container, but also those that other users create in /tmp."""
+    """Without root, the overflow user owns a container's folders, but also those that other users create in /tmp."""
     monkeypatch.setattr(guarded_files, "_overflow_user", lambda: NOBODY)
     assert guarded_files._is_trusted(NOBODY, shared=False)
     assert not guarded_files._is_trusted(NOBODY, shared=True)

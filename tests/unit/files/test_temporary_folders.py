@@ -1,4 +1,4 @@
-"""Private temporary folders, and which process removes them when."""
+"""Private temporary folders, and their removal by the right process at the right time."""
 
 from __future__ import annotations
 

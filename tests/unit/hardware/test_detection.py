@@ -64,7 +64,7 @@ def test_the_memory_of_this_machine_is_plausible() -> None:
 
 @pytest.fixture
 def groups(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Return the folder of the control groups. This process is in slice/service (version 2) and jobs/one (1)."""
+    """Return the root of the control groups. This process is in slice/service (v2) and in jobs/one (v1)."""
     (tmp_path / "own").write_text("4:cpu,memory:/jobs/one\n0::/slice/service\n")
     monkeypatch.setattr(detection, "_OWN_GROUPS", tmp_path / "own")
     monkeypatch.setattr(detection, "_GROUPS", tmp_path / "groups")

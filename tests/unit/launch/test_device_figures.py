@@ -78,7 +78,7 @@ def test_each_rank_counts_its_memory_and_the_driver_measures_utilization(before:
         pytest.skip("this machine allows no pid namespaces")
     pids, found, report = _launch(tmp_path, before, library)
     if before:
-        assert max(pids) < 1000, "the pid is that in the namespace, not the host's"
+        assert max(pids) < 1000, "the pids are those in the namespace, not the host's"
     assert found == [
         [
             {

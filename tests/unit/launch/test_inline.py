@@ -288,5 +288,5 @@ def test_memory_of_a_failed_run_is_free_for_the_next_launch(prepared: bool, grou
     saved = sys.stdout  # A library that is imported during a run may keep sys.stdout.
     run = notebook_launcher(lambda: [reference() is not None for reference in held])
     assert run.results == ([False, False],)
-    assert runs()[-2].failures[0].exception.__traceback__ is not None, "the traceback keeps its lines"
+    assert runs()[-2].failures[0].exception.__traceback__ is not None, "the traceback must remain"
     del saved

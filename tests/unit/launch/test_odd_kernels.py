@@ -1,4 +1,4 @@
-"""Launches from processes in unusual states. Each is a new interpreter that uses the default start method (fork)."""
+"""Launches from interpreters in unusual states. Unless a test chooses another start method, the ranks are forked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shell that kills the processes that ranks have started, in cases where the shell itself is stopped or killed."""
+"""The shell that kills the processes that ranks have started, when the shell itself is stopped or killed."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ answers = []
 
 
 def _answers(script: str, tmp_path: Path, **variables: str) -> Any:
-    """Run a script in a new interpreter in a folder of its own, and return its list ``answers``."""
+    """Run a script in a new interpreter in ``tmp_path``, and return its list ``answers``."""
     program = SETUP + textwrap.dedent(script) + "\nprint(json.dumps(answers))"
     root = str(Path(__file__).resolve().parents[3])
     done = subprocess.run(
