@@ -89,7 +89,7 @@ def test_one_background_group_serves_all_saves(tmp_path: Path) -> None:
 
 
 def failing(place: str, folder: str, blocking: bool) -> tuple[str, list[str]]:
-    """Let rank 1 fail. The next save raises the error on every rank, and the previous checkpoint is kept."""
+    """Let rank 1 fail. This save or the next raises the error on every rank, and the previous checkpoint is kept."""
     training = ShardedTraining()
     training.step()
     training.accelerator.save_state(folder)

@@ -1,4 +1,4 @@
-"""The API reference has an executed example for each of the forty names that training code uses most."""
+"""The API reference has an executed example for each of the names that training code uses most."""
 
 from __future__ import annotations
 

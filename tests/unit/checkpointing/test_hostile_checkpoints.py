@@ -214,7 +214,7 @@ def test_pipes_and_devices_are_not_read(folder: Path, name: str) -> None:
 
 
 def overlapping() -> bytes:
-    """Return a zip file of 2 MB, in which 2,000 entries share one megabyte."""
+    """Return a zip file of 1.2 MB, in which 2,000 entries share one megabyte."""
     plain = io.BytesIO(torch_file(pickle.dumps({}, 2), big=bytes(1 << 20)))
     with zipfile.ZipFile(plain, "a") as archive:
         shared = archive.getinfo("archive/data/big")

@@ -208,7 +208,7 @@ COSTLY: dict[str, Callable[[], tuple[list[Any], dict[str, Any], list[bytes]]]] =
         header(), [],
     ),
 }  # fmt: skip
-"""Journals of at most 4 MB, by defect."""
+"""Journals of less than 10 MiB, by defect."""
 
 _READ = """
 import gc, json, sys, time

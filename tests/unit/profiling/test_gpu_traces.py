@@ -1,4 +1,4 @@
-"""Findings about ranks on GPUs, from traces written by hand, because no machine of this project has a GPU."""
+"""Findings about ranks on GPUs, from traces written by hand, so that the tests need no GPU."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_the_check_of_device_maps_can_be_bypassed(monkeypatch: pytest.MonkeyPatc
 
 def test_variables_name_the_project_and_the_task_of_clearml(monkeypatch: pytest.MonkeyPatch) -> None:
     class Task:
-        """A stand-in for ClearML, which is not installed here."""
+        """A stand-in for ClearML, which need not be installed."""
 
         current_task = staticmethod(lambda: None)
         init = staticmethod(lambda **settings: settings)

@@ -1,4 +1,4 @@
-"""Views of kept runs: ten runs in one plot, and the panel of a finished run, which offers to continue the run."""
+"""Views of kept runs: a table with the latest runs in one plot, and the panel of a failed run, which can resume it."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_on_gpus_offloaded_tensors_are_compared_with_main_memory(monkeypatch: py
     gpu = SimpleNamespace(memory_bytes=WEIGHTS)
     monkeypatch.setattr(
         "notebook_accelerate.widgets.memory_panel.nvml.visible_gpu", lambda _rank, _variables: gpu
-    )  # This replaces NVML, because this machine has no GPUs.
+    )  # This replaces NVML, because test machines have no GPUs.
     plan: Any = SimpleNamespace(accelerator="cuda", world_size=2, num_processes=2)
     machine: Any = SimpleNamespace(memory_bytes=4 * WEIGHTS)
     options = TrainingOptions(fsdp_plugin=Fsdp(fsdp_version=2, cpu_offload=True))
