@@ -136,7 +136,7 @@ def test_a_pause_is_shown_in_every_panel(opened: Any, app: App) -> None:
     page.run(2)
     page.idle()
     page.page.locator(CARD).nth(1).wait_for()
-    page.until(lambda: "step" in page.text(".na-head"), "a step")
+    page.wait_for("() => document.querySelector('.na-figures')?.innerText.includes('step')")
     page.wait_for(PULSES)
     button = lambda name: page.page.locator(CARD).nth(1).get_by_role("button", name=name, exact=True)  # noqa: E731
     button("Pause").click()

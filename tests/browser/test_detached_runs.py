@@ -53,7 +53,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def _step(page: NotebookPage) -> int:
-    words = page.page.locator(f"{CARD} .na-head").last.inner_text().replace("\n", " ").split()
+    words = " ".join(page.page.locator(f"{CARD} .na-figures").all_inner_texts()[-1:]).split()
     return int(words[words.index("step") + 1].replace(",", "")) if "step" in words else -1
 
 

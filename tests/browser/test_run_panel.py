@@ -110,7 +110,7 @@ def _type(page: NotebookPage, prompt: str, line: str) -> None:
 
 
 def _step(page: NotebookPage) -> int:
-    words = page.page.locator(".na-head").last.inner_text().replace("\n", " ").split()
+    words = " ".join(page.page.locator(".na-figures").all_inner_texts()[-1:]).split()
     return int(words[words.index("step") + 1].replace(",", "")) if "step" in words else -1
 
 
@@ -134,7 +134,7 @@ def test_curves_move_and_a_click_stops_the_run_on_an_idle_kernel(opened: Any, se
     page.idle()
     assert page.page.locator(f"{CARD}[data-mine]").count() == 1
     assert page.text(".na-tabs [role=tab][aria-selected=true]") == "Logs"
-    assert page.page.locator(".na-toolbar button, .na-hint:visible").count() == 0
+    assert page.page.locator(".na-toolbar button:visible, .na-hint:visible").count() == 0
     page.page.locator(".na-tabs [role=tab]", has_text="Curves").click()
     assert page.page.get_by_role("button", name="Reset zoom").is_visible()
     page.page.locator(".na-tabs [role=tab]", has_text="Setup").click()
