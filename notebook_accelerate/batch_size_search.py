@@ -42,7 +42,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def _is_in_use(device_type: str, module: Any) -> bool:
-    """Return whether this process has used such devices. If not, emptying the cache would create a context."""
+    """Return whether this process has used devices of this type. If not, emptying the cache would create a context."""
     if module is None:
         return False
     if hasattr(module, "is_initialized"):

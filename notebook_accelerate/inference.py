@@ -33,8 +33,8 @@ def prepare_pippy(
     https://arxiv.org/abs/1811.06965). Rank 0 passes the batch, which may have any number of rows. The arguments of
     other ranks are ignored.
 
-    With `ParallelismConfig(pp_size=...)`, layers are only divided among the ranks along that dimension. There are then
-    as many pipelines as replicas, and the first rank of each pipeline passes its batch.
+    With `ParallelismConfig(pp_size=...)`, layers are only divided among the ranks along that dimension. In this case,
+    there are as many pipelines as replicas, and the first rank of each pipeline passes its batch.
 
     Args:
         model: The model, which must be on the CPU. `torch.export` traces it, so its forward method must not branch on

@@ -73,7 +73,7 @@ class RankMagics(Magics):
     def rank_start(self, line: str) -> None:
         """Start the warm ranks without running a cell. The options are the same as for ``%%ranks``.
 
-        If several notebooks share ranks, all but the first one use this, and their ranks then run the first notebook's
+        If several notebooks share ranks, use this in all but the first one, so that their ranks run the first one's
         cells.
 
         Raises:

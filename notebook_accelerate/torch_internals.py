@@ -236,7 +236,7 @@ def start_all_gather(group: Any, rows: Tensor, flat: Tensor, options: Any) -> An
 def greet_in_one_dtype(stage: Any) -> None:
     """Make a pipeline stage greet its neighbours with the float that they expect.
 
-    torch 2.9 instead sends an integer of twice the size, and gloo then kills the receiver's process.
+    torch 2.9 itself sends an integer of twice the size, which makes gloo kill the receiver's process.
 
     Args:
         stage: The stage that `torch.distributed.pipelining` has built, before its schedule starts.

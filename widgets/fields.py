@@ -218,7 +218,7 @@ _WORDS = {
     "default: True.": "default: on.",
     "default: False.": "default: off.",
 }
-"""Words of a form for values in code."""
+"""The words that a form uses for values in code."""
 _WITHOUT = {"nested": "If unchecked, ", "choice": "By default, ", "flag": "By default, "}
 
 

@@ -1,7 +1,7 @@
 """Decide when views are rendered.
 
-Views never run on the thread that supervises a run. The thread of `ticker` checks the stores, and renders the views of
-those that have changed. It exists while there are live views. A view that fails is closed with a warning; the run is
+While a run lasts, its views never run on the thread that supervises it. The thread of `ticker` checks the stores, and
+renders the views of those that have changed. It exists while there are live views. A view that fails is closed with a warning; the run is
 not affected.
 """
 
@@ -35,7 +35,7 @@ class RenderSchedule:
 
     Args:
         stores: The stores whose changes are rendered. `watch` adds more.
-        render: Called with the time on the views' thread, never concurrently.
+        render: Called with the time, never on two threads at once.
         failed: Called once with the error that closed the schedule.
         clock: Returns the time in seconds. Tests pass a fake clock.
     """

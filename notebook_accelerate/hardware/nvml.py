@@ -53,7 +53,7 @@ def bare_uuid(uuid: object) -> str:
 
 
 class GpuReader:
-    """Reads the use of all GPUs through NVML, which stays initialised until `close`. Without a driver, there are none.
+    """Reads the use of all GPUs through NVML, which stays initialised until `close`. Without a driver, it finds none.
 
     Memory per process is not read, because NVML identifies processes by the host's pids, which are meaningless in a
     container. https://github.com/NVIDIA/nvidia-docker/issues/1483

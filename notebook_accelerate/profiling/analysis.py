@@ -172,7 +172,7 @@ def unbalanced_batches(ranks: Sequence[RankFacts]) -> list[Finding]:
 def slowest_rank(ranks: Sequence[RankFacts], facts: ProfileFacts, others: Sequence[Finding]) -> list[Finding]:
     """Report a slow rank if other rules explain less than half of the waiting time.
 
-    The barrier rule does not count, because a barrier is the place where ranks wait, and not the reason.
+    The barrier rule does not count, because a barrier is the place where ranks wait, and not the reason why they wait.
     """
     causes = [each for each in others if each.rule != "barriers"]
     found = []

@@ -24,9 +24,10 @@ SCALED = "aten::_amp_foreach_non_finite_check_and_unscale_"
 SMALL = 50.0
 """Duration in microseconds below which an operation counts as small."""
 LOOP = 500.0
-"""Gap in microseconds. A shorter gap between two small operations counts as their time."""
+"""Gaps between two small operations that are shorter than this many microseconds count as their time."""
 LOOP_OF_READS = 100.0
-"""Gap in microseconds. A shorter gap between two reads counts as their time. Longer gaps contain other operations."""
+"""Gaps between two reads that are shorter than this many microseconds count as their time. Longer ones contain other
+operations."""
 LONG = 2.0
 """A step that takes more than this multiple of the median is an outlier."""
 LEAST_LATER = 2

@@ -26,8 +26,8 @@ from notebook_accelerate.telemetry.tracebacks import describe_error
 FLUSH_SECONDS = 0.05
 """Seconds between two flushes of the event queue while it contains urgent events."""
 _PERIODS_PER_FLUSH = 4
-"""Number of ``FLUSH_SECONDS`` between two flushes of other events. Panels repaint only every 0.2 s, and a flush takes
-0.2 ms."""
+"""Other events are flushed only once in this many periods of ``FLUSH_SECONDS``, because panels repaint every 0.2 s, and
+a flush takes 0.2 ms."""
 MAX_FAILURES = 5
 """The agent's thread ends after this many unexpected errors."""
 

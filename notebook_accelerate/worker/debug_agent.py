@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 BOUNDARY_SECONDS = 0.5
 """How long a request waits for a step boundary before the main thread is interrupted between two bytecodes."""
 BYTECODE_SECONDS = 0.5
-"""How long a request then waits for the main thread's next bytecode before a separate thread serves it."""
+"""After that, how long a request waits for the main thread's next bytecode before a separate thread serves it."""
 LOCKED_SECONDS = 5.0
 """How long the thread that serves a request may keep the interpreter lock, unless an operation releases it."""
 BUSY_SECONDS = 0.3

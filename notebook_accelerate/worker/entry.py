@@ -134,7 +134,7 @@ def main(
 
 
 def prepare_forks() -> None:
-    """Prepare a process that forks ranks, so that each rank saves this work and the memory pages it would copy."""
+    """Prepare a process that forks ranks, so that ranks neither repeat this work nor copy memory pages for it."""
     if _LIBC is not None:
         _ = _LIBC.prctl  # ctypes looks up the function at the first access.
     reporting.preload()

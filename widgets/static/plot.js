@@ -424,7 +424,7 @@ class Chart {
     this.u = new uPlot(options, joined, this.plot);
     this.u.over.addEventListener("dblclick", () => this.reset());
   }
-  /* Margins above and below; a flat line is centred, also if a mean of equal values is rounded. */
+  /* Margins above and below; a flat line is centred, even if a mean of equal values is rounded. */
   range(u, low, high) {
     if (low == null) return [0, 1];
     if (high - low <= 1e-12 * Math.max(Math.abs(low), Math.abs(high))) { const spread = Math.abs(low) * 0.1 || 1; return [low - spread, high + spread]; }
