@@ -76,7 +76,7 @@ def launch_command(args: argparse.Namespace) -> None:
 
     Raises:
         SystemExit: The script failed in a process. The exit code is that of the first process that failed.
-        FileNotFoundError: The configuration file does not exist.
+        FileNotFoundError: The script or the configuration file does not exist.
         ValueError: An option is not supported, or a value is not allowed.
     """
     runner = _runner(args)
@@ -119,12 +119,12 @@ def run_in_ranks(
         logs: Receives the output of the ranks.
 
     Raises:
-        SystemExit: The function failed.
+        SystemExit: The function failed, or the run was interrupted.
     """
     if config.num_nodes == 1 and config.env:
         # The ranks inherit this process's environment. A single rank is this process itself, which has no other task.
         os.environ.update(config.env)
-        # With ``env``, a single rank runs in a separate process, so that the output of its children is logged, too.
+        # If output is logged, keep ``env``: a single rank is then a separate process, so its children are logged, too.
         if logs is None:
             config = config.changed(env=None)
     if logs is not None:

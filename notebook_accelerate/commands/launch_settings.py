@@ -237,7 +237,7 @@ def check_gpus(args: argparse.Namespace) -> None:
     """Check that the machine has the GPUs that the options ask for. Otherwise, the script would train on the CPU.
 
     Raises:
-        ValueError: The machine has no accelerator.
+        ValueError: The options need GPUs, but the machine has no accelerator.
     """
     asked = {"--multi_gpu": option(args, "multi_gpu", False), "--gpu_ids": option(args, "gpu_ids") not in (None, "all")}
     given = [name for name, is_given in asked.items() if is_given]

@@ -178,7 +178,7 @@ def _device_files(device_type: str, env: Mapping[str, str], pattern: str = "") -
 
 
 def _count_listed(value: str | None, physical: int) -> int:
-    """Return how many of ``physical`` devices a list such as "0,2" or "0-3" selects, or all if it is None."""
+    """Return how many of ``physical`` devices a list such as "0,2" or "0-3" selects. None and "all" select all."""
     if value is None or value.strip().lower() == "all":
         return physical
     seen: set[int] = set()

@@ -344,9 +344,9 @@ def _classified(value: Any) -> tuple[Kind, Any] | None:
 
 
 def scalars(values: Mapping[str, Any], tracker: str, texts: bool) -> dict[str, Any]:
-    """Return the numbers among the values. The entries of dictionaries are named ``name/key``.
+    """Return the numbers among the values, and text if ``texts`` is set. Leave out other values, with a warning.
 
-    Other values are left out, with a warning.
+    The entries of dictionaries are named ``name/key``.
 
     Args:
         values: The values passed to `log`, by name.

@@ -118,8 +118,8 @@ class _Pending:
 class _RequestThread(threading.Thread):
     """Serves a request while the main thread waits in C, and keeps the main thread from running at the same time.
 
-    When the main thread's call returns, it must wait for the GIL. Otherwise the process could crash with a segmentation
-    fault, because one thread would read ``parameter.grad`` while the other sets it (torch 2.13).
+    When the main thread's call returns, the main thread must wait for the GIL. Otherwise the process could crash with a
+    segmentation fault, because one thread would read ``parameter.grad`` while the other sets it (torch 2.13).
 
     Args:
         pending: The request to serve.

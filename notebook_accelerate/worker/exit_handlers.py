@@ -253,7 +253,7 @@ def _target(thread: threading.Thread) -> str:
 
 def _main_thread() -> str:
     place = _place(stacks.user_frame(main_frame(), None))
-    return f"a callback of its exit, {place}" if place else "a callback of its exit"
+    return f"an exit callback, {place}" if place else "an exit callback"
 
 
 def _place(frame: FrameType | None) -> str:

@@ -256,7 +256,7 @@ class StepProfiler:
             self._samples.begin(self.request.samples)
 
     def _mark(self) -> None:
-        """Record, at a step boundary, how long the main thread has waited for a CPU core."""
+        """Record the current time, and how long the main thread has waited for a CPU core so far."""
         self._marks.append({"time": float(time.time_ns()), "delay": thread_delay(os.getpid())})
 
     def _record_variables(self) -> None:
