@@ -110,7 +110,7 @@ class CopyButton(anywidget.AnyWidget):
 # ---- how a run can be stopped
 
 ASK_SECONDS = 60.0
-"""A click on Stop asks first if the run is older than this, because it would lose more than a minute of work."""
+"""If the run is older than this, a click on Stop first asks for confirmation, because a minute of work would be lost."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def stopping(run: Run, kernel: KernelState | None) -> Stopping:
 
 
 def stop_action(run: ComparedRun, hint: str) -> Action:
-    """Return the button that stops a run. If the run is older than ``ASK_SECONDS``, a first click asks."""
+    """Return the button that stops a run. If the run is older than ``ASK_SECONDS``, the first click asks the user."""
     question = "Stop run?" if run.ended is None and run.elapsed > ASK_SECONDS else ""
     return Action(id="stop", label="Stop", hint=hint, tone="stop", question=question)
 

@@ -42,7 +42,7 @@ class Form:
     Args:
         cls: The dataclass.
         value: The initial instance. If None, one with the defaults is created.
-        title: The caption of the static form. If "", the name of the class.
+        title: The caption of the static form. If "", it is the name of the class.
         choices: Allowed values by field, for types that do not list them.
         groups: Titles and fields of the groups. If None, those in the class's settings are used. The first group is
             open, and the others are folded. Fields without a group come last.

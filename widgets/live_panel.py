@@ -126,7 +126,7 @@ class Panel(DocumentView):
 
     def _ipython_display_(self) -> None:
         if self.show() is None:
-            print(self.text)  # noqa: T201 - in a terminal's IPython printing displays
+            print(self.text)  # noqa: T201 - the display in a terminal
 
     # ---- updates
 

@@ -161,7 +161,7 @@ class PanelOutput:
     def _beside(self) -> Bundle:
         """Return the static form for outputs that are shown with a live view."""
         static = self._updated()
-        if self._status() in ENDED:  # The report names the run itself.
+        if self._status() in ENDED:  # The report itself names the run, so it needs no title.
             body = element("div", Markup(static["text/html"]), class_="na-left")
             return {**static, "text/html": join([style_sheet("left.css"), body])}
         moment = datetime.fromtimestamp(self._clock()).strftime("%H:%M:%S")

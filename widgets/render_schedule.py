@@ -1,8 +1,8 @@
 """Decide when views are rendered.
 
 While a run lasts, its views never run on the thread that supervises it. The thread of `ticker` checks the stores, and
-renders the views of those that have changed. It exists while there are live views. A view that fails is closed with a warning; the run is
-not affected.
+renders the views of those that have changed. It exists while there are live views. A view that fails is closed with a
+warning; the run is not affected.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def xla_device() -> torch.device:
 
 
 def _check_world(found: int) -> None:
-    """Check that torch_xla has connected the ranks, because each would otherwise train on its own, without collectives."""
+    """Check that torch_xla has connected the ranks. Otherwise, they would train independently, without collectives."""
     world = environ.integer("WORLD_SIZE", 1) or 1
     if found != world:
         kind = environ.text("PJRT_DEVICE") or "XLA"

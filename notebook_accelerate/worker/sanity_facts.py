@@ -1,8 +1,8 @@
 """The rank's part of the checks for common mistakes. Ranks send small facts, which the kernel compares.
 
 No check adds a collective or waits for an accelerator, so no check can change, hang or slow training. Facts are sent at
-prepare, for the first two batches, at optimizer steps 1, 10, 100, ... and when a number is not finite. In a run with one
-rank, only losses are checked, and outside a launched rank, nothing is.
+prepare, for the first two batches, at optimizer steps 1, 10, 100, ... and when a number is not finite. In a run with
+one rank, only losses are checked, and outside a launched rank, nothing is.
 
 Cost of the checks in a step, on one busy CPU core: 2 to 4 microseconds (`make bench`, area debugging), and 7 more for
 the check of a gradient in each backward of a model under DDP.
