@@ -106,7 +106,7 @@ def render_mistake() -> list[str]:
     to itself, and the local variables in its frames would stay alive until the next garbage collection.
     """
     error = sys.exc_info()[1] or sys.last_value
-    assert error is not None, "IPython shows an exception"
+    assert error is not None, "IPython calls this function to show an exception"
     lines: list[str] = ipython_shell().InteractiveTB.structured_traceback(
         type(error), error, without_own_frames(error.__traceback__), tb_offset=1
     )

@@ -372,8 +372,8 @@ class _Stage:
         if inputs == self.inputs:
             return None
         return (
-            f"the model was traced with {self.inputs}, but was called with {inputs}; call it with the same arguments, "
-            "only tensors may differ"
+            f"the model was traced with {self.inputs}, but was called with {inputs}; call it with the same arguments: "
+            "only the values of tensors may differ"
         )
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], rows: int, chunks: int) -> list[torch.Tensor] | None:

@@ -110,7 +110,7 @@ class CopyButton(anywidget.AnyWidget):
 # ---- how a run can be stopped
 
 ASK_SECONDS = 60.0
-"""If the run is older than this, a click on Stop first asks for confirmation, because a minute of work would be lost."""
+"""If the run is older than this, Stop first asks for confirmation, because more than a minute of work would be lost."""
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def launch_cell(function: str, arguments: str, config: LaunchConfig, *, hidden: 
         function: Name of the training function.
         arguments: The code of its arguments, such as ``(model, 3)``, or "" if there are none.
         config: The launch settings.
-        hidden: Whether to hide secrets: values of variables, and credentials in URLs.
+        hidden: Whether to hide secrets: values of environment variables, and credentials in URLs.
     """
     code = shown_code if hidden else _whole_code
     given = config.non_default()

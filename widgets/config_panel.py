@@ -76,7 +76,7 @@ class ConfigPanel(Panel):
 
     Args:
         function: The training function. If None, the user chooses one in the panel.
-        args: The arguments that the Launch button passes to it.
+        args: The arguments that the Launch button passes to the function.
         config: The initial launch settings. If None, these are the defaults with ``block=False``, so that the
             notebook stays usable.
         training: The initial training options.
@@ -497,7 +497,7 @@ def configure(
 
     Args:
         function: The training function. If None, the user chooses one in the panel.
-        args: The arguments that the Launch button passes to it.
+        args: The arguments that the Launch button passes to the function.
         config: The initial launch settings.
         model: The model to train, a function that returns it, or a transformers configuration. The panel warns if the
             training does not fit in memory.

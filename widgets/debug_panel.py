@@ -263,7 +263,7 @@ class DebugSection:
         self.widget.children = parts
 
     def update(self) -> None:
-        """If the ranks have exited since the section was opened, show that."""
+        """Close the section if it is about ranks that have exited since it was opened."""
         if self.shows and not self._reachable() and (self.panel is not None or self.shows == "answer"):
             self._close_panel()
             self.shows = ""

@@ -172,7 +172,7 @@ class RunPanel(LivePanel):
         ]
 
     def _render_ranks(self, now: float, seen: RunSnapshot) -> None:
-        """Update the parts that grow with the number of ranks. Most wait a second if ranks are many or hidden."""
+        """Update the parts that grow with the ranks, or most of them once a second if ranks are many or hidden."""
         run, many = self.run, len(seen.ranks) > MANY
         due = now >= self._ranks_due or run.ended is not None or (self._shows_ranks() and not many)
         show = self.sections.show

@@ -297,7 +297,7 @@ def what_fits(parts: Mapping[str, int], capacity: int, ranks: int) -> list[str]:
     state = sum(parts.get(name, 0) for name in _KEPT[:3])
     sharded = (USED * capacity - (kept - state) - state / ranks) / activations
     if ranks > 1 and sharded > factor:
-        return [f"{room}: with FSDP over {ranks} ranks, batches {_as_many_times(sharded)} as large would fit"]
+        return [f"{room}: with FSDP across {ranks} ranks, batches {_as_many_times(sharded)} as large would fit"]
     return [f"{room}: smaller batches, activation checkpointing or offloading would fit"]
 
 

@@ -363,5 +363,5 @@ def test_the_peak_of_allocations_gives_the_sizes_that_fit() -> None:
     (more,) = what_fits(parts, 200, 2)
     assert more.endswith("batches 3.5 times as large would fit")
     (sharded,) = what_fits(parts, 80, 4)
-    assert sharded.endswith("with FSDP over 4 ranks, batches 1.6 times as large would fit")
+    assert sharded.endswith("with FSDP across 4 ranks, batches 1.6 times as large would fit")
     assert what_fits({"parameters": 10}, 200, 2) == []
