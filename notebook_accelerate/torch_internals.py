@@ -303,7 +303,7 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> Any:
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
-    """Return this rank's part of a DTensor itself. `to_local` would return a view of it.
+    """Return this rank's part of a DTensor, and not a view of the part as `to_local` does.
 
     Args:
         tensor: The DTensor whose part to return.
@@ -405,7 +405,7 @@ def refresh_parameters(module: nn.Module) -> None:
 
 
 def has_own_names(module: nn.Module) -> bool:
-    """Return whether a module does not change the names of its parameters in state dicts.
+    """Return whether a module's state dict has the module's own parameter names, without any changes.
 
     Args:
         module: The module to inspect.

@@ -73,7 +73,7 @@ def estimate_training_usage(
     mixed_precision: str,
     msamp_config: str | None = None,  # noqa: ARG001 - Accelerate's parameter
 ) -> dict[str, int]:
-    """Return the bytes that training with Adam needs at each stage. The largest value is the peak.
+    """Return the memory in bytes that training with Adam needs at each stage. The largest value is the peak.
 
     Args:
         bytes: Size of the weights in float32, in bytes.

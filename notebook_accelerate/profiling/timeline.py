@@ -339,6 +339,6 @@ def _metadata(kind: str, rank: int, thread: int, name: str) -> Row:
 def _microseconds(nanoseconds: int) -> float:
     """Return nanoseconds as microseconds, plus a quarter of a nanosecond.
 
-    Without it, Perfetto's truncation could yield one nanosecond less.
+    Without the addition, Perfetto's truncation could yield one nanosecond less.
     """
     return round(nanoseconds / 1000 + 0.00025, 5)

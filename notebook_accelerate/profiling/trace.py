@@ -81,7 +81,7 @@ class RankTrace:
         correlation: The ID shared by a kernel and the call that launched it, or 0 for other events.
         memory: Allocations as time, bytes (negative if freed) and address. If there are allocations on accelerators,
             only these.
-        base: The time of the trace's 0, in seconds since the epoch.
+        base: The trace's time 0, in seconds since the epoch.
         facts: Further data that the rank recorded: see ``worker.step_profiler``.
         groups: The number of process groups, or 0 if it is unknown.
         world: The number of ranks of the training run, or 0 if it is unknown.
@@ -209,7 +209,7 @@ def _unpacked(data: bytes) -> bytes:
     with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
         unpacked = file.read(most + 1)
     if len(unpacked) > most:
-        raise ValueError(f"{len(data):,} bytes unpack to more than {most:,}")
+        raise ValueError(f"{len(data):,} bytes unpack to more than {most:,} bytes")
     return unpacked
 
 

@@ -33,7 +33,7 @@ def install_xla(upgrade: bool = False, dry_run: bool = False) -> list[str]:
     if not found or sys.platform != "linux":
         raise LaunchError(
             f"there is no torch_xla for Python {python[0]}.{python[1]} on {sys.platform}: it is built for Linux and "
-            f"Python {_dotted(_XLA_RELEASES[-1][1])} to {_dotted(_XLA_RELEASES[0][2])}; use a notebook with these"
+            f"Python {_dotted(_XLA_RELEASES[-1][1])} to {_dotted(_XLA_RELEASES[0][2])}; use such a notebook"
         )
     version = found[0][0]
     wanted = [f"torch=={version}.*", f"torch_xla[tpu]=={version}.*"]
@@ -75,7 +75,7 @@ def install_tpu(upgrade: bool = False, dry_run: bool = False) -> list[str]:
     if python < _TPU_PYTHON or sys.platform != "linux":
         raise LaunchError(
             f"there is no torch_tpu for Python {_dotted(python)} on {sys.platform}: it is built for Linux and Python "
-            f"{_dotted(_TPU_PYTHON)} or later; use a notebook with these, or torch_xla: "
+            f"{_dotted(_TPU_PYTHON)} or later; use such a notebook, or torch_xla: "
             "notebook_accelerate.utils.install_xla()"
         )
     oldest, newest = _TPU_TORCH

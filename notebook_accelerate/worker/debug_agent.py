@@ -1,4 +1,4 @@
-"""The part of a rank's agent that serves debugging requests, which needs no help from the running function.
+"""The part of a rank's agent that serves debugging requests, without any help from the running function.
 
 Requests that need the main thread are served when that is safe: at a step boundary (an optimizer step, ``log``). If
 there is no boundary, they are served at the main thread's next bytecode (by a signal handler). If the main thread waits

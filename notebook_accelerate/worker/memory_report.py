@@ -47,13 +47,14 @@ def take_memory_report(frames: Sequence[FrameType] | None = None) -> dict[str, A
     """Return the memory report of this rank. The main thread must not run Python code during the call.
 
     Args:
-        frames: The frames whose variables are inspected. If None, these are the frames of the user's code
-            on the main thread.
+        frames: The frames whose variables are inspected. If None, these are the frames of the user's code on the main
+            thread.
 
     Returns:
-        ``parts``: bytes by kind; ``expected``: bytes by kind that parameters and optimizers should need; ``modules``:
-            name, parameters, gradients, optimizer state; ``variables``: name, function, bytes; ``process``: bytes of
-            the process; ``devices``: bytes by device; ``lines``: file, line, bytes.
+        The report for JSON, with all sizes in bytes: ``parts``, the sizes by kind; ``expected``, the sizes by kind that
+            parameters and optimizers should need; ``modules``, rows of name, parameters, gradients and optimizer state;
+            ``variables``, rows of name, function and size; ``process``, the sizes of the process; ``devices``, the
+            sizes by device; ``lines``, rows of file, line and size.
     """
     torch: Any = sys.modules["torch"]
     modules, optimizers, tensors = _instances(torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
