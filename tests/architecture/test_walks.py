@@ -79,9 +79,18 @@ def _stop_the_run() -> None:
 
 
 def _interrupt_the_cell() -> None:
-    # A signal handler that interrupts the profile function is not profiled, so wait until the main thread blocks.
-    until(lambda: _main_thread_is_in(threading.Condition.wait))
+    # A signal handler that interrupts the profile function is not profiled, so wait until the main thread has been
+    # blocked for a while.
+    until(lambda: all(_main_thread_is_in(threading.Condition.wait) for _ in _samples(0.1)))
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+def _samples(seconds: float) -> Iterator[float]:
+    """Yield the time every millisecond for this many seconds."""
+    end = time.monotonic() + seconds
+    while (now := time.monotonic()) < end:
+        yield now
+        time.sleep(0.001)
 
 
 def _main_thread_is_in(function: Callable[..., object]) -> bool:

@@ -179,6 +179,8 @@ def test_supervisors_that_accept_no_connection_are_killed_at_the_same_time(
     disconnect_all()
     for supervisor in supervisors:
         supervisor.suspend()
+    # A supervisor that is about to stop may still accept a connection, which would leave room in its queue.
+    until(lambda: all(supervisor.status() == psutil.STATUS_STOPPED for supervisor in supervisors))
     steps: list[str] = []
     kill, silence_text = ProcessIdentity.kill_tree, control_client.silence_text
     monkeypatch.setattr(ProcessIdentity, "kill_tree", lambda each: (steps.append("killed"), kill(each)))

@@ -71,7 +71,7 @@ def test_a_model_on_several_gpus_with_such_a_driver_is_dispatched_with_a_warning
         "except Exception: pass  # torch has no CUDA here.\n"
     )
     found = _run(library, code.replace("MAP", "{'0': 0, '1': 1}"))
-    assert found.startswith("notebook_accelerate.big_modeling.dispatching The driver 535.104.05 of these GPUs")
+    assert found.startswith("accelerate.big_modeling The driver 535.104.05 of these GPUs")
     assert _run(library, code.replace("MAP", "{'0': 'cpu', '1': 0}")) == ""
 
 
