@@ -54,7 +54,7 @@ class Side:
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            self._process.wait(60)  # The process closes the pipe of its answers before it writes its last error.
+            self._process.wait(60)  # The process closes its answer pipe before it writes its last error.
             self._stderr.seek(0)
             tail = self._stderr.read().decode(errors="replace")[-2000:]
             raise RuntimeError(f"The worker process exited during {command!r}:\n{tail}")

@@ -26,7 +26,7 @@ LATER = {2: 0.25, 8: 0.6}
 LATER_RATIO, FIRST_RATIO = 0.18, 1.1
 """The goals for later launches relative to Accelerate, and for the first one relative to the step in one process."""
 
-# The measurement ends when rank 0 has made its step. Lightning's launcher sets only LOCAL_RANK.
+# The measurement ends when rank 0 has taken its step. Lightning's launcher sets only LOCAL_RANK.
 STAMP = """
 def note(text):
     (FOLDER / os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))).write_text(text)

@@ -26,7 +26,7 @@ def first_line(run):
 
 @row("hosts", "8 hosts")
 def eight_hosts() -> Iterator[Figure]:
-    """Measure the time from when all hosts have joined to the first line on all ranks."""
+    """Measure the time from when all hosts have joined until every rank has printed a line."""
     with Kernel() as kernel:
         kernel.check(SETUP)
 

@@ -117,7 +117,7 @@ def is_worse(then: Figure, now: Figure) -> bool:
     before, after = _comparable(then), _comparable(now)
     if before is None or after is None or abs(after.value - before.value) <= SMALLEST:
         return False
-    # If more is better, swap the two.
+    # If higher is better, swap the two.
     small, large = (after, before) if then.goal.startswith("≥") else (before, after)
     if not before.has_quartiles:
         return large.value > WORSE * small.value

@@ -39,7 +39,7 @@ def trainer() -> Iterator[Figure]:
 
 
 def time_trainer(ranks: int) -> list[list[dict[str, float]]]:
-    """Return the duration in seconds of a step on the slowest rank, by side (here, peer) and round."""
+    """Return the duration in seconds of a step on the slowest rank, for each side (here, peer) and round."""
     found: list[list[dict[str, float]]] = [[], []]
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, ExitStack() as stack:
         paths = {HERE: f"{accelerate_alias.STARTUP_FOLDER}{os.pathsep}{ROOT}", PEER: str(ROOT)}

@@ -42,7 +42,7 @@ def step_overhead() -> Iterator[Figure]:
 
 
 def time_steps(accumulation: int, count: int) -> list[list[float]]:
-    """Return the seconds per step on a rank, by side (plain, here, peer) and round."""
+    """Return the seconds per step on a rank, for each side (plain, here, peer) and round."""
     sides = plain_step(accumulation), prepared_step(HERE, accumulation), prepared_step(PEER, accumulation)
     return alternate(2 * REPEATS, *(timer(step, count) for step in sides))
 
@@ -160,7 +160,7 @@ def loader(length: int) -> Any:
 
 
 def time_loaders() -> list[list[float]]:
-    """Return the seconds per batch on a rank, by side and round. All sides yield the same number of batches."""
+    """Return the seconds per batch on a rank, for each side and round. All sides yield the same number of batches."""
     from torch import distributed as dist
 
     ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -197,7 +197,7 @@ def skipping() -> Iterator[Figure]:
 
 
 def time_skips() -> list[list[list[float]]]:
-    """Return the seconds until the first batch on a rank, by package and number of skipped batches (10, 100,000)."""
+    """Return the seconds until a rank's first batch, for each package and number of skipped batches (10, 100,000)."""
     found = []
     for name in (HERE, PEER):
         package = import_module(name)
@@ -231,7 +231,7 @@ def collectives() -> Iterator[Figure]:
 
 
 def time_collectives() -> dict[str, list[list[float]]]:
-    """Return the seconds per operation on a rank, by side (one plain collective, here, peer)."""
+    """Return the seconds per operation on a rank, for each side (one plain collective, here, peer)."""
     import torch
     import torch.distributed as dist
 

@@ -31,7 +31,7 @@ def preparing() -> Iterator[Figure]:
 
 
 def time_preparing() -> list[list[float]]:
-    """Return the duration in seconds of a call on a rank, by side."""
+    """Return the duration in seconds of a call on a rank, for each side."""
     import torch
 
     def side(accelerator: Any) -> Callable[[], float]:
@@ -56,7 +56,7 @@ def clipping() -> Iterator[Figure]:
 
 
 def time_clipping() -> list[list[float]]:
-    """Return the duration in seconds of a call on a rank, by side (torch, here, peer)."""
+    """Return the duration in seconds of a call on a rank, for each side (torch, here, peer)."""
     import torch
 
     parameters = [torch.nn.Parameter(torch.ones(64, 64)) for _ in range(200)]
@@ -75,7 +75,7 @@ def printing_once() -> Iterator[Figure]:
 
 
 def time_printing() -> list[list[list[float]]]:
-    """Return the seconds per line and per step of a progress bar, each by side."""
+    """Return the seconds per line and per step of a progress bar, each for both sides."""
     sides = accelerators()
     utils = [import_module(f"{name}.utils") for name in (HERE, PEER)]
 
@@ -98,7 +98,7 @@ def objects() -> Iterator[Figure]:
 
 
 def time_objects() -> list[list[float]]:
-    """Return the duration in seconds of a call on a rank, by side."""
+    """Return the duration in seconds of a call on a rank, for each side."""
     accelerators()
     values = [{"id": index, "text": f"sample {index}"} for index in range(10_000)]
     utils = [import_module(f"{name}.utils") for name in (HERE, PEER)]
@@ -113,7 +113,7 @@ def metrics() -> Iterator[Figure]:
 
 
 def time_metrics() -> list[list[float]]:
-    """Return the seconds per batch of an evaluation on a rank, by side."""
+    """Return the seconds per batch of an evaluation on a rank, for each side."""
     import torch
 
     def side(accelerator: Any) -> Callable[[], float]:
@@ -141,7 +141,7 @@ def dispatching() -> Iterator[Figure]:
 
 
 def time_dispatching() -> list[list[float]]:
-    """Return the seconds per batch on a rank, by side (dispatched here, sharded here, dispatched by the peer)."""
+    """Return the seconds per batch on a rank: dispatched here, sharded here, and dispatched by the peer."""
 
     def side(package: str, dispatch: bool) -> Callable[[], float]:
         module = import_module(package)
@@ -169,7 +169,7 @@ def small_tensors() -> Iterator[Figure]:
 
 
 def time_small_tensors(folder: str) -> list[list[list[float]]]:
-    """Return how many seconds saving and loading take, each by side. The disk is idle before each save."""
+    """Return how many seconds saving and loading take, each for both sides. The disk is idle before each save."""
     import torch
 
     saves, loads = [], []

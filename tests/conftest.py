@@ -68,7 +68,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print the CPU's share of the time; the tests spent the rest waiting."""
+    """Print the CPU time of the tests, which spent the rest of their time waiting."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     seconds = sum(usage.ru_utime + usage.ru_stime for usage in used)
     terminalreporter.write_line(f"= processor time of the tests and their processes: {seconds:.0f} s")

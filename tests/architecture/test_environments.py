@@ -14,7 +14,7 @@ STATUSES = ("works", "works (kernel)", "HTML display", "HTML display (kernel)", 
 
 
 def _rows(heading: str) -> list[list[str]]:
-    """Return the rows of a section's table, the header first."""
+    """Return the rows of a section's table, starting with the header."""
     section = TEXT.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|") and not line.startswith("|---")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]

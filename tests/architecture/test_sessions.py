@@ -58,7 +58,7 @@ def test_every_make_target_of_the_documents_exists() -> None:
 
 
 def _commands(text: str) -> str:
-    """Return the parts of a text that may be commands: text in backticks, indented code, and lines of shell scripts."""
+    """Return the parts of ``text`` that may be commands: code in backticks, indented code, and shell script lines."""
     code = re.findall(r"`[^`\n]+`", text)
     lines = [line for line in text.splitlines() if re.match(r"(\s{4,}|exec |\$ )?make |\s{4,}", line)]
     return "\n".join([*code, *lines]) + "\n"

@@ -68,7 +68,7 @@ def imported(name: str) -> set[str]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Return the groups of modules that import one another (Tarjan's algorithm), the largest first."""
+    """Return the groups of modules that import one another (Tarjan's algorithm), largest first."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []

@@ -1,4 +1,4 @@
-"""Profiles of the Trainers of transformers and Lightning: their steps, and a slow loader of one rank."""
+"""Profiles of transformers' and Lightning's Trainers: their steps, and one rank's slow loader."""
 
 from __future__ import annotations
 

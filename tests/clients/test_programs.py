@@ -66,7 +66,7 @@ def kernel() -> Iterator[Kernel]:
 
 
 def check_results(name: str, there: list[Any], here: list[Any]) -> None:
-    """Fail unless a program returned the same on both sides, in each rank."""
+    """Fail unless a program returned the same values on both sides, in each rank."""
     for result in (*there, *here):
         assert isinstance(result, dict), f"{name} raised:\n{result}"
     assert differences(there, here, TOLERANCE) == []

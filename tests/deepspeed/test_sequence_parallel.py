@@ -117,7 +117,10 @@ def split(
     folder: str | None = None,
     save_at: int | None = None,
 ) -> dict[str, Any]:
-    """Train on pieces. Save before the step `save_at`, or resume from `folder` with the second half of the batches."""
+    """Train on sequences that are split across the ranks.
+
+    Save before step `save_at`, or resume from `folder` with the second half of the batches.
+    """
     accelerator = accelerator_of(zero, window, **(degrees or {}))
     model = llama(accelerator.process_index, heads=heads)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -209,7 +212,7 @@ def test_resumed_training_continues(stage: int, tmp_path: Path) -> None:
 
 
 def beside() -> dict[str, Any]:
-    """Evaluate on pieces, on whole sequences, and with another model. Then check that everything is restored."""
+    """Evaluate on split and whole sequences, and with another model. Then check that everything is restored."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     before = ALL_ATTENTION_FUNCTIONS["sdpa"]

@@ -10,7 +10,7 @@ from tests.support.launching import said
 pytestmark = pytest.mark.notebook
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote"])
 HUGE = 300_000_000
-"""The length of a text that exceeds every bound."""
+"""The length of a string that exceeds every bound."""
 
 
 def _run(kernel: Kernel, body: str, method: str, options: str = "", timeout: float = 120) -> Cell:

@@ -147,8 +147,8 @@ def test_an_interrupt_at_any_time_ends_the_run_and_the_cell(kernel: Kernel) -> N
 def test_a_loop_of_launches_ends_with_the_interrupted_run(kernel: Kernel) -> None:
     """An interrupt that arrives just as a run succeeds must still stop the code that follows.
 
-    The loop itself prints nothing, because ipykernel's flush is not safe against interrupts: one that arrives after it
-    has taken the lock of an event, and before it waits for that event, leaves the output thread waiting for the lock.
+    The loop itself prints nothing, because ipykernel's flush is not safe against interrupts: one that arrives after the
+    flush has locked an event, and before it waits for that event, leaves the output thread waiting for the lock.
     """
     _define(kernel, "pass")
     for press in range(12):

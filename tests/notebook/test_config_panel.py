@@ -109,7 +109,7 @@ def test_a_panel_loads_no_torch_into_the_kernel() -> None:
 
 
 def test_a_panel_sends_few_messages_and_builds_nested_forms_when_they_are_opened(fresh: Kernel) -> None:
-    """A kernel with a slow server queues at most 1,000 messages and drops others. The panel once sent 720 together."""
+    """A kernel with a slow server queues at most 1,000 messages and drops others. The panel once sent 720 at once."""
     shown = fresh.check("import notebook_accelerate\npanel = notebook_accelerate.configure()\npanel")
     sent = [message["msg_type"] for message in shown.comms]
     assert sent.count("comm_open") == 2, "only the view and its layout are created"

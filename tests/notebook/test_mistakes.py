@@ -1,4 +1,4 @@
-"""A user's mistake is shown as the user's line and one sentence, but a fault keeps its whole traceback."""
+"""A user's mistake is shown as the user's line and one sentence, but the package's own error keeps its traceback."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def nothing_left(pair: Notebooks) -> Iterator[None]:
 
 
 def shows(pair: Notebooks, index: int, cell: Cell, text: str) -> None:
-    """Wait until a notebook's cell shows a text."""
+    """Wait until a notebook's cell shows ``text``."""
     shown: Callable[[], bool] = lambda: text in cell.plain  # noqa: E731 - typed
     pair.kernels[index].wait_for(shown, LIMIT, text)
 

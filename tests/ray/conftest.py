@@ -19,7 +19,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(SHADOW), os.environ.get("PYTHONP
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests if Ray is not installed. Give them time, because a busy machine needs minutes to start a node."""
+    """Skip the tests if Ray is missing. Otherwise, give them time, as a busy machine needs minutes to start a node."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.timeout(900))

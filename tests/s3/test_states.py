@@ -33,7 +33,7 @@ def names_in(folder: str) -> list[str]:
 
 
 def of_manifest(folder: str) -> list[str]:
-    """List the files that a checkpoint's manifest names, and the manifest."""
+    """List the files that a checkpoint's manifest names, and the manifest itself."""
     return sorted([*json.loads(store().cat_file(f"{folder}/{MANIFEST}"))["files"], MANIFEST])
 
 

@@ -238,7 +238,7 @@ def loses_its_server(kernel: Kernel, chance: random.Random) -> None:
 
 @scene(1)
 def runs_at_once(kernel: Kernel, chance: random.Random) -> None:
-    """Several runs run at the same time, and one of them fails."""
+    """Several runs overlap, and one of them fails."""
     kernel.check(f"good = [launch(work, 1.0, block=False, {_options(chance)}) for _ in range(2)]", GUARD)
     kernel.check(f"bad = launch(failing, block=False, {_options(chance)})", GUARD)
     found = kernel.value("[(one.wait(90), one.status) for one in [*good, bad]]", 300.0)

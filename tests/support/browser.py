@@ -199,7 +199,10 @@ class Server:
 
 
 class Browser:
-    """Debian's Chromium, headless. With `service_workers`, pages may use them, and their requests are not blocked."""
+    """Debian's Chromium, headless.
+
+    With `service_workers`, pages may use service workers, whose requests are not blocked.
+    """
 
     def __init__(
         self, *, dark: bool = False, reduced_motion: bool = False, width: int = 1280, service_workers: bool = True
@@ -232,13 +235,13 @@ class Browser:
         self._playwright.stop()
 
     def page_within(self, address: str) -> Page:
-        """Open an empty page that can only reach addresses with this prefix."""
+        """Open an empty page that can reach only addresses with this prefix."""
         page = self.context.new_page()
         page.route("**/*", lambda it: it.continue_() if it.request.url.startswith(address) else it.abort())
         return page
 
     def page(self, server: Server) -> NotebookPage:
-        """Open an empty page that can only reach the server."""
+        """Open an empty page that can reach only the server."""
         made = NotebookPage(self.context.new_page(), server, self)
         made.guard()
         return made

@@ -86,7 +86,7 @@ class JoinCommand:
         return self.process.wait(LIMIT)
 
     def wait_until_it_prints(self, text: str) -> None:
-        """Wait until stderr contains a text."""
+        """Wait until stderr contains ``text``."""
         until(lambda: text in self.err or self.process.poll() is not None, LIMIT)
         assert text in self.err
 

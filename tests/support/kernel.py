@@ -64,7 +64,7 @@ def headless(book: Any, folder: Path, **options: Any) -> NotebookClient:
 
 
 def without_colours(text: str) -> str:
-    """Return a text without a terminal's colour codes."""
+    """Return ``text`` without a terminal's colour codes."""
     return re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 

@@ -38,7 +38,7 @@ _environment = dict(os.environ)
 
 
 def can_fork(changes: Mapping[str, str | None]) -> bool:
-    """Return whether a forked kernel behaves the same with these changes of the environment.
+    """Return whether a forked kernel behaves the same with these changes to the environment.
 
     In nightly runs, with other versions of ipykernel, in hosted environments and on systems other than Linux, kernels
     are started in the usual way.

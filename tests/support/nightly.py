@@ -1,4 +1,4 @@
-"""Tables of cases, some of which are tested daily, and all of them nightly (`make test-nightly`)."""
+"""Tables of cases, some of which are tested daily, and all of which are tested nightly (`make test-nightly`)."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Block:
     output: list[str] = field(default_factory=list)
 
     def missing_from(self, shown: str) -> list[str]:
-        """Return the lines of ``output`` that are missing from a text."""
+        """Return the lines of ``output`` that are missing from ``shown``."""
         lines = [line.rstrip() for line in shown.splitlines()]
         patterns = [(line, re.compile(self._pattern(line.strip()))) for line in self.output]
         return [line for line, pattern in patterns if not any(pattern.search(each) for each in lines)]

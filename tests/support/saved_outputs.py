@@ -121,7 +121,7 @@ def _clean_output(output: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def clean_text(text: str) -> str:
-    """Return a text in which measured values and this machine's folders are replaced."""
+    """Return text in which measured values and this machine's folders are replaced."""
     return _without_measured_columns(_without_measures(text))
 
 
@@ -134,7 +134,7 @@ def _without_measures(text: str) -> str:
 
 
 def _prefixes() -> list[tuple[str, str]]:
-    """Return the folders of this machine that outputs may name, the longest first, with their replacements."""
+    """Return the folders of this machine that outputs may name, longest first, with their replacements."""
     named = {f"{ROOT}/": "", f"{Path.home()}/": "~/"}
     return sorted(named.items(), key=lambda pair: -len(pair[0]))
 
@@ -274,7 +274,7 @@ def main(command: str, *paths: str) -> int:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return a notebook in which each text is a single string."""
+    """Return a notebook in which each multiline text is a single string."""
     notebook: dict[str, Any] = json.loads(json.dumps(nbformat.read(path, as_version=4)))  # type: ignore[no-untyped-call]
     return notebook
 

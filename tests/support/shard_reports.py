@@ -23,7 +23,7 @@ def mesh_reports(
     """Return the report of each rank of a mesh, for a model whose first stage has 64 MiB of parameters.
 
     Args:
-        axes: The size of each axis, the outermost first.
+        axes: The size of each axis, outermost first.
         specs: For parameters, gradients and optimizer state, their size as a multiple of the size of the parameters,
             and the axes that they are sharded over.
         strategy: The name of the strategy in the reports.

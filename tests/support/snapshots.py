@@ -18,7 +18,7 @@ _VARYING = (
 )
 """Parts that differ each time a view is rendered, or that other tests compare."""
 Snapshot = Callable[[str, str], None]
-"""The type of the fixture ``snapshot``, which compares its second argument with the file that its first names."""
+"""The type of the fixture ``snapshot``, which compares HTML (its second argument) with the file named by the first."""
 _VOID = frozenset({"br", "hr", "img", "input"})
 
 

@@ -97,7 +97,7 @@ class Training:
         return [tensor.detach().clone() for tensor in self.raw.state_dict().values()]
 
     def everything(self) -> list[Any]:
-        """Return all that must be equal after equal training: weights, optimizer, schedule, counter, random numbers."""
+        """Return everything that must match after identical training, from weights to random numbers."""
         state = self.optimizer.state_dict()
         tensors = [value for key in sorted(state["state"]) for value in state["state"][key].values()]
         return [
@@ -136,7 +136,7 @@ def losses_on_one_batch(accelerator: Accelerator, rate: float) -> list[float]:
     """Train on the same batch on all ranks, so that the losses do not depend on the number of ranks."""
     raw = fp8_net()
     inputs, labels = torch.randn(32, 16), torch.randint(0, 4, (32,))
-    loader = DataLoader(TensorDataset(inputs), batch_size=32)  # DeepSpeed requires a loader to learn the batch size.
+    loader = DataLoader(TensorDataset(inputs), batch_size=32)  # DeepSpeed takes the batch size from a loader.
     inputs, labels = inputs.to(accelerator.device), labels.to(accelerator.device)
     model, optimizer, _ = accelerator.prepare(raw, torch.optim.SGD(raw.parameters(), lr=rate), loader)
     assert has_ao_layers(accelerator.unwrap_model(model)) == (accelerator.mixed_precision == "fp8")

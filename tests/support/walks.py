@@ -25,7 +25,7 @@ class Step(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A call of a function: its time by ``time.monotonic``, which processes share, and its process, file and name."""
+    """A call of a function: its process, file and name, and its time on ``time.monotonic``, which processes share."""
 
     time: float
     process: int
@@ -36,7 +36,7 @@ class Call(NamedTuple):
 def steps_of(walk: str) -> list[Step]:
     """Return the steps of a walk in the document, in order.
 
-    Each must cause the next one, because a test cannot know the order of simultaneous events in two threads or
+    Each step must cause the next, because a test cannot know the order of simultaneous events in two threads or
     processes.
 
     Args:

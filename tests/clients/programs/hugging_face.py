@@ -108,7 +108,7 @@ def _trained_by_trl(made: Any) -> dict[str, Any]:
 
 
 def _preferences(count: int = 30) -> Any:
-    """Return rows with a prompt, a chosen and a rejected answer. The last batch of each rank is short."""
+    """Return rows with a prompt, a chosen answer and a rejected one. The last batch of each rank is short."""
     from datasets import Dataset
 
     return Dataset.from_list(
@@ -285,7 +285,7 @@ def ddpm() -> dict[str, Any]:
 
 
 def tied_weights() -> dict[str, Any]:
-    """Save models that have tied weights with `save_model`. Load each whole, and as the model without its head."""
+    """Use `save_model` on models with tied weights. Load each model twice: whole, and without its head."""
     import transformers
     from accelerate import Accelerator
     from safetensors import safe_open

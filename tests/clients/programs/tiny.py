@@ -13,7 +13,7 @@ WORDS = ["<pad>", "<eos>", "<unk>", *(f"w{number}" for number in range(40))]
 
 
 def tokenizer() -> Any:
-    """Return a tokenizer of a few words."""
+    """Return a tokenizer with a vocabulary of a few words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

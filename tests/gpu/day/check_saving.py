@@ -1,4 +1,4 @@
-"""Saving in the background: the files have the state at the time of the call. Pause and locked memory are measured."""
+"""Saving in the background: the files have the state at the time of the call. The pause and memory are measured."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def run_both(folder: Path, pattern: str = "") -> tuple[dict[str, Any], dict[str,
 
     Args:
         folder: An empty folder.
-        pattern: A text that the names of the programs must contain.
+        pattern: The text that a program's name must contain.
 
     Returns:
         The outcomes on Accelerate and on this package, by program name.

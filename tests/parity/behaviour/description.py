@@ -98,7 +98,7 @@ def raised_at(error: BaseException) -> str | None:
 
 
 def lineage(kind: type) -> list[str]:
-    """Return the names of a class and its bases, the most specific first."""
+    """Return the names of a class and its bases, most specific first."""
     return [each.__name__ for each in kind.__mro__]
 
 

@@ -35,7 +35,7 @@ EXPRESSIONS = 25
 
 
 def main(out: str, pattern: str = "") -> None:
-    """Run the programs whose names contain a text, and write their outcomes to a file."""
+    """Run the programs whose names contain ``pattern``, and write their outcomes to a file."""
     # Import this once, before forking. Otherwise, each process would import it with its first optimizer, for a second.
     importlib.import_module("torch._dynamo")
     importlib.import_module("accelerate.utils")

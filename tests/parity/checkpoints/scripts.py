@@ -63,7 +63,7 @@ def with_scaler(accelerator: Any, scale: float, action: Any) -> float:
 
 
 def epoch(accelerator: Any, counter: Counter, model: Any, optimizer: Any, schedule: Any, loader: Any) -> list[float]:
-    """Train on the batches of a loader. Return the losses."""
+    """Train on the batches of a loader, and return the losses."""
     import numpy as np
 
     losses: list[float] = []

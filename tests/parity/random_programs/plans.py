@@ -130,7 +130,7 @@ class Plan:
 
     @property
     def samples(self) -> int | None:
-        """The number of samples gathered for metrics in a pass, or None if some are dropped or padding is unknown."""
+        """The number of samples gathered for metrics in a pass, or None if it is unknown or samples are dropped."""
         if self.drop_last or self.has_short_rounds:
             return None
         return self.rows

@@ -46,7 +46,7 @@ PIECES = {name: inspect.getsource(piece) for name, piece in vars(pieces).items()
 
 @dataclass(frozen=True)
 class RandomProgram:
-    """The script with a number, and the number of ranks that run it."""
+    """The script of the program with this number, and how many ranks run it."""
 
     number: int
     ranks: int
@@ -62,7 +62,7 @@ def write(number: int) -> RandomProgram:
 
 
 def _pieces(body: str) -> str:
-    """Return the sources of all pieces that a text names directly or through other pieces, in the order of the file."""
+    """Return the sources of all pieces that ``body`` names, directly or through other pieces, in the file's order."""
     used, text = {"see", "plain", "numbers"}, body
     while found := {name for name in PIECES if re.search(rf"\b{name}\b", text)} - used:
         used |= found

@@ -76,5 +76,5 @@ def adds_in_another_order(case: Case) -> bool:
 
 
 def machine(case: Case) -> dict[str, str]:
-    """Return variables that make ranks believe that they are spread over several machines."""
+    """Return variables that make ranks believe that they are spread across several machines."""
     return {} if case.ranks_of_a_machine is None else {"LOCAL_WORLD_SIZE": str(case.ranks_of_a_machine)}

@@ -1,4 +1,4 @@
-"""The bytes of memory that a rank really holds for parameters, gradients and optimizer state."""
+"""The memory in bytes that a rank really uses for parameters, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ class Wide(nn.Module):
 
 
 WHOLE = sum(parameter.numel() * parameter.element_size() for parameter in Wide().parameters())
-"""The number of bytes of all parameters in one process."""
+"""The size in bytes of all parameters in one process."""
 
 
 @dataclass(frozen=True)
 class ShardSizes:
-    """The memory of one rank, relative to the bytes of all parameters."""
+    """The memory of one rank, relative to the size of all parameters."""
 
     parameters: float
     """The parameters, between steps."""

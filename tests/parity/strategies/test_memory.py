@@ -1,4 +1,4 @@
-"""The bytes of parameters, gradients and optimizer state shrink on each rank as a strategy promises."""
+"""Each rank needs less memory for parameters, gradients and optimizer state, as its strategy promises."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_damaged_files_without_a_manifest_raise_a_single_class_that_names_them(f
 
 
 def assert_named(load: Callable[[], object], name: str) -> None:
-    """Check that any error of ``load`` is a CheckpointError that names the file, or torch's about wrong parameters."""
+    """Check that any error of ``load`` is a CheckpointError that names the file, or torch's for wrong parameters."""
     error: Exception | None = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -215,7 +215,7 @@ def test_modules_of_the_working_directory_are_not_imported_into_the_kernel(name:
 
 
 def test_the_import_has_no_side_effects_that_a_kernel_would_notice(tmp_path: Path) -> None:
-    """For example, the import starts no threads, initialises no device and draws no random numbers."""
+    """For example, the import starts no threads, initializes no device and draws no random numbers."""
     script = """
     import random, signal
     state = lambda: [

@@ -208,7 +208,7 @@ def test_no_other_user_can_prepare_the_folders_of_a_detached_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tmp_path.chmod(0o1777)  # This is like HOME=/tmp in a container.
-    for folder in (tmp_path.parent, tmp_path.parent.parent):  # Otherwise, other users cannot enter them.
+    for folder in (tmp_path.parent, tmp_path.parent.parent):  # Otherwise, other users cannot enter pytest's folders.
         folder.chmod(0o755)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_STATE_HOME", raising=False)

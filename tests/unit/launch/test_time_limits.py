@@ -118,7 +118,7 @@ def test_limits_are_measured_by_the_runs_clock(
 
 
 def test_a_rank_whose_clock_differs_is_not_reported_as_stalled() -> None:
-    """Heartbeats contain the time on the rank's own clock, of which only changes count."""
+    """Heartbeats contain the time on the rank's own clock. Only its changes count."""
     supervisor = supervisor_of(make_run(1))
     try:
         stall = StallDetector(supervisor)

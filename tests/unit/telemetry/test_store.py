@@ -72,7 +72,7 @@ def test_a_series_without_finite_values_stays_within_its_bound(value: float) -> 
 def test_all_series_together_stay_within_their_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "MAX_TOTAL_POINTS", 10_000)
     store = Store()
-    for name in range(100):  # When it arrives, each curve is longer than the final limit allows.
+    for name in range(100):  # On arrival, each curve has more points than the final limit allows.
         for step in range(2_000):
             _feed(store, MetricEvent({f"m{name}": math.nan if step % 3 else float(step)}, step))
         kept = [len(store.series(each).values) for each in store.metric_names()]

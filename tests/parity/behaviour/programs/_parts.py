@@ -30,7 +30,7 @@ class Net(nn.Module):
         return self.second(self.norm(self.first(inputs)))
 
     def extra(self) -> str:
-        """Return a text. nn.Module has no such method."""
+        """Return a string. nn.Module has no such method."""
         return f"extra {self.note}"
 
 

@@ -131,7 +131,7 @@ def trackers_by_name_and_member() -> Any:
     return count, sorted(path.name for path in Path("another/directory").iterdir())
 
 
-# ---- gradient accumulation and synchronisation
+# ---- gradient accumulation and synchronization
 
 
 class Line(nn.Module):

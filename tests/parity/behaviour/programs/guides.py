@@ -126,7 +126,7 @@ def _fails() -> None:
     raise ValueError("no")
 
 
-# ---- gradient synchronisation and local SGD
+# ---- gradient synchronization and local SGD
 
 
 def _batch(accelerator: Any) -> torch.Tensor:

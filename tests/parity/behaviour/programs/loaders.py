@@ -420,7 +420,7 @@ def stateful_loading() -> Any:
 
 
 def _resumed_after(rounds: int, shuffle: bool) -> tuple[Any, Any, list[int]]:
-    """Read some batches and load the loader's state into another loader. Return the batches that remain as well."""
+    """Resume another loader from an interrupted one's state. Return the Accelerator, the loader and the samples left."""
     config = DataLoaderConfiguration(use_stateful_dataloader=True)
     loaders = []
     for _ in range(2):
