@@ -111,8 +111,8 @@ def _decoded(area: str, row: str, date: str, spread: Sequence[float] | None, **f
 def is_worse(then: Figure, now: Figure) -> bool:
     """Return whether a figure is worse than the recorded one.
 
-    A figure is worse if each median is outside the quartiles of the other. Without recorded quartiles, it is worse if
-    it has changed by more than the factor `WORSE`.
+    A figure is worse if it has changed for the worse and each median is outside the quartiles of the other. Without
+    recorded quartiles, the change must exceed the factor `WORSE` instead.
     """
     before, after = _comparable(then), _comparable(now)
     if before is None or after is None or abs(after.value - before.value) <= SMALLEST:

@@ -17,7 +17,7 @@ PUBLIC = {PACKAGE, *(f"{PACKAGE}.{name}" for name in ("big_modeling", "utils", "
 
 
 def _imports(path: Path) -> Iterator[tuple[str, str]]:
-    """Return the module and the name of each import from this package in a notebook's cells."""
+    """Yield the module and the name of each import from this package in a notebook's cells."""
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
         lines = "".join(cell["source"]).splitlines() if cell["cell_type"] == "code" else []
         python = "\n".join("" if line.lstrip().startswith(("%", "!")) else line for line in lines)

@@ -48,7 +48,7 @@ def app(request: pytest.FixtureRequest) -> App:
 
 @pytest.fixture
 def opened(server: Server, chromium: Browser, app: App) -> Iterator[Any]:
-    """Return a function that opens a notebook with the given cells and executes the first one."""
+    """Yield a function that opens a notebook with the given cells and executes the first one."""
     pages: list[NotebookPage] = []
 
     def start(cells: list[str], theme: str = "light") -> NotebookPage:

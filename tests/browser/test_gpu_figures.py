@@ -49,7 +49,7 @@ MACHINES = {
 def machine(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chromium: Browser
 ) -> Iterator[tuple[str, int, NotebookPage]]:
-    """Emulate a machine. Return its name, its number of GPUs, and a notebook on it."""
+    """Emulate a machine. Yield its name, its number of GPUs, and a notebook on it."""
     variables, count = MACHINES[request.param]
     emulated = {"LD_LIBRARY_PATH": str(fake_gpu.build(tmp_path).parent), "FAKE_NVML_NAME": "Tesla T4", **variables}
     for name, value in {**emulated, "FAKE_NVML_COUNT": str(count)}.items():

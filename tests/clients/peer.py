@@ -89,7 +89,7 @@ def main(out: str, *names: str) -> None:
 
 
 def run(name: str) -> list[Any]:
-    """Run a program. Return the results of its ranks, or the text of the exception."""
+    """Run a program. Return each rank's result, the text of its exception, or "died"."""
     program, _, count = name.partition("@")
     ranks = int(count or RANKS)
     with reserved_port() as port:

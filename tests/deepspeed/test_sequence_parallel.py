@@ -30,7 +30,7 @@ SECONDS = 400
 
 
 class Sentences(Dataset[dict[str, torch.Tensor]]):
-    """Sequences whose first labels do not count. The number of these labels differs between sequences and pieces."""
+    """Sequences whose first labels are ignored. How many are ignored differs between sequences and between pieces."""
 
     def __init__(self, count: int) -> None:
         generator = torch.Generator().manual_seed(1)

@@ -59,7 +59,7 @@ def launch(function=train, *args, **options):
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
-    """Return a kernel with the variables of the service."""
+    """Yield a kernel with the variables of the service."""
     with Kernel(env=VARIABLES) as kernel:
         kernel.check(TRAIN)
         yield kernel

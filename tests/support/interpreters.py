@@ -84,7 +84,7 @@ class InterpreterServer:
 
 @pytest.fixture(scope="session")
 def interpreters() -> Iterator[InterpreterServer]:
-    """Return the interpreter server of the test session."""
+    """Yield the interpreter server of the test session."""
     server = InterpreterServer()
     yield server
     server.close()

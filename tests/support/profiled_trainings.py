@@ -33,7 +33,7 @@ def mlp(width: int = WIDTH) -> nn.Sequential:
 
 
 def batches(rows: int = ROWS) -> Iterator[Batch]:
-    """Yield the same batch forever, so that no step waits for data."""
+    """Yield the same batch for every step, so that no step waits for data."""
     batch = torch.randn(rows, 256), torch.randint(0, 10, (rows,))
     for _ in range(STEPS):
         yield batch

@@ -69,7 +69,7 @@ Their Trainer cannot resume on several CPU ranks of the real Accelerate: torch c
 
 
 def run_several(names: Sequence[str]) -> dict[str, Any]:
-    """Run programs one after the other in this rank. Return their results, or the text of the exception."""
+    """Run programs one after the other in this rank. Return each one's result, or the text of its exception."""
     from accelerate.state import AcceleratorState, GradientState
 
     found: dict[str, Any] = {}

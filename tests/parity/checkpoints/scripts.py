@@ -68,7 +68,7 @@ def epoch(accelerator: Any, counter: Counter, model: Any, optimizer: Any, schedu
 
     losses: list[float] = []
     for inputs, targets in loader:
-        noise = random.random() + float(np.random.rand())  # noqa: NPY002 - the global generator is the one kept
+        noise = random.random() + float(np.random.rand())  # noqa: NPY002 - checkpoints keep the global generator
         loss = ((model(inputs) - targets) ** 2).mean() * (1 + noise)
         accelerator.backward(loss)
         optimizer.step()

@@ -20,7 +20,7 @@ KAGGLE = {"PJRT_DEVICE": "TPU", "TPU_ACCELERATOR_TYPE": "v5e-8", "KAGGLE_KERNEL_
 
 @pytest.fixture
 def bus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return the empty PCI bus of a machine on which torch_tpu is installed."""
+    """Yield a folder that emulates the empty PCI bus of a machine on which torch_tpu is installed."""
     for name in ("PJRT_DEVICE", "TPU_ACCELERATOR_TYPE", "TPU_VISIBLE_CHIPS", "TPU_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(device_counts, "_installed", lambda name: name == "torch_tpu")

@@ -321,7 +321,7 @@ def texts_of_dispatched_batches() -> Any:
 
 
 def _random_numbers(settings: dict[str, Any], between: int | None = None, skipped: int = 0, **arguments: Any) -> Any:
-    """Return a random number drawn after preparing a loader, and one drawn after each batch."""
+    """Return a random number drawn after preparing a loader, and one drawn after each batch of two passes."""
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**settings))
     loader = accelerator.prepare(DataLoader(**{"batch_size": 3, "dataset": torch.arange(11), **arguments}))
     if skipped:
@@ -431,7 +431,7 @@ def _resumed_after(rounds: int, shuffle: bool) -> tuple[Any, Any, list[int]]:
         next(interrupted)
     state, numbers = loaders[0].state_dict(), torch.get_rng_state()
     left = [number for batch in interrupted for number in batch.tolist()]
-    torch.set_rng_state(numbers)  # Otherwise, load_state restores these numbers.
+    torch.set_rng_state(numbers)  # In other programs, load_state restores these numbers.
     loaders[1].load_state_dict(state)
     return accelerator, loaders[1], left
 
