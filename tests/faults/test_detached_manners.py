@@ -55,7 +55,7 @@ except ValueError as error:
 
 
 def _both_launch(folder: Path, name: str) -> list[str]:
-    """Launch from two processes at the same moment. Return the output of each."""
+    """Launch from two processes at the same moment. Return the line that says how each launch ended."""
     command = [sys.executable, "-c", _AT_ONCE, str(folder)]
     both = [subprocess.Popen([*command, me, name], stdout=subprocess.PIPE, text=True) for me in "ab"]
     until(lambda: all((folder / f"ready-{me}").exists() for me in "ab"))

@@ -140,7 +140,7 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
 
 
 def whole(case: Case) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Load a checkpoint and return the whole model's state."""
+    """Load a checkpoint. Return the whole model's state, and the names of the files that `save_model` writes."""
     with place() as cpu:
         accelerator, model, _, _ = prepared(case, cpu)
         if case.start:
