@@ -16,7 +16,7 @@ class _Blocks:
         self._reset()
 
     def _reset(self) -> None:
-        self._lock = RLock()  # It is reentrant, because a signal handler or finalizer may enter a block, too.
+        self._lock = RLock()  # The lock is reentrant, because a signal handler or finalizer may enter a block.
         self._entered = 0
         self._switched_off = False
 

@@ -114,7 +114,7 @@ def render_mistake() -> list[str]:
 
 
 def without_own_frames(traceback: TracebackType | None) -> TracebackType | None:
-    """Return a traceback without those last frames that belong to this package, or to IPython, which calls magics."""
+    """Return a traceback without the last frames, if they belong to this package or to IPython, which calls magics."""
     entries = list(_entries_of(traceback))
     while len(entries) > 1 and _is_own_or_ipython(entries[-1].tb_frame):
         entries.pop()

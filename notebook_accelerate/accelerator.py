@@ -95,7 +95,7 @@ class Accelerator(AcceleratorProperties):
         trackers: The trackers that `init_trackers` has started.
 
     Raises:
-        ValueError: A setting is not allowed, or two settings contradict each other.
+        ValueError: A setting is invalid, or two settings contradict each other.
     """
 
     @takes_launch_arguments
@@ -618,7 +618,7 @@ class Accelerator(AcceleratorProperties):
             objects: Further objects whose memory is released.
 
         Returns:
-            A None for each object, to assign to the object's name, as in
+            None for each object, to be assigned to the object's name, as in
             ``model, optimizer = accelerator.free_memory(model, optimizer)``.
         """
         self.strategy.clear()
@@ -634,7 +634,7 @@ class Accelerator(AcceleratorProperties):
     # ---- files
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Write an object to a file, only once, or once per machine if `save_on_each_node` is set.
+        """Write an object to a file once, or once per machine if `save_on_each_node` is set.
 
         Args:
             obj: The object to write.
@@ -663,7 +663,7 @@ class Accelerator(AcceleratorProperties):
     def save_state(
         self, output_dir: str | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
     ) -> str:
-        """Write everything that is needed to resume training to a folder; every rank must call this.
+        """Write to a folder everything that is needed to resume training; every rank must call this.
 
         Args:
             output_dir: The folder, or a URL that fsspec supports. Leave it out with automatic checkpoint naming.
@@ -698,7 +698,8 @@ class Accelerator(AcceleratorProperties):
         Raises:
             ValueError: The folder does not exist, or no folder was passed without automatic checkpoint naming.
             BrokenCheckpointError: The checkpoint was never finished, or some of its files are damaged.
-            CheckpointMismatchError: The checkpoint was saved with another number of ranks, strategy or set of objects.
+            CheckpointMismatchError: The checkpoint was saved with a different number of ranks, strategy or set of
+                objects.
         """
         checkpointing.load_state(self, input_dir, load_kwargs, **load_model_func_kwargs)
 

@@ -71,7 +71,7 @@ def should_reduce_batch_size(exception: Exception) -> bool:
     """Return whether an exception means that memory was exhausted (or that no cuDNN plan fits).
 
     Args:
-        exception: An exception that the training has raised.
+        exception: An exception that the training code has raised.
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(exception, getattr(torch, "OutOfMemoryError", ())):

@@ -280,7 +280,7 @@ class WorkerError(NotebookAccelerateError):
 
     @property
     def documented_kind(self) -> type[BaseException]:
-        """The class whose page is shown: the first rank's exception class if this module defines it, else this one."""
+        """The class whose page is shown: the first exception's if this module defines it, or else this error's."""
         chain = self.failures[0].chain if self.failures else ()
         kind = globals().get(chain[-1].type.rpartition(".")[2]) if chain else None
         return kind if isinstance(kind, type) and issubclass(kind, NotebookAccelerateError) else type(self)
@@ -350,7 +350,7 @@ class BrokenCheckpointError(CheckpointError):
 
 
 class CheckpointMismatchError(CheckpointError):
-    """Raised when a checkpoint was saved with another number of ranks, strategy or set of objects."""
+    """Raised when a checkpoint was saved with a different number of ranks, strategy or set of objects."""
 
 
 class SerializationError(NotebookAccelerateError):

@@ -39,7 +39,7 @@ def prepare_pippy(
     Args:
         model: The model, which must be on the CPU. `torch.export` traces it, so its forward method must not branch on
             values.
-        split_points: The names of the submodules that the parts of all ranks but the first start with. "auto" minimizes
+        split_points: The names of the submodules that start the parts of all ranks but the first. "auto" minimizes
             the size of the largest part, in bytes of parameters and buffers.
         no_split_module_classes: The names of classes whose modules stay whole. None means `model._no_split_modules`.
         example_args: Example positional arguments. Tensors must have as many rows as one chunk. All other values are
@@ -99,7 +99,7 @@ def build_pipeline(
 
     Args:
         model: The model, which must be on the CPU.
-        split_points: The names of the submodules that the parts of all ranks but the first start with.
+        split_points: The names of the submodules that start the parts of all ranks but the first.
         args: The positional arguments for one chunk.
         kwargs: The keyword arguments for one chunk.
         num_chunks: The number of chunks that are in the pipeline at a time.
@@ -159,7 +159,7 @@ def pippy_forward(forward: Any, num_chunks: int, gather_output: bool | None, *ar
         kwargs: The model's keyword arguments on rank 0.
 
     Returns:
-        On the last rank or on all ranks, the outputs, with as many rows as rank 0 passed. None on other ranks.
+        The outputs, with as many rows as rank 0 passed, on the last rank or on all ranks. None on other ranks.
 
     Raises:
         ValueError: Rank 0 passed no tensor with a batch dimension, or passed values, other than tensors, that differ

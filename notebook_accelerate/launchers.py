@@ -133,7 +133,7 @@ def notebook_launcher(  # noqa: D417 - `_documented` adds the texts of the setti
         The run, with ``results`` (one value per rank), ``metrics``, ``logs()`` and ``report()``.
 
     Raises:
-        ValueError: An argument is not allowed, or does not fit this machine.
+        ValueError: An argument is invalid, or does not fit this machine.
         LaunchError: No rank could be started, or the devices (DeviceBusyError) or the port (PortInUseError) are in use.
         SerializationError: The function or an argument cannot be sent to the ranks.
         WorkerError: A blocking run failed, was stopped (RunStoppedError) or reached a time limit (RunTimeoutError).
@@ -161,7 +161,7 @@ def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_p
         The run, which has ended.
 
     Raises:
-        ValueError: An argument is not allowed.
+        ValueError: An argument is invalid.
         LaunchError: No rank could be started.
         WorkerError: The run failed.
     """

@@ -42,7 +42,7 @@ class RankMagics(Magics):
         ``%rank_start``.
 
         Raises:
-            ValueError: An option is not allowed, or ``-n`` is not the number of warm ranks that are running.
+            ValueError: An option is invalid, or ``-n`` is not the number of warm ranks that are running.
             LaunchError: The ranks could not be started.
             WorkerError: The cell failed on a rank (the ranks keep running), or a rank died (WorkerDiedError).
         """
@@ -56,7 +56,7 @@ class RankMagics(Magics):
         """Run the cell on some warm ranks: ``%%rank 0,1 [-i a,b] [-o c]``.
 
         Raises:
-            ValueError: An option or a rank is not allowed, or there are no warm ranks.
+            ValueError: An option or a rank is invalid, or there are no warm ranks.
             WorkerError: The cell failed on a rank (the ranks keep running), or a rank died (WorkerDiedError).
         """
         parser = _Parser("%%rank", add_help=False)
@@ -77,7 +77,7 @@ class RankMagics(Magics):
         cells.
 
         Raises:
-            ValueError: An option is not allowed, or warm ranks are already running.
+            ValueError: An option is invalid, or warm ranks are already running.
             LaunchError: The ranks could not be started.
         """
         if self.group is not None and self.group.alive:

@@ -95,7 +95,7 @@ def __getattr__(name: str) -> Any:
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"torch {import_module('torch').__version__} has no {module}.{attribute}, a private name ({error}); "
-            "notebook_accelerate was tried with torch 2.9 to 2.15: install one of these"
+            "notebook_accelerate was tested with torch 2.9 to 2.15: install one of these versions"
         ) from error
     globals()[name] = value
     return value
@@ -522,7 +522,7 @@ def scheduler_steps(scheduler: Any) -> int:
 
 
 def mark_stepped(optimizer: Optimizer) -> None:
-    """Mark an optimizer as stepped, because its scheduler would warn otherwise.
+    """Mark an optimizer as stepped, so that its scheduler does not warn.
 
     Args:
         optimizer: The optimizer to mark.

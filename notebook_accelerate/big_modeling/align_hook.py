@@ -33,7 +33,7 @@ class AlignDevicesHook(ModelHook):
         offload_buffers: Whether to offload buffers, too.
         place_submodules: Whether to handle the tensors of all submodules, instead of only the module's own.
         skip_keys: The names of the keyword arguments that are not moved.
-        tied_params_map: The copies of tied parameters, by address and device, which hooks share.
+        tied_params_map: The copies of tied parameters that hooks share, by address and device.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class AlignDevicesHook(ModelHook):
         return output
 
     def _release_weights(self) -> None:
-        held = [own[key] for own, key, _, _ in self._slots if key in own]  # The forward pass may have deleted some.
+        held = [own[key] for own, key, _, _ in self._slots if key in own]  # Forward may have deleted some weights.
         for own, key, _, placeholder in self._slots:
             own[key] = placeholder
         if self._prefetcher is not None and self._unit is not None:

@@ -40,7 +40,7 @@ class Allocation:
         self.accelerators = [device for device in limits if device not in ("cpu", "disk")]
         self.used: dict[Any, Any] = {}
         self.too_small: dict[Any, Any] = {}
-        """For each device that received no modules, the bytes that it would have needed for the next one."""
+        """For each device that received no modules, the number of bytes that the next module would have needed."""
         self.offloaded: list[int] = []
         self._devices = [device for device in limits if device != "disk"] + ["disk"]
         self._main = {"mps"} if "mps" in limits else {*self.accelerators[:1], "cpu"}
@@ -321,7 +321,7 @@ class Allocation:
         own.append(0)
         index = 1
         while no_split and index < self._modules:
-            if type(modules[index]).__name__ in no_split:  # The modules inside are not layers.
+            if type(modules[index]).__name__ in no_split:  # The modules inside do not count as layers.
                 own[index : ends[index]] = [sizes[index], *[0] * (ends[index] - index - 1)]
                 index = ends[index]
             else:

@@ -158,8 +158,8 @@ def dispatch_model(
     Args:
         model: The model to dispatch.
         device_map: The device of each module by name: a number, a name, "cpu" or "disk".
-        main_device: The device that offloaded modules compute on. If None, the first accelerator in the map, or the CPU
-            if the map has no accelerator.
+        main_device: The device that offloaded modules compute on. If None, they compute on the first accelerator in the
+            map, or on the CPU if the map has no accelerator.
         state_dict: The weights of the modules on the CPU. If None, the model's own weights are used.
         offload_dir: The folder for modules on disk. Weights are written to it unless it already contains an offloaded
             model.

@@ -395,7 +395,7 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
 )  # fmt: skip
 """The layers that `attach_layerwise_casting_hooks` casts.
 
-Normalizations are left out, because they are small and need their precision.
+Normalization layers are left out, because they are small and need high precision.
 """
 
 

@@ -43,7 +43,7 @@ def set_module_tensor_to_device(
         tensor_name: The dotted name of a parameter or buffer.
         device: The device to move the tensor to.
         value: New data of the same shape, which is required if the tensor is on the meta device.
-        dtype: The dtype to convert the data to. If None, the tensor's dtype. Integers keep their dtype.
+        dtype: The dtype to convert the data to. If None, the tensor's dtype is kept. Integers always keep it.
         fp16_statistics: The scales of an 8-bit weight of bitsandbytes.
         tied_params_map: Existing copies to share, by the address of the original and by device.
         non_blocking: Whether to return without waiting for the copy.
@@ -174,7 +174,7 @@ def get_state_dict_from_offload(
     Args:
         module: The module that has the tensors.
         module_name: The dotted name of one of the module's tensors, which starts with the module's prefix.
-        state_dict: The state dict by dotted name. It is changed in place.
+        state_dict: The state dict, keyed by dotted name. It is changed in place.
         device_to_put_offload: The device to load the tensors to.
 
     Returns:
@@ -314,7 +314,7 @@ def check_tied_parameters_on_same_device(tied_params: Iterable[Sequence[str]], d
 
 
 def device_of(name: str, device_map: Mapping[str, Any]) -> Any:
-    """Return the device of a name, or of the innermost module around it that the map lists, or None."""
+    """Return the device that a map lists for a name or its innermost enclosing module, or None if it lists neither."""
     return next((device_map[outer] for outer in reversed(prefixes(name)) if outer in device_map), None)
 
 

@@ -44,7 +44,7 @@ def build_tree(model: torch.nn.Module) -> ModuleTree:
     """
     tree = ModuleTree([""], [model], [-1], [1])
     names, modules, parents, ends = tree.names, tree.modules, tree.parents, tree.ends
-    # With one iterator per level, a module without children only costs four appends, and no call.
+    # With one iterator per level, a module without children costs only four appends and no call.
     levels = [("", 0, iter(model._modules.items()))]
     while levels:
         prefix, parent, children = levels[-1]
@@ -154,14 +154,14 @@ def dtype_byte_size(dtype: Any) -> int | float:
 
 
 def dtype_of(dtype: Any) -> torch.dtype:
-    """Return the dtype for a name such as "float16" or "torch.float16". A dtype is returned as it is.
+    """Return the dtype that has a name such as "float16" or "torch.float16". A dtype itself is returned unchanged.
 
     Raises:
         ValueError: torch does not have a dtype with this name.
     """
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype):
-        raise ValueError(f'{dtype!r} is not a valid dtype; pass for example torch.float16 or "float16"')
+        raise ValueError(f'{dtype!r} is not a valid dtype; pass a dtype such as torch.float16 or "float16"')
     return found
 
 
@@ -180,7 +180,7 @@ def convert_file_size_to_int(size: float | str) -> int:
     match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     if match is None:
         raise ValueError(
-            f"`size` {size!r} is not in a valid format. Use an integer for bytes, or a string with an unit "
+            f"`size` {size!r} is not in a valid format. Use an integer for bytes, or a string with a unit "
             "(like '5.0GB', '512MiB')."
         )
     count = int(float(match[1]) * _FACTORS[match[2].upper()])
@@ -339,7 +339,7 @@ def get_module_leaves(module_sizes: Mapping[str, Any]) -> list[str]:
     """List the names of modules and tensors that have no children.
 
     Args:
-        module_sizes: The result of `compute_module_sizes`, or any mapping by dotted name.
+        module_sizes: The result of `compute_module_sizes`, or any mapping keyed by dotted name.
     """
     parents = {name.rpartition(".")[0] for name in module_sizes}
     outer = {prefix for parent in parents for prefix in prefixes(parent)}

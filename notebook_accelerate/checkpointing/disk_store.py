@@ -175,7 +175,7 @@ class DiskStore(CheckpointStore):
         try:
             self.folder.rename(self.target)
         except OSError:
-            if self.target.is_dir():  # It was created during the save, and is not empty.
+            if self.target.is_dir():  # The target was created during the save, and is not empty.
                 return False
             raise
         _sync_folder(self.target.parent)

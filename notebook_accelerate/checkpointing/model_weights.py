@@ -45,8 +45,8 @@ def save(
 ) -> None:
     """Write an object to a file on the main rank. Use this instead of `torch.save`.
 
-    The file is never incomplete, because the object is first written under another name or, for a URL (s3://, gs://,
-    ...), to this machine's disk. The complete file is then renamed or uploaded.
+    The file is never incomplete, because the object is first written under a temporary name or, for a URL (s3://,
+    gs://, ...), to this machine's disk. The complete file is then renamed or uploaded.
 
     Args:
         obj: The object to write. For safetensors, it must be a dictionary of named tensors.

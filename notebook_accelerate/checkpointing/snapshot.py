@@ -200,7 +200,7 @@ class _Pages:
             errors.append(int(_cuda_runtime().cudaHostRegister(address, len(self.memory), _FOR_ALL_DEVICES)))
 
         # Use a separate thread, because CUDA keeps the last error of each thread. In this thread, torch would raise the
-        # error when it launches the training's next kernel.
+        # error when it launches training's next kernel.
         thread = threading.Thread(target=register, name="save_state locks memory")
         thread.start()
         thread.join()

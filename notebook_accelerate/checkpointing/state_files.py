@@ -304,7 +304,7 @@ def schedulers_to_save(schedulers: Sequence[Any]) -> list[Any]:
     return [scheduler for scheduler in schedulers if not getattr(scheduler, "saved_by_strategy", False)]
 
 
-# ---- the random states of one rank, of Python, numpy, torch and the rank's device
+# ---- the random states of a rank: Python's, numpy's, torch's and the device's
 
 
 class _Generator(NamedTuple):

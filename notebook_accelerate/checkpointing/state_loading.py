@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 _CALL = "load_state"
 _STRUCTURE = (*(kind for kind in MALFORMED if kind is not ValueError), UnicodeError)
-"""The errors that show that a state is malformed. ValueError does not: torch raises it if parameters differ."""
+"""The errors that show that a state is malformed. ValueError is left out: torch raises it if parameters differ."""
 _UNREADABLE = (LookupError, UnicodeError, RecursionError, EOFError, pickle.UnpicklingError)
 _ATTEMPTS = 10
 """The maximum number of attempts to read a checkpoint that another process is replacing."""

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _CALL = "save_state"
 _View = tuple[bool, bool, ProcessIdentity]
-"""Whether a rank sees the main rank's folder, whether it is the first one on its machine, and its process."""
+"""Whether a rank sees the main rank's folder, whether the rank is the first one on its machine, and its process."""
 _buffers = SnapshotBuffers()
 _pending: list[PendingSave] = []
 
@@ -69,8 +69,8 @@ def save_state(
     """Save the complete training state; every rank must call this.
 
     The state consists of models, optimizers, schedulers, loaders, the scaler, random states and registered objects. The
-    checkpoint is either complete or absent: files are written under another name, and a manifest of sizes and checksums
-    is written last.
+    checkpoint is either complete or absent: files are written under a temporary name, and a manifest of sizes and
+    checksums is written last.
 
     Args:
         accelerator: The Accelerator whose state is saved.
@@ -219,7 +219,9 @@ def _open_target(accelerator: AcceleratorProperties, folder: AnyPath) -> SaveTar
 
 
 def _peers_of(rank: int, views: list[_View]) -> dict[int, ProcessIdentity]:
-    """Return the ranks that write to the same folder: all that see the main rank's folder, or those on one machine.
+    """Return the ranks that write to the same folder as this rank.
+
+    These are all ranks that see the main rank's folder, or else those on this rank's machine.
 
     Args:
         rank: This process's rank.
@@ -283,8 +285,8 @@ def _warn_of_unreadable_values(file: StateFile) -> None:
     if found := unreadable_classes(file.value):
         names = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}" for cls in found))
         warn_once(
-            f"The state in {file.name} contains objects of {names}. load_state reads only plain data, because other "
-            "objects can run code: convert them in state_dict(), or, for folders that you trust, load with "
+            f"The state in {file.name} contains objects of type {names}. load_state reads only plain data, because "
+            "other objects can run code: convert them in state_dict(), or, for folders that you trust, load with "
             'accelerator.load_state(folder, load_kwargs={"weights_only": False}).'
         )
 
@@ -319,7 +321,8 @@ def _manifest_of(accelerator: AcceleratorProperties) -> Manifest:
 
 @functools.cache  # Reading the version takes 2 ms.
 def _producer() -> str:
-    version = installed_version("notebook-accelerate") or "(not installed)"  # The package may be used from a folder.
+    # The package may be imported from a folder without being installed.
+    version = installed_version("notebook-accelerate") or "(not installed)"
     return f"notebook_accelerate {version}"
 
 
@@ -399,7 +402,7 @@ def next_target(project: ProjectConfiguration, output_dir: str | os.PathLike[str
 
 
 def project_directory(project: ProjectConfiguration) -> AnyPath:
-    """Return the absolute folder of a project with automatically named checkpoints.
+    """Return the absolute path to the folder of a project with automatically named checkpoints.
 
     Args:
         project: The settings of the project.

@@ -43,7 +43,7 @@ def gather(tensor: Nested) -> Nested:
 
     Returns:
         The structure on every rank, joined in the order of ranks. Tensors of shape (n, ...) become (ranks * n, ...),
-        and tensors without dimensions become (ranks,). With a single rank, the argument itself.
+        and tensors without dimensions become (ranks,). With a single rank, the argument itself is returned.
 
     Raises:
         TypeError: A leaf is not a tensor; use `gather_object` instead.
@@ -79,7 +79,7 @@ def reduce(tensor: Nested, reduction: str = "mean", scale: float = 1.0) -> Neste
         scale: A factor for the result. As in Accelerate, it only has an effect on XLA.
 
     Returns:
-        The structure with new tensors. With a single rank, the argument itself.
+        The structure with new tensors. With a single rank, the argument itself is returned.
 
     Raises:
         ValueError: The reduction is unknown.
@@ -243,7 +243,7 @@ def pad_across_processes(tensor: Nested, dim: int = 0, pad_index: int = 0, pad_f
         pad_first: Whether to pad at the beginning instead of the end.
 
     Returns:
-        The structure with padded tensors. With a single rank, the argument itself.
+        The structure with padded tensors. With a single rank, the argument itself is returned.
 
     Raises:
         TypeError: A leaf is not a tensor.
@@ -350,7 +350,7 @@ def gather_object(object: Any) -> Any:
 
     Returns:
         A list of the items of all ranks. Strings, mappings and objects that have no items are collected as one entry
-        per rank. With a single rank, the argument itself.
+        per rank. With a single rank, the argument itself is returned.
     """
     state = PartialState()
     if state.num_processes == 1:

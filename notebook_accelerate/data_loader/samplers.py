@@ -47,7 +47,7 @@ class SeedableRandomSampler(RandomSampler):
         self.set_epoch(self.epoch + 1)
 
     def share_seed(self) -> None:
-        """Use rank 0's seed unless `data_seed` was given; every rank must call this. Further calls do nothing."""
+        """Use rank 0's seed unless `data_seed` was given; every rank must call this. Later calls do nothing."""
         if not self.is_seed_shared:
             (self.initial_seed,) = broadcast_object_list([self.initial_seed])
             self.is_seed_shared = True
@@ -119,7 +119,7 @@ class BatchSamplerShard(BatchSampler):
         return rounds + int(self.even_batches or self.process_index < left)
 
     def _gets_nothing_of_last_batch(self) -> bool:
-        """Return whether lower ranks use up a short last batch, or False if the size of the batch is not known."""
+        """Return whether lower ranks use up a short last batch, or False if the size of the batch is unknown."""
         source: Any = innermost(self.batch_sampler)
         if self._pads or self.drop_last or not isinstance(source, BatchSampler) or not self.total_length:
             return False

@@ -162,12 +162,12 @@ class _Stateful(PreparedDataLoader):
         self._is_inside = False
 
     def _loaded_position(self) -> bool:
-        """Return whether the starting pass is the rest of an earlier one. Further calls return False."""
+        """Return whether the pass that is starting is the rest of an earlier one. Later calls return False."""
         continues, self._continues = self._continues, False
         return continues
 
     def _has_drawn_seed(self) -> bool:
-        """Return whether the random numbers of the starting pass have been drawn. Further calls return False."""
+        """Return whether the random numbers for the pass that is starting were drawn. Later calls return False."""
         numbers, self._first_numbers = self._first_numbers, None
         return numbers is not None
 
@@ -304,7 +304,7 @@ def _rewound(state: dict[str, Any], batches: int) -> dict[str, Any]:
 def _with_position(state: dict[str, Any], position: dict[str, Any] | None) -> dict[str, Any]:
     """Add the position in the sampler to a state that has no position.
 
-    If `position` is None, it is after as many items as the state counts, in a sampler with the same order.
+    If `position` is None, the added position is after as many items as the state counts, in the same order.
     """
     if "_snapshot" in state:
         snapshot = state["_snapshot"]

@@ -243,8 +243,8 @@ class RemotePath:
             raise ImportError(f"{self} needs a package that is not installed: {line}") from error
         except ValueError as error:
             raise ValueError(
-                f"{self}: {error}; pass for example s3://bucket/folder, gs://bucket/folder, abfs://container/folder "
-                "or file:///folder"
+                f"{self}: {error}; pass a URL such as s3://bucket/folder, gs://bucket/folder, "
+                "abfs://container/folder or file:///folder"
             ) from error
         return fs, str(path)
 

@@ -20,7 +20,7 @@ class GradientState:
     Attributes:
         sync_gradients: Whether this step completes a window. If so, gradients are reduced and the optimizer steps.
         active_dataloader: The innermost loader that is being read, or None outside of loops.
-        dataloader_references: None, followed by all loaders that are being read, the outermost first.
+        dataloader_references: None, followed by all loaders that are being read, outermost first.
         plugin_kwargs: The accumulation settings that differ from the defaults.
         is_xla_gradients_synced: Whether gradients have been reduced since the last step (XLA only).
     """

@@ -150,7 +150,7 @@ class PartialState(RankExecution):
                 empty.
 
         Yields:
-            The share of this rank. With a single rank, `inputs` itself.
+            The share of this rank, which is `inputs` itself if there is only one rank.
 
         Raises:
             ValueError: The values of a dict differ in length, or `inputs` cannot be split.

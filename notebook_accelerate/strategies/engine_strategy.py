@@ -145,8 +145,8 @@ class EngineStrategy(Strategy):
             norm_type: The type of the norm, which must be 2.
 
         Returns:
-            The norm of all ranks' gradients before clipping. If the accumulation window is not complete, the norm of
-            the previous step.
+            The norm of all ranks' gradients before clipping. If the accumulation window is not complete, the previous
+            step's norm is returned.
 
         Raises:
             ValueError: `norm_type` is not 2.

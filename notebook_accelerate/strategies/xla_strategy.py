@@ -1,4 +1,4 @@
-"""The strategy for XLA devices (TPUs), which trace steps as graphs, and run these when a step ends or a value is read.
+"""The strategy for XLA devices (TPUs), which trace steps as graphs and run a graph when a step ends or a value is read.
 
 Source: https://docs.pytorch.org/xla/master/learn/pytorch-on-xla-devices.html
 """

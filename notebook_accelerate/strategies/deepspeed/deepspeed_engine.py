@@ -134,7 +134,7 @@ def start_communication(state: AcceleratorState) -> Any:
         _release_groups()  # The old default group was destroyed by other code.
     if state.device.type == "cpu":
         # Otherwise, DeepSpeed would spend half a minute compiling an all-reduce that training does not use
-        # (comm/torch.py of 0.19).
+        # (see comm/torch.py in DeepSpeed 0.19).
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     with compilation_context():
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
@@ -246,10 +246,10 @@ def add_half_precision_casts(engine: Any) -> None:
 
 @torch.no_grad()
 def _undo_trial_step(optimizer: Any) -> None:
-    """Undo the trial step with zero gradients that stage 0 takes to allocate states (unfused_optimizer.py of 0.19).
+    """Undo the trial step with zero gradients that stage 0 takes to allocate states.
 
     Otherwise, Adam's bias correction would count the trial step, and the first real step would be a fifth too small.
-    The trial step also applies weight decay.
+    The trial step also applies weight decay (see unfused_optimizer.py in DeepSpeed 0.19).
     """
     if not hasattr(optimizer, "initialize_optimizer_states"):
         return
@@ -497,7 +497,7 @@ def _has_ended(process: Path) -> bool:
 
 
 def _file_system_type(path: Path) -> str:
-    """Return the kernel's name for the type of a path's file system, or "" if the type is not known."""
+    """Return the kernel's name for the type of a path's file system, or "" if the type is unknown."""
     mounts = []
     with suppress(OSError):  # A sandbox may hide /proc/filesystems or the mounts.
         mounts = [mount for mount in psutil.disk_partitions(all=True) if path.is_relative_to(mount.mountpoint)]

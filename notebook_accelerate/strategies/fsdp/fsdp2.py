@@ -56,7 +56,7 @@ class FSDP2Strategy(ShardedStrategy):
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The mesh that models are sharded across: a dimension for shards, and before it one for replicas if needed."""
+        """The mesh that models are sharded across: a dimension for shards, preceded by one for replicas if needed."""
         layout, mesh = self.setup.state.parallelism_config, self.setup.state.device_mesh
         if mesh is None:
             world = (self.setup.state.num_processes,)

@@ -44,7 +44,7 @@ def save_engine(engine: MegatronEngine, folder: Path) -> None:
         folder: A folder that all ranks share.
 
     Raises:
-        ValueError: The format in Megatron's arguments is not known.
+        ValueError: The format in Megatron's arguments is unknown.
     """
     kind = getattr(engine.args, "ckpt_format", None) or FORMATS[0]
     if kind not in FORMATS:

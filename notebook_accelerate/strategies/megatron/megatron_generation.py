@@ -276,16 +276,16 @@ def megatron_generate(
     length_penalty: float | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """See `MegatronEngine.megatron_generate`.
+    """Generate tokens as described in `MegatronEngine.megatron_generate`.
 
     Args:
         engine: The engine whose model is a decoder.
-        inputs: See `MegatronEngine.megatron_generate` for this argument and the next five.
-        attention_mask: See above.
-        max_length: See above.
-        max_new_tokens: See above.
-        num_beams: See above.
-        length_penalty: See above.
+        inputs: Tokens of shape `[samples, tokens]`, padded on the right.
+        attention_mask: A mask of the same shape, with 1 for a token and 0 for padding. If None, there is no padding.
+        max_length: The maximum number of tokens in a sample, including the prompt.
+        max_new_tokens: The maximum number of tokens after the longest prompt. Pass either this or `max_length`.
+        num_beams: The number of candidates in a beam search, which takes one prompt. If None, tokens are sampled.
+        length_penalty: A candidate's log probability is divided by its length to this power. If None, the power is 1.
         options: `add_BOS`, `bos_token_id`, `eos_token_id`, and the fields of `Sampling`.
     """
     if not isinstance(engine.train_step_handler, GPTTrainStep):
@@ -330,7 +330,7 @@ def _prepend_bos(
     inputs: torch.Tensor, attention_mask: torch.Tensor | None, first: int | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if first is None:
-        raise ValueError("add_BOS=True needs the first token of a text: megatron_generate(..., bos_token_id=...)")
+        raise ValueError("add_BOS=True needs the token to put before prompts: megatron_generate(..., bos_token_id=...)")
     inputs = torch.cat([torch.full_like(inputs[:, :1], first), inputs], 1)
     if attention_mask is not None:
         attention_mask = torch.cat([torch.ones_like(attention_mask[:, :1]), attention_mask], 1)

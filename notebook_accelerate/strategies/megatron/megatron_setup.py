@@ -411,7 +411,7 @@ def make_schedule(optimizer: Any, plugin: MegatronLMPlugin, scheduled: bool) -> 
         An `OptimizerParamScheduler`.
 
     Raises:
-        ValueError: The length of the schedule is not known, or the warm-up is not shorter than the schedule.
+        ValueError: The length of the schedule is unknown, or the warm-up is not shorter than the schedule.
     """
     each = plugin.global_batch_size
     decay = (

@@ -96,7 +96,7 @@ def count_optimizer_state(optimizers: Sequence[Any]) -> ShardTally | None:
         optimizers: The torch optimizers, without wrappers.
 
     Returns:
-        The tally, or None if the state of an optimizer is not known.
+        The tally, or None if the state of an optimizer is unknown.
     """
     found = ShardTally()
     for optimizer in optimizers:
@@ -109,7 +109,7 @@ def count_optimizer_state(optimizers: Sequence[Any]) -> ShardTally | None:
 
 
 def common_states_per_parameter(optimizers: Sequence[Any]) -> int | None:
-    """Return how many tensors optimizers keep per parameter, or None if the numbers differ or are not known.
+    """Return how many tensors optimizers keep per parameter, or None if the numbers differ or are unknown.
 
     Args:
         optimizers: The torch optimizers, without wrappers.

@@ -465,6 +465,6 @@ class ShardReader(FileSystemReader):
         before, after = bytes_around_values(dtype, shape)
         begin, end = info.offset + len(before), info.offset + len(before) + size
         if info.length != len(before) + size + len(after) or file[info.offset : begin] != before:
-            return None  # It was written by torch itself, or with another version of torch.
+            return None  # The tensor was written by torch itself, or with another version of torch.
         # Copy the bytes, because the values in the file are not aligned.
         return torch.frombuffer(bytearray(file[begin:end]), dtype=dtype).view(shape)
