@@ -336,7 +336,7 @@ class Accelerator(AcceleratorProperties):
     # ---- training
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute the gradients of a loss, which is divided by the accumulation steps, and scaled if necessary.
+        """Compute the gradients of a loss, divided by the number of accumulation steps and scaled if necessary.
 
         Args:
             loss: The loss of one batch.
@@ -358,7 +358,7 @@ class Accelerator(AcceleratorProperties):
             self._backward(loss, **kwargs)
 
     def accumulate(self, *models: torch.nn.Module) -> AbstractContextManager[None]:
-        """Accumulate gradients, so that they are exchanged, and optimizers step, only in the last batch of a window.
+        """Accumulate gradients: they are exchanged, and optimizers step, only in the last batch of a window.
 
         Args:
             models: The prepared models that are trained in the block.

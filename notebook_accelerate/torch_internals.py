@@ -303,7 +303,7 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> Any:
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
-    """Return this rank's part of a DTensor, and not a view of the part as `to_local` does.
+    """Return this rank's part of a DTensor itself, rather than a view of the part, as `to_local` does.
 
     Args:
         tensor: The DTensor whose part to return.

@@ -2,7 +2,7 @@
 
 The process locks a file with flock. The system releases the lock when the process exits, even on network file systems.
 If flock is not supported, or if a forked child still holds the lock, the lock belongs to the process that is
-named in the file, while that process is alive.
+named in the file, until that process exits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from notebook_accelerate.files.remote_paths import AnyPath
 from notebook_accelerate.hardware.process_liveness import UNKNOWN, ProcessIdentity, parse_identity, this_process
 
 _TRIES = 200
-"""The number of attempts before a lock is considered held. Other processes may only be inspecting or removing it."""
+"""The number of attempts before a lock is considered held. Other processes may merely be inspecting or removing it."""
 _PAUSE = 0.005
 _MAX_BYTES = 4096
 _UNSUPPORTED = {errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP}

@@ -170,7 +170,7 @@ class SnapshotBuffers:
 class _Pages:
     """Memory that consists of whole pages, which can be page-locked.
 
-    torch rounds the size of its own page-locked memory up to a power of two, and keeps it allocated, so that 9 GB of
+    torch rounds the size of its page-locked memory up to a power of two, and keeps it allocated, so 9 GB of
     state takes up 16 GiB until the process exits. Registered memory has the requested size, and is returned to the
     system.
 

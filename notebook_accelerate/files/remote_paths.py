@@ -290,7 +290,7 @@ class RemotePath:
 def _same_randomness() -> Iterator[None]:
     """Restore Python's random state, because the stores' packages draw random numbers on import and for retries.
 
-    Outside of the main thread, nothing is restored, because this could undo draws of the training itself.
+    Outside of the main thread, nothing is restored, because this could undo draws that training itself has made.
     """
     is_main = threading.current_thread() is threading.main_thread()
     state = random.getstate() if is_main else None

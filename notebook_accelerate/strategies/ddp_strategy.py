@@ -141,7 +141,7 @@ _outputs: WeakKeyDictionary[DistributedDataParallel, list[torch.Tensor]] = WeakK
 def _remember_outputs(model: DistributedDataParallel, _: Any, output: Any) -> None:
     """Keep references to the graph of a forward pass whose backward pass will not exchange gradients.
 
-    The references are empty slices of the outputs, whose memory can therefore be freed.
+    The references are empty slices of the outputs, so the memory of the outputs can still be freed.
     """
     kept: list[torch.Tensor] = []
     if torch.is_grad_enabled() and not model.require_backward_grad_sync:
