@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ActionRow:
-    """A row with a text and its buttons.
+    """A row with text and buttons.
 
     Attributes:
         key: Identifies the row in later updates.
@@ -68,8 +68,8 @@ class ActionRows(anywidget.AnyWidget):
         Args:
             rows: The rows, in order from the top.
             kernel: The kernel's ID on the notebook's server, or "" if it is unknown.
-            note: A text below the rows.
-            unreachable: The text to show instead of ``note`` if the browser cannot interrupt the kernel. If "",
+            note: Text to show below the rows.
+            unreachable: Text to show instead of ``note`` if the browser cannot interrupt the kernel. If "",
                 ``note`` is shown.
         """
         shown = [asdict(row) for row in rows]

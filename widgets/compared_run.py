@@ -117,7 +117,7 @@ class BestValues:
         return store.last_value(name, ranks[0]) if ranks else None
 
     def best(self, run: ComparedRun, name: str) -> float | None:
-        """Return the best finite value, or None if there is no such value or the better direction is unknown."""
+        """Return the best finite value, or None if no value is finite or it is unknown whether higher is better."""
         store, direction = source_of(run, "").store_of(name), better(name)
         ranks = store.ranks_of(name)
         if not direction or not ranks:

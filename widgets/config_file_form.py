@@ -263,7 +263,7 @@ def training_functions(namespace: dict[str, Any]) -> list[str]:
     return own[::-1]
 
 
-# ---- a plan, and its machine, as short texts
+# ---- a plan, and its machine, as short text
 
 _HOSTS = {"jupyter": "Jupyter", "colab": "Colab", "kaggle": "Kaggle", "vscode": "VS Code", "terminal": "terminal"}
 
@@ -320,7 +320,7 @@ def too_many_ranks(plan: LaunchPlan, machine: HardwareInfo) -> str:
 
 
 def details(plan: LaunchPlan, training: TrainingOptions) -> list[str]:
-    """Return the texts below the sentence: the reason for the start method, the batch size and the threads.
+    """Return the notes below the sentence: the reason for the start method, the batch size and the threads.
 
     Args:
         plan: The plan of the launch.

@@ -40,7 +40,7 @@ class Field:
     scalars: tuple[type[Any], ...] = ()
     """The possible types of the value, if the kind is scalar."""
     placeholder: str = ""
-    """An example of a text, or "" to show the default."""
+    """Text to show as an example, or "" to show the default."""
 
     @property
     def is_choice(self) -> bool:
@@ -48,12 +48,12 @@ class Field:
         return self.kind == "choice" or (self.kind == "flag" and self.optional)
 
     def by_label(self) -> dict[str, Any]:
-        """Return the choices by the texts that the list shows."""
+        """Return the choices, keyed by the labels that the list shows."""
         values = (True, False) if self.kind == "flag" else self.choices
         return {self.label_of(value): value for value in values}
 
     def member(self, given: Any) -> Any:
-        """Return the choice that equals ``given``, such as an enum's member for its value; otherwise ``given``."""
+        """Return the choice that equals ``given``, such as an enum's member for its value, or else ``given``."""
         return next((choice for choice in self.choices if choice == given), given)
 
     def label_of(self, value: Any) -> str:
@@ -66,7 +66,7 @@ class Field:
 
 
 class FieldError(ValueError):
-    """Raised when a text is not a valid value of a field."""
+    """Raised when the text that was entered is not a valid value of a field."""
 
 
 # ---- from a dataclass to its fields
@@ -251,11 +251,11 @@ class TextFormat:
     """The conversion of values of one kind to and from the text in a text box."""
 
     parse: Callable[[str, Field], Any] = lambda text, _: text
-    """Converts a non-empty text to a value; raises FieldError if the text is not allowed."""
+    """Converts non-empty text to a value; raises FieldError if the text is not allowed."""
     format: Callable[[Any], str] = str
-    """Converts a value other than None to a text."""
+    """Converts a value other than None to text."""
     hint: str = ""
-    """A description of the allowed texts."""
+    """A description of the allowed text."""
     many_lines: bool = False
     """Whether the box has several lines."""
 
@@ -345,14 +345,14 @@ TEXT_FORMATS: dict[str, TextFormat] = {
     "variables": _assignments(str, str),
     "mapping": _assignments(literal, _as_literal),
     "scalar": TextFormat(parse=_parse_scalar),
-    "literal": TextFormat(parse=lambda text, _: literal(text), format=_as_literal, hint="a text or a Python value"),
+    "literal": TextFormat(parse=lambda text, _: literal(text), format=_as_literal, hint="text or a Python value"),
 }
 """The text formats of the kinds of values that are entered as text."""
 _EMPTY: dict[str, Callable[[], Any]] = {"text": str, "lines": list, "words": tuple, "variables": dict, "mapping": dict}
 
 
 def parse(field: Field, text: str) -> Any:
-    """Return the value of ``text``. An empty text means None, or an empty value if None is not allowed.
+    """Return the value of ``text``. Empty text means None, or an empty value if None is not allowed.
 
     Raises:
         FieldError: The text is not allowed.
@@ -388,7 +388,7 @@ def content_of(field: Field, entry: Any) -> str | bool:
 
     Args:
         field: The field whose input is filled.
-        entry: A text, a choice, whether the box is checked, or the value of a field of the kind code.
+        entry: Text, a choice, whether the box is checked, or the value of a field of the kind code.
     """
     if field.kind == "code":
         return "set in code only" if entry is None else f"set in code: {entry!r}"

@@ -52,7 +52,7 @@ class Form:
 
     Attributes:
         fields: The fields that the form shows.
-        entries: Texts, choices, and whether boxes are checked, by field.
+        entries: Text, choices, and whether boxes are checked, by field.
         view: The widget that shows the form, or None if it has not been created.
     """
 

@@ -103,6 +103,6 @@ def asset(name: str) -> str:
 def script(*names: str) -> str:
     """Return files of ``static/`` as one module, in the given order. Definitions must come before their uses.
 
-    A widget's script is sent to the browser as one text, which cannot import other files.
+    A widget's script is sent to the browser as one string, which cannot import other files.
     """
     return "\n".join(asset(name) for name in names)

@@ -41,7 +41,7 @@ def _fits(wanted: str, name: str) -> bool:
 
 
 def chosen_ranks(text: str) -> tuple[int, ...]:
-    """Return the ranks in a user's text, such as "0, 5-7". Other words are ignored."""
+    """Return the ranks that a user typed, such as "0, 5-7". Other words are ignored."""
     found: list[int] = []
     for part in re.split(r"[,;\s]+", re.sub(r"\s*[-–]\s*", "-", text.strip())):
         first, _, last = part.partition("-")

@@ -123,7 +123,7 @@ class RecordingSection(ABC, Generic[Recording]):
     progress = ""
     """The text while a recording is in progress."""
     done = ""
-    """What happens to a rank that is recorded, such as "profiled"."""
+    """The word for a recorded rank, such as "profiled"."""
 
     def __init__(self, run: Run, changed: Callable[[], None]) -> None:
         self.run, self._changed = run, changed
@@ -284,7 +284,7 @@ class TimelineView(anywidget.AnyWidget):
 
 
 def encode(timeline: Timeline, limit: int = MAX_EVENTS) -> dict[str, Any]:
-    """Return the data of a timeline that a view needs: texts, and columns of events as bytes in little-endian order.
+    """Return the data of a timeline that a view needs: strings, and columns of events as bytes in little-endian order.
 
     Events are sorted by track, then by depth, then by start. ``tracks`` has the number of events of each depth.
     ``start`` is uint32 in units of ``tick`` microseconds, ``duration`` float32 in microseconds, ``name`` uint16 (or

@@ -62,7 +62,7 @@ def _bar(done: Progress) -> Markup:
 
 def _figures(done: Progress, *, moves: bool) -> list[Markup]:
     """Return rate, epoch, step, share and remaining time, as far as they are known. A held run has no rate."""
-    parts: list[tuple[str, str]] = []  # Each text, and a text of the greatest width that it usually has.
+    parts: list[tuple[str, str]] = []  # Each text, and the widest text that usually takes its place.
     if done.rate is not None and moves:
         unit = "steps/s" if done.label == "step" else "per second"
         parts.append((f"{rank_tables.rate(done.rate)} {unit}", f"9,999 {unit}"))

@@ -150,7 +150,7 @@ def launch_config(args: argparse.Namespace) -> LaunchConfig:
 
 
 def _launcher_variables(args: argparse.Namespace, found: ClusterConfig) -> dict[str, str]:
-    """Return the variables that Accelerate's launcher sets with any options."""
+    """Return the variables that Accelerate's launcher sets even if no option asks for them."""
     variables = {"OMP_NUM_THREADS": _threads(args, found)}
     by_torchrun = option(args, "multi_gpu", False) or any(getattr(found, key) for key in STRATEGIES)
     if by_torchrun or found.num_processes > 1 or found.num_machines > 1:
@@ -230,7 +230,7 @@ def _check_devices(args: argparse.Namespace, found: ClusterConfig) -> None:
     if several and gpus != "all" and "," not in gpus:
         raise ValueError(f"several GPUs are needed, but gpu_ids={gpus} selects one; pass --gpu_ids all")
     if kind == "XLA" and option(args, "no_python", False):
-        raise ValueError("--no_python is not possible on a TPU; pass a Python script or, with --module, a module")
+        raise ValueError("--no_python is not supported on a TPU; pass a Python script or, with --module, a module")
 
 
 def check_gpus(args: argparse.Namespace) -> None:
@@ -357,7 +357,8 @@ _NOT_IN_FILE = {
     _PROCESSES: (
         Option(
             "num_cpu_threads_per_process",
-            "CPU threads of each process (default: OMP_NUM_THREADS, or with --cpu a share of the cores, or 1).", int,
+            "CPU threads of each process (default: OMP_NUM_THREADS or, with --cpu, a share of the cores; otherwise 1).",
+            int,
         ),
     ),
     OUTPUT: (

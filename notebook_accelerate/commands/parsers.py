@@ -52,7 +52,7 @@ def command_parser(
         subparsers: The subparsers of the program. If None, a standalone parser is created.
         name: The name of the command.
         help: A sentence about the command.
-        description: A longer text for ``--help``. If "", the sentence is used.
+        description: Longer text for ``--help``. If "", the sentence is used.
     """
     options: dict[str, Any] = {
         "description": description or help,

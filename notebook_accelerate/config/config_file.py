@@ -247,7 +247,7 @@ def _all_devices(answers: Answers) -> int:
 
 @dataclass
 class ClusterConfig(BaseConfig):
-    """Configuration of training on one or several machines."""
+    """Configuration for training on one or several machines."""
 
     num_processes: int = setting(
         -1, launch="num_processes", ask="How many processes on all machines together?", answer=_all_devices, place=3
@@ -357,7 +357,7 @@ class ClusterConfig(BaseConfig):
 
 @dataclass
 class SageMakerConfig(BaseConfig):
-    """Configuration of training on Amazon SageMaker."""
+    """Configuration for training on Amazon SageMaker."""
 
     ec2_instance_type: str
     iam_role_name: str
@@ -470,7 +470,7 @@ SECTIONS: dict[str, tuple[type[Any], ...]] = {
 _LOWER_CASE = ("fsdp_config", "deepspeed_config")
 """Accelerate writes the truth values of these sections in lower case."""
 _TRUE_TEXTS = {"use_cpu": "True", "enable_cpu_affinity": "1"}
-"""The texts that Accelerate writes for True at the top level, unless it writes "true"."""
+"""The strings that Accelerate writes for True at the top level, unless it writes "true"."""
 
 
 def section_settings(key: str) -> list[tuple[type[Any], Setting]]:

@@ -147,7 +147,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     """Parse a truth value as a number.
 
     Args:
-        value: A text that `parse_flag` accepts, or a bool.
+        value: A string that `parse_flag` accepts, or a bool.
         to_bool: Whether to return True or False instead of 1 or 0.
 
     Returns:

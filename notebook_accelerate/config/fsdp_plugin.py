@@ -362,7 +362,7 @@ class FullyShardedDataParallelPlugin:
 
     @property
     def state_dict_kind(self) -> str:
-        """The name of the type of state dicts, such as FULL_STATE_DICT."""
+        """The name of the state dict type, such as FULL_STATE_DICT."""
         return str(getattr(self.state_dict_type, "name", self.state_dict_type))
 
     @staticmethod
@@ -413,7 +413,7 @@ _PRECISIONS = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "no": "
 
 
 def _dtype_of(name: Any) -> Any:
-    """Return the dtype for a dtype, its name in torch, the name of a precision, or None."""
+    """Return a dtype, given the dtype itself, its name in torch, or the name of a precision. Return None unchanged."""
     import torch
 
     if name is None or isinstance(name, torch.dtype):

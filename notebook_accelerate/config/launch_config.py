@@ -76,7 +76,7 @@ class LaunchConfig:
     """Settings of the rendezvous, such as join_timeout and keep_alive_interval (in seconds), and secret.
 
     The names and defaults are torch's: join_timeout (600), last_call_timeout (30) and keep_alive_interval (5). A
-    notebook counts as lost after keep_alive_max_attempt (3) of these intervals. secret is a text that all notebooks
+    notebook counts as lost after keep_alive_max_attempt (3) of these intervals. secret is a string that all notebooks
     share, so that the first notebook can show the ranks of all of them. The variable NOTEBOOK_ACCELERATE_SECRET has the
     same effect.
     """
@@ -258,10 +258,12 @@ def _check_rendezvous(config: LaunchConfig) -> None:
         raise ValueError(f"rdzv_conf={names_only(conf)!r} is not allowed; pass a dict, such as {{'join_timeout': 600}}")
     for name, value in (conf or {}).items():
         if name not in RDZV_SETTINGS:
-            raise ValueError(f"rdzv_conf={{{name!r}: ...}} is not known; pass some of {', '.join(RDZV_SETTINGS)}")
+            raise ValueError(
+                f"rdzv_conf={{{name!r}: ...}} is not known; pass one or more of {', '.join(RDZV_SETTINGS)}"
+            )
         if name == "secret":
             if not isinstance(value, str) or not value:
-                raise ValueError("rdzv_conf={'secret': ...} is not allowed; pass a non-empty text")
+                raise ValueError("rdzv_conf={'secret': ...} must be a non-empty string")
         elif name in (*RDZV_SECONDS, "timeout", "read_timeout", "keep_alive_max_attempt"):
             _check_above_zero(name, value)
     if config.num_nodes > 1 and config.rendezvous_address[1] == 0:
@@ -337,7 +339,7 @@ def _check_detached(config: LaunchConfig) -> None:
 def _check_sources(sources: object) -> None:
     if isinstance(sources, str) or not isinstance(sources, Sequence) or not set(sources) <= set(REPORT_SOURCES):
         raise ValueError(
-            f"report_from={sources!r} is not allowed; pass some of {', '.join(REPORT_SOURCES)}, such as "
+            f"report_from={sources!r} is not allowed; pass one or more of {', '.join(REPORT_SOURCES)}, such as "
             "('transformers', 'tqdm'), or () for none"
         )
 
@@ -345,14 +347,14 @@ def _check_sources(sources: object) -> None:
 def _check_tags(tags: object) -> None:
     words = isinstance(tags, Sequence) and not isinstance(tags, str) and all(isinstance(tag, str) for tag in tags)
     if not words or "" in tags:  # type: ignore[operator]
-        raise ValueError(f"tags={tags!r} is not allowed; pass non-empty texts, such as ('baseline', 'lr sweep')")
+        raise ValueError(f"tags={tags!r} is not allowed; pass non-empty strings, such as ('baseline', 'lr sweep')")
 
 
 def _check_label(template: str | None) -> None:
     if template is None:
         return
     known = ", ".join(f"${{{name}}}" for name in LABEL_FIELDS)
-    allowed = f"pass a text that contains some of {known}, such as '[${{rank}}] ', or None for '[rank N] '"
+    allowed = f"pass a string with one or more of {known}, such as '[${{rank}}] ', or None for '[rank N] '"
     if not isinstance(template, str):
         raise ValueError(f"log_line_prefix_template={template!r} is not allowed; {allowed}")
     for found in string.Template.pattern.finditer(template):

@@ -355,7 +355,7 @@ def _first_set(config: Any, *names: str, default: Any = None) -> Any:
 
 
 def _set_shape(plugin: MegatronLMPlugin, config: Any, batch_data: Any, **more: Any) -> None:
-    """Set the arguments that follow from the configuration of any type of model."""
+    """Set the arguments that all types of models derive from their configurations in the same way."""
     width = _first_set(config, "hidden_size", "n_embd", "d_model")
     positions = _first_set(config, "max_position_embeddings", "n_positions")
     length = plugin.seq_length or plugin.decoder_seq_length

@@ -81,7 +81,7 @@ _USER = re.compile(r"(?<=://)(?:[^\s'\"/@:]*:[^\s'\"]*|[^\s'\"/@]*)@")
 """Matches user:password@ or token@. A password may contain / and @."""
 _PARAMETER = re.compile(r"([?&]([^=&\s'\"]*)=)[^&#\s'\"]*")
 _SHORT = 4
-"""Values shorter than this are not hidden in texts, because they may also occur in ordinary words."""
+"""Values shorter than this are not hidden in text, because they may also occur in ordinary words."""
 
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
@@ -92,7 +92,7 @@ _ORDINARY = re.compile(
     r"|_(?:token|key)(?=_(?:budget|count|dim|dropout|embedding|frame|head|id|len|length|limit|loss|mask|norm|padding|point|"
     r"position|size|type|value|weight)s?_)"
 )
-"""Names with token or key that are not secrets: tokens of a text, and keys of attention, videos and tables."""
+"""Names with token or key that are not secrets: tokens of text, and keys of attention, videos and tables."""
 _SECRET = re.compile(r"_(?:key|signature|[a-z]*token)_|(?:credential|passphrase|passwd|password|pwd|secret)s?_")
 
 
@@ -109,7 +109,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def hide_credentials(text: str) -> str:
-    """Hide the user, the password and the secret parameters of URLs in a text."""
+    """Hide the user, the password and the secret parameters of URLs in text."""
     if "://" not in text:
         return text
     return _PARAMETER.sub(_without_secret, _USER.sub(f"{HIDDEN}@", text))
@@ -255,7 +255,7 @@ def check_number(
         zero: Whether 0 is allowed.
 
     Raises:
-        ValueError: The value is out of range or not a finite number. Bools and texts are not accepted as numbers.
+        ValueError: The value is out of range or not a finite number. Bools and strings are not accepted as numbers.
     """
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)  # numpy's numbers are Real, too.
     if not (real and 0 <= value <= most and (zero or value > 0)):  # type: ignore[operator]

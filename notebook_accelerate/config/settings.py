@@ -150,7 +150,9 @@ def setting(default: Any = None, **known: Any) -> Any:
 
 
 def metadata(**known: Any) -> dict[str, Setting]:
-    """Return the metadata of a required field, which must call ``field()`` itself: mypy takes `setting` for a default.
+    """Return the metadata for a required field.
+
+    Declare the field with ``field(metadata=...)``, because mypy would take `setting` for a default.
 
     Args:
         known: Attributes of the field's `Setting`.
@@ -201,7 +203,7 @@ def _completed(entry: dataclasses.Field[Any], section: SettingsSection | None) -
 
 
 def _literals(annotation: str) -> tuple[str, ...]:
-    """Return the texts of a ``Literal`` in an annotation."""
+    """Return the strings of a ``Literal`` in an annotation."""
     found = re.search(r"Literal\[([^\]]*)\]", annotation)
     return tuple(ast.literal_eval(f"({found[1]},)")) if found else ()
 
@@ -259,7 +261,7 @@ def fill_unset(instance: Any, *names: str, without: Sequence[str] = ()) -> None:
             setattr(instance, name, from_environment(type(instance), name))
 
 
-# ---- texts
+# ---- help texts
 
 
 def help_texts(cls: type[Any]) -> dict[str, str]:

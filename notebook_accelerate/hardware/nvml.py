@@ -47,7 +47,7 @@ def bare_uuid(uuid: object) -> str:
     """Return an identity without NVML's prefix ("GPU-" or "MIG-"), which torch's device properties lack.
 
     Args:
-        uuid: The identity: a text from NVML, or torch's object.
+        uuid: The identity: a string from NVML, or torch's object.
     """
     return str(uuid).lower().removeprefix("gpu-").removeprefix("mig-")
 

@@ -76,7 +76,7 @@ def _connect_transformers(module: Any) -> None:
     callbacks: Any = import_module("transformers.trainer_callback")
 
     class RunCallback(callbacks.TrainerCallback):  # type: ignore[misc]
-        """Reports a Trainer to the run of this rank."""
+        """Reports a Trainer's progress and metrics to this rank's run."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             claim_steps(LIBRARY)
@@ -98,7 +98,7 @@ def _connect_lightning(module: Any) -> None:
     base: Any = import_module(f"{package}.callbacks").Callback
 
     class RunCallback(base):  # type: ignore[misc]
-        """Reports a Trainer to the run of this rank."""
+        """Reports a Trainer's progress and metrics to this rank's run."""
 
         def __init__(self) -> None:
             super().__init__()

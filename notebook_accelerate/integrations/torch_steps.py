@@ -26,7 +26,7 @@ from notebook_accelerate.telemetry.automatic_metrics import (
 )
 
 LONE_STEPS = 3
-"""After this many steps without a process group, several ranks are considered to train separately."""
+"""After this many steps without a process group, several ranks are considered to train independently."""
 
 _LIGHTNING = ("lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
 

@@ -115,7 +115,7 @@ class _Operations:
                 self._ends.append(until := trace.end(event))
 
     def seconds(self, begin: float, end: float) -> float:
-        """Return the seconds of computation between two times, which are given in seconds by the trace's clock."""
+        """Return the seconds of computation between two times, which are given in seconds on the trace's clock."""
         begin, end, total = begin * 1e6, end * 1e6, 0.0
         for index in range(max(0, bisect_right(self._starts, begin) - 1), len(self._starts)):
             if self._starts[index] >= end:
@@ -249,8 +249,8 @@ class TracedCall:
         group: The name of the process group and its ranks, or "" if they are unknown.
         operation: The name of the operation, for example "all_reduce".
         nbytes: The size of its input, or 0 if it is unknown.
-        start: The start in seconds since the epoch, by the run's clock.
-        end: The end in seconds since the epoch, by the run's clock.
+        start: The start in seconds since the epoch, on the run's clock.
+        end: The end in seconds since the epoch, on the run's clock.
         number: Its number among the collectives of the group, from 1, or 0 if it is unknown.
     """
 

@@ -117,7 +117,7 @@ class Line:
 
 
 class SampledLines:
-    """The stack samples of one rank, with times by the clock of its trace.
+    """The stack samples of one rank, with times on the clock of its trace.
 
     Args:
         trace: The rank's trace.
@@ -244,7 +244,7 @@ class PeakMemory:
 
     Attributes:
         nbytes: The number of bytes above the memory in use at the start.
-        lines: The lines that allocated them and the bytes of each, if samples show the lines.
+        lines: The lines that allocated these bytes, with the number for each, if samples show the lines.
     """
 
     nbytes: int

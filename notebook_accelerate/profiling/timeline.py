@@ -25,7 +25,7 @@ class Timeline:
         waits: The events that wait for other ranks, from collectives matched across ranks.
         steps: The steps of the ranks.
         span: The time from the origin to the end of the last event, in microseconds.
-        origin: The time of the origin, in seconds since the epoch, by the kernel's clock.
+        origin: The time of the origin, in seconds since the epoch, on the kernel's clock.
     """
 
     tracks: list[Track] = field(default_factory=list)
@@ -221,7 +221,7 @@ class ChromeEvents:
         self._threads = count(1)
         self._waiting = {place for wait in timeline.waits for place in (wait[:2], wait[2:])}
         self._placed: dict[tuple[int, int], int] = {}
-        """By track and event, the thread of the events that arrows connect."""
+        """The threads of the events that arrows connect, by track and event."""
         starts = [min(track.start, default=0.0) for track in timeline.tracks]
         self._origin = round(1000 * min([0.0, *starts, *(step.start for step in timeline.steps)]))
 

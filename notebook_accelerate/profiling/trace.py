@@ -70,7 +70,7 @@ class RankTrace:
 
     Attributes:
         rank: The number of the rank.
-        start: The start in microseconds, by the trace's own clock.
+        start: The start in microseconds, on the trace's own clock.
         duration: The duration in microseconds.
         name: The index of each event's name in ``names``.
         category: The index of each event's category in ``CATEGORIES``.
@@ -134,7 +134,7 @@ class RankTrace:
         return self._launches.get(self.correlation[kernel]) if self.correlation[kernel] else None
 
     def main(self) -> int:
-        """Return the index of the training thread: the thread with the steps, or else with the most events."""
+        """Return the index of the training thread: the thread with the steps, or else the one with the most events."""
         counts: dict[int, int] = {}
         step = _CATEGORY["step"]
         for event in range(len(self)):
@@ -250,7 +250,7 @@ _FACTS: dict[str, Any] = {
     "version": int, "rank": int, "steps": int, "skipped": int, "seconds": float, "clock": float, "samples": dict,
     "boundaries": [int], "collectives": [(str, int, str, int, float)], "asked": dict, "held": [dict], "marks": [dict],
 }  # fmt: skip
-"""The types of the facts: a list has items of one type, a tuple is a list with a type for each item."""
+"""The types of the facts. ``[T]`` means a list of T, and ``(T, U)`` a list of one T and one U."""
 _MARK = {"time": float, "delay": float}
 _HELD = {"id": int, "nodes": int, "count": int, "added": int, "bytes": int, "kept": bool}
 

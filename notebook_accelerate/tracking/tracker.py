@@ -291,7 +291,7 @@ def plain_number(value: Any) -> float | int | None:
         return value
     if isinstance(value, (str, bytes, type, Mapping)) or not hasattr(value, "item"):
         return None
-    if hasattr(value, "is_meta"):  # A tensor. If reading it fails, a kernel on its device has failed, so raise that.
+    if hasattr(value, "is_meta"):  # If reading a tensor fails, a kernel on its device has failed, so raise the error.
         readable = not (value.is_meta or value.is_nested) and value.numel() == 1
         found = value.item() if readable else None
     else:

@@ -507,7 +507,7 @@ class TensorBoardTracker(VendorTracker):
         """Record the settings in TensorBoard's table of hyperparameters, and write them to ``hparams.yml``.
 
         Args:
-            values: Numbers, texts and flags by name. Other values are recorded as text.
+            values: Numbers, strings and flags by name. Other values are recorded as text.
         """
         plain = {str(name): _plain_setting(value) for name, value in values.items()}
         self.tracker.add_hparams(plain, metric_dict={})

@@ -194,7 +194,7 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
 
 @dataclass
 class CPUInformation:
-    """The ranks and world sizes of a process on a CPU."""
+    """The rank and world size of a process on a CPU, overall and on this machine."""
 
     rank: int = 0
     """The index of the process among all ranks."""

@@ -103,7 +103,7 @@ def is_bnb_available(min_version: str | None = None) -> bool:
 
 
 def is_4bit_bnb_available() -> bool:
-    """Return whether a version of bitsandbytes with 4-bit weights is installed."""
+    """Return whether a version of bitsandbytes that supports 4-bit weights is installed."""
     return is_bnb_available("0.39.0")
 
 
@@ -152,7 +152,7 @@ def is_weights_only_available() -> bool:
 
 
 def _usable(device_type: str, check_device: bool = False) -> bool:
-    """Return whether there is a device of this type. With ``check_device``, also ask torch, which may initialise it."""
+    """Return whether there is a device of this type. If ``check_device``, also ask torch, which may initialise it."""
     if not device_counts.count(device_type):
         return False
     return not check_device or bool(device_table.row(device_type).call("is_available"))

@@ -76,7 +76,7 @@ DEVICE_BUSY = (
 ASKED_AGAIN = "the same question is still being answered; ask for less, or see run.diagnose()"
 TOO_MANY = f"{WAITING_REQUESTS} earlier questions are still being answered; see run.diagnose()"
 LOOK_SECONDS = 1.0
-"""How long the main thread may compute in one place before the agent checks if it is waiting for a device or rank."""
+"""If the main thread computes in one place for this long, the agent checks whether it waits for a device or rank."""
 STUCK_SECONDS = 2.0
 """The heartbeat includes the open collective of a main thread that has not moved for this long."""
 
@@ -314,7 +314,7 @@ class DebugAgent:
             refused = any(thread.is_refused for thread in waiting)
             pending.refuse(DEVICE_BUSY if refused else ASKED_AGAIN if again else TOO_MANY)
             return
-        # A thread that is not late has set a long interval, and has saved the one to restore, so take that one.
+        # A thread that is not late has set a long interval, so take the original interval that this thread has saved.
         early = [thread for thread in waiting if not thread.is_late]
         interval = early[0].interval if early else sys.getswitchinterval()
         thread = _RequestThread(pending, interval)

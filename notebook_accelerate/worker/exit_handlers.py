@@ -220,7 +220,7 @@ class ExitWatch:
 
     @property
     def text(self) -> str:
-        """A text about what keeps the rank from exiting, or "" while its function runs."""
+        """Why the rank has not exited yet, or "" while its function runs."""
         if self._since is None:
             return ""
         found = [_thread(each) for each in unfinished_threads()]

@@ -183,7 +183,7 @@ class GraphWatch:
         saved, nodes = graph_size(tensor)
         root = self._roots.pop(held.name, None)
         added = _nodes_above(tensor.grad_fn, root) if root is not None else 0
-        # Keep the root only if its graph holds no activations. Otherwise they would live longer.
+        # Keep the root only if its graph holds no activations, because the root would keep them alive.
         if not saved and len(self._roots) < MAX_FOUND:
             self._roots[held.name] = tensor.grad_fn
         own = tensor.nbytes if "." in held.name else 0
@@ -221,7 +221,7 @@ def _of_container(value: Any) -> dict[str, Any] | None:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether a container has only plain values, such as a history of losses, ten times faster than a loop."""
+    """Return whether a container has only plain values, such as a history of losses. A loop takes ten times longer."""
     values: Any = value.values() if isinstance(value, dict) else value
     kinds = set(map(type, islice(values, MAX_ITEMS)))
     return bool(kinds) and kinds <= _PLAIN
@@ -250,7 +250,7 @@ def _has_graph(tensor: Tensor) -> bool:
 def _nodes_above(node: Node | None, root: Node) -> int:
     """Return the number of a graph's nodes above ``root``, or 0 if the graph does not contain ``root``.
 
-    The search visits at most `MAX_NODES`, the nearest ones first: in a sum of losses, the earlier sum is never far.
+    The search visits at most `MAX_NODES` nodes, nearest first: in a sum of losses, the earlier sum is never far.
     """
     if node is None or node is root:
         return 0

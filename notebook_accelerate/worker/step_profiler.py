@@ -94,7 +94,7 @@ class StepProfiler:
 
     def _prepare(self) -> None:
         """Do everything that is slow the first time, while training continues."""
-        with suppress(Exception):  # If this fails, it is done at the step boundary instead.
+        with suppress(Exception):  # If this fails, `begin` creates the profiler at the step boundary.
             torch_internals.import_inductor()  # This takes seconds.
             held_tensors.prepare()
             self._made = self._make()

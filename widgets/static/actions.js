@@ -4,7 +4,7 @@
  * notebook's own server to interrupt the kernel, as the toolbar's button ■ does. If the page has no such server (an
  * output frame of another origin, or a kernel that the server does not list), the button is disabled.
  */
-const FOLDED = 200;  // characters of a text that are shown without a click
+const FOLDED = 200;  // characters of text that are shown without a click
 const PRESS = "Press ■ in the toolbar";
 
 function serverOfPage() {

@@ -1,4 +1,4 @@
-// Buttons that copy a text to the clipboard, or insert it as a cell below. If the front end does not allow the
+// Buttons that copy text to the clipboard, or insert it as a cell below. If the front end does not allow the
 // clipboard API (an output frame without the permission), a selected text box and the copy command are used instead.
 async function copy(text) {
   try {

@@ -31,8 +31,8 @@ function place(parent, nodes) {
 const ASKING_MS = 4000;
 
 /* Shows actions {id, label, hint, tone, enabled, question} as buttons. A click calls `clicked(id, button)`. A button with
- * a question shows it first, and calls at a second click. A button that stays keeps its node, because a click may last
- * longer than the time between two updates. */
+ * a question shows it first, and calls `clicked` only at the second click. A button that stays keeps its node, because a
+ * click may last longer than the time between two updates. */
 function showButtons(parent, actions, clicked) {
   const old = new Map([...parent.children].map((button) => [button.dataset.action, button]));
   place(parent, actions.map(({ id, label, hint, tone, enabled = true, question }) => {
@@ -107,7 +107,7 @@ const english = (count) => count.toLocaleString("en");
 
 const capitalized = (text) => text[0].toUpperCase() + text.slice(1);
 
-/* Returns the anywidget module of a view, which is a class with a method `stop`. "drawn" tells the kernel of a view. */
+/* Returns the anywidget module of a view, which is a class with a method `stop`. "drawn" reports a view to the kernel. */
 const widgetOf = (View) => ({
   render({ model, el }) {
     const view = new View(model, el);

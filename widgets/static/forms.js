@@ -17,7 +17,7 @@ function make(tag, settings = {}, ...children) {
   return node;
 }
 
-/* Returns the nodes of a text, with names in backquotes as code elements. */
+/* Returns the nodes of some text, with names in backquotes as code elements. */
 function withCode(text) {
   return text.split(/``?([^`]+)``?/).map((part, index) => (index % 2 ? make("code", { textContent: part }) : part));
 }

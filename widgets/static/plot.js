@@ -449,7 +449,7 @@ class Chart {
       if (range) setText(range, ` ${format(this.joined[start + 1][at])} to ${format(this.joined[start + 2][at])}`);
     }
   }
-  /* Builds the elements that `read` fills. Only their texts change with every point. */
+  /* Builds the elements that `read` fills. Only their text changes with every point. */
   buildReadout(labels) {
     const many = labels.length > 4;
     this.position = make("b", {}, "");
@@ -555,7 +555,7 @@ class Panel {
     this.slider = make("input", { type: "range", min: "0", max: "0.99", step: "0.01", value: "0", "aria-label": "Smoothing",
       oninput: () => { this.smoothing = Number(this.slider.value); this.amount.textContent = this.smoothing ? this.smoothing.toFixed(2) : "off"; this.redraw(); } });
     const log = make("input", { type: "checkbox", onchange: () => { this.log = log.checked; this.redraw(); } });
-    this.search = make("input", { type: "search", placeholder: "Filter, e.g. loss|acc", "aria-label": "Filter metrics by name, a text or a regular expression",
+    this.search = make("input", { type: "search", placeholder: "Filter, e.g. loss|acc", "aria-label": "Filter metrics by name, with text or a regular expression",
       oninput: () => { this.filter = this.search.value.trim(); this.layout(); this.requestMetrics(); } });
     this.chosen = make("input", { type: "search", class: "na-chosen-ranks", placeholder: "Ranks, e.g. 0, 5-7", "aria-label": "Ranks to draw over the envelope",
       oninput: () => { clearTimeout(this.choosing); this.choosing = setTimeout(() => { this.model.set("chosen", this.chosen.value); this.model.save_changes(); }, 400); } });
@@ -619,7 +619,7 @@ class Panel {
     this.paintChips();
     this.schedule();
   }
-  /* A filter is a regular expression. If it is not a valid one, it is a text to look for. */
+  /* A filter is a regular expression. If it is not a valid one, it is text to look for. */
   matcher() {
     const { filter } = this, plain = (name) => name.toLowerCase().includes(filter.toLowerCase());
     this.search.setAttribute("aria-invalid", "false");

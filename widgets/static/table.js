@@ -4,7 +4,7 @@
  * folded, all: [row, ...]}, ...]}; a row is [key, cells, {tone, order, actions}]. A `delta` (see feed.js) has `order`, the
  * keys of all groups, if they have changed, and groups of {key, title, order: [key, ...], rows: [new row, ...],
  * changes: [[key, place, value, ...], ...]}; a place is the index of a cell, "tone", "order" or "actions".
- * A cell is a text, [state], or an object with attributes of `Cell`. Text is set as text, never as markup.
+ * A cell is a string, [state], or an object with attributes of `Cell`. Text is set as text, never as markup.
  */
 class Row {
   constructor(view, key, cells) {
@@ -138,7 +138,7 @@ class TableView {
     this.note.hidden = !this.note.textContent;
     this.table.hidden = !every;
   }
-  /* Hides the columns whose texts are the same in all rows, until their button is clicked. */
+  /* Hides the columns whose text is the same in all rows, until their button is clicked. */
   foldColumns() {
     const rows = this.sortable ? [...this.groups.values()].flatMap((group) => [...group.rows.values()]) : [];
     const text = (row, index) => described(row.cells[index]).text;

@@ -268,7 +268,7 @@ class TimelineView {
     const ruler = this.mapDrag ? this.mapDrag.ruler : event.clientY - top > mapHeight;
     return { ruler, time: ruler ? this.from + share * (this.to - this.from) : share * this.data.span };
   }
-  /* A drag in the ruler, or outside the visible part, zooms to the dragged range. Inside the visible part, it moves that. */
+  /* A drag in the ruler, or outside the visible part, zooms to the dragged range. A drag inside moves the part. */
   pressMap(event) {
     this.map.setPointerCapture(event.pointerId);
     const { ruler, time } = this.mapTime(event), grabbed = !ruler && time >= this.from && time <= this.to && this.to - this.from < 0.95 * this.data.span;

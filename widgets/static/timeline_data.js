@@ -173,7 +173,7 @@ class TimelineData {
   }
   stepAt(rank, time) { return (this.steps.get(rank) || []).find((step) => step.start <= time && time < step.end); }
 
-  /* Finds the events whose name, or the line of whose cell, contains a text. */
+  /* Finds the events whose name, or whose line of a cell, contains the text. */
   search(text) {
     this.found = null;
     const words = text.trim().toLowerCase();

@@ -421,7 +421,7 @@ def test_options_override_the_file(no_default_file: Path) -> None:
         (["--num_processes", "0"], "--num_processes 0 is not allowed"),
         (["--num_machines", "2"], "num_machines=2 needs the address of the first machine; pass --main_process_ip"),
         (["--num_machines", "2", "--main_process_ip", "10.0.0.1"], "pass --machine_rank 0 on the first machine"),
-        (["--tpu", "--no_python"], "--no_python is not possible on a TPU"),
+        (["--tpu", "--no_python"], "--no_python is not supported on a TPU"),
     ],
 )
 def test_unsupported_options_are_refused(options: list[str], message: str) -> None:
@@ -471,7 +471,7 @@ def test_options_for_gpus_are_refused_without_gpus(
         ({"distributed_type": "MULTI_GPU", "gpu_ids": "0"}, [], "gpu_ids=0 selects one"),
         ({"distributed_type": "MULTI_GPU", "gpu_ids": "0"}, ["--gpu_ids", "0,1"], ""),
         ({"distributed_type": "MULTI_GPU", "gpu_ids": "0"}, ["--use_fsdp"], ""),
-        ({"distributed_type": "XLA"}, ["--no_python"], "--no_python is not possible on a TPU"),
+        ({"distributed_type": "XLA"}, ["--no_python"], "--no_python is not supported on a TPU"),
         ({"distributed_type": "XLA"}, ["--no_python", "--cpu"], ""),
         ({"num_machines": 2}, [], "needs the address of the first machine"),
         ({"num_machines": 2, "main_process_ip": "10.0.0.1"}, [], ""),
