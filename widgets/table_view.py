@@ -14,7 +14,7 @@ from notebook_accelerate.widgets.feed import Feed
 from notebook_accelerate.widgets.panel_elements import asset, html_widgets, script
 
 OPEN_SECONDS, FOLDED_SECONDS = 1.0, 5.0
-"""The shortest time between two updates of the throttled rows: while their fold is open, and while it is closed."""
+"""The shortest times between two updates of the throttled rows: while their fold is open, and while it is closed."""
 
 
 class LiveDocument:

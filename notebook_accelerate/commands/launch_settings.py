@@ -323,7 +323,7 @@ def _option_of(owner: type[Any], known: Setting) -> Option:
 
 
 _PROCESSES = "Processes"
-"""The group of settings that name no group."""
+"""The group of the settings that do not name one."""
 _CONVERTERS: dict[type[Any], Callable[[str], Any]] = {bool: parse_flag, int: int, float: float, str: str}
 _FLAGS = (parse_flag, environ.flag_text, str_to_bool)
 _METAVARS: dict[Any, str] = {

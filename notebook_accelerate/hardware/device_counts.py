@@ -21,7 +21,7 @@ from notebook_accelerate.hardware import device_table, nvml, tpu_environment, ve
 _PROBE_SECONDS = 60
 
 
-# Variables that change a count, in addition to the variables in the rows of `device_table`.
+# These variables change a count, in addition to those in the rows of `device_table`.
 _OTHER_VARIABLES = ("PJRT_DEVICE", "CPU_NUM_DEVICES", "TPU_ACCELERATOR_TYPE")
 
 

@@ -52,7 +52,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Loader(Loader):
-    """Wraps another loader, to which loaded modules refer instead of this one."""
+    """Wraps another loader. Loaded modules refer to that loader instead of this one."""
 
     def __init__(self, loader: Any, finder: _Finder) -> None:
         self._loader, self._finder = loader, finder

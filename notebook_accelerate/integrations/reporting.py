@@ -1,4 +1,4 @@
-"""Report losses, steps, progress, and scalars for other trackers from any training code in a rank to its run.
+"""Report the losses, steps, progress and logged scalars of any training code in a rank to the rank's run.
 
 Each library is connected when it is imported. Outside a launched rank there is no sink, and nothing is installed.
 """

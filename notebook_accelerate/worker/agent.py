@@ -82,7 +82,7 @@ class Agent:
             self.sink.send(InputRequest(prompt, password, shown, kind, number))
             while (reply := self._replies.get()).number != number:
                 pass  # Skip the answer to an earlier prompt, which was interrupted.
-        finally:  # The prompt ends even if it is interrupted.
+        finally:  # Report the end of the prompt even if it was interrupted.
             self.sink.send(AnsweredEvent(number))
         if reply.text is None:
             raise EOFError("the notebook sent no answer")

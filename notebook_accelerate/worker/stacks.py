@@ -63,7 +63,10 @@ def function_code(function: Callable[..., Any]) -> CodeType | None:
 
 
 def find_frame(frame: FrameType | None, name: str, default: CodeType | None) -> FrameType | None:
-    """Return the innermost frame of the function ``name`` or, without a name, of ``default``, or else ``frame``."""
+    """Return the innermost frame of the function ``name``, or None if it is not running.
+
+    Without a name, return the innermost frame of ``default``, or else ``frame``.
+    """
     for caller in callers(frame):
         if caller.f_code.co_name == name if name else caller.f_code is default:
             return caller
