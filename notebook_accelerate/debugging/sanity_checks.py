@@ -17,7 +17,7 @@ COMPARE_SECONDS = 1.5
 BEHIND_STEPS = 20
 BEHIND_SHARE = 0.1
 BEHIND_SECONDS = 3.0
-"""A rank is far behind if, for this many seconds, the leading rank is 20 steps and a tenth of its own steps ahead."""
+"""A rank is far behind after trailing the leading rank for this many seconds by 20 steps or 10 %, whichever is more."""
 CONFIRMED_BATCH = 2
 _SAME_DATA = (
     "every rank trains on the same data (batches 1 and 2 are equal everywhere); for data from a loader: "
@@ -29,7 +29,7 @@ _NUMBERS = {
     "gradients": ("gradients' norm", "clip_grad_norm_"),
     "local gradients": ("gradients (before they are averaged)", "backward"),
 }
-"""For each check of numbers that should be finite, what a warning calls them, and the call that is counted."""
+"""For each check of numbers that should be finite, how warnings name the numbers and the call that computed them."""
 
 
 class SanityChecks:
@@ -119,7 +119,7 @@ class SanityChecks:
         return self._once("batch", _SAME_DATA)
 
     def _all_not_finite(self, checks: Iterable[str]) -> list[str]:
-        """Return the warnings of these checks. The earliest comes first, because it may have caused the others."""
+        """Return the warnings of ``checks``, earliest first, because an earlier one may have caused the others."""
         ordered = sorted(checks, key=lambda check: min(key for key, _ in self._numbers[check].values()))
         return [text for check in ordered for text in self._not_finite(check)]
 
@@ -150,7 +150,7 @@ class SanityChecks:
         return self._once(check, text)
 
     def _is_one_sided(self, check: str, number: int) -> bool:
-        """Return whether numbers of a check were not finite on only some ranks first, up to a backward pass."""
+        """Return whether a check's first non-finite numbers, up to call ``number``, came from only some ranks."""
         keys = [key for key, _ in self._numbers.get(check, {}).values()]
         return bool(keys) and min(keys) <= number and keys.count(min(keys)) < self._world
 

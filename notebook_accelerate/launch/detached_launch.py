@@ -132,7 +132,7 @@ def _claimed_name(config: LaunchConfig, function_name: str, resume: Run | None) 
     """Claim a name that no running detached run has. Return the name and the descriptor of the claim.
 
     Raises:
-        ValueError: The name that the user chose belongs to a run that is still running, or is not allowed.
+        ValueError: The name that the user chose belongs to a run that is still running, or is invalid.
         LaunchError: The folder for the claims cannot be written to.
     """
     given = config.name or ("" if resume is None else resume.name)

@@ -163,7 +163,7 @@ def held_seconds() -> int:
     """
     seconds = environ.integer(HELD_VARIABLE, HELD_SECONDS)
     if seconds is None or seconds < 0:
-        raise ValueError(f"{HELD_VARIABLE}={seconds} is not allowed; set at least 0 seconds, such as {HELD_SECONDS}")
+        raise ValueError(f"{HELD_VARIABLE}={seconds} must be at least 0 seconds, such as {HELD_SECONDS}")
     return seconds
 
 

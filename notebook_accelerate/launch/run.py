@@ -176,7 +176,7 @@ class Run:
 
     @property
     def attempts(self) -> list[Attempt]:
-        """The attempts, the oldest first."""
+        """The attempts, oldest first."""
         return list(self._state.attempts)
 
     @property
@@ -186,7 +186,7 @@ class Run:
 
     @property
     def resume_points(self) -> tuple[ResumePoint, ...]:
-        """The points at which the run continues the training of earlier runs, the oldest first."""
+        """The points at which the run continues the training of earlier runs, oldest first."""
         return self._state.resume_points
 
     @property
@@ -499,7 +499,7 @@ class Run:
             displays both.
 
         Raises:
-            ValueError: ``seconds`` or ``rate`` is not allowed, or there is no such rank.
+            ValueError: ``seconds`` or ``rate`` is out of range, or there is no such rank.
         """
         return run_debugging.sample(self._session(), seconds, ranks, rate)
 
@@ -529,7 +529,7 @@ class Run:
             this object displays them. Its ``missing`` gives the reason for each rank without a trace.
 
         Raises:
-            ValueError: ``steps`` or ``seconds`` is not allowed, or there is no such rank.
+            ValueError: ``steps`` or ``seconds`` is out of range, or there is no such rank.
         """
         return run_debugging.profile(self._session(), steps, ranks, seconds, memory=memory)
 
@@ -558,7 +558,7 @@ class Run:
             displays tables.
 
         Raises:
-            ValueError: ``seconds`` is not allowed, or there is no such rank.
+            ValueError: ``seconds`` is out of range, or there is no such rank.
         """
         return run_debugging.memory_of(self._session(), self, ranks, estimate, seconds)
 

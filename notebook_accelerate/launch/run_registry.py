@@ -224,7 +224,7 @@ def runs(folder: str | os.PathLike[str] | None = None) -> Runs | KeptRuns:
 
 
 def own_runs() -> list[Run]:
-    """Return the runs that this kernel supervises or has supervised, the oldest first."""
+    """Return the runs that this kernel supervises or has supervised, oldest first."""
     with _lock:
         return [entry.current() for entry in _entries]
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 PERIOD = 0.25
 """Minimum seconds between two samples. Most samples follow within twice that time."""
 LATEST = 4 * PERIOD
-"""Seconds after a sample until the next step is sampled whatever its number, because training has become slower."""
+"""After this many seconds without a sample, the next step is sampled whatever its number, as training is slower."""
 LOSS, RATE, NORM, SPEED = "auto/loss", "auto/lr", "auto/grad_norm", "auto/steps_per_second"
 CPU, MEMORY, GPU, GPU_MEMORY = "system/cpu_percent", "system/memory_gb", "system/gpu_percent", "system/gpu_memory_gb"
 """The names of the metrics of the ranks' hosts and devices. Sizes are in GB (1e9 bytes)."""
@@ -199,7 +199,7 @@ _copied: ContextVar[bool] = ContextVar("copied", default=False)
 
 
 def claim_steps(source: int) -> bool:
-    """Return whether ``source`` counts this rank's steps from now on, which is the case unless a higher one does."""
+    """Return whether ``source`` counts this rank's steps from now on, which it does unless a higher source does."""
     global _source  # noqa: PLW0603 - one training run per process
     _source = max(_source, source)
     return source == _source

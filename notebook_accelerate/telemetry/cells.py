@@ -94,7 +94,7 @@ def note_classes() -> None:
         found |= below
     for kind in found.values():
         if _namespace(kind).get("__module__") in _MODULES:
-            with suppress(Exception):  # A metaclass of the user may raise any error.
+            with suppress(Exception):  # The user's metaclass may raise any error.
                 token_of(kind)
 
 
@@ -246,7 +246,7 @@ class _Digest:
         try:
             self._write(name)
             self._add(value)
-        except Exception:  # noqa: BLE001 - classes of the user may raise any error, and values may not be picklable
+        except Exception:  # noqa: BLE001 - the user's classes may raise any error, and values may not be picklable
             self._hash, self._open = before, inside
             # Ignore other dunder names, under which libraries store values that they derive from other attributes.
             if not name.startswith("__") or callable(value):
@@ -416,7 +416,7 @@ def undetected_names(code: CodeType) -> set[str]:
 
 
 class _Uses:
-    """The names that code uses as globals, attributes or texts, because ``co_names`` does not distinguish these."""
+    """The names that code uses as globals, as attributes or in strings. ``co_names`` mixes globals and attributes."""
 
     def __init__(self) -> None:
         self._read: set[str] = set()
@@ -454,7 +454,7 @@ class _Uses:
                 loaded.clear()
 
     def undetected(self, main: dict[str, Any]) -> set[str]:
-        """Return the names that cloudpickle does not detect. Some may be texts that only look like names."""
+        """Return the names that cloudpickle does not detect. Some may be strings that only look like names."""
         found = self._read_in_bodies | self._imported
         if self._has_main:
             found |= self._attributes | self._texts
@@ -482,7 +482,7 @@ def _texts(values: Iterable[object]) -> Iterator[str]:
 def _names_in_source(text: str) -> set[str]:
     try:
         return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # Ignore a text that is not Python source.
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # Ignore a string that is not Python source.
         return set()
 
 
@@ -522,7 +522,7 @@ def explain_omitted(error: BaseException) -> None:
     for name, reason in _omitted.items():
         if name not in names_of_main() and re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text):
             note = f"The notebook has {name!r}, but it could not be sent to this rank: {reason}"
-            with suppress(Exception):  # A class of the user may raise any error.
+            with suppress(Exception):  # The user's class may raise any error.
                 error.__notes__ = [*getattr(error, "__notes__", ()), note]  # type: ignore[attr-defined]
 
 

@@ -291,7 +291,7 @@ class Channel:
         return data
 
     def decode(self, data: bytes) -> list[Stamped]:
-        """Return the events that are complete with ``data``, which continues the bytes decoded so far."""
+        """Decode ``data``, which continues the bytes decoded so far, and return the events that it completes."""
         return self._decoder.feed(data)
 
     def send_bytes(self, data: bytes, descriptors: Sequence[int] = ()) -> None:

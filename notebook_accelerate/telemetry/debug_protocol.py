@@ -199,7 +199,7 @@ class AskReply(Reply):
 
 @dataclass(slots=True)
 class CompleteRequest(Request):
-    """Asks to complete a text with the names in a frame of the main thread."""
+    """Asks to complete ``text`` with the names in a frame of the main thread."""
 
     text: str
     frame: str = ""

@@ -33,7 +33,7 @@ MAX_TEXT_CHARS = 100_000
 MAX_CHAIN = 20
 """Maximum number of exceptions in a chain. The first and the last half are kept."""
 MAX_DISPLAY_CHARS = 16 << 20
-"""Maximum number of characters in the texts and pictures of one rich display."""
+"""Maximum number of characters in the text and pictures of one rich display."""
 MAX_EXCEPTION_BYTES = 16 << 20
 """Maximum size of a pickled exception. For a larger one, only the type, message and frames are sent."""
 MAX_EVENT_CHARS = 32 << 20
@@ -49,7 +49,7 @@ def shorten_name(name: str) -> str:
 
 
 def shorten_text(text: str) -> str:
-    """Shorten a text to about ``MAX_TEXT_CHARS``: its beginning, its end, and the number of omitted characters."""
+    """Shorten ``text`` to about ``MAX_TEXT_CHARS``: its beginning, the number of omitted characters, and its end."""
     if len(text) <= MAX_TEXT_CHARS:
         return text
     half = MAX_TEXT_CHARS // 2
@@ -73,18 +73,18 @@ def _progress(event: ProgressEvent) -> tuple[Event, str]:
 
 
 def _texts(event: Event) -> tuple[Event, str]:
-    """Shorten all texts of an event."""
+    """Shorten the strings of an event that are too long."""
     note = ""
     for each in fields(event):
         text = getattr(event, each.name)
         if isinstance(text, str) and len(text) > MAX_TEXT_CHARS:
             setattr(event, each.name, shorten_text(text))
-            note = f"a text of {len(text):,} characters is shortened to {MAX_TEXT_CHARS:,}"
+            note = f"a string of {len(text):,} characters is shortened to {MAX_TEXT_CHARS:,}"
     return event, note
 
 
 def _display(event: DisplayEvent) -> tuple[Event, str]:
-    """Replace a display that is too large with a text that gives its size, because a partial picture is useless."""
+    """Replace a display that is too large with a line that gives its size, because a partial picture is useless."""
     size = _text_size(event.data) + _text_size(event.metadata)
     if size <= MAX_DISPLAY_CHARS:
         return event, ""

@@ -167,7 +167,7 @@ class DeviceMemoryEvent(Event):
 
 @dataclass(slots=True)
 class DeviceUseEvent(Event):
-    """Use of one GPU by all its processes, as measured by the driver. A host sends this as one of its ranks.
+    """Use of one GPU by all processes, as measured by the driver. A host sends this on behalf of one of its ranks.
 
     ``percent`` is the GPU's utilisation, or None if the driver does not report it. ``used`` and ``total`` are bytes of
     its memory.

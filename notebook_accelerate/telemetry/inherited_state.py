@@ -131,7 +131,7 @@ def capture_inherited_state() -> InheritedState:
 
 
 def _loaded(name: str, attribute: str) -> Any:
-    """Return a module, or None if it is not loaded, or lacks the attribute because a thread is still importing it."""
+    """Return a module, or None if it is not loaded, or is still being imported and lacks the attribute."""
     module = sys.modules.get(name)
     return module if hasattr(module, attribute) else None
 
@@ -195,14 +195,14 @@ def _is_numpy_seeded(numpy_random: Any) -> bool:
 
 
 def _has_only_drawn(before: Any, now: Any) -> bool:
-    """Return whether drawing numbers from ``random`` leads from one of its states to another, within `_REFILLS`."""
+    """Return whether drawing at most `_REFILLS` blocks of numbers from ``random`` leads from one state to another."""
     walk = random.Random()  # noqa: S311 - it only repeats the numbers of another generator
     walk.setstate(before)
     for _ in range(_REFILLS):
         *block, position = walk.getstate()[1]
         if tuple(block) == now[1][:-1]:
             return bool(position <= now[1][-1])
-        # Draw the rest of the block, and one number of the next block, which is computed at this moment.
+        # Draw the rest of the block and the first number of the next one, which makes ``random`` compute that block.
         walk.getrandbits(32 * (len(block) - position + 1))
     return False
 

@@ -153,7 +153,7 @@ def _root(value: Any) -> str:
 
 
 def _writes(handler: logging.Handler) -> bool:
-    """Return whether a handler's output is visible outside the rank. The output to a StringIO, for example, is not."""
+    """Return whether a handler's output is visible outside the rank. Output to a StringIO, for example, is not."""
     if isinstance(handler, logging.NullHandler):
         return False
     stream = getattr(handler, "__dict__", {}).get("stream")
@@ -178,7 +178,7 @@ def _pickled(value: Any, what: str) -> bytes:
         # Include the id, so that equal handlers and filters of different loggers remain separate objects.
         data = dump_bytes((id(value), value), "it", "launch")
         reason = f"it has more than {_MAX_BYTES >> 20} MiB" if len(data) > _MAX_BYTES else ""
-    except Exception as error:  # noqa: BLE001 - classes of the user may raise any error
+    except Exception as error:  # noqa: BLE001 - the user's classes may raise any error
         data, reason = b"", str(error)
     if not reason:
         return data
@@ -196,7 +196,7 @@ def _pickled(value: Any, what: str) -> bytes:
 def _pickled_or_plain(handler: logging.Handler, place: str) -> bytes:
     try:
         return _pickled_handler(handler, f"the {_name(handler)} of {place}")
-    except Exception:  # noqa: BLE001 - handlers and streams of the user, which may lack the usual attributes
+    except Exception:  # noqa: BLE001 - the user's handlers and streams may lack the usual attributes
         plain: dict[str, Any] = {"_name": None, "level": logging.NOTSET, "formatter": None}
         return dump_bytes((logging.StreamHandler, plain, "stderr", [], id(handler)), "a logging handler", "launch")
 

@@ -107,13 +107,13 @@ class _StorageHandle:
             return _rebuild_storage, (bytearray(),)
         torch: Any = importlib.import_module(
             "torch"
-        )  # typed as Any, because type checkers do not regard its arrays as buffers
+        )  # Typed as Any, because type checkers do not regard its arrays as buffers
         data = torch.empty(0, dtype=torch.uint8).set_(flat).numpy()
         return _rebuild_storage, (pickle.PickleBuffer(data),)
 
 
 def _rebuild_storage(buffer: Any) -> Any:
-    torch: Any = importlib.import_module("torch")  # typed as Any, because its storages have no type information
+    torch: Any = importlib.import_module("torch")  # Typed as Any, because its storages have no type information
     if memoryview(buffer).nbytes == 0:
         return torch.UntypedStorage(0)
     view = memoryview(buffer)
@@ -427,7 +427,7 @@ def _unpicklable_name(value: Any) -> str:
     function = value[0] if type(value) is tuple and value else None
     if type(function) is not FunctionType:  # Don't use isinstance, because it runs code of the class, which may fail.
         return ""
-    with suppress(Exception):  # A value of the user may raise any error.
+    with suppress(Exception):  # The user's value may raise any error.
         used = inspect.getclosurevars(function)
         named = {**used.globals, **used.nonlocals}
         named |= dict(inspect.signature(function).bind_partial(*value[1]).arguments)
@@ -448,7 +448,7 @@ def _why_unpicklable(value: Any, omitted: Mapping[str, str] = MappingProxyType({
     """Return the error that pickling a value raises, or "" if the value can be pickled."""
     try:
         Pickler(io.BytesIO(), id, keep_device=True, purpose="launch", omitted=omitted).dump(value)
-    except Exception as error:  # noqa: BLE001 - any class of the user may raise any error
+    except Exception as error:  # noqa: BLE001 - the user's class may raise any error
         return describe_error(error)
     return ""
 

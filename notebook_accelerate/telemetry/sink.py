@@ -85,7 +85,7 @@ class Sink:
             self._take_lock.release()
 
     def _drop(self, count: int, keep: Callable[[list[tuple[float, Event]]], list[tuple[float, Event]]]) -> int:
-        """Replace the ``count`` oldest events by the result of ``keep``. Return how many were dropped."""
+        """Replace the ``count`` oldest events with the result of ``keep``. Return how many were dropped."""
         old = [self._queue.popleft() for _ in range(min(count, len(self._queue)))]
         kept = keep(old)
         self._queue.extendleft(reversed(kept))
@@ -126,7 +126,7 @@ class Sink:
         """Return the frames of a batch, without events that cannot be encoded. Write one note per kind of these."""
         try:
             data = encode(batch)
-        except Exception:  # noqa: BLE001 - values of the user may raise any error
+        except Exception:  # noqa: BLE001 - the user's values may raise any error
             return b"".join(self._encode_one(message) for message in batch)
         if len(data) <= MAX_EVENT_CHARS:
             return data
@@ -136,7 +136,7 @@ class Sink:
         name = type(message.event).__name__
         try:
             data = encode([message])
-        except Exception as error:  # noqa: BLE001 - values of the user may raise any error
+        except Exception as error:  # noqa: BLE001 - the user's values may raise any error
             self._note(name, f"a {name} cannot be sent to the notebook ({describe_error(error, 200)})")
             return _substitute_for(message)
         if len(data) > MAX_EVENT_CHARS and not message.event.has_payload:

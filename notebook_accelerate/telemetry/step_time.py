@@ -154,7 +154,7 @@ def collective(function: Function) -> Function:
 
 
 def waiting(batches: Iterator[Any]) -> Generator[Any, None, None]:
-    """Yield ``batches``. The time until a batch arrives counts as waiting for data, and the time after as computing."""
+    """Yield ``batches``. Time until a batch arrives counts as waiting for data, and time after that as computing."""
     end = object()
     try:
         while True:

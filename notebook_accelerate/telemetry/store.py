@@ -6,7 +6,7 @@ The bounds are:
 largest are kept, so that extremes survive.
 - ``MAX_TOTAL_POINTS`` in all series together. With more series, each may have fewer, but at least ``MIN_POINTS``.
 - ``max_series`` metrics.
-- ``RUN_LOG_BYTES`` of text. Each rank may use its share of this, and in any case ``max_log_bytes``.
+- ``RUN_LOG_BYTES`` of text. Each rank may use its share of this, and at least ``max_log_bytes``.
 
 A point takes 24 bytes in an array with an eighth to spare, so a run of any length needs at most 108 MB for curves, and
 64 MB of text for up to eight ranks. An envelope over more than eight ranks adds 24 KB per metric. Failures and results
@@ -416,7 +416,7 @@ class Store:
         lines = self._logs.setdefault(record.rank, deque())
         self._log_count[record.rank] += 1
         self.log_total += 1
-        # Store a text of many lines as one object until it is read, so that a flood of lines does not cost an object
+        # Store text with many lines as one object until it is read, so that a flood of lines does not cost an object
         # per line.
         lines.append(LogLine(record.time, event.stream, event.text))
         self._log_bytes[record.rank] += len(event.text) + 200  # The tuple and its parts take about 200 bytes.
@@ -577,7 +577,7 @@ class Store:
             return sorted(self._logs)
 
     def log_chunks(self, rank: int) -> list[LogLine]:
-        """Return the kept texts of ``rank``, oldest first. Each has one or more lines, just as it was added."""
+        """Return the kept output of ``rank``, oldest first, in the pieces that were added, each of whole lines."""
         with self._lock:
             return list(self._logs.get(rank, ()))
 

@@ -164,7 +164,7 @@ def name_foreign_cells(names: Mapping[str, str]) -> None:
 
 
 def frame_location(frame: FrameInfo) -> str:
-    """Return the file and line of a frame, for a cell such as "Cell In[7], line 3"."""
+    """Return the file and line of a frame, or for a cell its name and line, such as "Cell In[7], line 3"."""
     return f"{cell_name(frame.filename) or frame.filename}, line {frame.lineno}"
 
 
@@ -201,10 +201,10 @@ def _number_in_history(shell: Any, filename: str) -> int | None:
 
 
 def with_named_cells(chain: tuple[ExceptionInfo, ...], where: str) -> tuple[ExceptionInfo, ...]:
-    """Return ``chain`` for another notebook, with the names of this notebook's cells.
+    """Return ``chain`` with the file names of this notebook's cells replaced by names that another notebook can show.
 
     Args:
-        chain: Exceptions with the file names of cells in their frames.
+        chain: Exceptions whose frames refer to cells by file name.
         where: The suffix to add to the names of cells, such as " of node 1".
     """
     return tuple(
@@ -267,8 +267,8 @@ def format_frame(frame: FrameInfo) -> list[str]:
 # ---- frames of threads that are running
 #
 # Python 3.11 creates a frame's object only when something asks for it, and this may start a garbage collection. A
-# finalizer in it may let the frame's thread run on. If that function returns, the new object refers to memory that
-# other frames use, and reading the object crashes the process with a segmentation fault. Garbage collection is
+# finalizer may then let the frame's thread continue. If the frame's function returns, the new object refers to memory
+# that other frames use, and reading the object crashes the process with a segmentation fault. Garbage collection is
 # therefore off while frames are read. Python 3.10 has an object for each frame from the beginning, and since Python
 # 3.12, collections start only between bytecodes.
 

@@ -144,18 +144,18 @@ class ControlClient:
         return heard != self._heard
 
     def interrupt(self, ranks: Iterable[int]) -> None:
-        """See ``RunCommands.interrupt``."""
+        """Send a KeyboardInterrupt to ranks, as described in ``RunCommands.interrupt``."""
         self._send(protocol.InterruptCommand(list(ranks)))
 
     def show_under(self, cell: object) -> None:
         """Do nothing, because the run shows its output in its panel."""
 
     def hold_clock(self, rank: int) -> None:
-        """See ``RunCommands.hold_clock``."""
+        """Suspend the run's time limits, as described in ``RunCommands.hold_clock``."""
         self._send(protocol.ClockCommand(rank, held=True))
 
     def release_clock(self, rank: int) -> None:
-        """See ``RunCommands.release_clock``."""
+        """End the suspension of the time limits, as described in ``RunCommands.release_clock``."""
         self._send(protocol.ClockCommand(rank, held=False))
 
     def _send(self, *events: Event) -> None:
@@ -307,7 +307,7 @@ class _RankChannel:
         self._client, self._rank = client, rank
 
     def send(self, *events: Event) -> None:
-        """See ``Sender.send``."""
+        """Send events to the rank, as described in ``Sender.send``."""
         for event in events:
             if isinstance(event, InputReply):
                 self._client._send(protocol.AnswerCommand(self._rank, event.number, event.text))

@@ -102,7 +102,7 @@ class FirstNotebook(RankSupervisor):
         except OSError as error:
             if error.errno != errno.EADDRNOTAVAIL or not must:
                 raise
-            everywhere = "0.0.0.0"  # noqa: S104 - NAT
+            everywhere = "0.0.0.0"  # noqa: S104 - behind a gateway, the address is not this machine's own
             self._listener = HostListener(everywhere, secret.encode(), port, report=report, keep_alive=alive)
 
     def reserve(self, plan: LaunchPlan) -> LaunchPlan:

@@ -244,7 +244,7 @@ def record_of(row: object) -> Record | None:
         return None
     lowest = RUN if issubclass(kind, RunEvent) else 0
     if type(rank) is not int or not lowest <= rank <= (RUN if lowest == RUN else MAX_RANKS - 1):
-        raise ValueError(f"{name} has the rank {_short(rank)}, which is not allowed")
+        raise ValueError(f"{name} has an invalid rank: {_short(rank)}")
     try:
         return Record(rank, _checked_time(_from_json(float, time, "time"), "time"), _build(kind, values))
     except ValueError:

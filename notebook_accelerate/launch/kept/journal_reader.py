@@ -52,7 +52,7 @@ _MAX_NAME_CHARS = 1000
 _LAST_BYTES = 256
 _POINT_BYTES = 24
 PROBLEM_SECONDS = 1.0
-"""Seconds to wait until the process reports why a result is not saved."""
+"""Seconds to wait until the process reports why a result was not saved."""
 
 ResultLoader = Callable[[int, Any], RankResult]
 """A function that returns a rank's result, given the rank and the description of the result's file in the event.
@@ -502,7 +502,7 @@ class JournalReader:
             while not (problem := self.journal.state.unsaved) and time.monotonic() < deadline:
                 time.sleep(0.02)
             problem = problem or "its file is missing"
-            raise SerializationError(f"the result of rank {rank} is not saved: {problem}")
+            raise SerializationError(f"the result of rank {rank} was not saved: {problem}")
         return self._load_result(rank, self._stored[rank]).read()
 
 

@@ -102,7 +102,7 @@ class HeadAndTail:
 
 
 def notebook_bytes(text: str) -> int:
-    """Return the approximate size of a text in a notebook's file, in bytes."""
+    """Return the approximate size of ``text`` in a notebook's file, in bytes."""
     return len(json.dumps(text, ensure_ascii=False).encode(errors="replace")) + _BYTES_PER_LINE * text.count("\n")
 
 

@@ -23,7 +23,7 @@ class StandardStream:
         self._broken = False
 
     def write(self, text: str) -> None:
-        """Write a text and flush the stream. Do nothing if the stream is closed or missing."""
+        """Write ``text`` and flush the stream. Do nothing if the stream is closed or missing."""
         stream = self._stream
         if stream is None or self._broken:
             return
@@ -47,7 +47,7 @@ class StandardStream:
 
 
 def escape(text: str, stream: Any) -> str:
-    """Return a text with escapes in place of the characters that a stream cannot encode."""
+    """Return ``text`` with escapes in place of the characters that a stream cannot encode."""
     encoding = getattr(stream, "encoding", None)
     encoding = encoding if isinstance(encoding, str) else "ascii"
     try:

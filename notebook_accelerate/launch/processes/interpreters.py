@@ -62,7 +62,7 @@ def uninterrupted() -> Iterator[None]:
 
 
 def log_tail(log: IO[bytes]) -> str:
-    """Return the last 2,000 bytes of a process's log, for an error message, or "" if the log is empty."""
+    """Return "; its output ends with:" and the last 2,000 bytes of a process's log, or "" if the log is empty."""
     log.seek(0)
     text = log.read()[-2000:].decode(errors="replace").strip()
     return f"; its output ends with:\n{text}" if text else ""

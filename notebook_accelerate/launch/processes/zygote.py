@@ -193,7 +193,7 @@ class Zygote:
             self._end()
 
     def retire(self) -> None:
-        """Retire the server. It ends immediately if it has no ranks, or else with its last rank."""
+        """Retire the server. It ends immediately if it has no ranks, or else when its last rank ends."""
         self.retired = True
         if not self.ranks:
             self._end()

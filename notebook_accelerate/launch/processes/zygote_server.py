@@ -84,7 +84,7 @@ class _Server:
         return PRELOAD_AFTER if self._collapsed else COLLAPSE_AFTER
 
     def _use_idle_time(self) -> None:
-        """Move memory into huge pages, which forks split. If that is done, first import what ranks need later."""
+        """Move memory into huge pages, which forks split. If that was done before, first import modules for later."""
         self._spins.release()
         if self._collapsed:
             self._preload()

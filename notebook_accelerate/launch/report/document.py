@@ -24,7 +24,7 @@ class Action:
     Attributes:
         id: Identifies the action in the message that a click sends.
         label: The text of the button.
-        hint: A text that says what a click does.
+        hint: Explains what a click does.
         tone: "bad" or "first" for another colour, or "" for the usual one.
         enabled: Whether the button can be clicked.
         interrupts: Whether a click interrupts the cell that blocks the kernel, through the notebook's server. The
@@ -98,7 +98,7 @@ class Row:
         key: Identifies the row in later documents.
         cells: A cell for each column.
         tone: "late", "dead", "node", "sum" or "opened", or several of these separated by spaces, or "".
-        order: The sort keys of the cells in live tables, or () to sort cells by their texts.
+        order: The sort keys of the cells in live tables, or () to sort cells by their text.
         actions: The buttons at the end of the row.
     """
 
@@ -134,7 +134,7 @@ class Table:
         key: Identifies the table in its document.
         columns: The columns, from left to right.
         groups: The rows, in groups.
-        caption: A text above the table, or "" for none.
+        caption: Text above the table, or "" for none.
         label: The table's name for screen readers, if no caption or heading names the table.
         pairs: Whether the table has only names and values. Such a table wraps long values, and has no header row if it
             has a caption.
@@ -164,7 +164,7 @@ _UNKNOWN = ("", "–")
 def table_of(
     key: str, rows: Sequence[Sequence[str]], *, caption: str = "", pairs: bool = False, code: bool = False
 ) -> Table:
-    """Return a table of texts. Columns of numbers are aligned to the right, except for the first column.
+    """Return a table of strings. Columns of numbers are aligned to the right, except for the first column.
 
     Args:
         key: Identifies the table in its document.

@@ -79,7 +79,7 @@ def svg_drawing(width: int, height: int, *content: str) -> Markup:
 
 
 def svg_text(x: float, y: float, text: str, fill: str, anchor: str = "start", **attributes: object) -> Markup:
-    """Return a text element for an SVG drawing. Characters that XML does not allow are replaced by U+FFFD.
+    """Return a ``text`` element for an SVG drawing. Characters that XML does not allow are replaced by U+FFFD.
 
     Args:
         x: The distance from the left in pixels.
@@ -128,7 +128,7 @@ def byte_size(count: int | None, unknown: str = "–") -> str:
     """Return a number of bytes as text, such as "312 B", "2.6 KiB" or "340 GiB".
 
     Args:
-        count: The number of bytes, or None if not known.
+        count: The number of bytes, or None if unknown.
         unknown: The text for None.
     """
     if count is None:
@@ -145,7 +145,7 @@ def percent(share: float | None) -> str:
     """Return a share as text, such as "50 %", with two significant digits below 10 %. Return "" for None.
 
     Args:
-        share: The share from 0 to 1, or None if not known. With padding, it may be larger than 1.
+        share: The share from 0 to 1, or None if unknown. With padding, it may be larger than 1.
     """
     if share is None:
         return ""

@@ -112,7 +112,7 @@ class ShardingRow(NamedTuple):
         kind: "parameters", "gradients", "optimizer state" or "all".
         total: The size of the tensors of the whole model, or of the pipeline stage, as text.
         per_rank: The size of the part that each of these ranks holds, as text.
-        share: ``per_rank`` as a share of ``total``, from 0 to 1, or None if not known.
+        share: ``per_rank`` as a share of ``total``, from 0 to 1, or None if unknown.
         layout: How the tensors are sharded, replicated and offloaded, as text.
     """
 
@@ -152,10 +152,10 @@ def _row(kind: str, held: Sequence[Sequence[ShardSizes]], layout: str) -> Shardi
 
 
 def total_bytes(parts: Iterable[int | None]) -> int | None:
-    """Return the sum of some sizes in bytes, or None if one of them is not known.
+    """Return the sum of some sizes in bytes, or None if one of them is unknown.
 
     Args:
-        parts: The size of each part in bytes, or None if not known.
+        parts: The size of each part in bytes, or None if unknown.
     """
     known = list(parts)
     return None if None in known else sum(part or 0 for part in known)
@@ -344,7 +344,7 @@ def image(reports: ShardReports) -> Markup:
 
 
 def description(reports: ShardReports) -> str:
-    """Return an alternative text for the drawing.
+    """Return the alt text of the drawing.
 
     Args:
         reports: The shard report of each rank.
@@ -461,7 +461,7 @@ def slice_of(report: ShardReport, kind: str, totals: Sequence[int | None]) -> tu
         totals: The size in bytes of each pipeline stage, or a single size if there are no stages.
 
     Returns:
-        The beginning and the length of the interval, or None if not known.
+        The beginning and the length of the interval, or None if unknown.
     """
     held, model = report.held[kind], total_bytes(totals)
     if held.whole is None or held.here is None or model is None or not model:

@@ -216,10 +216,10 @@ def _aligned_table(parts: Sequence[Markup], alignments: str) -> Markup:
 
 
 def _escaped(contents: Sequence[str]) -> list[str]:
-    """Return contents as markup. Texts are escaped, and markup is left unchanged."""
+    """Return contents as markup. Strings are escaped, and markup is left unchanged."""
     if set(map(type, contents)) == {str}:
-        # Escape thousands of texts with one call, which is much faster. The separator is not allowed in HTML, so texts
-        # rarely contain it.
+        # Escape thousands of strings with one call, which is much faster. The separator is not allowed in HTML, so
+        # strings rarely contain it.
         found = escape("\0".join(contents)).split("\0")
         if len(found) == len(contents):
             return found

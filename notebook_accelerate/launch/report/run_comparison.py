@@ -19,7 +19,7 @@ from notebook_accelerate.launch.report.markup import duration, number
 Value = bool | int | float | str | None
 MAX_ARGUMENTS, MAX_METRICS = 12, 8
 """The maximum numbers of arguments and of metrics that get a column."""
-_CAPTION = "Runs, the latest first; metrics are the last and the best values of the lowest rank"
+_CAPTION = "Runs, latest first; metrics are the last and the best values of the lowest rank"
 _HIDDEN_SETTINGS = ("env", "num_processes", "block", "panel", "use_port", "rdzv_conf", "tags", "output", "save", "name")
 """Settings that get no column, because they do not affect the training, have one already, or may contain a secret."""
 _DEFAULTS = {each.name: each.default for each in fields(LaunchConfig)}
@@ -36,17 +36,17 @@ class RunEntry:
         run: The run's number or name.
         function: Name of the launched function.
         state: The run's status, or the reason why the run is waiting.
-        started: When the run was launched, in seconds since the epoch, or 0.0 if not known.
-        seconds: How long the run has taken so far, or None if not known.
-        ranks: The number of ranks, or None if not known.
+        started: When the run was launched, in seconds since the epoch, or 0.0 if unknown.
+        seconds: How long the run has taken so far, or None if unknown.
+        ranks: The number of ranks, or None if unknown.
         settings: The settings of the launch that differ from the defaults.
         arguments: The function's arguments, by parameter.
         last: The last value of each metric.
-        best: The best value of each metric, or None if not known.
+        best: The best value of each metric, or None if unknown.
         name: The name that the user chose, if ``run`` is a number, or "".
-        step: The last step, or None if not known.
-        origin: The notebook or folder from which the run was launched, or "" if not known.
-        code: The commit of the code, or "" if not known.
+        step: The last step, or None if unknown.
+        origin: The notebook or folder from which the run was launched, or "" if unknown.
+        code: The commit of the code, or "" if unknown.
         colour: The index of the colour of the run's curves, or -1 if it has no curves.
         tone: The tone of the row; see `Row`.
         actions: The buttons at the end of the row.
@@ -124,7 +124,7 @@ class _Column:
 
     @property
     def order(self) -> Iterator[float | str | None]:
-        """The sort keys. Values that are neither numbers nor texts become None, which comes last."""
+        """The sort keys. Values that are neither numbers nor strings become None, which comes last."""
         for value in self.values:
             # Test for a float first: a file may contain an integer for which math.isnan raises an OverflowError.
             is_nan = isinstance(value, float) and math.isnan(value)

@@ -29,7 +29,7 @@ SETTLE_SECONDS = 2.0
 
 @dataclass  # Not frozen, because creating thousands of frozen snapshots would take four times as long.
 class RankSnapshot:
-    """A snapshot of one rank. Values that are not known are None."""
+    """A snapshot of one rank. Unknown values are None."""
 
     rank: int
     state: str
@@ -81,12 +81,12 @@ class Progress:
 
     Attributes:
         share: The completed share, from 0 to 1, or None if the total is not known.
-        step: The step that all ranks have reached, or None if not known.
-        total: The total number of steps, or None if not known.
-        rate: Steps per second, or None if not known.
-        left: The estimated number of seconds until the end, or None if not known.
+        step: The step that all ranks have reached, or None if unknown.
+        total: The total number of steps, or None if unknown.
+        rate: Steps per second, or None if unknown.
+        left: The estimated number of seconds until the end, or None if unknown.
         label: The name of the unit that is counted, such as "step".
-        epoch: The epoch of the rank that is furthest behind, counted from 1, or None if not known.
+        epoch: The epoch of the rank that is furthest behind, counted from 1, or None if unknown.
         of_epoch: Whether ``share``, ``step``, ``total`` and ``left`` refer to this epoch only.
     """
 

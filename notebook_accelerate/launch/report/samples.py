@@ -223,7 +223,7 @@ def _colour(base: str, difference: float) -> str:
 
 
 def _fitted(text: str, room: float, scale: float) -> str:
-    """Shorten a text of 11 px to a number of pixels. Return "" if fewer than three letters would be left."""
+    """Shorten 11 px ``text`` to ``room`` pixels. Return "" if fewer than three letters would be left."""
     width = 0.0
     for place, letter in enumerate(text):
         width += scale * (3.6 if letter in _NARROW else 9.6 if letter in _WIDE else 6.7)

@@ -50,7 +50,7 @@ def image(title: str, curves: Sequence[Curve], alt: str) -> Markup:
 
 
 def metric_image(sources: Sequence[Source], name: str) -> Markup:
-    """Return the curves of one metric as an ``img`` element. The alternative text describes them.
+    """Return the curves of one metric as an ``img`` element. The alt text describes them.
 
     Args:
         sources: The runs whose curves to draw.
@@ -85,7 +85,7 @@ def curves_of(sources: Sequence[Source], name: str) -> list[Curve]:
 
 
 def description(series: MetricSeries) -> str:
-    """Return an alternative text with the number of points, and the first, last, smallest and largest value."""
+    """Return the alt text of the drawing: the number of points, and the first, last, smallest and largest value."""
     import numpy as np
 
     ranks = len(set(series.ranks.tolist()))

@@ -169,7 +169,7 @@ class RunState:
         plan: The launch plan, or None until it has been made.
         ranks: The ranks that are shown in this notebook, in order.
         starting: How many of these ranks are still starting.
-        attempts: The attempts, the oldest first.
+        attempts: The attempts, oldest first.
         arguments: The function's arguments, by name.
         failures: The failures of the last attempt, starting with the first one.
         stop_phase: The phase of the last attempt's stop sequence, a key of `STOP_TRANSITIONS`.

@@ -95,7 +95,7 @@ class CommandQueue:
 
 
 def paused(rank: int) -> Hashable:
-    """Return the clock's holder for a paused rank. It differs from the holder for a prompt, the rank's number."""
+    """Return the clock's holder for a paused rank, which differs from the holder for a prompt (the rank's number)."""
     return ("paused", rank)
 
 

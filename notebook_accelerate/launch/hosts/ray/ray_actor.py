@@ -97,7 +97,7 @@ class NodeHost:
                 serving.handle_message(message)
 
     def _connected(self) -> socket.socket | None:
-        """Return the tunnel's connection, or None if there is none in time."""
+        """Return the tunnel's connection, or None if none is made in time."""
         with self._accepting:
             if self._connection is None and self._tunnel is not None and _readable(self._tunnel):
                 connection, peer = self._tunnel.accept()

@@ -167,8 +167,8 @@ class Driver:
         while not self._group.wait(POLL_SECONDS):
             self._check_still_wanted()
             alive = _alive_nodes()
-            # If a node has died, request a new group, because Ray may have placed this one on the node before it
-            # noticed, and such a group may wait forever (Ray 2.60).
+            # If a node has died, request a new group, because Ray may have placed the current one on that
+            # node before noticing its death, and such a group may wait forever (Ray 2.60).
             nodes = alive if nodes <= alive else self._request_placement_group()
             now = time.monotonic()
             stuck = placement_group_table(self._group)["stats"]["scheduling_state"] in UNPLACED_STATES

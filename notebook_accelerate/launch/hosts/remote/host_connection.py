@@ -112,7 +112,7 @@ class HostConnection:
     def _await(
         self, wanted: Callable[[Event], bool], timeout: float, stopping: Callable[[], bool] = lambda: False
     ) -> Stamped | None:
-        """Return the next event for which ``wanted`` returns True, or None if there is none in time.
+        """Return the next event for which ``wanted`` returns True, or None if none arrives in time.
 
         Other events are kept for later.
         """
