@@ -163,7 +163,10 @@ def stop_action(run: ComparedRun, hint: str) -> Action:
 
 
 def _interrupts(run: Run, kernel: KernelState) -> bool:
-    """Return whether interrupting the running cell stops the run, while a click would have to wait for that cell."""
+    """Return whether the run must be stopped by interrupting the running cell.
+
+    This is the case if a click would be handled only after that cell ends.
+    """
     if is_inline(run):
         return kernel.busy
     return kernel.busy and not kernel.handles_clicks and (run.config.block or not kernel.blocked)

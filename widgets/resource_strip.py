@@ -27,7 +27,9 @@ MAX_CARDS = 8
 
 
 class ResourceStrip(LivePanel):
-    """The resources that each rank uses: percent of one core, memory (PSS, so that ranks add up), and its GPU if any.
+    """The resources that each rank uses: percent of one core, memory, and its GPU if any.
+
+    Memory is measured as PSS, so that the ranks' values can be added.
 
     Args:
         run: The run to watch.

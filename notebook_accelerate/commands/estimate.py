@@ -55,7 +55,7 @@ def estimate_command(args: argparse.Namespace) -> None:
 def gather_data(args: argparse.Namespace) -> list[list[Any]]:
     """Return a row for each dtype: its name, and the sizes in bytes of the largest layer, all weights and training.
 
-    The size of training is its peak memory, which is None for integer dtypes.
+    The size for training is its peak memory, which is None for integer dtypes.
     """
     from notebook_accelerate.big_modeling.module_tree import calculate_maximum_sizes
 

@@ -162,7 +162,7 @@ def _launcher_variables(args: argparse.Namespace, found: ClusterConfig) -> dict[
 
 
 def _threads(args: argparse.Namespace, found: ClusterConfig) -> str:
-    """Return the number of CPU threads of each rank.
+    """Return the number of CPU threads for each rank.
 
     The option overrides OMP_NUM_THREADS. By default, ranks on the CPU share its cores, and other ranks have one thread
     each, as under torchrun.

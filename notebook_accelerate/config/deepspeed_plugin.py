@@ -398,10 +398,10 @@ class DeepSpeedPlugin:
         integration.set_hf_deepspeed_config(self.dschf)
 
     def set_moe_leaf_modules(self, model: torch.nn.Module) -> None:
-        """Make ZeRO stage 3 gather each layer of experts as a whole. Otherwise ranks would wait for different experts.
+        """Make ZeRO stage 3 gather each expert layer as a whole. Otherwise ranks would wait for different experts.
 
         Args:
-            model: The model with the layers of experts.
+            model: The model with the expert layers.
 
         Raises:
             ValueError: The model has no layer of a class in `transformer_moe_cls_names`.
@@ -449,7 +449,7 @@ class DeepSpeedPlugin:
 
 
 def _keys() -> dict[str, str]:
-    """Return the keys of fields in a DeepSpeed configuration, dotted if they are nested."""
+    """Return the fields' keys in a DeepSpeed configuration, dotted if they are nested."""
     return {each.name: each.argument for each in settings_of(DeepSpeedPlugin).values() if each.argument}
 
 

@@ -14,7 +14,7 @@ _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagra
 
 
 def _switch(name: str, **known: Any) -> Any:
-    """Create the setting for a switch. As in Accelerate, the names of its option and variable contain ``use_``."""
+    """Create the setting for a switch. As in Accelerate, its option and variable have ``use_`` in their names."""
     variable = f"ACCELERATE_DYNAMO_USE_{name.upper()}"
     return setting(option=f"dynamo_use_{name}", variable=variable, switch=True, preset=False, **known)
 

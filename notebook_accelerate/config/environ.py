@@ -161,7 +161,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def flag_text(text: str) -> str:
-    """Check that ``text`` is a truth value. Return it as it is, because Accelerate also passes it on unchanged."""
+    """Check that ``text`` is a truth value. Return it unchanged, as Accelerate does."""
     parse_flag(text)
     return text
 

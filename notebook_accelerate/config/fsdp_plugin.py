@@ -402,7 +402,7 @@ def choice(name: str, value: Any, allowed: Sequence[str]) -> Any:
 
 
 def _policy_function(name: str) -> Any:
-    """Return torch's function for the name of a policy, or None if the model is one unit."""
+    """Return torch's function for a policy's name, or None if the model is one unit."""
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
     functions = {"TRANSFORMER_BASED_WRAP": transformer_auto_wrap_policy, "SIZE_BASED_WRAP": size_based_auto_wrap_policy}
@@ -446,7 +446,7 @@ def _unit_classes(model: torch.nn.Module, names: Iterable[str] | None) -> set[ty
 
 
 def get_module_class_from_name(module: torch.nn.Module, name: str) -> type[torch.nn.Module] | None:
-    """Return the class of this name among the classes of a model's modules, or None if there is no such class.
+    """Return the class with this name among the classes of a model's modules, or None if no module has such a class.
 
     Args:
         module: The model to search.

@@ -403,7 +403,7 @@ ACCELERATOR_ARGUMENTS = (
 )
 """Arguments of `Accelerator` that a launch can pass; `mixed_precision` and `cpu` are settings of the launch itself."""
 _STRATEGIES = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin")
-# The arguments of a group set the same thing. If the function passes one of them, the launch passes none of them.
+# The arguments in a group set the same thing. If the function passes one of them, the launch passes none of them.
 _ALTERNATIVES = (
     {"gradient_accumulation_steps", "gradient_accumulation_plugin"},
     {"dynamo_backend", "dynamo_plugin"},

@@ -203,7 +203,7 @@ class MegatronLMPlugin:
     # -- settings that the strategy fills in --------------------------------------------------------------------------
 
     def set_network_size_args(self, model: Any, batch_data: Any = None) -> None:
-        """Copy the sizes of a model from its configuration.
+        """Copy a model's sizes from its configuration.
 
         Args:
             model: A model with a `config` like that of transformers models.
@@ -281,7 +281,7 @@ class MegatronLMPlugin:
         self.megatron_lm_default_args |= {**arguments, "min_lr": self.min_lr, **(self.other_megatron_args or {})}
 
     def set_scheduler_args(self, scheduler: Any) -> None:
-        """Copy the lengths of a schedule, unless this plugin sets them.
+        """Copy a schedule's lengths, unless this plugin sets them.
 
         Args:
             scheduler: A `MegatronLMDummyScheduler`, whose steps count the batches of all ranks.
@@ -330,7 +330,7 @@ def _named_as_in_core(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function that translates the configuration of a type of model to Megatron's arguments.
+    """Register a function that translates a model type's configuration to Megatron's arguments.
 
     Args:
         model_type: The type, as in ``model.config.model_type``.

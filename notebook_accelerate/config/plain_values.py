@@ -162,10 +162,10 @@ def shown_repr(settings: DataclassInstance) -> str:
 
 
 def redact(text: str, settings: DataclassInstance) -> str:
-    """Hide the secrets of a dataclass in the text of another program, such as an error of Ray.
+    """Hide the secrets of a dataclass in another program's text, such as an error message from Ray.
 
     Args:
-        text: The text of the other program.
+        text: The other program's text.
         settings: The dataclass with the secrets.
     """
     text = hide_credentials(text)
@@ -310,7 +310,7 @@ def is_number(value: object) -> bool:
 
 
 _SHOWN_CHARS = 200
-"""The number of characters of a path that an error message shows."""
+"""Maximum number of characters of a path in an error message."""
 
 
 def given_folder(path: str | os.PathLike[str]) -> Path:

@@ -68,7 +68,7 @@ class SettingsSection:
 
     @property
     def prefix(self) -> str:
-        """The part of a variable's name before the option in capitals."""
+        """The part of a variable's name that comes before the option's name in capitals."""
         return self.variable.removesuffix(self.option.upper())
 
 

@@ -108,14 +108,14 @@ class Session:
         return {rank: self._value(rank, reply) for rank, reply in replies.items()}
 
     def sample(self, seconds: float, ranks: Iterable[int] | None, rate: float) -> dict[int, SampleReply | str]:
-        """Sample the stacks of ranks. If a rank does not reply, its result is the reason. See ``Run.sample``."""
+        """Sample the stacks of ranks. For a rank that does not reply, the result is the reason. See ``Run.sample``."""
         limit = seconds + SAMPLE_REPLY_SECONDS
         return self._ask(SampleReply, lambda number: SampleRequest(number, seconds, rate), ranks, limit)
 
     def profile(
         self, make: Callable[[int], ProfileRequest], ranks: Iterable[int] | None
     ) -> dict[int, ProfileReply | str]:
-        """Record steps of ranks. If a rank has no trace, its result is the reason. See ``Run.profile``.
+        """Record steps of ranks. For a rank without a trace, the result is the reason. See ``Run.profile``.
 
         Args:
             make: Creates the request, given its number.

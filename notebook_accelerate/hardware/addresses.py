@@ -47,7 +47,7 @@ def listen(address: str, port: int) -> socket.socket:
 
 _LOOPBACK_SECONDS = 1.0
 _NOT_LOOPBACK = (errno.EADDRINUSE, errno.EAGAIN, errno.EMFILE, errno.ENFILE)
-"""Connection errors that the interface does not cause: this machine has run out of ports or descriptors."""
+"""Connection errors that are not caused by the interface: this machine has run out of ports or descriptors."""
 
 
 def loopback_problem() -> str:

@@ -31,7 +31,7 @@ class DeviceRow:
     communicator: str = "torch"
     """The implementation of collectives: torch (process groups), xla, or none."""
     functions: str = ""
-    """The module of torch with the functions for such devices. If "", it is ``torch.<type>``."""
+    """The torch module with the functions for such devices. If "", it is ``torch.<type>``."""
     extension: str = ""
     """The module to import before torch knows the type, or "" if torch itself knows it."""
     visible_variables: tuple[str, ...] = ()

@@ -115,7 +115,7 @@ class _Calls:
             self._lock.release()
 
     def before_fork(self) -> None:
-        """Wait up to `LOCK_SECONDS` until no call is running."""
+        """Wait up to `LOCK_SECONDS` for the running call to end, if there is one."""
         self._forking.owns = self._lock.acquire(timeout=LOCK_SECONDS)
 
     def after_fork(self) -> None:
@@ -139,7 +139,7 @@ if hasattr(os, "register_at_fork"):
 @contextmanager
 def _session() -> Iterator[None]:
     """Initialise NVML for a with block. Without a driver, every `_query` in the block returns its default."""
-    # Import it only here, because this takes 40 ms, which machines without a GPU should not spend.
+    # Import it only here, because the import takes 40 ms, which machines without a GPU should not spend.
     pynvml: Any = importlib.import_module("pynvml")
     with ExitStack() as stack:
         with _calls.one() as can_call, suppress(pynvml.NVMLError):

@@ -21,13 +21,13 @@ class ProcessIdentity:
     """The identity of a process, which lets other processes find it."""
 
     machine: str
-    """The identity of its machine and PID namespace, or "" if the system does not provide one."""
+    """The identity of the process's machine and PID namespace, or "" if the system does not provide one."""
     pid: int
-    """The process ID in its PID namespace."""
+    """The process ID in the process's PID namespace."""
     started: int = 0
     """Its start in clock ticks since the machine started, or 0 if unknown. Process IDs alone are reused."""
     host: str = ""
-    """The name of its machine, for messages."""
+    """The machine's name, for messages."""
 
     def has_ended(self) -> bool:
         """Return whether the process has exited, or False if the calling process cannot find out."""

@@ -1,4 +1,4 @@
-"""Describe the TPUs of this machine for torch_tpu: their generation, and how processes share them.
+"""Describe this machine's TPUs for torch_tpu: their generation, and how processes share them.
 
 Source: torch_tpu 0.2.0, ``_internal/utils/hardware.py`` and ``_internal/distributed/distributed.py``.
 """
@@ -75,7 +75,7 @@ def topology(name: str, processes: int) -> str:
     return _TOPOLOGIES[name][processes]
 
 
-# The rest of this module reads the environment variables that tell how torch_xla's runtime divides a machine's devices
+# The rest of this module reads the environment variables that set how torch_xla's runtime divides a machine's devices
 # among processes.
 
 

@@ -150,7 +150,7 @@ class _AliasFinder:
         return spec
 
     def find_distributions(self, context: object = None) -> Iterator[Any]:
-        """Yield the distribution ``accelerate`` if it, or every distribution, is searched for.
+        """Yield the distribution ``accelerate`` if the search is for it or for every distribution.
 
         A search in given folders, such as pip's for installed distributions, does not find it.
         """

@@ -88,7 +88,7 @@ def _connect_transformers(module: Any) -> None:
             send_numbers(numbers, state.global_step)
 
     module.DEFAULT_CALLBACKS.insert(0, RunCallback)
-    # Other callbacks log the same numbers to tensorboard, wandb and mlflow, so they must not be reported again.
+    # Other callbacks log the same numbers to tensorboard, wandb and mlflow. These must not be reported again.
     mark_reported(callbacks.CallbackHandler, "on_log")
 
 
@@ -149,13 +149,13 @@ def _steps_in_all(trainer: Any) -> int | None:
 
 
 def _mark_loggers(package: str) -> None:
-    """Don't copy the values that Lightning's own loggers write, because the callback reports them."""
+    """Mark the values that Lightning's own loggers write as reported, because the callback reports them."""
     connector: Any = import_module(f"{package}.trainer.connectors.logger_connector.logger_connector")
     mark_reported(connector._LoggerConnector, "log_metrics")
 
 
 def _connect_pytorch_accelerated(module: Any) -> None:
-    """Report the metrics of a Trainer's history."""
+    """Report the metrics in a Trainer's history."""
     after(module.InMemoryRunHistory, "update_metric", _send_history)
 
 
@@ -285,7 +285,7 @@ _MARK = "_reports_to_a_run"
 
 
 def after(owner: Any, name: str, report: Callable[..., None]) -> None:
-    """Call ``report`` with the same arguments after each call of ``owner.name``. Do nothing if there is no such name.
+    """Call ``report`` with the same arguments after each call to ``owner.name``. Do nothing if there is no such name.
 
     Args:
         owner: A class or a module.

@@ -38,12 +38,12 @@ class _Steps:
         self._counter = StepCounter()
 
     def before_step(self, *_: Any) -> None:
-        """Start counting time as the optimizer's. Any optimizer calls this before a step."""
+        """Attribute time to the optimizer from now on. Every optimizer calls this before each step."""
         if _times():
             step_time.switch(step_time.OPTIMIZER)
 
     def after_step(self, optimizer: Any, *_: Any) -> None:
-        """Stop counting time as the optimizer's, and report the step. Any optimizer calls this after a step."""
+        """Stop attributing time to the optimizer, and report the step. Every optimizer calls this after each step."""
         if not _times():
             return
         step_time.switch(step_time.OTHER)

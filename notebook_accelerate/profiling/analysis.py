@@ -151,7 +151,7 @@ def slow_loader(ranks: Sequence[RankFacts]) -> list[Finding]:
 
 
 def unbalanced_batches(ranks: Sequence[RankFacts]) -> list[Finding]:
-    """Report a rank that computes longer than the others because its batches are larger."""
+    """Report the slowest rank if larger batches make it compute longer than the others."""
     if len(ranks) < 2 or any(each.ops == 0 for each in ranks):
         return []
     slowest = max(ranks, key=lambda each: each.compute)

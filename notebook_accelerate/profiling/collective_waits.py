@@ -129,11 +129,11 @@ class _Operations:
 
 @dataclass(frozen=True)
 class Joined:
-    """One collective of all ranks.
+    """One collective that all ranks call.
 
     Attributes:
         number: The collective's number in its group, from 1.
-        calls: The call of each rank.
+        calls: Each rank's call.
     """
 
     number: int
@@ -315,7 +315,7 @@ def _kernels(trace: RankTrace, described: Sequence[int]) -> dict[int, int]:
 
 
 class _Entered:
-    """Finds the group and the number of a gloo collective by the time at which the rank entered it."""
+    """Finds the group and the number of a gloo collective from the time at which the rank entered it."""
 
     def __init__(self, trace: RankTrace) -> None:
         self._rows: dict[tuple[str, int], deque[tuple[float, str, int]]] = {}

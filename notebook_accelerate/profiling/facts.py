@@ -20,7 +20,7 @@ _LOADER, _OPTIMIZER, _COLLECTIVE, _STEP, _RUNTIME, _BACKWARD = (
     CATEGORIES.index(name) for name in ("loader", "optimizer", "collective", "step", "runtime", "backward")
 )
 SCALED = "aten::_amp_foreach_non_finite_check_and_unscale_"
-"""The operation that GradScaler runs before it reads whether a gradient overflowed."""
+"""The operation that GradScaler runs before it checks whether a gradient overflowed."""
 SMALL = 50.0
 """Duration in microseconds below which an operation counts as small."""
 LOOP = 500.0
@@ -287,7 +287,7 @@ class RankReader:
         return found
 
     def _read_items(self, spans: Sequence[tuple[float, float]]) -> None:
-        """Add up the calls of ``item()`` and the short gaps between them, which belong to a loop over values."""
+        """Add up the calls to ``item()`` and the short gaps between them, which belong to a loop over values."""
         facts = self.facts
         facts.items = len(spans) / max(1, facts.steps)
         total, last = 0.0, -1e18

@@ -278,7 +278,7 @@ class ChromeEvents:
         }  # fmt: skip
 
     def _microseconds(self, time: int) -> float:
-        """Return nanoseconds as microseconds since the first event, or since 0 if the first event is later."""
+        """Convert nanoseconds to microseconds, counted from the first event or from 0, whichever is earlier."""
         return _microseconds(time - self._origin)
 
 

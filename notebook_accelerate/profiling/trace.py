@@ -24,7 +24,7 @@ from notebook_accelerate.telemetry.tracebacks import describe_error
 MAX_BYTES = 2 << 30
 """Maximum size of a trace file."""
 MAX_RATIO = 64
-"""Maximum ratio of a trace's unpacked size to its file's size. Real traces have a ratio between 10 and 30."""
+"""Maximum ratio of a trace's unpacked size to its file size. Real traces have ratios between 10 and 30."""
 MIN_UNPACKED_BYTES = 32 << 20
 """The unpacked size that is always allowed, however small the file is."""
 

@@ -1,4 +1,4 @@
-"""Record the loss, learning rates, gradient norm and steps per second of a rank without calls of ``log``.
+"""Record the loss, learning rates, gradient norm and steps per second of a rank without calls to ``log``.
 
 They are sampled at the end of an optimizer step, a few times a second. Only steps that are multiples of a power of two
 are sampled, so that all ranks sample the same steps. A step without a sample costs only one reading of a clock. A
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 PERIOD = 0.25
 """Minimum seconds between two samples. Most samples follow within twice that time."""
 LATEST = 4 * PERIOD
-"""After this many seconds without a sample, the next step is sampled whatever its number, as training is slower."""
+"""After this many seconds without a sample, the next step is sampled, whatever its number, because steps are slow."""
 LOSS, RATE, NORM, SPEED = "auto/loss", "auto/lr", "auto/grad_norm", "auto/steps_per_second"
 CPU, MEMORY, GPU, GPU_MEMORY = "system/cpu_percent", "system/memory_gb", "system/gpu_percent", "system/gpu_memory_gb"
-"""The names of the metrics of the ranks' hosts and devices. Sizes are in GB (1e9 bytes)."""
+"""The names of the host and device metrics. Sizes are in GB (1e9 bytes)."""
 MAX_RATES = 4
 """Maximum number of parameter groups whose learning rates are sampled if they differ."""
 
 
 @dataclass(slots=True)
 class AutomaticMetricEvent(Event):
-    """The numbers of one training step that are recorded without a call of ``log``."""
+    """The numbers of one training step that are recorded without calling ``log``."""
 
     droppable: ClassVar[bool] = True
     boundary: ClassVar[bool] = True
@@ -58,7 +58,7 @@ class _Reading:
 
 @dataclass
 class TrainingSampler:
-    """Samples the training of one rank, from the call of `start` on."""
+    """Samples the training of one rank, once `start` has been called."""
 
     _armed: bool = False  # Whether to record the numbers of the current step.
     _due: float = math.inf
@@ -87,7 +87,7 @@ class TrainingSampler:
             self._numbers[NORM] = _detached(norm)
 
     def end_step(self, step: int, optimizer: Any) -> None:
-        """Handle the end of an optimizer's step: send its sample, or decide to sample the next step if a sample is due.
+        """Handle the end of an optimizer step: send its sample, or decide to sample the next step if a sample is due.
 
         Args:
             step: The number of the step, from 1.

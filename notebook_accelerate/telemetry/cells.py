@@ -431,7 +431,7 @@ class _Uses:
     def add(self, code: CodeType) -> None:
         """Add the names that one code object uses, without those of the code objects among its constants."""
         self._texts.update(_texts(code.co_consts))
-        stored: set[str] = set()  # In the body of a class, stored names are attributes of the class.
+        stored: set[str] = set()  # In a class body, stored names are attributes of the class.
         loaded: list[Any] = []
         """The operands of the preceding instructions, back to the last one that did more than load a value."""
         for each in dis.get_instructions(code):

@@ -348,7 +348,7 @@ class Channel:
                 if self._poll(select.POLLOUT, CHECK_CLOSED_SECONDS):
                     with self._send_lock:
                         self._send_some()
-        except (OSError, ValueError):  # The channel was closed. The next call of `send` will raise the error.
+        except (OSError, ValueError):  # The channel was closed. The next call to `send` will raise the error.
             with self._send_lock:
                 self._discard_unsent()
 

@@ -332,7 +332,7 @@ AFTER_STEPS = "after the last ProfilerStep"
 """The name for the operations after a trace's last step. HTA omits the last "ProfilerStep" and all later events."""
 
 
-# ---- the memory of a rank as text, for the notebook and for the note that the rank adds to an out-of-memory error
+# ---- a rank's memory as text, for the notebook and for the note that the rank adds to an out-of-memory error
 
 
 def size_cell(nbytes: float) -> str:

@@ -167,7 +167,7 @@ class DeviceMemoryEvent(Event):
 
 @dataclass(slots=True)
 class DeviceUseEvent(Event):
-    """Use of one GPU by all processes, as measured by the driver. A host sends this on behalf of one of its ranks.
+    """One GPU's use by all processes, as measured by the driver. A host sends this on behalf of one of its ranks.
 
     ``percent`` is the GPU's utilisation, or None if the driver does not report it. ``used`` and ``total`` are bytes of
     its memory.
@@ -186,7 +186,7 @@ class DeviceUseEvent(Event):
 class DisplayEvent(Event):
     """Rich output of ``display()`` in a rank: a MIME bundle for the kernel to publish.
 
-    ``mark`` is the number in the display's marks in the rank's standard streams, or 0 if it has no marks. For a call of
+    ``mark`` is the number in the display's marks in the rank's standard streams, or 0 if it has no marks. For a call to
     ``clear_output``, which displays nothing, ``clear`` is "now" or "wait".
     """
 

@@ -36,7 +36,7 @@ _ALIGN = 64
 MAX_ANSWER_BYTES = 16 << 20
 """If a value that the user evaluates on a rank is larger than this, only its ``repr`` is sent."""
 MAX_DEFINITION_BYTES = 4 << 20
-"""Maximum size of a class's definition. A larger one, such as one that uses a large table, is not sent.
+"""Maximum size of a class definition. A larger one, such as one that uses a large table, is not sent.
 
 In that case, only a process that already has the class can read its instances.
 """
@@ -157,7 +157,7 @@ class Writer(Protocol):
 
 
 class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """A cloudpickle pickler that keeps plain dense tensors out of band, and preserves the identity of cells' classes.
+    """A cloudpickle pickler that keeps plain dense tensors out of band, and preserves the identity of cell classes.
 
     Args:
         file: The file-like object whose ``write`` receives the pickle.

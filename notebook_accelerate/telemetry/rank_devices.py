@@ -66,7 +66,7 @@ class RankDevices:
                 del self._on[before.uuid]
 
     def add_use(self, event: DeviceUseEvent) -> None:
-        """Store a host's report of the use of a GPU."""
+        """Store a host's report of a GPU's use."""
         known = event.uuid in self._use or len(self._use) < MAX_DEVICES * max(1, len(self._memory))
         if known and isinstance(event.uuid, str) and _numbers((event.used, event.total, event.percent or 0)):
             self._use[event.uuid] = event

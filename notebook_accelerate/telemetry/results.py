@@ -156,7 +156,7 @@ class _File:
             rest = rest[written:]
 
     def close(self) -> None:
-        """Close the file, which removes it. Closing twice has no effect."""
+        """Close the file, which deletes it. Closing twice has no effect."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

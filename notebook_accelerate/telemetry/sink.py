@@ -27,7 +27,7 @@ QUEUE_LIMIT = 50_000
 """Maximum number of queued events. Beyond it, every second droppable event in the older half is dropped."""
 
 FREED_EVENTS = QUEUE_LIMIT // 8
-"""Minimum number of events to drop at once when the queue is full, because making room takes milliseconds."""
+"""Minimum number of events to drop each time the queue is full, because making room takes milliseconds."""
 
 
 class Sink:
@@ -115,7 +115,7 @@ class Sink:
             self.last_step = stamp
         bound = BOUNDS.get(type(event))
         if bound is not None:
-            # A value may not have its field's type. `_encode` cannot encode such an event, and notes that.
+            # A value may not have its field's type. `_encode` omits such an event and writes a note.
             with suppress(Exception):
                 event, note = bound(event)
                 if note:
@@ -123,7 +123,7 @@ class Sink:
         return Stamped(stamp, event)
 
     def _encode(self, batch: list[Stamped]) -> bytes:
-        """Return the frames of a batch, without events that cannot be encoded. Write one note per kind of these."""
+        """Return a batch's frames, without events that cannot be encoded. Write one note per kind of omitted event."""
         try:
             data = encode(batch)
         except Exception:  # noqa: BLE001 - the user's values may raise any error

@@ -1,4 +1,4 @@
-"""A clock in seconds since the epoch that ignores changes of the system's time and counts while the machine sleeps."""
+"""A clock in seconds since the epoch that ignores changes to the system time and continues while the machine sleeps."""
 
 from __future__ import annotations
 

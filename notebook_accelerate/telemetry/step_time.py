@@ -31,8 +31,9 @@ PERIOD = 1.0
 class StepTimeEvent(Event):
     """The seconds spent on each part since the last such event, in ``steps`` steps that end with ``step``.
 
-    ``own`` is the time during which the rank cannot have waited for others, or 0.0 if unknown. It is the time outside
-    collectives and outside backward, which exchanges gradients, and distinguishes a straggler from ranks that wait.
+    ``own`` is the time during which the rank cannot have waited for others, or 0.0 if unknown. It excludes
+    collectives and the backward pass, which exchanges gradients. It distinguishes a straggler from the ranks that wait
+    for it.
     """
 
     droppable: ClassVar[bool] = True

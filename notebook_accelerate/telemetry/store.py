@@ -329,7 +329,7 @@ class Store:
             self._add_host_sample(record.rank, record.time, {automatic_metrics.GPU_MEMORY: reserved / 1e9})
 
     def _add_device_use(self, record: Record, event: DeviceUseEvent) -> None:
-        """Store the use of a GPU, and add it to a curve for each rank that holds memory on that GPU."""
+        """Store a GPU's use, and add it to a curve for each rank that holds memory on that GPU."""
         self.devices.add_use(event)
         for rank in self.devices.ranks_on(event.uuid) if event.percent is not None else ():
             used = [device.percent for device in self.devices.of_rank(rank) if device.percent is not None]
@@ -467,7 +467,7 @@ class Store:
 
     @property
     def automatic(self) -> Store:
-        """The curves that are recorded without a call of ``log``: samples of the training and of the ranks' hosts."""
+        """The curves that are recorded without calling ``log``: samples of the training and of the ranks' hosts."""
         with self._lock:
             if self._automatic is None:
                 self._automatic = Store(AUTOMATIC_POINTS)

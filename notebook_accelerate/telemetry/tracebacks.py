@@ -20,11 +20,11 @@ from notebook_accelerate.errors import ExceptionInfo, FrameInfo
 MAX_FRAMES = 60
 """Maximum number of frames kept per exception. If there are more, half of this number is kept at each end."""
 SHOWN_REPETITIONS = 3
-"""Number of a recursion's repetitions that a traceback shows."""
+"""Number of repetitions of a recursion that a traceback shows."""
 LONGEST_CYCLE = 8
 """Maximum length of a cycle of calls, in frames, that is recognised as a recursion."""
 MAX_MEMBERS = 50
-"""Maximum number of a group's exceptions that are shown."""
+"""Maximum number of exceptions in an exception group that are shown."""
 _OWN = tuple(
     str(Path(__file__).parents[1] / room) + "/" for room in ("launch", "worker", "debug", "telemetry", "commands")
 )
@@ -91,7 +91,7 @@ def _items(error: BaseException, name: str) -> Sequence[object]:
 
 
 def _is_located(error: BaseException) -> TypeGuard[SyntaxError]:
-    """Return whether an error is a SyntaxError with a place in source code, which is not among its frames."""
+    """Return whether an error is a SyntaxError with a source location, which does not appear among its frames."""
     if not issubclass(type(error), SyntaxError):  # Don't use isinstance, which would run code of the class.
         return False
     places = built_in_attribute(error, "filename", SyntaxError), built_in_attribute(error, "lineno", SyntaxError)
@@ -287,7 +287,7 @@ def current_frames() -> dict[int, FrameType]:
 
 
 def frame_of(thread: threading.Thread) -> FrameType | None:
-    """Return a thread's innermost frame, or None if it is not running."""
+    """Return a thread's innermost frame, or None if the thread is not running."""
     return current_frames().get(thread.ident or 0)
 
 

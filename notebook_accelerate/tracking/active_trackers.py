@@ -205,7 +205,7 @@ def get_tracker(accelerator: AcceleratorProperties, name: str, unwrap: bool = Fa
 def _call_tracker(name: str, method: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call a method of a tracker, and turn its errors into one warning per method.
 
-    Only a TypeError from `start` is raised: it means that the arguments are wrong, and no training has been lost yet.
+    Only a TypeError from `start` is raised, because it means that the arguments are wrong, and no training is lost yet.
     """
     try:
         return call(*args, **kwargs)

@@ -184,7 +184,7 @@ def _restore_accelerate_variables(before: Mapping[str, str]) -> None:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return those of the named libraries that this process has imported.
+    """Return which of the named libraries this process has imported.
 
     Args:
         library_names: The names that are used to import the libraries.

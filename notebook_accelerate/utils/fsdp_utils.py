@@ -224,7 +224,7 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Calla
 
 
 def fsdp2_apply_ac(accelerator: AcceleratorProperties, model: nn.Module) -> nn.Module:
-    """Make the units of a model recompute their activations in the backward pass, in place.
+    """Make a model's units recompute their activations in the backward pass. The model is changed in place.
 
     Args:
         accelerator: The Accelerator, with an FSDP 2 plugin.
@@ -290,7 +290,7 @@ def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
 def get_parameters_from_modules(
     modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device
 ) -> set[nn.Parameter]:
-    """Return the parameters of some modules of a model, moved to a device.
+    """Move some of a model's modules to a device, and return their parameters.
 
     Args:
         modules: The modules, or a regular expression that matches their full names. If None, there are no modules.

@@ -226,7 +226,7 @@ def is_hpu_available(init_hccl: bool = False) -> bool:
     """Return whether Habana's torch bridge is installed and there is an HPU.
 
     Args:
-        init_hccl: Whether to also import its backend for process groups.
+        init_hccl: Whether to also import the bridge's backend for process groups.
     """
     if not _usable("hpu"):
         return False

@@ -152,7 +152,7 @@ TENSOR_INT_TO_DTYPE = dict(enumerate(_DTYPES, start=1))
 
 
 def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Size | None, int | None]:
-    """Send the shape of a tensor that only one rank has to all ranks; every rank must call this.
+    """Send the shape of one rank's tensor to all ranks; every rank must call this.
 
     Args:
         tensor: The tensor on one rank, and None on the others.
@@ -167,7 +167,7 @@ def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Size | None,
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Send a tensor from one rank to all ranks, which do not have to know its shape; every rank must call this.
+    """Send a tensor from one rank to all ranks, which need not know its shape; every rank must call this.
 
     Args:
         tensor: The tensor on exactly one rank, and None on the others.
@@ -218,7 +218,7 @@ def verify_operation(function: _Operation) -> _Operation:
 
 
 def chained_operation(function: _Operation) -> _Operation:
-    """Decorate a function to add its name to errors of the collectives that it calls.
+    """Decorate a function to add its name to errors from the collectives that it calls.
 
     Args:
         function: A function that calls collectives.

@@ -111,7 +111,7 @@ def stop_at(frame: FrameType | None, header: str | None = None) -> None:
 
 
 def stop_in(frame: FrameType | None) -> None:
-    """Open the debugger at the next line of ``frame``, a running function, but not in the functions it calls."""
+    """Open the debugger at the next line of ``frame``, a running function, but not in functions that it calls."""
     _debugger().next_in = frame
     stop_at(frame)
 

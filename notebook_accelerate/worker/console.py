@@ -106,6 +106,6 @@ class StandardInput(io.TextIOBase):
             return ""
 
     def _readline_with_prompt(self, prompt: object = "", *, password: bool = False) -> str:
-        """Prompt the user. Called by marimo's ``input`` and ``getpass``, which functions in its cells refer to."""
+        """Prompt the user. Called by marimo's ``input`` and ``getpass``, which functions in its cells use."""
         flush()
         return self._agent.ask(str(prompt), password=password)

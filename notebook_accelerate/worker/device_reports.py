@@ -82,7 +82,7 @@ def _count(row: device_table.DeviceRow, name: str, index: int) -> int:
 
 @lru_cache
 def _identity(row: device_table.DeviceRow, index: int) -> tuple[int, str, str]:
-    """Return the size, the model and the identity of a device, as far as torch knows them."""
+    """Return a device's size, model and identity, as far as torch knows them."""
     if row.type == "mps":
         return int(row.call("recommended_max_memory") or 0), "", ""
     properties: Any = row.call("get_device_properties", index)

@@ -183,7 +183,7 @@ def die_with_parent(parent: int) -> None:
     """Make Linux kill this process when the thread that forked it ends. On other systems, the agent kills it."""
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # The parent exited before the call of prctl.
+        if os.getppid() != parent:  # The parent exited before the call to prctl.
             os._exit(1)
 
 

@@ -123,7 +123,7 @@ def unfinished_threads() -> list[threading.Thread]:
 
 
 def unfinished_children() -> list[Any]:
-    """Return the running processes of multiprocessing that an interpreter would wait for at its exit."""
+    """Return the running multiprocessing processes that an interpreter would wait for at its exit."""
     children = [child for package in _PROCESS_PACKAGES for child in _children(package)]
     return [child for child in children if not child.daemon and child._popen.returncode is None]
 
@@ -142,7 +142,7 @@ def _forget_children() -> None:
 
 
 def _end_children(package: str) -> None:
-    """End the daemon processes of multiprocessing, wait for the others, and run its finalizers."""
+    """End multiprocessing's daemon processes, wait for its other processes, and run its finalizers."""
     util = _module(f"{package}.util")
     if util is not None and (util._finalizer_registry or _children(package)):
         util._exit_function()
@@ -209,7 +209,7 @@ class ExitWatch:
         agent.every_tick(self._tick)
 
     def begin(self) -> None:
-        """Start to watch the exit, once the function has returned or failed."""
+        """Start watching the exit. Call this when the function has returned or failed."""
         self._since = time.monotonic()
 
     def _tick(self) -> None:

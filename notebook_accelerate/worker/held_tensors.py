@@ -221,7 +221,7 @@ def _of_container(value: Any) -> dict[str, Any] | None:
 
 
 def _is_plain(value: object) -> bool:
-    """Return whether a container has only plain values, such as a history of losses. A loop takes ten times longer."""
+    """Return whether a container has only plain values, such as a loss history. A loop would take ten times as long."""
     values: Any = value.values() if isinstance(value, dict) else value
     kinds = set(map(type, islice(values, MAX_ITEMS)))
     return bool(kinds) and kinds <= _PLAIN

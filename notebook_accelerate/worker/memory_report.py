@@ -85,7 +85,7 @@ def take_memory_report(frames: Sequence[FrameType] | None = None) -> dict[str, A
 def _instances(*kinds: type) -> list[list[Any]]:
     """Return the instances of each class, without reading the ``__class__`` of any object.
 
-    Reading it would raise an error for a proxy whose object is gone, and issue a warning for a deprecated name.
+    Reading the attribute would raise an error for a proxy whose object is gone, and warn about a deprecated name.
     """
     found = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
     return [[each for each in found if issubclass(type(each), kind)] for kind in kinds]

@@ -27,7 +27,7 @@ _MODULES = (
 
 
 class _Displays:
-    """The rank's displays without a display id. After ``clear_output``, later displays replace them."""
+    """The rank's displays that have no display id. After ``clear_output``, later displays replace them."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()

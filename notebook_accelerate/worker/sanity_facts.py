@@ -141,7 +141,7 @@ class SanityFacts:
             self._any_steps = UNPREPARED_STEPS
 
     def _on_step_of_unprepared_model(self, optimizer: Any) -> None:
-        """Send the parameters of a model if no model was prepared. They are equal if the user averages gradients."""
+        """Send a model's parameters if no model was prepared. They are equal across ranks if gradients are averaged."""
         if self._first_optimizer is None:
             self._first_optimizer = weakref.ref(optimizer)
         if self._first_optimizer() is optimizer:
@@ -167,14 +167,14 @@ class SanityFacts:
             self._check_finite("loss", self._backwards, loss)
 
     def norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """Report a norm of gradients that is not finite, and return the norm unchanged."""
+        """Report a gradient norm that is not finite, and return the norm unchanged."""
         if self.active:
             self._norms += 1
             self._check_finite("gradients", self._norms, norm)
         return norm
 
     def _watch_gradient(self, wrapper: torch.nn.Module) -> None:
-        """Check a gradient before it is averaged, because afterwards a wrong value of one rank would be on all ranks.
+        """Check a gradient before averaging spreads a wrong value from one rank to all of them.
 
         One small parameter near the beginning of the model is enough. Its gradient shows every error of the backward
         pass before it.

@@ -125,7 +125,7 @@ Key = tuple[tuple[CodeType, int], ...]
 
 
 def start_sampling(request: SampleRequest, reply: Callable[[Event], None]) -> None:
-    """Sample the main thread on a new thread for as long as the request asks, and then reply."""
+    """Sample the main thread on a new thread for the requested time, and then reply."""
     threading.Thread(target=_sample, args=(request, reply), name="notebook-accelerate-sample", daemon=True).start()
 
 

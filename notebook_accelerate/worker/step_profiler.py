@@ -109,7 +109,7 @@ class StepProfiler:
             return {"error": describe_error(error, 300)}
 
     def _collectives(self) -> list[tuple[str, int, str, int, float]]:
-        """Return the collectives with their groups if there are several groups, which gloo's events do not name."""
+        """Return the collectives and their groups if there are several groups, because gloo's events name no group."""
         with suppress(Exception):  # If this fails, only the collectives of different ranks cannot be matched.
             if self._marks and len(torch_internals.process_groups()) > 1:
                 return waits.entered_collectives(self._marks[0]["time"] / 1e9, self._marks[-1]["time"] / 1e9)
@@ -438,7 +438,7 @@ def asked_for() -> dict[str, Any]:
     return {**found, "compiled": found["compiled"] or held_tensors.compiled_variable()}
 
 
-# ---- the file with the trace of a rank's profile
+# ---- a profile's trace file
 
 _END = 4096
 """Number of bytes to read from the end of a trace, which include its last brace."""
@@ -451,7 +451,7 @@ class Recorded:
     thread would delay the main thread just as long, and each of its operations would have to hand over the lock.
 
     Args:
-        profiler: The profiler of torch, which has been stopped.
+        profiler: Torch's profiler, which has been stopped.
         request: The request that started the profiler.
         facts: Data that torch's profiler does not record.
     """
@@ -479,7 +479,7 @@ class Recorded:
 
 
 def append(path: Path, facts: Mapping[str, Any]) -> None:
-    """Add facts to the file of a trace, without reading the whole file.
+    """Add facts to a trace file without reading the whole file.
 
     Raises:
         ValueError: The file does not end as a JSON object does.

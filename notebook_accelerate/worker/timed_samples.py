@@ -127,7 +127,7 @@ class TimedSamples:
             times = _seconds_of(self._numbers)
             if now - due >= BLOCKED:
                 total = thread_delay(number)
-                waited, delay = total - delay, total  # This wait was for a CPU core, not for the lock.
+                waited, delay = total - delay, total  # The thread waited for a CPU core, not for the lock.
                 if now - due - waited >= BLOCKED:
                     self._note_blocked(before, times)
             before = times
@@ -177,7 +177,7 @@ class TimedSamples:
             self._which.append(self._index(frames.get(self._main)))
 
     def _index(self, frame: FrameType | None) -> int:
-        """Return the index of a stack. Places are cached by instruction, because finding the line takes longer."""
+        """Return the index of a stack. Places are cached by instruction, because finding a line number is slow."""
         found: list[int] = []
         while frame is not None and len(found) < MAX_DEPTH:
             code = frame.f_code

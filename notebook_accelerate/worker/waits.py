@@ -75,7 +75,7 @@ def cuda_is_busy(driver: Any, streams: list[Any]) -> bool:
     """Return whether a stream has unfinished work.
 
     Args:
-        driver: The library of NVIDIA's driver. Its functions are called without the interpreter lock.
+        driver: NVIDIA's driver library. Its functions are called without the interpreter lock.
         streams: The streams to check, as torch's objects. The default stream of each device is checked too.
     """
     driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(RELAXED_CAPTURE)))
@@ -112,10 +112,10 @@ def _has_work(driver: Any, handle: int) -> bool:
 
 
 class DeviceCalls:
-    """Records whether a thread is in a call of torch that reads a tensor from a device.
+    """Records whether a thread is in a torch call that reads a tensor from a device.
 
     Attributes:
-        inside: Whether the thread is inside a call of this kind.
+        inside: Whether the thread is inside such a call.
     """
 
     def __init__(self) -> None:

@@ -33,7 +33,7 @@ def warm_rank() -> None:
 
     The process group is open from the start, so that collectives work in the first cell.
     """
-    # Create the gate first, because an interrupt of the first cell may arrive during the imports below.
+    # Create the gate first, because an interrupt meant for the first cell may arrive during the imports below.
     gate = InterruptGate()
     from notebook_accelerate.state import PartialState  # Import it here, because the kernel must not import it.
 

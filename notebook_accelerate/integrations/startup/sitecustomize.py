@@ -13,7 +13,7 @@ FOLDER = Path(__file__).resolve().parent
 def _serve() -> None:
     root = str(FOLDER.parents[2])
     if PathFinder.find_spec("notebook_accelerate") is None:
-        # Add the package's folder, because this interpreter does not inherit changes of the parent's sys.path.
+        # Add the package's folder, because this interpreter does not inherit changes to the parent's sys.path.
         sys.path.append(root)
     from notebook_accelerate.integrations.accelerate_alias import install
 
