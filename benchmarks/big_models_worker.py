@@ -142,7 +142,7 @@ class Worker:
         return {"seconds": seconds, "peak": _peak() - before}
 
     def shards(self) -> int:
-        """Write a model of 2 GB in 20 shards."""
+        """Write a 2 GB model in 20 shards."""
         from safetensors.torch import save_file
 
         folder = self._folder / "shards"

@@ -1,4 +1,4 @@
-"""Debugging: its cost for a training step while it is not used, and the time that its answers take."""
+"""Debugging: what it costs a training step when it is not in use, and how long its answers take."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def _alone() -> float:
 
 @row("first step", "first step in the kernel")
 def first_step_in_the_kernel() -> Iterator[Figure]:
-    """Measure calls of the training function in a cell, and launches of one process."""
+    """Measure calls to the training function in a cell, and launches of one process."""
     packages = HERE, PEER
     calls: list[list[list[float]]] = [[], []]
 

@@ -1,4 +1,4 @@
-"""The cost of a panel that is open in JupyterLab, for the training and for the browser's main thread.
+"""The cost of a panel that is open in JupyterLab, for training and for the browser's main thread.
 
 The rows need Chromium and the environment of the browser tests, which ``make bench`` provides.
 """

@@ -1,4 +1,4 @@
-"""Launches from real kernels: the times of start and stop, printed lines, the cost of a logged metric, and memory."""
+"""Launches from real kernels: startup and stop times, printed lines, the cost of a logged metric, and memory."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Launcher:
         self._stack.close()
 
     def submit(self, function: str, ranks: int, options: str = "") -> Cell:
-        """Start a launch, and return its cell without waiting for its end."""
+        """Start a launch, and return its cell without waiting for the cell to finish."""
         for file in self.folder.iterdir():
             file.unlink()
         return self.kernel.submit(f"times = launch({function}, {ranks}, {options})")
@@ -85,7 +85,7 @@ class Launcher:
         return max(lines) - begin, end - begin
 
     def time_of_rank_0(self, function: str, ranks: int, options: str = "") -> float:
-        """Launch, and return the seconds from the call to the time that rank 0 writes."""
+        """Launch, and return the seconds from the call to the moment that rank 0 records."""
         self.kernel.finish(self.submit(function, ranks, options), 300.0).expect_ok()
         begin, _ = self.kernel.value("times")
         return float((self.folder / "0").read_text()) - float(begin)

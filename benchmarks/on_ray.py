@@ -24,7 +24,7 @@ PEER = "the peer is the same ranks as local processes (spawn)"
 
 @row("ray", "ray")
 def on_ray() -> Iterator[Figure]:
-    """Measure the start of ranks, a training step, and logging."""
+    """Measure rank startup, a training step, and logging."""
     if importlib.util.find_spec("ray") is None:
         yield Figure(what="launching on Ray", unit="s", ours=None, note="Ray is not installed: make bench ROWS=ray")
         return

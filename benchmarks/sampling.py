@@ -1,4 +1,4 @@
-"""The cost of sampling and profiling for the steps of a rank."""
+"""What sampling and profiling cost a rank's steps."""
 
 from __future__ import annotations
 

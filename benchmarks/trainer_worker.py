@@ -34,7 +34,7 @@ class Samples(Dataset[dict[str, Any]]):
 
 
 class Commands(TrainerCallback):
-    """A callback that pauses the training between commands."""
+    """A callback that pauses training between commands."""
 
     def __init__(self) -> None:
         self._count = self._left = 0

@@ -25,7 +25,7 @@ def accelerators(**options: Any) -> list[Any]:
 
 @row("training", "preparing")
 def preparing() -> Iterator[Figure]:
-    """Measure `prepare` of a model of 1,000 modules and its optimizer."""
+    """Measure `prepare` with a model of 1,000 modules and its optimizer."""
     here, peer = run_ranks(time_preparing, world_size=1)[0]
     yield compared("prepare of a model of 1,000 modules", here, peer, unit="ms", scale=1e3, ratio=1.0)
 

@@ -61,13 +61,13 @@ html_theme_options = {
 
 
 def _returned_text(self: GoogleDocstring, **_: object) -> list[tuple[str, str, list[str]]]:
-    """Return a Returns section as plain text: types are in annotations, so no type stands before a colon."""
+    """Return a Returns section as plain text: types are in annotations, so no type precedes a colon."""
     lines = self._dedent(self._consume_to_next_section())
     return [("", "", lines)] if lines else []
 
 
 def _attribute_text(self: GoogleDocstring) -> tuple[str, list[str]]:
-    """Return the docstring of an attribute or property as plain text: no type stands before a colon."""
+    """Return the docstring of an attribute or property as plain text, because no type precedes a colon."""
     return "", type(self)(self._dedent(self._consume_to_end()), self._config).lines()
 
 

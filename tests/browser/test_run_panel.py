@@ -125,7 +125,7 @@ def test_curves_move_and_a_click_stops_the_run_on_an_idle_kernel(opened: Any, se
     page.wait_for(f"(hint) => document.querySelector('{CARD}').innerText.includes(hint)", hint)
     assert page.page.locator(".na-chart-name", has_text="<img src=x onerror=alert(1)>").count() == 1
 
-    # After the run has ended, the panel keeps its elements, the zoom of a chart, and the selected tab.
+    # After the run ends, the panel keeps its elements, the zoom of a chart, and the selected tab.
     _zoom(page)
     page.page.locator(".na-tabs [role=tab]", has_text="Logs").click()
     page.page.evaluate(f"() => {{ document.querySelector('{CARD}').dataset.mine = 'yes'; }}")

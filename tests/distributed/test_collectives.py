@@ -379,7 +379,7 @@ def pad_changing_ranks() -> list[Any]:
         [torch.ones(2, 2)] * (2 + rank),  # The ranks pass different numbers of tensors.
         [torch.ones(2 + rank), torch.ones(2 + rank)],
         [torch.ones(2, 1 + rank), torch.ones(2, 3 - rank)],  # The sizes differ within a rank as well.
-        [torch.ones([2] * rank), torch.ones([2] * rank)],  # One rank's tensors have no dimension.
+        [torch.ones([2] * rank), torch.ones([2] * rank)],  # One rank's tensors have no dimensions.
         [torch.ones(2, 2, dtype=torch.int64 if rank else torch.float32), torch.ones(1 + rank, 1)],
     ):
         try:

@@ -1,4 +1,4 @@
-"""While sharded states are saved in the background, training continues; each checkpoint has the state at its call."""
+"""Training continues while sharded states are saved; each checkpoint holds the state at the time of the save call."""
 
 from __future__ import annotations
 

@@ -281,11 +281,11 @@ class Round:
         self.check_nothing_left()
 
     def deadline(self) -> float:
-        """Return the time by which all hosts must have ended."""
+        """Return the deadline for all hosts to end."""
         return self.fault + (LIMIT if self.all_running else JOIN_SECONDS + MARGIN + LIMIT / 2)
 
     def check_host(self, node: int) -> None:
-        """Wait for the end of a host, and check the reason that it gives."""
+        """Wait for a host to end, and check the reason that it gives."""
         text = self.end_of(node, self.deadline())
         self.note(f"{NAMES[node]} ended: {_short(text)}")
         pattern = self.pattern(node)

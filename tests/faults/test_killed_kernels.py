@@ -48,7 +48,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @cache
 def _undisturbed() -> tuple[tuple[Any, ...], list[list[int]], list[list[str]]]:
-    """Return the results, the steps and the lines of a run whose kernel is not killed."""
+    """Return the results, the logged steps and the output lines of a run whose kernel is not killed."""
     with TemporaryDirectory() as folder:
         run = notebook_launcher(train, (folder, 0.0, _STEPS), num_processes=2, use_port=0, panel=False)
     steps = [run.metrics["loss"].rank(rank).steps.tolist() for rank in (0, 1)]

@@ -1,4 +1,4 @@
-"""Training on GPUs gives the same losses with each strategy as with plain torch on one device."""
+"""With each strategy, training on GPUs gives the same losses as plain torch on one device."""
 
 from __future__ import annotations
 

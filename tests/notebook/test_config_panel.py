@@ -31,7 +31,7 @@ def kernel() -> Iterator[Kernel]:
 
 @pytest.fixture(scope="module")
 def fresh() -> Iterator[Kernel]:
-    """Yield a kernel that has not imported anything."""
+    """Yield a kernel without any imports."""
     with Kernel(server=False) as kernel:
         yield kernel
 

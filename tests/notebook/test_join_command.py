@@ -120,7 +120,7 @@ def begin(kernel: Kernel, start: Start, *options: str, nodes: int = 2, **more: A
 
 
 def end_of_run(kernel: Kernel) -> list[str]:
-    """Wait for the end of the run. Return the type and the message of its error."""
+    """Wait for the run to end. Return its error's type and message."""
     assert kernel.value("run.wait(100)", LIMIT)
     return list(kernel.value("[type(run.error).__name__, str(run.error)]"))
 

@@ -285,7 +285,7 @@ def test_log_lines_of_ranks_reach_a_cell_that_captures_its_output(kernel: Kernel
 
 
 def test_a_display_is_shown_while_the_output_is_redirected(kernel: Kernel) -> None:
-    """The redirected output must not contain any marks for the displays."""
+    """The redirected output must contain no marks for displays."""
     cell = kernel.check(
         "from IPython.display import HTML, display\nimport contextlib, io\n"
         "def show():\n    display(HTML('<b>1</b>'))\n    saved = os.dup(1)\n    file = open('redirected', 'w+b')\n"

@@ -86,7 +86,7 @@ def test_a_blocking_launch_shows_its_panel_and_leaves_the_report(kernel: Kernel)
 
 
 def _rests(kernel: Kernel) -> None:
-    """Wait for the exit of the thread that renders panels."""
+    """Wait for the thread that renders panels to exit."""
     names = "[t.name for t in __import__('threading').enumerate() if 'panels' in t.name]"
     kernel.wait_for(lambda: kernel.value(names) == [], what="the end of the thread of the panels")
 
@@ -267,7 +267,7 @@ def test_a_run_that_a_later_cell_stops_is_saved_as_stopped(tmp_path: Path) -> No
 
 
 def _execute_in(cell: str, kernel: Kernel, code: str) -> None:
-    """Execute code in a cell with this id, as a front end does. Return without waiting for the end."""
+    """Execute code in a cell with this id, as a front end does. Return without waiting for it to finish."""
     kernel.client.session.send(
         kernel.client.shell_channel.socket, "execute_request",
         {"code": code, "silent": False, "store_history": True, "user_expressions": {}},

@@ -83,7 +83,7 @@ def test_a_launch_leaves_nothing_in_the_kernel(kernel: Kernel) -> None:
     kernel.run("launch(lambda: 1 / 0)")
     deadline = time.monotonic() + 60
     while (after := kernel.value(look)) != before and time.monotonic() < deadline:
-        kernel.pump(0.2)  # A thread that has ended may remain visible for a moment.
+        kernel.pump(0.2)  # An ended thread may remain visible for a moment.
     assert after == before
     assert children(kernel) == []
 

@@ -24,7 +24,7 @@ def pending_save() -> PendingSave:
 
 
 def disk_full(*_: Any) -> Any:
-    """Raise the error of a full disk. Tests replace a writer with this function."""
+    """Raise the error that a full disk causes. Tests replace a writer with this function."""
     raise OSError(28, "No space left on device")
 
 

@@ -1,4 +1,4 @@
-"""Gates that block calls of a function, so that a test can act just before a call, such as a thread's write."""
+"""Gates that block calls to a function, so that a test can act just before a call, such as a thread's write."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PATIENCE = 200.0
 
 
 class Gate:
-    """Replaces a function, and blocks calls of it until the gate is opened.
+    """Replaces a function, and blocks calls to it until the gate is opened.
 
     Args:
         function: The function to call after the gate has been opened.

@@ -118,7 +118,7 @@ def all_reduce(ranks: list[GpuRank], elements: int, transfer: float = 300.0, *, 
     end = max(kernel["ts"] for kernel in kernels) + transfer
     for each, kernel, begin in zip(ranks, kernels, begins, strict=True):
         kernel["dur"] = end - kernel["ts"]
-        each._free[NCCL] = each._free[COMPUTE] = end  # The training's stream waits for the result.
+        each._free[NCCL] = each._free[COMPUTE] = end  # The training stream waits for the result.
         if barrier:
             each.event("c10d::barrier", "cpu_op", begin, 68)
             each.event("cudaStreamSynchronize", "cuda_runtime", each.now, max(1.0, end - each.now))

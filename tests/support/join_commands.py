@@ -67,12 +67,12 @@ class JoinCommand:
 
     @property
     def out(self) -> str:
-        """The text written to stdout so far."""
+        """The text that the process has written to stdout so far."""
         return os.pread(self._out.fileno(), 1 << 20, 0).decode()
 
     @property
     def err(self) -> str:
-        """The text written to stderr so far."""
+        """The text that the process has written to stderr so far."""
         return os.pread(self._err.fileno(), 1 << 20, 0).decode()
 
     @property
@@ -82,7 +82,7 @@ class JoinCommand:
         return [own, *own.children(recursive=True)]
 
     def exit_code(self) -> int:
-        """Wait for the end of the process, and return its exit code, which is negative if a signal killed it."""
+        """Wait for the process to exit, and return its exit code, which is negative if a signal killed it."""
         return self.process.wait(LIMIT)
 
     def wait_until_it_prints(self, text: str) -> None:

@@ -1,4 +1,4 @@
-"""Simulated ranks: threads of other processes that speak the channel's protocol over real sockets, without training.
+"""Simulated ranks: threads in other processes that speak the channel's protocol over real sockets, without training.
 
     backend = SimulatedBackend(events_per_second=10)
     group.start(backend, 0)          # a Group like any other, with the ranks of its plan

@@ -51,7 +51,7 @@ def steps_of(walk: str) -> list[Step]:
 
 
 class Trace:
-    """A context manager that records the calls of the package's functions.
+    """A context manager that records calls to the package's functions.
 
     It traces the calling thread, every thread started inside the block, and their forks. A forked rank has a
     copy of the trace: it returns `own_calls`, and the test passes them to `merged`.
@@ -75,7 +75,7 @@ class Trace:
         return [call for call in self.calls if call.process == os.getpid()]
 
     def merged(self, *of_ranks: Iterable[Any]) -> list[Call]:
-        """Return the calls of this process and of ranks, ordered by time."""
+        """Return the calls that this process and the ranks made, ordered by time."""
         return sorted([*self.own_calls(), *(Call(*call) for calls in of_ranks for call in calls)])
 
     def _note(self, frame: FrameType, event: str, _: object) -> None:

@@ -148,7 +148,7 @@ def _reset(environment: dict[str, str]) -> None:
 
 
 def _wait_for_others(ranks: int, folder: Path) -> None:
-    """Wait up to ten seconds until all ranks have finished, because others may still need the store of rank 0."""
+    """Wait up to ten seconds for all ranks to finish, because others may still need the store of rank 0."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         if all((folder / f"results-{rank}").exists() for rank in range(ranks)):

@@ -1,4 +1,4 @@
-"""Losses and weights equal those of the real Accelerate, which must be installed."""
+"""Losses and weights equal the real Accelerate's, which must be installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses and weights are bitwise equal to those of plain torch."""
+"""Losses and weights are bitwise equal to plain torch's."""
 
 from __future__ import annotations
 

@@ -204,7 +204,7 @@ def test_a_stream_resumes_any_number_of_times(kind: Any, workers: int, before_pa
     assert read_so_far == whole
     after = loader(dataset=kind(), workers=workers)
     after.load_state_dict(state)
-    assert read(after) == whole  # A state from the end of a pass leads to the start of the next one.
+    assert read(after) == whole  # A state saved at the end of a pass resumes at the start of the next one.
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -160,7 +160,7 @@ def test_a_rank_that_stays_far_behind_is_reported(clock: Clock) -> None:
         "rank 1 is 40 steps behind (at 130 of 170); run.stacks(ranks=[1]) shows what it does"
     ]
     assert found.check_progress({0: 300, 1: 130}) == []
-    assert SanityChecks(2, clock).check_progress({0: 500}) == []  # Rank 1 has not reported any step.
+    assert SanityChecks(2, clock).check_progress({0: 500}) == []  # Rank 1 has reported no steps.
 
 
 def test_a_mistake_found_by_a_rank_is_reported_once() -> None:

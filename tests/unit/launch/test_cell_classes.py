@@ -65,7 +65,7 @@ def _run(source: str, names: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 def test_a_cell_that_runs_again_has_the_same_definition(main: dict[str, Any], source: str) -> None:
     first = _run(source, main)
-    dump_bytes(first, "the class")  # Pickling leaves caches in the class, which must not count.
+    dump_bytes(first, "the class")  # Pickling leaves caches in the class, which must not affect the digest.
     assert cells.definition_digest(first) == cells.definition_digest(_run("\n\n" + source, main))
 
 

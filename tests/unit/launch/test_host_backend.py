@@ -51,7 +51,7 @@ def test_a_function_is_read_while_it_is_sent(ends: tuple[HostConnection, Stream]
     backend = FunctionBackend(double, (values,))
     orders = [WorkerOrder(rank, {"RANK": str(rank)}, 1, capture_inherited_state()) for rank in (4, 5)]
     backend.send(connection, orders)
-    backend.close()  # This is called when the ranks of all other hosts have started.
+    backend.close()  # This is called when the ranks on all other hosts have started.
 
     received: list[Event] = []
     while not received or not isinstance(received[-1], StartOrder):

@@ -350,7 +350,7 @@ def test_a_kernel_out_of_descriptors_gets_a_clear_error_and_can_launch_later(
     report([sorted(found - {"['started', 'started']", "('started', 'started')"}), last, opened() - before])
     """
     refused, found, left = evaluate(interpreters, script)
-    # Leave out failures that the limit causes in the rank itself.
+    # Exclude failures that the limit causes in the rank itself.
     refused = [text for text in refused if "its process ended with exit status 1" not in text]
     assert refused
     assert all(text.startswith("LaunchError: ") and "Too many open files" in text for text in refused), refused

@@ -75,7 +75,7 @@ def test_a_report_sanitized_like_on_github_is_complete(run: Run) -> None:
 
 
 def test_the_strictest_sanitizer_keeps_tables_and_text(run: Run) -> None:
-    """nbconvert's sanitizer (--sanitize-html) shows most tags as text, and keeps the plain form."""
+    """nbconvert's sanitizer (--sanitize-html) shows most tags as text, and keeps the plain-text form."""
     report = run.report()
     shown: dict[str, Any] = {"text/html": report.html, "text/plain": report.text}
     output = nbformat.v4.new_output("execute_result", data=shown, execution_count=1)
@@ -105,7 +105,7 @@ def test_the_cells_of_a_large_table_stay_in_their_rows_and_columns_without_its_s
 
 
 def test_the_plain_form_is_complete(run: Run) -> None:
-    """Front ends that show no HTML show the plain form."""
+    """Front ends that show no HTML show the plain-text form."""
     text = run.report().text
     for words in ("failed", "train", "KeyError: 'lost <b>'", "num_processes", "loss", "█", "last step"):
         assert words in text

@@ -476,7 +476,7 @@ def test_only_finished_runs_are_forgotten_with_their_folders(tmp_path: Path) -> 
     assert [entry.name for entry in run_directory.entries()] == ["lives"]
     with pytest.raises(FileNotFoundError):
         attach("lives")
-    # This name is too long, which raises an error like that of a disk that does not respond.
+    # This name is too long, which raises an error, as a disk that does not respond does.
     run_directory.add_entry(replace(entry, name="away", folder=f"/{'x' * 300}"))
     assert [entry.name for entry in run_directory.entries()] == ["lives", "away"]
     assert [run.name for run in runs() if run.config.detach] == []

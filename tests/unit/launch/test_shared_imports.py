@@ -47,7 +47,7 @@ def _answers(script: str, tmp_path: Path, **variables: str) -> Any:
     """Run a script in a new interpreter in ``tmp_path``, and return its list ``answers``."""
     program = SETUP + textwrap.dedent(script) + "\nprint(json.dumps(answers))"
     root = str(Path(__file__).resolve().parents[3])
-    # A test that compiled in this process may have set variables of torch, such as the one of inductor's folder.
+    # A test that compiled in this process may have set torch's variables, such as the one that names inductor's folder.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCH")}
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -1,4 +1,4 @@
-"""Distributed checkpoints are read without a call of torch.load for each tensor, but with the same results."""
+"""Distributed checkpoints are read without calling torch.load for each tensor, but with the same results."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def _settings() -> dict[str, Any]:
 
 
 def _inherited() -> dict[str, Any]:
-    """Pickle this thread's state and apply it on a new thread. Return the settings of the new thread."""
+    """Pickle this thread's state and apply it on a new thread. Return the new thread's settings."""
     state = pickle.dumps(capture_inherited_state())
 
     def rank() -> dict[str, Any]:

@@ -593,7 +593,7 @@ def test_a_run_that_ends_while_the_table_of_runs_is_shown_is_drawn_as_ended(monk
 
 
 class _LiveOutput:
-    """Outputs that remain live after the run has ended."""
+    """Outputs that remain live after the run ends."""
 
     stays_live = True
 
