@@ -21,7 +21,7 @@ class _Blocks:
         self._switched_off = False
 
     def resume_in_child(self) -> None:
-        """Resume garbage collection in a process forked inside a block, where the other threads do not exist."""
+        """Resume garbage collection after a fork inside a block, because other threads do not exist in the child."""
         if self._switched_off:
             gc.enable()
         self._reset()

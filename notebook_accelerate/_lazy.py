@@ -42,7 +42,10 @@ class _LazyModule(ModuleType):
         return sorted({*vars(self), *homes, *submodules})
 
     def __reduce__(self) -> tuple[Callable[[str], ModuleType], tuple[str]]:
-        """Pickle the module by name, as cloudpickle does for plain modules, because cells refer to this package."""
+        """Pickle the module by name, as cloudpickle does for plain modules.
+
+        Functions defined in cells may refer to this package.
+        """
         return import_module, (self.__name__,)
 
 
@@ -86,9 +89,9 @@ def reexport(module_name: str, without: Collection[str] = ()) -> None:
         reexport(__name__)
 
     ``from <this package> import submodule as submodule`` makes a submodule an attribute that is not in ``__all__``.
-    ``import *`` re-exports the exports of another module of this kind, or the definitions of an ordinary module. As for
-    type checkers, an import without ``as`` is not re-exported, and an import outside the block, which the module itself
-    uses, may be re-exported. Public definitions below the call are exports, too.
+    ``import *`` re-exports the exports of another module of this kind, or the definitions of an ordinary module. As in
+    type checking, an import without ``as`` is not re-exported. An import outside the block, for the module's own use,
+    may be re-exported. Public definitions below the call are exports, too.
 
     Args:
         module_name: The module's ``__name__``.

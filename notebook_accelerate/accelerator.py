@@ -63,7 +63,7 @@ class Accelerator(AcceleratorProperties):
     Args:
         device_placement: Whether to move models, batches and optimizer states to the rank's device.
         split_batches: Deprecated; use `DataLoaderConfiguration(split_batches=...)`.
-        mixed_precision: "no", "fp16", "bf16" or "fp8". None means the setting of the launch, or "no" if it has none.
+        mixed_precision: "no", "fp16", "bf16" or "fp8". None means the launch's setting, or "no" without one.
         gradient_accumulation_steps: The number of batches per optimizer step. The environment variable
             ACCELERATE_GRADIENT_ACCUMULATION_STEPS overrides it.
         cpu: Whether to train on the CPU even if there are GPUs or other accelerators.
@@ -482,8 +482,8 @@ class Accelerator(AcceleratorProperties):
         """Profile the block; every rank must enter the context.
 
         Args:
-            profile_handler: The settings for the profiler. None means the handler in `kwargs_handlers`, or torch's
-                defaults if there is none.
+            profile_handler: The settings for the profiler. None means the handler in `kwargs_handlers` or,
+                without a handler, torch's defaults.
 
         Returns:
             A context manager that yields the profiler. With `output_trace_dir`, each rank writes its trace to that

@@ -96,7 +96,7 @@ def _search(function: Callable[..., Any], start: int, reduce: Callable[[], int] 
             except Exception as error:
                 if not should_reduce_batch_size(error):
                     raise
-            # Do this outside of the handler, where no traceback keeps the function's tensors alive.
+            # Do this outside of the handler, because a traceback inside it would keep the function's tensors alive.
             clear_device_cache(garbage_collection=True)
             batch_size = int(batch_size * 0.9) if reduce is None else int(reduce())
         batch_size = start

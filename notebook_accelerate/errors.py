@@ -299,7 +299,7 @@ class RunLostError(WorkerError):
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """Raised when the user interrupts a launch, after all ranks have ended.
+    """Raised when the user interrupts a launch, after all ranks have exited.
 
     This is a KeyboardInterrupt, so it still interrupts the cell. An interrupt that arrives while a run is ending is
     raised, too, so that the code after the launch does not continue. In that case, ``run.status`` says how the run
@@ -330,7 +330,7 @@ class WorkerDiedError(WorkerError):
 
 
 class RunNotFinishedError(NotebookAccelerateError, RuntimeError):
-    """Raised when the results of a run are requested, or freed, before it has ended."""
+    """Raised when the results of a run are requested, or freed, while the run is still active."""
 
 
 class ResultsFreedError(NotebookAccelerateError):

@@ -367,7 +367,7 @@ class _Stage:
     group: _PipelineGroup
 
     def describe_mismatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-        """Describe how the arguments differ from the traced ones. Return None if only values of tensors differ."""
+        """Describe how the arguments differ from the traced ones. Return None if only tensor values differ."""
         inputs, _ = _Structure.flatten((args, kwargs))
         if inputs == self.inputs:
             return None

@@ -1,6 +1,6 @@
 """``notebook_launcher`` and ``debug_launcher``, with Accelerate's parameters.
 
-Importing this module in a notebook starts the server process of the start method "zygote" as soon as the cell has
+Importing this module in a notebook starts the server process for the start method "zygote" as soon as the cell has
 finished.
 """
 
@@ -158,7 +158,7 @@ def debug_launcher(function: Callable[..., Any], args: Iterable[Any] = (), num_p
         num_processes: The number of ranks.
 
     Returns:
-        The run, which has ended.
+        The finished run.
 
     Raises:
         ValueError: An argument is invalid.

@@ -199,7 +199,7 @@ def _with_variables(parser: _Parser) -> _Parser:
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     if bad := [name for name in names if not name.isidentifier()]:
-        # argparse shows the message of an ArgumentTypeError, but not that of a ValueError.
+        # argparse shows an ArgumentTypeError's message, but not a ValueError's.
         raise argparse.ArgumentTypeError(
             f"not valid variable names: {', '.join(bad)}; separate the names with commas, such as a,b"
         )

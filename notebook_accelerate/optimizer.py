@@ -205,7 +205,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 return
 
     def __getattr__(self, name: str) -> Any:
-        # All other attributes are those of the wrapped optimizer. Hooks are registered there, and only run in real
+        # All other attributes come from the wrapped optimizer. Hooks are registered there, and only run in real
         # steps.
         if name == "optimizer" or name.startswith("__"):  # A copy does not have attributes yet.
             raise AttributeError(name)

@@ -72,7 +72,7 @@ class AcceleratedScheduler:
                 self.scheduler.step(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        # All other attributes are those of the wrapped scheduler: total_steps, base_lrs, last_epoch, optimizer, ...
+        # All other attributes come from the wrapped scheduler: total_steps, base_lrs, last_epoch, optimizer, ...
         if name == "scheduler" or name.startswith("__"):  # A copy has no attributes yet.
             raise AttributeError(name)
         return getattr(self.scheduler, name)

@@ -228,7 +228,7 @@ def start_all_gather(group: Any, rows: Tensor, flat: Tensor, options: Any) -> An
         options: The operation's `torch.distributed.AllgatherOptions`.
 
     Returns:
-        The operation, on which the caller must wait.
+        The operation that the caller must wait for.
     """
     return group._allgather_base(rows, flat, options)
 

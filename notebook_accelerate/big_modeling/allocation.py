@@ -21,7 +21,7 @@ class Allocation:
     Args:
         tree: The tree of the model's modules.
         totals: The size of each module in bytes, and the tied parameters.
-        limits: The limit of each device in bytes, in the order in which devices are filled.
+        limits: The limit of each device in bytes, in the order that devices are filled.
         no_split: The names of classes that are not split across devices.
         verbose: Whether to print every decision.
         fallback: Whether to search for a module that fits if a device would otherwise stay empty.
@@ -158,7 +158,7 @@ class Allocation:
             }
             if not sizes:
                 return False
-            # Split the first module that makes enough room. If there is none, split the one that saves the most.
+            # Split the first module that makes enough room or, if no module does, the one that saves the most.
             enough = (other for other, size in sizes.items() if size <= room)
             chosen = next(enough, min(sizes, key=lambda other: sizes[other]))
             divided[chosen] = others[chosen]
@@ -362,7 +362,7 @@ class Allocation:
         return found
 
     def _holder(self, tied: str, divided: Mapping[int, Sequence[int]], apart: Collection[int]) -> int | None:
-        """Return the waiting entry that contains a parameter, or None if there is none."""
+        """Return the waiting entry that contains a parameter, or None if no entry does."""
         for outer in prefixes(tied):
             number = self._numbers.get(outer)
             if number is not None and (number in apart or self._state[number] == _IS_WAITING) and number not in divided:

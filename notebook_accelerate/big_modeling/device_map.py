@@ -367,7 +367,7 @@ def get_balanced_memory(
 
 
 def _largest_unsplit(model: torch.nn.Module, sizes: Mapping[str, Any], classes: Any) -> Any:
-    """Return the size in bytes of the largest module of some classes. Each class is measured by its first module."""
+    """Return the size in bytes of the largest module among some classes. Each class is measured by its first module."""
     names = as_names(classes)
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
@@ -388,11 +388,11 @@ def _mean_layer(sizes: Mapping[str, Any]) -> int:
 
 
 def balanced_cuts(sizes: Sequence[int], parts: int) -> list[int]:
-    """Return where each part but the first starts, chosen so that the largest part is as small as possible.
+    """Return the start index of each part except the first, chosen so that the largest part is as small as possible.
 
     Args:
         sizes: The sizes of the items. There must be at least as many items as parts.
-        parts: The number of parts, none of which will be empty.
+        parts: The number of parts. Each part gets at least one item.
     """
     low, high = max(sizes), sum(sizes)
     while low < high:
@@ -405,7 +405,7 @@ def balanced_cuts(sizes: Sequence[int], parts: int) -> list[int]:
 
 
 def _fill_parts(sizes: Sequence[int], limit: int, parts: int) -> list[int]:
-    """Return where each part but the first starts if parts are filled to a limit.
+    """Return the start index of each part except the first if parts are filled to a limit.
 
     At least one item is left for each later part.
     """

@@ -183,7 +183,7 @@ def _empty_model(source: Any) -> torch.nn.Module:
 
 
 def _activations(model: torch.nn.Module, inputs: Any) -> tuple[int, int, str]:
-    """Return the bytes that autograd saves, twice those of the largest output, and the reason if both are unknown."""
+    """Return the bytes that autograd saves, twice the largest output's bytes, and the reason if both are unknown."""
     if inputs is None:
         return 0, 0, "Activations are left out: pass sequence_length= or inputs= to count them."
     args, kwargs = _meta_arguments(inputs)

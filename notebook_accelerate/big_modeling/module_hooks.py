@@ -164,7 +164,7 @@ def remove_hook_from_module(module: Any, recurse: bool = False) -> torch.nn.Modu
         module._hf_hook.detach_hook(module)
         del module._hf_hook
     if "_old_forward" in state:
-        # If the forward method is that of the class, delete the attribute. If it had been set on the module, set it
+        # If the forward method is the class's own, delete the attribute. If it had been set on the module, set it
         # again.
         bound = getattr(module._old_forward, "__func__", None) is getattr(type(module), "forward", None)
         if bound:

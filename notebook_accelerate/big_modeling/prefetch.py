@@ -39,9 +39,9 @@ _LOG = logging.getLogger(__name__)
 _WINDOW = 2
 """The number of blocks of the largest size that fit into the window. One block computes while the next one is read."""
 _IDLE = 0.25
-"""The thread exits after this many seconds without anything to read. The next forward pass starts a new thread."""
+"""The number of idle seconds after which the reading thread exits. The next forward pass starts a new thread."""
 _EXIT_SECONDS = 2.0
-"""When the interpreter exits, it waits at most this many seconds for a read to complete."""
+"""The maximum number of seconds that the exiting interpreter waits for a read to complete."""
 
 
 @dataclass

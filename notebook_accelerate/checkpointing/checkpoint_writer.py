@@ -261,7 +261,7 @@ class _PeerWatch:
     def death_reason(self) -> str:
         """Return why the rank will never report, or "" if it still may.
 
-        The system is queried at most once per second.
+        The operating system is queried at most once per second.
         """
         now = time.monotonic()
         if now < self._next_check:

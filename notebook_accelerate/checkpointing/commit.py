@@ -297,7 +297,7 @@ class CheckpointStore(ABC):
 
     @abstractmethod
     def is_checkpoint(self) -> bool:
-        """Return whether the folder, whose name is that of a checkpoint, contains one."""
+        """Return whether the folder, which has a checkpoint's name, contains a checkpoint."""
 
     @abstractmethod
     def is_occupied(self) -> bool:

@@ -172,7 +172,7 @@ def write_weights(state: Mapping[str, Any], folder: AnyPath, max_shard_size: int
 
 
 def _remove_stale(folder: AnyPath, pattern: str, index_name: str, keep: set[str]) -> None:
-    """Remove the shards of an earlier save. Otherwise, readers would take them for parts of this save."""
+    """Remove the shards of an earlier save. Otherwise, readers would mistake the old shards for parts of this save."""
     expression = re.escape(pattern).replace(re.escape("{suffix}"), r"(-\d{5}-of-\d{5})?")
     for path in folder.iterdir():
         weights = path.name == index_name or re.fullmatch(expression, path.name)

@@ -70,7 +70,7 @@ class SaveLock:
         _held.add(self)
 
     def is_held(self) -> bool:
-        """Return whether the lock's file still exists. A user or a clean-up script may have removed it."""
+        """Return whether the lock file still exists. A user or a clean-up script may have removed it."""
         return self._descriptor is not None and _same_file(self.path, self._descriptor)
 
     def release(self) -> None:
@@ -128,7 +128,7 @@ def acquire_lock(path: Path) -> SaveLock:
             continue
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise FileExistsError(errno.EEXIST, "not the file of a lock; remove it", str(path))
+                raise FileExistsError(errno.EEXIST, "not a lock file; remove it", str(path))
             if _try_lock(descriptor) and _same_file(path, descriptor):
                 _write_owner(descriptor)
                 lock, descriptor = SaveLock(path, descriptor), -1
@@ -163,7 +163,7 @@ def live_owner(path: Path) -> ProcessIdentity | None:
     This function does not change anything, and needs no write permission.
 
     Args:
-        path: The file of the lock.
+        path: The lock file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -226,7 +226,7 @@ def _write_owner(descriptor: int) -> None:
 
 
 def _read_owner(descriptor: int) -> ProcessIdentity | None:
-    """Return the process that a lock's file names, or None if the file does not name a process."""
+    """Return the process that a lock file names, or None if the file does not name a process."""
     try:
         return parse_identity(json.loads(os.pread(descriptor, _MAX_BYTES, 0)))
     except (OSError, ValueError, RecursionError):

@@ -108,7 +108,7 @@ def atomic_write(path: AnyPath) -> Iterator[Path]:
 def _as_checkpoint_error(path: Path) -> Iterator[None]:
     try:
         yield
-    except (ValueError, AttributeError, TypeError):  # The object causes these errors, not the disk.
+    except (ValueError, AttributeError, TypeError):  # These errors are caused by the object, not by the disk.
         raise
     except Exception as error:
         raise write_error(path, error) from error
@@ -208,7 +208,8 @@ def _free_bytes(target: Path) -> float:
 def write_safetensors(value: Mapping[str, Any], path: Path) -> None:
     """Write named tensors as safetensors. Tensors that share memory are written only once.
 
-    The files are the same as those of `safetensors.torch.save_file`, which spends 30 us in Python for each tensor.
+    The files are identical to the ones that `safetensors.torch.save_file` writes. That function spends 30 us in Python
+    for each tensor.
     Writing 10,000 tensors of 64 numbers takes 45 ms of CPU time here, instead of 330 ms (safetensors 0.8).
 
     Raises:

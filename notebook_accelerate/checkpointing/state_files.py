@@ -125,7 +125,7 @@ def strategy_files(parts: Sequence[StatePart]) -> list[StateFile]:
 
 
 def _unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
-    """Return the torch optimizer inside a wrapper, or None if there is none.
+    """Return the torch optimizer inside a wrapper, or None if the wrapper contains no torch optimizer.
 
     Only a torch optimizer's step can run hooks.
     """
@@ -208,7 +208,7 @@ def restore_sampler(loader: Any, state: Any) -> None:
 
 
 def rng_file(rank: int) -> str:
-    """Return the name of the file with the random states of a rank."""
+    """Return the name of a rank's random states file."""
     return f"{constants.RNG_STATE_NAME}_{rank}.pkl"
 
 

@@ -38,7 +38,7 @@ def save_accelerator_state(
         dataloaders: The prepared loaders whose states are saved.
         process_index: This process's rank, which is a part of the name of the file with its random states.
         step: The number of batches so far, as in `Accelerator.step`.
-        scaler: The loss scaler, or None if there is none.
+        scaler: The loss scaler, or None if no scaler is used.
         save_on_each_node: Whether the first rank of each machine writes, instead of only the main rank.
         safe_serialization: Whether to write models as safetensors.
 
@@ -75,18 +75,18 @@ def load_accelerator_state(
 
     Args:
         input_dir: The folder to read.
-        models: The models to load, in the order in which they were saved.
-        optimizers: The optimizers to load, in the order in which they were saved.
-        schedulers: The schedulers to load, in the order in which they were saved.
+        models: The models to load, in the order they were saved.
+        optimizers: The optimizers to load, in the order they were saved.
+        schedulers: The schedulers to load, in the order they were saved.
         dataloaders: The prepared loaders whose states are restored.
         process_index: The rank whose random states are restored.
-        scaler: The loss scaler, or None if there is none.
+        scaler: The loss scaler, or None if no scaler is used.
         map_location: "cpu" or "on_device". Neither value has an effect.
         load_kwargs: Arguments for `torch.load`.
         load_model_func_kwargs: Arguments for ``model.load_state_dict``.
 
     Returns:
-        The attributes of the Accelerator that the checkpoint contains, of which `step` is the only one.
+        The Accelerator attributes that the checkpoint contains: only `step`.
 
     Raises:
         TypeError: `map_location` has any other value.

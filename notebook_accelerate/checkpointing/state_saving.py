@@ -154,7 +154,7 @@ def wait_for_saves(call: str = "wait_for_saves", release: bool = False) -> None:
     """
     try:
         while _pending:
-            _pending[-1].join()  # If this is interrupted, the save stays pending, so the next call waits again.
+            _pending[-1].join()  # If the wait is interrupted, the save stays pending, so the next call waits again.
             raise_on_all_ranks(_pending.pop().error, call)
     finally:
         if release:

@@ -283,7 +283,7 @@ def _description(batch: Any) -> bytes:
 
 
 def _size(batch: Any) -> int:
-    """Count the samples of a batch."""
+    """Count the samples in a batch."""
     size = ignorant_find_batch_size(batch)
     if size is None:
         raise ValueError(

@@ -172,7 +172,7 @@ def _set_global_numbers(numbers: dict[str, Any]) -> None:
 
 
 def _generator(source: Any) -> torch.Generator | None:
-    """Return the generator of the sampler that orders the indices, or None if the sampler has none.
+    """Return the generator of the sampler that orders the indices, or None if the sampler has no generator.
 
     The generator of a seedable sampler is not returned, because the sampler seeds it in each epoch.
     """

@@ -28,8 +28,8 @@ class SeedableRandomSampler(RandomSampler):
     Attributes:
         initial_seed: The seed of epoch 0.
         is_seed_shared: Whether `initial_seed` is known to be the same on all ranks. Without `data_seed`, it may differ
-            after ``set_seed(seed, device_specific=True)``, in which case the first pass of a prepared loader uses rank
-            0's seed.
+            after ``set_seed(seed, device_specific=True)``. If so, the first pass of a prepared loader uses rank 0's
+            seed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -198,7 +198,7 @@ def _cycle(batches: list[list[int]], start: int, count: int) -> list[int]:
 
 
 class SkipBatchSampler(BatchSampler):
-    """A batch sampler that skips the first batches of another one, and otherwise has the other one's attributes.
+    """A batch sampler that skips the first batches of another batch sampler, and otherwise has its attributes.
 
     Args:
         batch_sampler: The batch sampler whose first batches are skipped.

@@ -245,8 +245,8 @@ def parse_json(data: bytes, most_containers: int | None = None) -> Any:
             applies.
 
     Raises:
-        ValueError: The data is not JSON, is nested too deeply, or contains too many lists and objects, each of which
-            takes up at least 64 bytes.
+        ValueError: The data is not JSON, is nested too deeply, or contains too many lists and objects, which take
+            up at least 64 bytes each.
     """
     limit = max(MIN_CONTAINERS, len(data) // 8)
     limit = limit if most_containers is None else min(limit, most_containers)

@@ -141,7 +141,7 @@ class FileSource(TensorSource):
     def __init__(self, path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         super().__init__(shape, dtype)
         self.path, self.offset = path, offset
-        # The choice of kernels depends on the alignment of tensors, which therefore affects the last bits of results.
+        # The alignment of tensors determines the choice of kernels, and therefore affects the last bits of results.
         self._is_aligned = offset % _ALIGNMENT == 0
         large = self.nbytes >= MIN_BYTES
         self.mappable = large and self._is_aligned and can_read_ahead()
@@ -201,7 +201,7 @@ def can_read_ahead() -> bool:
 
 
 def mapped_addresses() -> Callable[[int], bool]:
-    """Return a function that says whether an address of this process is in a mapped file (False without /proc)."""
+    """Return a function that returns whether an address of this process is in a mapped file (False without /proc)."""
     starts, ends = [], []
     with suppress(OSError):
         for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():

@@ -47,7 +47,7 @@ MALFORMED: tuple[type[Exception], ...] = (
 """The errors that readers raise for unexpected content, in addition to their own exception classes."""
 UNREADABLE: tuple[type[Exception], ...] = (OSError, *MALFORMED)
 MAX_JSON_BYTES = 1 << 26
-"""The maximum size of an index or manifest. 64 MiB are enough for half a million files."""
+"""The maximum size of an index or manifest. 64 MiB is enough for half a million files."""
 _EXPANSION = 1 << 26
 """The maximum difference between the stated size of the content and the file's size. torch does not compress files."""
 _ENTRY = re.compile(rb"PK\x01\x02.{20}(.{4})", re.DOTALL)

@@ -1,4 +1,4 @@
-"""The precisions that a model can compute in, which a table maps to their names: float32, autocast and fp8."""
+"""The precisions that a model can compute in (float32, autocast and fp8), and a table of them by name."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class AOPrecision(Bf16Precision):
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
-    """Return the names of the linear layers that were registered first and last in a model, or None if there are none.
+    """Return the names of a model's first and last linear layers in order of registration; None without linear layers.
 
     Args:
         model: The model to inspect.

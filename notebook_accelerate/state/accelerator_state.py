@@ -219,7 +219,7 @@ def check_precision(name: Any) -> str | None:
 
 
 def precision_from_environ() -> str:
-    """Return the precision that the launch has set in ACCELERATE_MIXED_PRECISION, or "no" if it has set none."""
+    """Return the precision that the launch has set in ACCELERATE_MIXED_PRECISION, or "no" if the launch set none."""
     return check_precision(environ.text("ACCELERATE_MIXED_PRECISION")) or "no"
 
 

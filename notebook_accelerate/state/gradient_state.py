@@ -10,7 +10,7 @@ from notebook_accelerate.state.partial_state import SharedDict, Slots
 class GradientState:
     """The state of gradient accumulation: whether gradients are complete, and which loaders are being read.
 
-    Instances share one dictionary. An `Accelerator` whose accumulation settings differ from those of the previous one
+    Instances share one dictionary. An `Accelerator` whose accumulation settings differ from the previous one's
     starts a new dictionary. Objects that the previous `Accelerator` has prepared keep the old dictionary, and
     `GradientState()` uses the newest one.
 

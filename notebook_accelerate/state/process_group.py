@@ -274,9 +274,9 @@ _TASKS = Path("/proc/self/task")
 _CHECK_PERIOD = 0.001
 """Seconds between two checks of the threads, during which a thread can acquire the GIL."""
 _IDLE_CHECKS = 2
-"""The number of consecutive checks in which all threads must be asleep."""
+"""The number of consecutive checks that must find all threads asleep."""
 LIMIT = 5.0
-"""Seconds after which threads that are still busy are no longer waited for."""
+"""The maximum number of seconds to wait for busy threads."""
 _GRACE = 0.02
 """Seconds to wait if no thread has this name: on other systems, with older versions of torch, or without gloo."""
 

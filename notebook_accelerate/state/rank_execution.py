@@ -1,4 +1,4 @@
-"""Choose which ranks run a function, and in which order, and split inputs between ranks."""
+"""Choose which ranks run a function, choose their order, and split inputs between ranks."""
 
 from __future__ import annotations
 

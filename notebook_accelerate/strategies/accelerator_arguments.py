@@ -31,7 +31,7 @@ from notebook_accelerate.state import AcceleratorState, GradientState
 from notebook_accelerate.state.warn_once import warn_once
 
 UNSET: Any = object()
-"""The default of deprecated arguments, which tells whether they were given."""
+"""The default of deprecated arguments, which shows that an argument was not given."""
 
 
 @dataclass(kw_only=True)

@@ -104,7 +104,7 @@ _CALL = "_expert_parallel_call"
 
 @dataclass(frozen=True)
 class _Call:
-    """State of one call of a layer: the token of each row, and the attributes that the call replaced."""
+    """State of one call to a layer: the token of each row, and the attributes that the call replaced."""
 
     group: dist.ProcessGroup
     shape: torch.Size

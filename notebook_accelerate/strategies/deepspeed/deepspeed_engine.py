@@ -147,7 +147,7 @@ def _release_groups() -> None:
     """Release DeepSpeed's process groups, whose sockets stay open while any reference to them exists.
 
     Engines refer to the groups, and gradient hooks refer to the engines until the engines are destroyed. The garbage
-    collector does not see the references of the hooks.
+    collector does not see the hooks' references.
     """
     global _communication_group  # noqa: PLW0603 - DeepSpeed has one communication backend per process
     _communication_group = None
@@ -373,7 +373,7 @@ _RECHECK_SECONDS = 0.2
 
 
 def compilation_context() -> AbstractContextManager[None]:
-    """Remove the locks of dead processes, and return a context in which DeepSpeed finds ninja.
+    """Remove the locks of dead processes, and return a context that lets DeepSpeed find ninja.
 
     Returns:
         A context manager for the code that compiles.
@@ -406,7 +406,7 @@ def _tools_on_path() -> Iterator[None]:
 
 
 def remove_dead_locks(root: Path) -> list[Path]:
-    """Remove the locks of dead processes, for which ranks would wait forever, from a folder of torch's extensions.
+    """Remove the locks of dead processes from a folder of torch extensions, because ranks would wait for them forever.
 
     torch keeps a lock (torch.utils.file_baton) open while it compiles, and removes the lock even if compiling fails.
     Only a process that is killed leaves its lock behind.

@@ -142,7 +142,7 @@ class DeepSpeedStrategy(EngineStrategy):
         return results
 
     def _trained_model(self, objects: Sequence[Any], indices: Mapping[str, list[int]]) -> int | None:
-        """Return the index of the model that the new optimizer trains, or None if no optimizer is new."""
+        """Return the index of the model that the new optimizer trains, or None if there is no new optimizer."""
         optimizers = [objects[at] for at in self._new_optimizers(objects, indices)]
         if not optimizers:
             return None

@@ -275,7 +275,7 @@ def refresh_autos(filled: dict[str, Any], plugin: DeepSpeedPlugin) -> None:
     """Reset the values that an earlier `prepare` filled to "auto", unless they have been changed since.
 
     Args:
-        filled: The result of the earlier call of `fill_config`.
+        filled: The result of the earlier call to `fill_config`.
         plugin: The plugin whose configuration is reset.
     """
     for key, value in filled.items():

@@ -214,7 +214,7 @@ class SplitAttention:
 
 
 def _reset_groups() -> None:
-    """Remove the groups of an earlier training run, because DeepSpeed only creates groups if it has none."""
+    """Remove the groups of an earlier training run, which would keep DeepSpeed from creating new ones."""
     groups: Any = import_module("deepspeed.runtime.sequence_parallel.parallel_state_sp")
     groups._SEQUENCE_PARALLEL_GROUP = groups._SEQUENCE_DATA_PARALLEL_GROUP = None
     import_module("deepspeed.utils.groups").mpu = None  # type: ignore[attr-defined]

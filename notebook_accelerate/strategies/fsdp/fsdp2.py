@@ -40,7 +40,7 @@ from notebook_accelerate.strategies.tensor_parallel import split_tensors
 from notebook_accelerate.telemetry.sharding import ShardReport
 from notebook_accelerate.torch_internals import refresh_parameters
 
-# The keys say whether shards are replicated, and whether parameters stay whole between the forward and the backward
+# The keys specify whether shards are replicated, and whether parameters stay whole between the forward and the backward
 # pass. The values are FSDP 1's names for these variants.
 _VARIANTS = {
     (False, False): "FULL_SHARD", (False, True): "SHARD_GRAD_OP",

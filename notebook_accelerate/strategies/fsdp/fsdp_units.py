@@ -140,7 +140,7 @@ def checkpoint_activations(model: nn.Module, units: list[nn.Module], offload: bo
 
 
 def resolved_plugin(setup: Setup) -> FullyShardedDataParallelPlugin:
-    """Return a copy of the user's plugin in which torch's objects replace their names.
+    """Return a copy of the user's plugin, with torch's objects in place of their names.
 
     Args:
         setup: The settings of the `Accelerator`.

@@ -213,7 +213,7 @@ def _optimizer_metadata(engine: MegatronEngine) -> dict[str, Any]:
 
 
 def _in_process_writer() -> Any:
-    """Return a writer of megatron-core's format that does not start other processes.
+    """Return a writer for megatron-core's format that does not start other processes.
 
     megatron-core's own writer forks a process for each file, and keeps a manager process. Starting the manager would
     run a script a second time if the script has no `if __name__ == "__main__"`.

@@ -205,7 +205,7 @@ class MegatronEngine(nn.Module):
         """
         chunks = list(self.module)
         iterators = [micro_batches() for _ in chunks]
-        several = len(chunks) > 1  # In this case, the stages are interleaved.
+        several = len(chunks) > 1  # With several chunks, stages are interleaved.
         run = import_module("megatron.core.pipeline_parallel").get_forward_backward_func()
         return run(  # type: ignore[no-any-return]
             forward_step_func=forward_step,

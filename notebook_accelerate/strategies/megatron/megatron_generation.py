@@ -33,7 +33,7 @@ class Sampling:
     top_p: float = 0.0
     """The total probability of the most probable tokens to sample from, or 0 for all tokens."""
     top_p_decay: float = 0.0
-    """The factor by which `top_p` is multiplied after each token, or 0 to keep `top_p` constant."""
+    """The factor that multiplies `top_p` after each token, or 0 to keep `top_p` constant."""
     top_p_bound: float = 0.0
     """The lower bound of `top_p`."""
     random_seed: int | None = None

@@ -19,7 +19,7 @@ class MegatronLMDummyScheduler:
     Args:
         optimizer: The optimizer whose learning rate the schedule sets.
         total_num_steps: The total number of optimizer steps, counted as if one rank read all batches.
-        warmup_num_steps: The number of steps at the start in which the learning rate rises from 0.
+        warmup_num_steps: The number of initial steps during which the learning rate rises from 0.
         kwargs: Further settings, which are stored as they are.
     """
 
@@ -48,7 +48,7 @@ class MegatronLMDummyDataLoader:
         self.built: list[Any] = []
 
     def set_megatron_data_args(self, plugin: MegatronLMPlugin | None = None) -> None:
-        """Add this placeholder's arguments to those of a plugin.
+        """Add this placeholder's arguments to a plugin's arguments.
 
         Args:
             plugin: The plugin to change. If None, the current state's plugin is changed.
@@ -128,7 +128,7 @@ def _repeat(loader: DataLoader[Any]) -> Any:
 
 
 def _datasets(arguments: dict[str, Any], samples: list[int]) -> Any:
-    """Build Megatron's datasets for GPT, first on the first rank of each machine, then on the other ranks."""
+    """Build Megatron's GPT datasets, first on the first rank of each machine, then on the other ranks."""
     kind = arguments.get("model_type_name")
     if kind != "gpt":
         raise ValueError(

@@ -414,7 +414,7 @@ def _sum_sizes(parameters: Any, ranks: int) -> ShardTally:
 
 
 def _gradients(engine: Any, trained: ShardTally) -> ShardSizes:
-    """Return the size of the gradient buffers, whose precision often differs from that of the weights."""
+    """Return the size of the gradient buffers, whose precision often differs from the weights' precision."""
     buffers = [buffer for chunk in engine.module for buffer in getattr(chunk, "buffers", ())]
     here = sum(buffer.grad_data.nbytes for buffer in buffers if hasattr(buffer, "grad_data"))
     if not here or not trained.here:

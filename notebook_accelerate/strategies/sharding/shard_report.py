@@ -90,7 +90,7 @@ def _count_tensor(tensor: torch.Tensor) -> ShardTally:
 
 
 def count_optimizer_state(optimizers: Sequence[Any]) -> ShardTally | None:
-    """Count the state that optimizers keep between steps, except for single numbers such as step counts.
+    """Count the state that optimizers keep between steps, except for scalars such as step counts.
 
     Args:
         optimizers: The torch optimizers, without wrappers.

@@ -84,7 +84,7 @@ class ShardedStrategy(Strategy):
         if evaluation_mode:
             return super().prepare_model(model, device_placement, evaluation_mode)
         inner = without_compile(model)
-        before = parameters_by_name(inner)  # Optimizers refer to these, even after they are replaced.
+        before = parameters_by_name(inner)  # Optimizers refer to these parameters, even after they are replaced.
         self.setup.precision.wrap_model(without_wrappers(model), sharded=self.gathers_fp8)
         if not self._has_sharded(inner):
             upcast_trained(inner, self.setup.precision)
