@@ -847,7 +847,7 @@ class Accelerator(AcceleratorProperties):
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
         """Make a loader yield slices of sequences for DeepSpeed's sequence parallelism; every rank must call this.
 
-        Loaders that are prepared together with the model already do so. Batches have input_ids, position_ids and
+        Loaders that are prepared together with the model already yield slices. Batches have input_ids, position_ids and
         labels, and slices have shift_labels instead of labels. The loss of a sequence is the mean of the losses of its
         slices, each weighted by its number of labels other than -100, and gathered over
         `accelerator.torch_device_mesh["sp"].get_group()` by `torch.distributed.nn.functional.all_gather`.

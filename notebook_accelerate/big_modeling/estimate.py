@@ -354,8 +354,8 @@ class Sharding:
         gradients: Whether gradients are sharded.
         optimizer: Whether optimizer states are sharded.
         buckets: Whether gradients are copied into buckets before they are reduced.
-        dimension: The parallel dimension along which all ranks are arranged if no degrees are given, or "" if there is
-            none.
+        dimension: The parallel dimension that all ranks are arranged along if no degrees are given, or "" without such
+            a dimension.
     """
 
     weights: bool = False

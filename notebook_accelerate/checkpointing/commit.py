@@ -1,7 +1,7 @@
 """The protocol that commits a checkpoint completely or not at all, to a file system or to an object store.
 
 1. `CheckpointStore.open`: one rank claims the destination. If an earlier process died during step 4, the rank finishes
-   that commit. If one died before step 3 was complete, the rank removes that process's files.
+   that commit. If it died before step 3 was complete, the rank removes that process's files.
 2. Every rank writes its files to a folder on a disk. `deliver` transfers them to the store, unless the store is this
    disk, and `write_report` reports their sizes and checksums.
 3. `commit`, on the rank that called `open`: the manifest of all files is written last. A folder without a manifest is

@@ -1,4 +1,4 @@
-"""The lock of a checkpoint's folder. It lets only one process write there, and shows whether that process is alive.
+"""The lock on a checkpoint's folder. It lets only one process write there, and shows whether that process is alive.
 
 The process locks a file with flock. The system releases the lock when the process exits, even on network file systems.
 If flock is not supported, or if a forked child still holds the lock, the lock belongs to the process that is

@@ -99,7 +99,7 @@ def _version(tensor: torch.Tensor) -> int:
 class SnapshotBuffers:
     """Copies nested states to buffers that stay allocated, because new memory takes ten times as long as the copying.
 
-    A snapshot is valid until the next one is taken. Tensors that share memory also do so in the copy. Copies of CUDA
+    A snapshot is valid until the next one is taken. Tensors that share memory also share it in the copy. Copies of CUDA
     tensors are in page-locked memory, which devices access at the full speed of their bus.
     """
 
@@ -176,7 +176,7 @@ class _Pages:
 
     Args:
         size: The size in bytes.
-        locked: Whether to page-lock the memory with CUDA. If CUDA cannot do so, the memory stays pageable.
+        locked: Whether to page-lock the memory with CUDA. If CUDA cannot do this, the memory stays pageable.
     """
 
     def __init__(self, size: int, *, locked: bool) -> None:

@@ -53,7 +53,7 @@ def load_state(
     elastic: bool = False,
     **load_model_func_kwargs: Any,
 ) -> None:
-    """Load a checkpoint of `save_state` or Accelerate into the same prepared objects; every rank must call this.
+    """Load a checkpoint from `save_state` or Accelerate into the same prepared objects; every rank must call this.
 
     Args:
         accelerator: The Accelerator whose objects are loaded.

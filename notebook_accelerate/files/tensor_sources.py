@@ -228,7 +228,7 @@ def _madvise() -> Any:
 
 @functools.cache
 def _has_large_folios() -> bool:
-    """Return whether the system reads mappings that are marked as huge in folios of 2 MB, if the file system can do so.
+    """Return whether the system reads mappings marked as huge in 2 MB folios, if the file system supports them.
 
     With such folios, reading 1 GB from disk took 20 ms of CPU time instead of 285 ms with MADV_WILLNEED, mapping the
     file again took 1 ms instead of 70 ms, and removing the mapping took 1 ms instead of 30 ms (Linux 6.18, ext4).

@@ -296,7 +296,7 @@ def select_device(row: Row, world: World) -> torch.device:
         world: The rank and world size.
 
     Returns:
-        The device in ACCELERATE_TORCH_DEVICE if it fits the type, or the one whose index is the rank's local index.
+        The device in ACCELERATE_TORCH_DEVICE if it fits the type, or the device whose index is the rank's local index.
 
     Raises:
         ValueError: The machine has no device with that index.

@@ -168,7 +168,7 @@ class _TokenTrainStep(_TrainStep):
         """Return a function that sums the losses of tokens.
 
         The function takes the loss mask and the losses. It returns the sum, the number of tokens, and a dict with both,
-        from which the engine computes the average.
+        which the engine uses to compute the average.
 
         Args:
             accelerator: The Accelerator, or another object that has its `state`.

@@ -173,7 +173,7 @@ def make_report(
         state: The sizes of the optimizer state after a step.
         variant: The variant of the strategy, such as FULL_SHARD or ZeRO-2.
         axis: The name of the only axis if the user has not given a parallel layout.
-        mesh: The sizes and coordinates by axis. If None, those of the parallel layout are used.
+        mesh: The sizes and coordinates by axis. If None, the parallel layout's values are used.
         stages: The axis along which ranks have different layers, or "" if all ranks have the same layers.
         units: The number and the name of the units that the rank computes.
     """
