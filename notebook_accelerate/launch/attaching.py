@@ -34,7 +34,7 @@ _lock = threading.Lock()
 
 @reports_mistakes
 def attach(name: str | PathLike[str]) -> Run:
-    """Attach to a detached run from any kernel of the user that launched it.
+    """Attach to a detached run from any kernel of the user who launched it.
 
     Args:
         name: The run's name, or its folder. If several runs have the name, the last one is used.
@@ -152,7 +152,7 @@ def _stop_unread(entry: DetachedEntry, grace: float) -> None:
     process = parse_identity(entry.process)
     try:
         client = ControlClient(Path(entry.socket), process)
-    except BlockingIOError:  # The process is suspended, and its queue of connections is full.
+    except BlockingIOError:  # The process is suspended, and its connection queue is full.
         if process is not None:
             warn(silence_text(process, grace))
             time.sleep(grace)

@@ -1,4 +1,4 @@
-"""Launch detached runs, each in a process of its own, and attach to them."""
+"""Launch detached runs, each in a separate process, and attach to them."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _claimed_name(config: LaunchConfig, function_name: str, resume: Run | None) 
     given = config.name or ("" if resume is None else resume.name)
     try:
         if given:
-            # Check the name, because it may be that of a run to resume, which was read from a file.
+            # Check the name, because it may come from the files of the run to resume.
             config.changed(name=given)
             return given, _claim(given)
         while True:

@@ -20,7 +20,7 @@ from notebook_accelerate.telemetry.store import Record
 
 @dataclass(frozen=True)
 class Resumption:
-    """The checkpoint and the history from which a new run continues an earlier one.
+    """The checkpoint and the history that let a new run continue an earlier one.
 
     Attributes:
         run: The earlier run, which has ended.
@@ -57,7 +57,7 @@ def _ended(run: Run) -> str:
 
 
 def resumption_of(run: Run) -> Resumption:
-    """Return the checkpoint and the history from which a launch continues a run.
+    """Return the checkpoint and the history that let a launch continue a run.
 
     Args:
         run: The run to continue, which must have ended.

@@ -50,7 +50,7 @@ _numbers = itertools.count(1)
 
 
 def default_name(function_name: str, number: int) -> str:
-    """Return the name of a run for which the user has not chosen one."""
+    """Return the default name of a run."""
     plain = re.sub(r"[^A-Za-z0-9._-]+", "-", function_name).strip("-._") or "run"
     return f"{plain[:80]}-{number}"
 
@@ -265,7 +265,7 @@ class Run:
 
     @property
     def automatic_metrics(self) -> Metrics:
-        """Like ``metrics``, but for values recorded without a call of ``log``, such as "auto/loss".
+        """Like ``metrics``, but for values recorded without calling ``log``, such as "auto/loss".
 
         "system/memory_gb" is another example. With ``LaunchConfig(automatic_metrics=False)``, the mapping is empty.
         """
@@ -607,7 +607,7 @@ class Run:
         return self._session().complete(text, rank, frame, timeout)
 
     def pause(self, ranks: Iterable[int] | None = None, timeout: float = 5.0) -> dict[int, str]:
-        """Make ranks wait at their next step boundary until ``unpause``. The run's time limits are suspended meanwhile.
+        """Make ranks wait at their next step boundary until ``unpause``. While they wait, time limits are suspended.
 
         A step boundary is an optimizer step, or ``log`` without an optimizer.
 

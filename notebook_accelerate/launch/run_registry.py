@@ -261,7 +261,7 @@ def _living() -> list[Run]:
 
 
 def shutdown(all: bool = False) -> None:
-    """Stop every run of this kernel, and end the server process from which the zygote start method forks ranks.
+    """Stop every run of this kernel, and end the server process of the zygote start method.
 
     Args:
         all: Whether to stop the user's detached runs too. By default, they continue.

@@ -31,7 +31,7 @@ PROMPT_SECONDS = 0.05
 READY_SECONDS = 120.0
 """Seconds that ranks may take to start, once the other nodes have joined."""
 END_SECONDS = 10.0
-"""Seconds to wait, after a group has ended, until the reason is known."""
+"""Seconds to wait for the reason after a group has ended."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class WarmRanks:
         try:
             while run.status == "starting" and (deadline is None or time.monotonic() < deadline):
                 run.wait(PROMPT_SECONDS)
-                # Before the first attempt, the run waits for other notebooks, for which there is no deadline.
+                # Before the first attempt, the run waits for other notebooks, without a deadline.
                 if deadline is None and run.attempts:
                     deadline = time.monotonic() + READY_SECONDS
         except KeyboardInterrupt:
@@ -236,7 +236,7 @@ class CellInterrupt(KeyboardInterrupt):
 
 
 class GroupInterrupt(RunInterrupted):
-    """The user interrupted a cell on warm ranks, some of which did not react, so the whole group was ended."""
+    """The user interrupted a cell on warm ranks. Some ranks did not react, so the whole group was ended."""
 
     def __init__(self, run: Run, busy: list[int]) -> None:
         super().__init__(run)

@@ -316,7 +316,7 @@ class _RankChannel:
 
 
 def warn(text: str) -> None:
-    """Warn the user from a thread, which must go on even if warnings are configured to raise errors."""
+    """Warn the user from a thread that must keep running even if warnings are configured to raise errors."""
     with suppress(Warning):
         warnings.warn(text, stacklevel=3)
 

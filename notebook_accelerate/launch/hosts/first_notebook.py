@@ -106,7 +106,7 @@ class FirstNotebook(RankSupervisor):
             self._listener = HostListener(everywhere, secret.encode(), port, report=report, keep_alive=alive)
 
     def reserve(self, plan: LaunchPlan) -> LaunchPlan:
-        """Return the plan unchanged, because the port of the process group is reserved separately for each attempt."""
+        """Keep the plan and return it unchanged. The process group's port is reserved separately for each attempt."""
         self._plan, self._own = plan, notebook_hello(0, plan, self.config)
         return plan
 
@@ -223,7 +223,7 @@ class FirstNotebook(RankSupervisor):
     # ---- hosts that arrive or are lost while the run waits
 
     def _accept(self, selector: DispatchSelector | None) -> None:
-        """Handle messages of hosts, and admit or refuse new hosts. While ranks are running, ``selector`` is None."""
+        """Handle messages from hosts, and admit or refuse new hosts. While ranks are running, ``selector`` is None."""
         self._listener.dispatch()
         while (incoming := self._listener.next_host(0.0)) is not None:
             if (host := self._made(incoming)) is not None:

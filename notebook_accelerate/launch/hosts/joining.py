@@ -247,7 +247,7 @@ class CommandHost(FunctionHost):
         self._show("the ranks of this host have ended")
 
 
-# ---- the lines in which the first notebook shows what to type elsewhere so that other hosts join the run
+# ---- the first notebook's lines about what to type elsewhere so that other hosts join the run
 
 WARM = "warm_rank"
 """The name of the function that warm ranks run."""

@@ -54,7 +54,7 @@ def adapt_to_machine(order: WorkerOrder) -> None:
     """Adapt an order to this machine, which will run the rank.
 
     The rank uses the kernel's working directory if it exists here, unless a runtime environment provides another one.
-    The import path consists of this machine's path, followed by those of the kernel's folders that exist here.
+    The import path consists of this machine's path, followed by the kernel's folders that exist here.
     """
     environment = {name: value for name, value in os.environ.items() if not value.startswith("ray.util.")}
     environment.pop("RAY_LD_PRELOAD_ON_WORKERS", None)

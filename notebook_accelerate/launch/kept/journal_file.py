@@ -129,7 +129,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 
 def thinned_frames(contents: JournalContents, lines: Sequence[Record], run_events: int | None = None) -> list[bytes]:
-    """Return the frames of a journal with ``contents``, but with a bounded number of the curves' points.
+    """Return the frames of a journal with ``contents``, with the curves thinned to a bounded number of points.
 
     Args:
         contents: The contents of the journal to thin.

@@ -183,7 +183,7 @@ class JournalContents:
         known: How many of the run's own events the journal has, including those received from the run's process.
         work: The cost of the run's own events so far, which is limited to `MAX_WORK`.
         end: How many bytes of the file have been read.
-        identity: The device and inode of the file.
+        identity: The file's device and inode.
         last: The last bytes that were read. They help to recognise the file, because a new file may have the inode of a
             deleted one.
     """
@@ -467,8 +467,8 @@ class JournalReader:
                 return
             again = read_journal(self.file, JournalContents(self._result_of))
             self._merge(again)
-            # With a connection, go on reading from the beginning, because the file may later receive records that the
-            # process has already sent.
+            # With a connection, continue reading from the beginning, because the file may later receive records that
+            # the process has already sent.
             if not self.position:
                 contents.end, contents.identity, contents.last = again.end, again.identity, again.last
 
@@ -508,7 +508,7 @@ class JournalReader:
 
 def _add_new_records(contents: JournalContents, again: JournalContents) -> None:
     journal, other = contents.journal, again.journal
-    # Start at `contents.known`, because this process may have added events of its own to the journal.
+    # Start at `contents.known`, because this process may have added its own events to the journal.
     for record in other.records[contents.known :]:
         journal.append(record.event, record.time)  # type: ignore[arg-type]
     _add_points(journal.store, other.store)

@@ -70,7 +70,7 @@ class KeptRun:
 
     @property
     def seconds(self) -> float | None:
-        """The seconds from the launch to the end, or None while the run is running."""
+        """The seconds from the launch to the end, or None while it is running."""
         return None if self.ended is None else self.ended - self.started
 
     def open(self) -> Run:

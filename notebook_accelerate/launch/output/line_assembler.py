@@ -20,7 +20,7 @@ _TOKENS = re.compile(rb"\n|\r+|\x1b\[A|(?:(?!\x1b\[A)[^\n\r])+")
 class LineAssembler:
     """Splits a byte stream into complete lines. As on a terminal, a carriage return starts the line over.
 
-    Nested progress bars, such as those of tqdm, move down with a line break and up again with an escape sequence. Their
+    Nested progress bars, such as tqdm's, move down with a line break and up again with an escape sequence. Their
     rows are kept until something else is written below them.
     """
 

@@ -1,4 +1,4 @@
-"""The output of one rank: lines and rich displays, in the order in which the rank produced them."""
+"""The output of one rank: lines and rich displays, in the order that the rank produced them."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class RankOutput:
             return
         lines = [text] if self._replaces else [*self._cleared, text]
         if sum(map(len, lines)) > MAX_CLEARED_CHARS:
-            self._cleared, self._replaces = None, False  # Leave the text as it is, and don't replace it any more.
+            self._cleared, self._replaces = None, False  # Leave the text as it is, and no longer replace it.
             self._publisher.lines(name, text, self._label)
             return
         self._cleared, self._replaces = lines, False

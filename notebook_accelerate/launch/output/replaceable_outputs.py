@@ -94,7 +94,7 @@ class _Output:
         self.shown = True
         session = kernel.session
         frames = session.serialize(session.msg(kind, content, parent=message), ident=f"display.{kind}".encode())
-        # Copy the data. session.send sends large messages without a copy, which fails in the middle of a message once
+        # Copy the data. session.send sends large messages without a copy, which fails partway through a message once
         # pyzmq's exit handler has run, so that the next message would be read as the rest of this one.
         kernel.iopub_socket.send_multipart(frames, copy=True)
 

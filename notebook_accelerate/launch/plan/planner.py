@@ -148,7 +148,7 @@ def _tpu_processes(config: LaunchConfig, hardware: HardwareInfo) -> int:
     """Return the number of ranks on TPUs with torch_tpu, where each rank has one device.
 
     Raises:
-        ValueError: The configuration requests several machines, or a number of ranks for which there is no mesh.
+        ValueError: The configuration requests several machines, or a number of ranks that does not form a mesh.
     """
     from notebook_accelerate.hardware import tpu_environment
 

@@ -47,7 +47,7 @@ def call_ready(selector: DispatchSelector, ready: Sequence[tuple[selectors.Selec
 
 
 class WakeDescriptor:
-    """A descriptor that is readable from a call of `set` until `clear`. Forked ranks do not keep it open."""
+    """A descriptor that is readable from a call to `set` until `clear` is called. Forked ranks do not keep it open."""
 
     def __init__(self) -> None:
         self._ends = socket.socketpair()
@@ -68,7 +68,7 @@ class WakeDescriptor:
                 self._ends[1].send(b"!")
 
     def clear(self) -> None:
-        """Make the descriptor unreadable. Call this before checking for work; otherwise a call of `set` may be lost."""
+        """Make the descriptor unreadable. Call this before checking for work; otherwise a call to `set` may be lost."""
         with suppress(OSError):  # The descriptor is not set, or is closed.
             self._ends[0].recv(64)
         self._is_set = False

@@ -78,7 +78,7 @@ class BriefSpins:
 
     Such a thread normally spins for about 3 ms before it sleeps. If libgomp manages more threads than there are
     processors, they spin only for microseconds (see GOMP_SPINCOUNT in the manual of libgomp). However, libgomp counts
-    only the threads of its own process, and not those of the other ranks that use the same processors. A forked process
+    only the threads of its own process, and no threads of other ranks that use the same processors. A forked process
     inherits the count but not the threads, so this class keeps a team with one thread per processor in this process
     during the forks. With 16 ranks of 2 threads on 2 processors, each computing ten products of 512 x 512 matrices,
     this reduced the CPU time from 4.0 s to 0.85 s.
@@ -121,7 +121,7 @@ def is_crowded(orders: Sequence[WorkerOrder]) -> bool:
 
 
 def _loaded_libgomp() -> str:
-    """Return the path of the libgomp that this process has loaded, or "" if there is none or it is not known."""
+    """Return the path of the libgomp that this process has loaded, or "" if there is none or its path is unknown."""
     with suppress(OSError):
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
         return next((line.split(maxsplit=5)[-1] for line in maps.splitlines() if "/libgomp" in line), "")

@@ -272,7 +272,7 @@ def probe(seconds: float = PROBE_SECONDS) -> str:
 def _passes(reader: int, pid: int, seconds: float) -> bool:
     """Wait ``seconds`` for the probe's answer, or longer while a busy machine does not give the probe a processor.
 
-    A child that the fork has broken sleeps forever or spins, so it is easy to tell from one that waits for a processor.
+    A child that the fork has broken sleeps forever or spins, which is easily distinguished from waiting for a CPU.
     """
     for _ in range(MAX_WAITS):
         if wait_readable(reader, seconds):
@@ -325,7 +325,7 @@ _SENT_BY_OTHERS = signal.valid_signals() - {
 def fork_quietly() -> int:
     """Fork without the warning of Python 3.12 about threads, because ``fork_hazard`` has already checked them.
 
-    The child starts with all signals blocked except those of its own crashes. At first, it is still in the kernel's
+    The child starts with all signals blocked except for crash signals. At first, it is still in the kernel's
     process group and has the kernel's handlers. If signals were not blocked, an interrupt from the front end would
     raise KeyboardInterrupt in the child, which would then continue in the kernel's code that called the fork.
     """

@@ -33,7 +33,7 @@ def start_interpreter(call: str, descriptors: Sequence[int], log: int, **environ
         call: The Python code to execute.
         descriptors: The descriptors that the interpreter inherits.
         log: The descriptor of a file for the interpreter's output.
-        environment: Environment variables that override those of the kernel.
+        environment: Environment variables that override the kernel's.
     """
     return subprocess.Popen(
         interpreter_command(call),

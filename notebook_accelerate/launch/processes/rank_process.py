@@ -123,7 +123,7 @@ class LocalRank(RankProcess):
     Args:
         rank: The rank's global index.
         pid: The id of the rank's process.
-        ends: The rank's channel and output pipes, of which the kernel's ends are used.
+        ends: The rank's channel and output pipes. This object uses the kernel's ends.
         exit_descriptor: A descriptor that becomes readable when the rank exits, or None if the system provides none.
     """
 

@@ -300,7 +300,7 @@ def _values(function: FunctionType, code: CodeType) -> Iterator[object]:
 
 
 def _functions_of(value: object) -> Iterator[FunctionType]:
-    """Yield the Python functions that a call of ``value``, or of its methods, may run."""
+    """Yield the Python functions that calling ``value`` or its methods may run."""
     while isinstance(value, functools.partial):
         value = value.func
     if isinstance(value, MethodType):

@@ -82,7 +82,7 @@ class Zygote:
         self._ready = self._loaded = self.retired = False
         changed = import_variables(variables or {})
         self.variables = import_variables(os.environ) | changed
-        self._unread = 0  # Count the replies that are still to be read, even those whose run was stopped meanwhile.
+        self._unread = 0  # Count the replies that are still to be read, even if their run has been stopped.
         self.ranks: set[int] = set()
         with ExitStack() as undo:
             self._control, theirs = map(undo.enter_context, socket.socketpair())
@@ -262,7 +262,7 @@ class ZygoteRank(LocalRank):
     Args:
         rank: The rank's global index.
         pid: The id of the rank's process.
-        ends: The rank's channel and output pipes, of which the kernel's ends are used.
+        ends: The rank's channel and output pipes. This object uses the kernel's ends.
         status: The descriptor of the pipe to which the server writes the wait status.
         server: The server that forked the rank.
     """

@@ -1,7 +1,7 @@
 """The curves of metrics: which curves a view draws, and their points.
 
 The live plot, the images in reports and the plots of ``run.metrics`` all use this module. They differ in the number of
-points, and in how many ranks have a curve of their own.
+points, and in how many ranks have a separate curve.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Source:
 
         Args:
             names: The names of the metrics.
-            few: Maximum number of ranks with curves of their own. If there are more, they are drawn as an envelope, and
+            few: Maximum number of ranks with separate curves. If there are more, they are drawn as an envelope, and
                 at most half as many chosen ranks on top, because readers cannot distinguish more curves.
         """
         for name in names:

@@ -127,7 +127,7 @@ def severity(state: str) -> int:
 
 
 def short_names(ranks: Iterable[int]) -> str:
-    """Return the numbers of ranks, such as "0–5, 8", truncated after ``MAX_RANKS_CHARS`` characters."""
+    """Return the numbers of ranks, such as "0–5, 8", cut at a comma if longer than ``MAX_RANKS_CHARS``."""
     names = rank_names(ranks).partition(" ")[2]
     if len(names) <= MAX_RANKS_CHARS:
         return names

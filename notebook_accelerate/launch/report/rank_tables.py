@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 SHOWN_NODES = 16
 SHOWN_RANKS = 12
 OTHERS = "others"
-"""The key of the group for the ranks that are not outliers, of which there may be thousands."""
+"""The key of the group for the ranks that are not outliers. There may be thousands of them."""
 JUST_NOW_SECONDS = 2.0
 """If the last message is less than this many seconds old, "just now" is shown, because a number would flicker."""
 

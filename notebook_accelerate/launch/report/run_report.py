@@ -118,7 +118,7 @@ def _head(run: RunView) -> Drawing:
 
 
 def _error_text(run: RunView) -> str:
-    """Return the failures, or else the error. They come last in the text, where they are next to the prompt."""
+    """Return the failures, or else the error. They come last in the text, next to the prompt."""
     if run.failures:
         return "\n".join(failures.failure_lines(run.failures))
     return str(run.error) if run.error is not None else ""

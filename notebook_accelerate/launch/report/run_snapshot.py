@@ -115,7 +115,7 @@ class RunSnapshot:
 
 @dataclass
 class _Counter:
-    """The latest readings of a counter, from which the rate is computed."""
+    """The latest readings of a counter, used to compute its rate."""
 
     readings: deque[tuple[float, int]] = field(default_factory=deque)
 
@@ -325,7 +325,7 @@ def _behind(ranks: list[RankSnapshot]) -> tuple[set[int], str]:
 
 
 def stragglers(own: Mapping[int, float]) -> tuple[set[int], str]:
-    """Return the ranks whose own work takes much longer than that of the others, and a sentence with the evidence.
+    """Return the ranks whose own work takes much longer than the other ranks', and a sentence with the evidence.
 
     Args:
         own: For each rank, the seconds per step that the rank cannot have spent waiting for other ranks.

@@ -115,7 +115,7 @@ class Samples(DocumentView):
         return Section(key="samples", nodes=(drawing, self._table(), notes))
 
     def _table(self) -> Table:
-        """Return the table of lines, where each share is also drawn as a bar."""
+        """Return the table of lines. Each share is also drawn as a bar."""
         titles = ["line", "function", *(f"rank {rank}" for rank in self._replies), "code"]
         kinds = ["text", "text", *["number"] * len(self._replies), "code"]
         columns = [

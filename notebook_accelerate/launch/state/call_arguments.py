@@ -23,7 +23,7 @@ MAX_DEPTH = 3
 def call_arguments(function: Callable[..., Any], arguments: Sequence[Any]) -> dict[str, Plain]:
     """Return the arguments of a call by parameter name, including defaults.
 
-    Each value in a dict, namespace or dataclass becomes an entry of its own, such as ``config.lr``. Other objects are
+    Each value in a dict, namespace or dataclass becomes a separate entry, such as ``config.lr``. Other objects are
     represented by their class. The values of names such as ``api_key`` are hidden.
 
     Args:

@@ -50,8 +50,8 @@ class ExceptionLoader:
     def load(self, payload: bytes) -> tuple[BaseException | None, str]:
         """Return an exception object, or None and the reason why it cannot be unpickled.
 
-        Unpickling happens on a separate thread, because it may run arbitrary code of the exception's class, which may
-        take longer than the run's thread can wait.
+        Unpickling happens on a separate thread, because it may run arbitrary code of the exception's class. That code
+        may take longer than the run's thread can wait.
         """
         if self._left <= 0:
             return None, f"not unpickled: the exceptions of other ranks took {UNPICKLE_SECONDS:g} s"
@@ -260,7 +260,7 @@ _CAUSES = (
         ),
     ),
 )
-"""Patterns of the messages with which gloo aborts, and the meaning of each."""
+"""Patterns of gloo's messages when it aborts, and the meaning of each."""
 
 
 def explained(failure: RankFailure, lines: Sequence[str]) -> RankFailure:
@@ -346,7 +346,7 @@ def failed(run_id: int, state: RunState) -> RunEnded:
 
 
 def _further_lines(failure: RankFailure) -> str:
-    """Return the lines of a message after the first one, where many errors give their reason. Long texts are cut."""
+    """Return the lines of a message after the first one, which often give the reason. Long texts are cut."""
     lines = [f"\n  {line}" for line in failure.message.rstrip().split("\n")[1:]]
     text = "".join(lines[:MESSAGE_LINES])
     cut = len(lines) > MESSAGE_LINES or len(text) > HEADLINE_CHARACTERS

@@ -1,4 +1,4 @@
-"""Prompts of ranks that wait for a line of input, and the queue from which the user's cell takes them."""
+"""Prompts of ranks that wait for a line of input, and the queue that passes them to the user's cell."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class CommandQueue:
     # ---- any thread
 
     def post(self, command: Command) -> None:
-        """Schedule a call of ``command(target)`` on the run's thread."""
+        """Schedule a call to ``command(target)`` on the run's thread."""
         self._waiting.append(command)
         self.wake.set()
 

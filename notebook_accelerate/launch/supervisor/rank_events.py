@@ -109,7 +109,7 @@ class RankEventHandler:
         self._comparison_due = 0.0
         self._exit_waits: set[str] = set()
         self._unrecorded: list[Record] = []
-        self._active = False  # Whether a rank has sent anything or made progress since the last call of `record`.
+        self._active = False  # Whether a rank has sent anything or made progress since the last call to `record`.
         self._checks = sanity_checks.SanityChecks(len(supervisor.state.ranks))
         self.last_activity = self._clock.now()
         self.stall = StallDetector(supervisor)
@@ -191,7 +191,7 @@ class RankEventHandler:
                 self._active = True
         for event in handled:
             if type(event) is not HeartbeatEvent:
-                self.record()  # Record what the ranks have sent so far before the handler appends events of its own.
+                self.record()  # Record what the ranks have sent so far before the handler appends its own events.
             _HANDLERS[type(event)](self, supervised, event)
 
     def _on_status(self, supervised: SupervisedRank, event: StatusEvent) -> None:

@@ -155,7 +155,7 @@ class RankSupervisor(Supervisor):
     # ---- other machines
 
     def _await_hosts(self, plan: LaunchPlan, number: int) -> LaunchPlan | StopReason:
-        """Wait for the run's hosts. Return the plan of attempt ``number``, or why the run was stopped meanwhile."""
+        """Wait for the run's hosts. Return the plan of attempt ``number``, or why the run was stopped before that."""
         return plan
 
     def _with_hosts(self, own: ProcessBackend, group: RankGroup) -> ProcessBackend:

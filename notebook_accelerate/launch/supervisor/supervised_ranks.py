@@ -38,7 +38,7 @@ class SupervisedRanks:
     """The ranks of one attempt.
 
     Hundreds of ranks report all the time, so handling a report must not iterate over all of them. The sets of ranks
-    that every report needs are therefore kept in tables of their own.
+    that every report needs are therefore kept in separate tables.
 
     Attributes:
         all: Every rank that was started.

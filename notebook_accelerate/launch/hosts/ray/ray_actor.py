@@ -60,7 +60,7 @@ class NodeHost:
     """The object whose methods the driver calls in the actor of a node.
 
     If the actor cannot reach the kernel, it connects to a local port, the tunnel, and everything on that connection is
-    carried by calls of the actor's methods. The tunnel does not need the run's secret, because the stream is
+    carried by calls to the actor's methods. The tunnel does not need the run's secret, because the stream is
     authenticated and encrypted from end to end.
     """
 
@@ -70,7 +70,7 @@ class NodeHost:
         self._accepting = threading.Lock()
 
     def open_tunnel(self) -> None:
-        """Use calls of this actor's methods for the stream to the kernel, instead of a direct connection."""
+        """Use calls to this actor's methods for the stream to the kernel, instead of a direct connection."""
         self._tunnel = socket.create_server(("127.0.0.1", 0), backlog=1)
 
     def serve(
@@ -139,9 +139,9 @@ def _is_own(peer: tuple[str, int]) -> bool:
 
 
 def _readable(waiting: socket.socket) -> bool:
-    """Wait up to `TUNNEL_SECONDS` until a socket is readable. Return whether it is.
+    """Wait up to `TUNNEL_SECONDS` for a socket to become readable. Return whether it is.
 
-    This uses poll, because a timeout of the socket would also apply to a concurrent push, and could truncate the data.
+    This uses poll, because a socket timeout would also apply to a concurrent push and could truncate its data.
     """
     waiter = select.poll()
     waiter.register(waiting, select.POLLIN)

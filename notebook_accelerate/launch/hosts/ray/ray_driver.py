@@ -45,7 +45,7 @@ CONNECT_TRIES = 3
 NOTE_SECONDS = 10.0
 """Seconds between two notes while a launch waits for resources."""
 CALLS = 16
-"""Maximum number of concurrent calls of an actor. One lasts until the ranks finish, and the others are short."""
+"""Maximum number of concurrent calls to an actor. One lasts until the ranks finish, and the others are short."""
 UNPLACED_STATES = ("NO_RESOURCES", "INFEASIBLE")
 """The states of a placement group that Ray could not place."""
 
@@ -325,7 +325,7 @@ class Driver:
 
 
 def _end_reason(node: Node, error: Exception) -> str:
-    """Return why a node's actor has exited. As long as Ray only says that the actor is unavailable, ask again."""
+    """Return why a node's actor has exited. Ask again while Ray only reports that the actor is unavailable."""
     import ray
 
     deadline = time.monotonic() + CONFIRM_SECONDS
@@ -359,7 +359,7 @@ def _alive_nodes() -> set[str]:
 
 
 def _results(references: Iterable[Any]) -> list[Any]:
-    """Wait for calls of actors and tasks, and return their results.
+    """Wait for actor calls and tasks, and return their results.
 
     Raises:
         LaunchError: An actor or task could not be started, or has died.
@@ -457,7 +457,7 @@ def run_tunnel(actor: Any, address: str, port: int) -> None:
                         return
 
         threading.Thread(target=down, daemon=True).start()
-        with suppress(Exception):  # If the actor is lost, closing the connection tells the kernel.
+        with suppress(Exception):  # If the actor is lost, closing the connection notifies the kernel.
             while (data := ray.get(actor.call.remote("pull"))) != b"":
                 if data:
                     connection.sendall(data)

@@ -97,7 +97,7 @@ class Host:
             orders: One order for each rank.
 
         Raises:
-            LaunchError: A rank could not be started. The kernel has already been told.
+            LaunchError: A rank could not be started. The kernel has already been notified.
         """
         self._start(backend, orders)
         sampler = ResourceSampler({rank: process.pid for rank, process in self._ranks.items()}, self.sampled)

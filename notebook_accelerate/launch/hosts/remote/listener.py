@@ -154,7 +154,7 @@ class HostListener(Exchange):
         self._stopping.set()
         self._wake.set()
         self._refusing.wait(FLUSH_SECONDS)
-        while (incoming := self.next_host(0.0)) is not None:  # No caller will ask for these hosts any more.
+        while (incoming := self.next_host(0.0)) is not None:  # No caller will ask for these hosts again.
             incoming.stream.close()
         if self._refused > MAX_REPORTS:
             self._report(f"{self._refused - MAX_REPORTS} more connections were refused")

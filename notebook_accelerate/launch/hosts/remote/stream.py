@@ -40,7 +40,7 @@ CHUNK = 1 << 16
 WINDOW = 1 << 22
 """Maximum number of bytes that one end sends before the other end has read the first of them."""
 SLICE_SECONDS = 0.1
-"""Maximum seconds that a call of `Exchange.dispatch` takes, because its thread also has to stop runs, for example."""
+"""Maximum seconds that a call to `Exchange.dispatch` takes. Its thread also has to stop runs, for example."""
 HEADER = struct.Struct("!QQ?")
 """The header of a message, which is followed by data or by nothing.
 
@@ -418,7 +418,7 @@ def configure(zmq_socket: Any, keep_alive: tuple[float, float]) -> None:
 # ---- batches of small messages
 
 SMALL = 1 << 14
-"""The number of bytes from which a piece of work is never delayed."""
+"""Pieces of work with at least this many bytes are never delayed."""
 
 
 class RateLimiter:
