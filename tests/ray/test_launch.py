@@ -388,7 +388,15 @@ def test_a_dead_node_is_named_and_training_resumes_on_the_others(cluster: LocalC
     assert all(f"node {info.node} · {info.host}" in run.report().text for info in run.ranks)
     assert found.pop("Attempts") == ["attempt", "started", "seconds", "outcome"]
     assert found == expected
-    assert {"Ranks", "Metrics", "Sharding", "Launch", "Configuration", "Environment"} == expected.keys()
+    assert {
+        "Ranks",
+        "Metrics",
+        "Sharding",
+        "Arguments of resumable",
+        "Launch",
+        "Configuration",
+        "Environment",
+    } == expected.keys()
     assert all(run._internals.store.peak_memory[rank] > 0 for rank in range(3))
 
 
