@@ -874,7 +874,7 @@ def _registered(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Return a public name of `utils`. Libraries import or patch many of these names in Accelerate's module."""
+        """Look up a public name of `utils`. Libraries import or patch many of them in `accelerate.accelerator`."""
         utils = import_module("notebook_accelerate.utils")
         if name not in utils.__all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -141,7 +141,7 @@ class Ticker:
             begin, before = time.monotonic(), time.thread_time()
             for schedule in schedules:
                 schedule.tick()
-            with suppress(Exception):  # The names below are private in ipykernel.
+            with suppress(Exception):  # This uses private names of ipykernel, which may change.
                 _restore_busy_indicator()
             # Sleep at least as long as the round took, for slow front ends and busy machines. The panels of hundreds
             # of ranks then use at most a twentieth of a core.

@@ -273,7 +273,7 @@ class Run:
 
     @property
     def elapsed(self) -> float:
-        """The seconds since the launch, or from the launch to the end of an ended run."""
+        """The seconds since the launch, or from the launch to the end if the run has ended."""
         return (self.ended or steady_time.now()) - self.started
 
     def logs(self, rank: int | None = None, tail: int | None = None) -> list[str]:

@@ -113,7 +113,8 @@ class Unsynchronised:
 
     It has the same effect as `DistributedDataParallel.no_sync` of each model, at a tenth of the cost. Models with a
     static graph still exchange gradients in one pass: torch records the graph in a backward pass that exchanges
-    gradients, and would otherwise fail an assertion. The gradients of the window stay the same.
+    gradients, and would otherwise fail an assertion. The gradients at the end of the accumulation window are the same
+    either way.
 
     Args:
         models: The DDP modules to keep from exchanging gradients.

@@ -26,7 +26,7 @@ _TORCH_COUNTERS = ("memory_allocated", "memory_reserved", "max_memory_allocated"
 
 
 class DeviceReports:
-    """Sends a `DeviceMemoryEvent` once a second for each device that holds memory of this process.
+    """Sends a `DeviceMemoryEvent` once a second for each device on which this process has allocated memory.
 
     Args:
         agent: The rank's agent.
