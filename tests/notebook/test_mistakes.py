@@ -36,7 +36,7 @@ def generates(): yield 1
         ("notebook_launcher(train, block='yes')", "ValueError: block='yes' is not allowed; pass True or False"),
         ("notebook_launcher(train, hold_on_error='no')", "ValueError: hold_on_error='no' is not allowed"),
         ("notebook_launcher(train, detach=True, block=True)", "ValueError: block=True is not allowed with detach=True"),
-        ("notebook_launcher(train, log_line_prefix_template='${rnk}')", "has the unknown field 'rnk'; pass a text"),
+        ("notebook_launcher(train, log_line_prefix_template='${rnk}')", "has the unknown field 'rnk'; pass a string"),
         ("notebook_launcher(train, resume=notebook_launcher(train))", "has succeeded and has no complete checkpoint"),
         ("notebook_accelerate.configure('x')", "ValueError: 'x' is not a function"),
         ("LaunchConfig(timeout='soon')", "ValueError: timeout='soon' is not allowed"),

@@ -307,7 +307,7 @@ HEADER_FRAME = json.dumps(HEADER).encode()
         ([HEADER_FRAME, b'[["RunCreated", -1, 1.0, {"function_name": 3}]]'], "function_name"),
         ([HEADER_FRAME, b'[["RunCreated", -1, "soon", {"function_name": "f"}]]'], "time"),
         ([HEADER_FRAME, b'[["RunEnded", -1, 1.0, {"status": "fine"}]]'], "RunEnded"),
-        ([HEADER_FRAME, b'[["RunCreated", 7, 1.0, {"function_name": "f"}]]'], "rank 7"),
+        ([HEADER_FRAME, b'[["RunCreated", 7, 1.0, {"function_name": "f"}]]'], "rank: 7"),
         ([HEADER_FRAME, b'[["RankPaused"]]'], "not an event"),
         ([HEADER_FRAME, b'[["RankReturned", -1, 1.0, {"rank": "a"}]]'], "rank"),
         ([HEADER_FRAME, b'{"kind":"points","name":"l","rank":0,"count":9}'], "points"),

@@ -222,5 +222,5 @@ class TestGradientState:
 
 @pytest.mark.parametrize("name", ["on_main_process", "on_local_main_process", "on_process", "on_local_process"])
 def test_a_decorator_of_a_class_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"which needs an instance: write accelerator = Accelerator\(\)"):
+    with pytest.raises(ValueError, match=r"instead of an instance: write accelerator = Accelerator\(\)"):
         getattr(PartialState, name)(len)
