@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.output.replaceable_outputs import Output
 
 ANSWER_SECONDS = 10.0
-"""Seconds to wait for a front end's report that it has drawn a view. Only time in which the kernel can handle such a
-report counts. A front end that takes longer shows no live widgets. VS Code may have to load a renderer first."""
+"""Seconds to wait for a front end's report that it has drawn a view. Time counts only while the kernel can handle the
+report. A front end that takes longer shows no live widgets. VS Code may have to load a renderer first."""
 
 SUBSHELLS = ((7, 0), (7, 4))
 """The first ipykernel version that handles clicks on a subshell, and the first that no longer does."""

@@ -108,7 +108,8 @@ class Panel(DocumentView):
 
     def _show_in(self, output: Output) -> None:
         """Show the view in the output of a cell."""
-        changes = self._changes()  # Ask before rendering. If the run ends meanwhile, a later tick shows that.
+        # Ask before rendering, so that a later tick shows what changes during it.
+        changes = self._changes()
         self.schedule.touch()
         self.schedule.tick()
         close_retired()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import anywidget
@@ -16,7 +16,6 @@ from notebook_accelerate.launch.output.replaceable_outputs import current_output
 from notebook_accelerate.launch.report import rendering
 from notebook_accelerate.launch.report.document import Action, Drawing, Section
 from notebook_accelerate.launch.report.markup import Markup, element, join
-from notebook_accelerate.launch.report.rendering import DocumentView
 from notebook_accelerate.launch.report.timeline_picture import LOOKS
 from notebook_accelerate.launch.run_debugging import DEFAULT_STEPS
 from notebook_accelerate.profiling.timeline import Timeline
@@ -102,7 +101,7 @@ PROFILE = Action(
 )
 MEMORY = Action(id="memory", label="Memory", hint="Find out what the memory of all ranks holds during the next step")
 CLOSE = Action(id="close", label="Close", hint="Close this section")
-Recording = TypeVar("Recording", bound=DocumentView)
+Recording = TypeVar("Recording", "Profile", "RunMemory")
 
 
 class RecordingSection(ABC, Generic[Recording]):
@@ -145,10 +144,6 @@ class RecordingSection(ABC, Generic[Recording]):
         """Return whether no rank was recorded."""
 
     @abstractmethod
-    def _missing(self, found: Recording) -> Mapping[int, str]:
-        """Return the reasons why ranks were not recorded."""
-
-    @abstractmethod
     def _widgets(self, found: Recording) -> list[Any]:
         """Return the widgets that show a recording."""
 
@@ -183,7 +178,7 @@ class RecordingSection(ABC, Generic[Recording]):
 
     def _show(self, found: Recording) -> None:
         if self._is_empty(found):
-            reasons = "; ".join(f"rank {rank}: {why}" for rank, why in self._missing(found).items())
+            reasons = "; ".join(f"rank {rank}: {why}" for rank, why in found.missing.items())
             self._say(f"No rank was {self.done}: {reasons}", "warn", CLOSE)
             return
         replaced, self._parts = self._parts, self._widgets(found)
@@ -221,9 +216,6 @@ class ProfileSection(RecordingSection["Profile"]):
     def _is_empty(self, found: Profile) -> bool:
         return not found.paths
 
-    def _missing(self, found: Profile) -> Mapping[int, str]:
-        return found.missing
-
     def _widgets(self, found: Profile) -> list[Any]:
         return ProfilePanel.parts(found, TimelineView(found.timeline))
 
@@ -241,9 +233,6 @@ class MemorySection(RecordingSection["RunMemory"]):
 
     def _is_empty(self, found: RunMemory) -> bool:
         return not found.reports
-
-    def _missing(self, found: RunMemory) -> Mapping[int, str]:
-        return found.missing
 
     def _widgets(self, found: RunMemory) -> list[Any]:
         tables = ipywidgets.HTML(rendering.html(found.document(), inline=False))

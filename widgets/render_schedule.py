@@ -35,7 +35,7 @@ class RenderSchedule:
 
     Args:
         stores: The stores whose changes are rendered. `watch` adds more.
-        render: Called with the time, never on two threads at once.
+        render: Called with the time, and never on two threads at the same time.
         failed: Called once with the error that closed the schedule.
         clock: Returns the time in seconds. Tests pass a fake clock.
     """

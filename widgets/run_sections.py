@@ -103,7 +103,7 @@ def sharding(reports: ShardReports, *, ended: bool = False) -> Section:
 
     Args:
         reports: The latest report of each rank.
-        ended: Whether the run has ended. If so, no further reports arrive.
+        ended: Whether the run is over, and no further reports arrive.
     """
     if not reports:
         empty = "This run prepared no model." if ended else _NO_SHARDS

@@ -55,7 +55,7 @@ class MegatronLMPlugin:
     decoder_last_pipeline_num_layers: int | None = setting(variable=None, argument=None)
     """Accepted for compatibility; has no effect."""
     recompute_granularity: str | None = setting(variable=None)
-    """Recomputation in the backward pass: full (whole layers) or selective (attention). If None, there is none."""
+    """Recomputation in backward: full (whole layers) or selective (attention). If None, nothing is recomputed."""
     recompute_method: str | None = setting(variable=None)
     """Which layers are recomputed if the granularity is full: uniform or block."""
     recompute_num_layers: int | None = setting(variable=None)

@@ -53,7 +53,7 @@ class SanityFacts:
     Args:
         several: Whether there are several ranks, each with the complete model.
         compiled: Whether models are compiled.
-        gradient_state: The object whose `in_dataloader` tells whether a prepared loader, which divides the data, is
+        gradient_state: The object whose `in_dataloader` is true while a prepared loader, which divides the data, is
             being read.
     """
 

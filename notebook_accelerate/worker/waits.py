@@ -115,7 +115,7 @@ class DeviceCalls:
     """Records whether a thread is in a torch call that reads a tensor from a device.
 
     Attributes:
-        inside: Whether the thread is inside such a call.
+        inside: Whether the thread is reading a tensor from a device.
     """
 
     def __init__(self) -> None:

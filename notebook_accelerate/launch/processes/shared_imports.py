@@ -99,7 +99,8 @@ def load_for_training(
     """
     global _import  # noqa: PLW0603 - one import per process
     if _import is None:
-        if not (_would_help(variables) and trains(function, arguments)):
+        # Read the user's folders last, because most launches end at one of the other checks.
+        if not (_would_help(variables) and trains(function, arguments)) or _shadowed_by_user():
             return False
         _import = _Import(accelerator=_uses_accelerator(function, arguments))
         _import.start()
@@ -121,13 +122,12 @@ def failure() -> str:
 
 
 def _would_help(variables: Mapping[str, str]) -> bool:
-    """Return whether importing the module in the kernel saves time and has the same result as in the ranks."""
+    """Return whether importing the module in the kernel saves time, and variables do not change its result in ranks."""
     return (
         "torch" in sys.modules
         and MODULE not in sys.modules
         and launch_variables(variables) == import_variables(os.environ)
         and {*os.environ, *variables}.isdisjoint(_DEBUGGING)
-        and not _shadowed_by_user()
     )
 
 
