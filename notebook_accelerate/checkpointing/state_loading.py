@@ -349,7 +349,10 @@ def load_model(model: torch.nn.Module, path: Path, options: dict[str, Any]) -> N
 
 def _fitted(state: Mapping[str, Any], model: torch.nn.Module) -> dict[str, Any]:
     """Return a state whose names fit the model, even if either the saved model or this one is compiled."""
-    names = fit_compiled_names(state, model.state_dict(keep_vars=True))
+    wanted = model.state_dict(keep_vars=True)
+    if state.keys() == wanted.keys():
+        return dict(state)
+    names = fit_compiled_names(state, wanted)
     return {names[name]: value for name, value in state.items()}
 
 
