@@ -34,7 +34,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-PAGES = "https://notebook-accelerate.github.io/notebook-accelerate/e/"
+SITE = "https://notebook-accelerate.github.io/notebook-accelerate/"
+"""The address of the published documentation."""
+PAGES = f"{SITE}e/"
 """The permanent short address of the documentation's pages on exceptions, without the name of the class at its end."""
 
 

@@ -46,7 +46,7 @@ from notebook_accelerate.widgets.fields import groups_of
 from notebook_accelerate.widgets.forms import Form, FormView, Part
 from notebook_accelerate.widgets.live_panel import Panel
 from notebook_accelerate.widgets.memory_panel import MemoryCheck
-from notebook_accelerate.widgets.panel_elements import alert, notice
+from notebook_accelerate.widgets.panel_elements import alert, guide_link, notice
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
 FACTS_SECONDS = 10.0
@@ -352,7 +352,7 @@ class ConfigPanel(Panel):
         )
         view = FormView(forms, parts, self.click)
         view.add_class("na-config")
-        title = element("h3", "Configure a launch", class_="na-title")
+        title = element("h3", "Configure a launch", guide_link("form"), class_="na-title")
         caption = element("span", "A cell that starts the same launch", class_="na-help")
         view.show(title=join([title, chips(self.hardware)]), caption=caption, run="", file="")
         return view

@@ -80,7 +80,7 @@ class DebugPanel(LivePanel):
         self.why_button.add_class("na-first")
         headline = row([head, self.why_button, self.pause_button, self.unpause_button], "na-headline")
         prompt = row([self.target, self.line, self.send_button], "na-prompt")
-        return card(headline, verdict, places, frames, prompt, self._problem, history)
+        return card(headline, verdict, places, frames, prompt, self._problem, history, guide="debug")
 
     def _button(self, text: str, hint: str, action: Callable[[], None]) -> Any:
         button = with_classes(ipywidgets.Button(description=text, tooltip=hint), "na-stop", "na-request")

@@ -10,10 +10,20 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from notebook_accelerate.launch.report.markup import Markup, element
+from notebook_accelerate.errors import SITE
+from notebook_accelerate.launch.report.markup import Markup, element, join
 
 PANEL_STYLES = ("palette.css", "panel.css")
 """The style sheets of panels."""
+GUIDES = {
+    "run": "guides/run_panel.html",
+    "table": "guides/run_panel.html#compare-runs",
+    "form": "guides/config_panel.html",
+    "debug": "guides/hangs.html",
+    "profile": "guides/profiling.html",
+    "memory": "guides/profiling.html#memory",
+}
+"""The page of the documentation that describes each panel, in the published site."""
 
 
 @cache
@@ -22,13 +32,33 @@ def style_sheet(*names: str) -> Markup:
     return Markup(f"<style>{''.join(map(asset, names))}</style>")
 
 
-def style_widget(*names: str) -> Any:
-    """Return a hidden widget with style sheets."""
+def style_widget(*names: str, guide: str = "") -> Any:
+    """Return a widget with style sheets, and with the link to a panel's guide if the panel has a guide.
+
+    Args:
+        names: The style sheets.
+        guide: The key of the guide in GUIDES, or "" if no link is shown.
+    """
     import ipywidgets
 
+    if guide:
+        return with_classes(ipywidgets.HTML(join([style_sheet(*names), guide_link(guide)])), "na-guide")
     widget = ipywidgets.HTML(style_sheet(*names))
     widget.layout.display = "none"
     return widget
+
+
+def guide_link(panel: str) -> Markup:
+    """Return a question mark that opens the guide of a panel in a new tab.
+
+    Args:
+        panel: The key of the guide in GUIDES.
+    """
+    hint = "Open the guide to this panel"
+    address = f"{SITE}{GUIDES[panel]}"
+    return element(
+        "a", "?", class_="na-guide-link", href=address, target="_blank", rel="noopener", title=hint, aria_label=hint
+    )
 
 
 def html_widgets(count: int) -> list[Any]:
@@ -50,11 +80,16 @@ def with_classes(widget: Any, *names: str) -> Any:
     return widget
 
 
-def card(*children: Any) -> Any:
-    """Return the outer box of a run's panel, with the style sheet."""
+def card(*children: Any, guide: str = "") -> Any:
+    """Return the outer box of a run's panel, with the style sheet.
+
+    Args:
+        children: The widgets of the panel, from the top.
+        guide: The key of the panel's guide in GUIDES, or "" if a child links to it.
+    """
     import ipywidgets
 
-    return with_classes(ipywidgets.VBox([style_widget(*PANEL_STYLES), *children]), "na-run", "na-card")
+    return with_classes(ipywidgets.VBox([style_widget(*PANEL_STYLES, guide=guide), *children]), "na-run", "na-card")
 
 
 def row(children: Sequence[Any], name: str) -> Any:

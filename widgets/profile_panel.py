@@ -68,7 +68,7 @@ class ProfilePanel(Panel):
             profile: The profile to show.
             view: The view of its timeline.
         """
-        style = style_widget("profile.css")
+        style = style_widget("profile.css", guide="profile")
         documents = (profile.summary(), profile.tables())
         head, tables = (ipywidgets.HTML(rendering.html(each, inline=False)) for each in documents)
         return [style, with_classes(head, "na-findings"), view, with_classes(tables, "na-profile-tables")]
@@ -236,7 +236,7 @@ class MemorySection(RecordingSection["RunMemory"]):
 
     def _widgets(self, found: RunMemory) -> list[Any]:
         tables = ipywidgets.HTML(rendering.html(found.document(), inline=False))
-        return [style_widget("profile.css"), with_classes(tables, "na-profile-tables")]
+        return [style_widget("profile.css", guide="memory"), with_classes(tables, "na-profile-tables")]
 
 
 # ---- the timeline: one canvas over all ranks

@@ -105,7 +105,7 @@ class RunPanel(LivePanel):
         for index, title in enumerate(TABS):
             self._set_tab_title(index, title)
         sections = [part.widget for part in (self.debug_section, self.profile_section, self.memory_section)]
-        return card(headline, progress, self.attention, self._problem, *sections, resources, self._tabs)
+        return card(headline, progress, self.attention, self._problem, *sections, resources, self._tabs, guide="run")
 
     def _refer_to(self, run: Run) -> None:
         super()._refer_to(run)

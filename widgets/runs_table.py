@@ -87,7 +87,7 @@ class RunsTable(Panel):
         self.plot.observe(self._render_soon, "wanted")
         self._opened = with_classes(ipywidgets.VBox(), "na-opened-run")
         self._problem = ipywidgets.HTML()
-        return card(self._problem, self.grid, self._opened, self.plot)
+        return card(self._problem, self.grid, self._opened, self.plot, guide="table")
 
     def _title(self) -> str:
         return "Kept runs" if self._is_kept else "Runs of this kernel"

@@ -13,6 +13,7 @@ import pytest
 import notebook_accelerate
 from notebook_accelerate import _lazy, errors
 from notebook_accelerate.config.settings import help_texts
+from notebook_accelerate.widgets.panel_elements import GUIDES
 from tests.parity.behaviour.known_differences import KNOWN_DIFFERENCES
 from tests.parity.random_programs.plans import APART
 from tests.parity.surface import compare
@@ -63,6 +64,13 @@ def test_every_exception_has_a_page(name: str) -> None:
     assert text.startswith(f"# {name}\n")
     for section in ("What it means", "Causes"):
         assert f"\n## {section}\n" in text
+
+
+@pytest.mark.parametrize("address", GUIDES.values())
+def test_the_link_of_a_panel_leads_to_a_section(address: str) -> None:
+    page, _, anchor = address.partition("#")
+    text = (pages.DOCS / page).with_suffix(".md").read_text()
+    assert not anchor or anchor in pages.anchors(text)
 
 
 @pytest.mark.parametrize("path", pages.pages(), ids=lambda path: str(path.relative_to(pages.DOCS)))

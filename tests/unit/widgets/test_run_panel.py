@@ -17,6 +17,7 @@ import ipywidgets
 import pytest
 
 from notebook_accelerate.debugging.diagnosis import Diagnosis
+from notebook_accelerate.errors import SITE
 from notebook_accelerate.launch import Run
 from notebook_accelerate.launch.report import mesh_diagram, rendering, run_report
 from notebook_accelerate.launch.report.document import Section, Table
@@ -54,7 +55,10 @@ from notebook_accelerate.telemetry.step_time import PARTS
 from notebook_accelerate.telemetry.store import MAX_POINTS, RUN_LOG_BYTES, Record
 from notebook_accelerate.widgets import live_panel
 from notebook_accelerate.widgets.actions import CopyButton, stopping
+from notebook_accelerate.widgets.config_panel import ConfigPanel
+from notebook_accelerate.widgets.debug_panel import DebugPanel
 from notebook_accelerate.widgets.front_end import KernelState
+from notebook_accelerate.widgets.panel_elements import GUIDES
 from notebook_accelerate.widgets.panel_output import PanelOutput
 from notebook_accelerate.widgets.resource_strip import ResourceStrip
 from notebook_accelerate.widgets.run_panel import RunPanel
@@ -244,6 +248,15 @@ def test_a_stall_and_the_mistake_that_caused_it_are_one_row() -> None:
     one.run._internals.journal.append(RunMoved())
     one.look()
     assert [row["text"] for row in one.panel.attention.rows] == [mistake], "a mistake stays a warning"
+
+
+def test_each_panel_links_to_its_guide() -> None:
+    one = _Panel()
+    panels = {"run": one.panel, "table": RunsTable([one.run]), "debug": DebugPanel(one.run), "form": ConfigPanel()}
+    for name, panel in panels.items():
+        text = panel.widget.texts["title"] if name == "form" else panel.widget.children[0].value
+        assert f'href="{SITE}{GUIDES[name]}"' in text
+        panel.close()
 
 
 def test_a_failed_run_has_a_debug_button_with_the_line_to_type() -> None:
