@@ -1,4 +1,4 @@
-"""Attach to detached runs from any kernel of their user, list them, and stop them."""
+"""Attach to detached runs and to the live runs of other kernels, list detached runs, and stop them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from notebook_accelerate.errors import BrokenRunError
 from notebook_accelerate.hardware.process_liveness import parse_identity
 from notebook_accelerate.launch.detached import run_directory
 from notebook_accelerate.launch.detached.control_client import ControlClient, silence_text, warn
-from notebook_accelerate.launch.detached.run_directory import DetachedEntry
-from notebook_accelerate.launch.kept.opened_run import open_run
+from notebook_accelerate.launch.detached.run_directory import DirectoryEntry
+from notebook_accelerate.launch.kept.opened_run import open_live, open_run
 from notebook_accelerate.launch.kept.run_folder import read_summary
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.state.interrupts import SLICE
@@ -34,51 +34,64 @@ _lock = threading.Lock()
 
 @reports_mistakes
 def attach(name: str | PathLike[str]) -> Run:
-    """Attach to a detached run from any kernel of the user who launched it.
+    """Attach to a run from any process of the user who launched it: a detached run, or a live run of another kernel.
 
     Args:
-        name: The run's name, or its folder. If several runs have the name, the last one is used.
+        name: The run's name, or its folder. If several runs of one process have the name, or several detached runs, the
+            last one is used. "NAME@PID" selects a process.
 
     Returns:
         The run, with everything that its ranks have logged and printed, even while no kernel was attached. While the
-        run is running, it can be stopped, queried, diagnosed and debugged from this kernel. After it has ended, its
-        records can still be read. Repeated calls in a kernel return the same object.
+        run is running, it can be stopped, queried, diagnosed and debugged from this process. After it has ended, its
+        records can still be read. Repeated calls in a process return the same object.
 
     Raises:
-        ValueError: There is no detached run with this name.
+        ValueError: There is no such run, or runs of several processes have the name.
         LaunchError: The records of detached runs are ignored, because another user can change them.
         FileNotFoundError: There is no kept run in this folder.
         BrokenRunError: The run's journal is damaged.
+        NotebookAccelerateError: The run's process does not answer.
     """
-    folder = _folder_of(name)
+    entry = _entry_of(name)
+    folder = given_folder(name) if entry is None else Path(entry.folder)
+    key = entry.socket if entry is not None and not entry.folder else str(folder)
     with _lock:
-        known = _attached.get(str(folder))
+        known = _attached.get(key)
         if known is not None and known.status != "lost":
             return known
-        run = _attached[str(folder)] = _open(folder)
+        run = _attached[key] = open_live(entry) if entry is not None and not entry.folder else _open(folder)
         return run
 
 
-def _folder_of(name: str | PathLike[str]) -> Path:
-    found = [entry for entry in run_directory.entries() if entry.name == name]
+def _entry_of(name: str | PathLike[str]) -> DirectoryEntry | None:
+    """Return the entry of a run, given its name, or None for a path.
+
+    Raises:
+        ValueError: There is no such run, or runs of several processes have the name.
+    """
+    if not isinstance(name, str) or os.sep in name:
+        return None
+    entries = run_directory.all_entries()
+    found = [entry for entry in entries if name in (entry.name, entry.label)]
+    labels = sorted({entry.label for entry in found if entry.lives})
+    if len(labels) > 1:
+        raise ValueError(f"runs of several processes are named {name!r}; pass one of {', '.join(labels)}")
     if found:
-        return Path(max(found, key=lambda entry: (entry.lives, entry.created)).folder)
-    if isinstance(name, str) and os.sep not in name:
-        run_directory.check_records()
-        names = list(dict.fromkeys(entry.name for entry in run_directory.entries()))
-        raise ValueError(
-            f"there is no detached run named {name!r}{did_you_mean(name, names)}; "
-            f"the detached runs are: {', '.join(names) or 'none'}. "
-            "To open a kept run, pass its folder: notebook_accelerate.open_run('runs/NAME')"
-        )
-    return given_folder(name)
+        return max(found, key=lambda entry: (entry.lives, entry.created))
+    run_directory.check_records()
+    names = list(dict.fromkeys(entry.name for entry in entries))
+    raise ValueError(
+        f"there is no detached or live run named {name!r}{did_you_mean(name, names)}; "
+        f"the runs are: {', '.join(names) or 'none'}. "
+        "To open a kept run, pass its folder: notebook_accelerate.open_run('runs/NAME')"
+    )
 
 
 def _open(folder: Path) -> Run:
     """Open a run. If it has just started, wait until its journal can be read."""
     deadline = time.monotonic() + OPEN_SECONDS
     while True:
-        entry = next((entry for entry in run_directory.entries() if entry.folder == str(folder)), None)
+        entry = next((entry for entry in run_directory.all_entries() if entry.folder == str(folder)), None)
         try:
             run = open_run(folder)
         except BrokenRunError:
@@ -103,7 +116,7 @@ def detached_runs() -> list[Run]:
     return found
 
 
-def running_entries() -> list[DetachedEntry]:
+def running_entries() -> list[DirectoryEntry]:
     """Return the entries of the detached runs that are still running."""
     found = []
     for entry in run_directory.entries():
@@ -147,7 +160,7 @@ def _stop_read(run: Run, grace: float) -> None:
         time.sleep(0.05)
 
 
-def _stop_unread(entry: DetachedEntry, grace: float) -> None:
+def _stop_unread(entry: DirectoryEntry, grace: float) -> None:
     """Stop a run that cannot be read, for example because its folder was deleted."""
     process = parse_identity(entry.process)
     try:

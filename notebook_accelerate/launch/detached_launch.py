@@ -112,7 +112,7 @@ def launch_detached(
             trains=trains(function, arguments),
             settings=capture_notebook_settings(),
             inherited=capture_inherited_state(),
-            origin=_origin(),
+            origin=origin(),
         )
         answer = _start(dump(order, "the configuration of the launch").to_file(), payload, claimed)
     if "error" in answer:
@@ -165,8 +165,8 @@ def _running_names() -> set[str]:
     return {entry.name for entry in running_entries()}
 
 
-def _origin() -> dict[str, Any]:
-    """Return where the run is launched: the process id, the working directory and the notebook."""
+def origin() -> dict[str, Any]:
+    """Return where a run is launched: the process id, the working directory and the notebook."""
     found: dict[str, Any] = {"pid": os.getpid()}
     with suppress(OSError):
         found["folder"] = str(Path.cwd())

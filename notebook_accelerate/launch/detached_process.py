@@ -10,17 +10,14 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.errors import LaunchError
-from notebook_accelerate.hardware.process_liveness import this_process
 from notebook_accelerate.launch import run_registry
 from notebook_accelerate.launch.detached import run_directory
 from notebook_accelerate.launch.detached.control_service import ControlService
-from notebook_accelerate.launch.detached.run_directory import DetachedEntry
 from notebook_accelerate.launch.kept.opened_run import open_run
 from notebook_accelerate.launch.processes.pickled import PickledFunction
 from notebook_accelerate.launch.starting import start_here
@@ -102,25 +99,12 @@ class DetachedRun:
         """
         try:
             self._service = ControlService(run, self._path)
-            run_directory.add_entry(self._entry(run))
+            run_directory.add_entry(run_registry.entry_of(run, self._path, self._order.origin, detached=True))
         except OSError as error:
             raise LaunchError(f"the detached run cannot be recorded for other kernels: {error}") from error
         threading.Thread(target=self._watch_kernel, args=(run,), daemon=True).start()
         self._answer({"folder": str(run.folder)})
         _discard_output()
-
-    def _entry(self, run: Run) -> DetachedEntry:
-        accelerator = run.plan.accelerator if run.plan is not None else "cpu"
-        return DetachedEntry(
-            name=run.name,
-            folder=str(run.folder),
-            socket=str(self._path),
-            created=run.started,
-            process=asdict(this_process()),
-            origin=self._order.origin,
-            accelerator=accelerator,
-            visible=run_registry.visible_devices(accelerator, run.config.env),
-        )
 
     def _watch_kernel(self, run: Run) -> None:
         """Stop the run if the launching kernel cancels the launch. If that kernel exits, the run continues."""

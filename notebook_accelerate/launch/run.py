@@ -451,8 +451,8 @@ class Run:
             while not future.done():
                 await asyncio.wait([future], timeout=0.2)
         except (asyncio.CancelledError, KeyboardInterrupt):
-            # Don't stop a detached run, because it outlives the kernel, whose exit also cancels the cell.
-            if not self.config.detach:
+            # Don't stop a run of another process, because it outlives the kernel, whose exit also cancels the cell.
+            if not (self.config.detach or self._internals.commands.connected):
                 self.stop()
             raise
         if self.error is not None:

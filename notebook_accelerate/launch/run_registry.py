@@ -11,12 +11,17 @@ import traceback
 import warnings
 import weakref
 from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
 from notebook_accelerate._mistakes import reports_mistakes
 from notebook_accelerate.errors import DeviceBusyError
 from notebook_accelerate.hardware import device_table
+from notebook_accelerate.hardware.process_liveness import this_process
 from notebook_accelerate.launch import attaching
+from notebook_accelerate.launch.detached.run_directory import DirectoryEntry
+from notebook_accelerate.launch.detached.served_run import finish_services
 from notebook_accelerate.launch.output.running_cell import running_kernel
 from notebook_accelerate.launch.processes.zygote import close_zygote
 from notebook_accelerate.launch.run import result_bytes, wait_for_release, without_results
@@ -273,6 +278,7 @@ def shutdown(all: bool = False) -> None:
         attaching.stop_detached(grace=1.0)
     for run in own:
         wait_for_release(run)
+    finish_services()
     close_zygote()
 
 
@@ -314,6 +320,30 @@ def check_devices(run: Run, launch_plan: LaunchPlan) -> None:
                 f"the detached run {entry.name} holds the {accelerator} devices; "
                 f"wait for it, or end it with notebook_accelerate.attach({entry.name!r}).stop()"
             )
+
+
+def entry_of(run: Run, socket: Path, origin: Mapping[str, Any], *, detached: bool) -> DirectoryEntry:
+    """Return the entry that lets other processes find a run that this process supervises.
+
+    Args:
+        run: The run, which has a plan.
+        socket: The path of the socket over which other processes control the run.
+        origin: Where the run was launched, from `detached_launch.origin`.
+        detached: Whether the run is detached.
+    """
+    accelerator = run.plan.accelerator if run.plan is not None else "cpu"
+    return DirectoryEntry(
+        name=run.name,
+        folder="" if run.folder is None else str(run.folder),
+        socket=str(socket),
+        created=run.started,
+        process=asdict(this_process()),
+        origin=origin,
+        accelerator=accelerator,
+        visible=visible_devices(accelerator, run.config.env),
+        detached=detached,
+        ranks=0 if run.plan is None else run.plan.num_processes,
+    )
 
 
 def visible_devices(accelerator: str, env: Mapping[str, str] | None) -> dict[str, str]:

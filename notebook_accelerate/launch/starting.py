@@ -17,7 +17,9 @@ from notebook_accelerate import hardware
 from notebook_accelerate.config import environ
 from notebook_accelerate.errors import LaunchError, RunInterrupted, WorkerError
 from notebook_accelerate.launch import run_registry
-from notebook_accelerate.launch.detached_launch import launch_detached
+from notebook_accelerate.launch.detached import run_directory
+from notebook_accelerate.launch.detached.served_run import ServedRun
+from notebook_accelerate.launch.detached_launch import launch_detached, origin
 from notebook_accelerate.launch.kept import run_folder
 from notebook_accelerate.launch.kept.journal_format import JOURNAL_NAME
 from notebook_accelerate.launch.kept.run_writer import RunWriter
@@ -34,7 +36,7 @@ from notebook_accelerate.launch.state.call_arguments import RunCall, call_argume
 from notebook_accelerate.launch.state.interrupts import deferred_interrupts, handle_interrupts, wait_for
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
-from notebook_accelerate.launch.state.run_events import RunPlanned
+from notebook_accelerate.launch.state.run_events import NoteAdded, RunPlanned
 from notebook_accelerate.launch.state.run_view import internals
 from notebook_accelerate.launch.supervisor.command_queue import CommandQueue
 from notebook_accelerate.launch.supervisor.rank_supervisor import RankSupervisor
@@ -87,7 +89,7 @@ def start_here(
     arguments: tuple[Any, ...],
     resume: Run | None,
     inherited: InheritedState | None = None,
-    on_registered: Callable[[Run], None] | None = None,
+    on_registered: Callable[[Run], object] | None = None,
 ) -> Run:
     """Launch a run that this process supervises; see `start`.
 
@@ -97,8 +99,9 @@ def start_here(
         arguments: The function's positional arguments.
         resume: An ended run whose training the new run continues, or None.
         inherited: The state that ranks inherit. By default, it is captured from the calling thread.
-        on_registered: A function to call with the run before the ranks start. If it raises an error, the ranks do not
-            start, and this function raises the error. It is not called for inline runs.
+        on_registered: A function to call with the run before the ranks start, instead of making the run reachable for
+            other processes. If it raises an error, the ranks do not start, and this function raises the error. It is
+            not called for inline runs.
     """
     run_registry.release_held()
     if all(run.ended is not None for run in run_registry.own_runs()):
@@ -265,17 +268,29 @@ def _new_supervisor(run: Run, commands: CommandQueue) -> Supervisor:
 
 
 def _prepare(
-    run: Run, supervisor: Supervisor, plan: LaunchPlan, on_registered: Callable[[Run], None] | None
+    run: Run, supervisor: Supervisor, plan: LaunchPlan, on_registered: Callable[[Run], object] | None
 ) -> LaunchPlan:
     """Reserve what the plan needs, and register the run. Return the plan with the reserved port and folder."""
     run_registry.check_devices(run, plan)
     plan = supervisor.reserve(plan)
     internals(run).journal.append(RunPlanned(plan, plan.first_rank, plan.num_processes))
     run_registry.register_run(run)
-    if on_registered is not None:
-        on_registered(run)
+    (on_registered or _serve)(run)
     _announce(run, supervisor.publisher)
     return plan
+
+
+def _serve(run: Run) -> ServedRun | None:
+    """Let other processes of the user find the run and attach to it, unless NOTEBOOK_ACCELERATE_SERVE is "no"."""
+    if not environ.flag("NOTEBOOK_ACCELERATE_SERVE", default=True):
+        return None
+    try:
+        entry = run_registry.entry_of(run, run_directory.new_socket(), origin(), detached=False)
+        return ServedRun(run, entry)
+    except (LaunchError, OSError) as problem:
+        text = f"other processes cannot attach to the run: {problem}; NOTEBOOK_ACCELERATE_SERVE=no hides this note"
+        internals(run).journal.append(NoteAdded(text))
+        return None
 
 
 def _publisher(run: Run) -> Publisher:
@@ -298,16 +313,21 @@ def _announce(run: Run, publisher: Publisher, *more: str) -> None:
 
 def _run_inline(run: Run, plan: LaunchPlan, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     context = inline.InlineContext(run.id, run.config, plan, internals(run).journal)
+    served: ServedRun | None = None
     try:
         output_of(run).reserve(run.config)
         internals(run).journal.append(RunPlanned(plan, 0, 1))
         run_registry.register_run(run)
+        served = _serve(run)
         _announce(run, _publisher(run))
         output_of(run).show_panel(run)
         inline.run_in_kernel(context, function, arguments)
     except KeyboardInterrupt as stop:
         inline.end_before_start(context)
         raise RunInterrupted(run) from stop
+    finally:
+        if served is not None:  # An interrupt may have ended the notifications about the end of the run.
+            served.close()
 
 
 # ---- the launching cell

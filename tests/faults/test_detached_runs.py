@@ -102,7 +102,7 @@ def test_a_detached_run_outlives_its_kernel(state: Path, tmp_path: Path) -> None
     assert (row.name, row.status, row.config["detach"]) == ("train-3", "succeeded", True)
     followed.delete()
     assert not folder.exists()
-    with pytest.raises(ValueError, match="no detached run named 'train-3'; the detached runs are: none"):
+    with pytest.raises(ValueError, match="no detached or live run named 'train-3'; the runs are: none"):
         attach("train-3")
 
 
@@ -229,12 +229,12 @@ _FAILS_TO_SERVE = """
 import sys
 if any("detached_process" in word for word in sys.orig_argv):
     from notebook_accelerate.errors import BrokenRunError
-    from notebook_accelerate.launch.detached import control_service
+    from notebook_accelerate.launch.detached import run_directory
 
     def fail(_):
-        raise BrokenRunError("the header cannot be read")
+        raise BrokenRunError("the entry cannot be written")
 
-    control_service.read_header = fail
+    run_directory.add_entry = fail
 """
 
 
@@ -243,7 +243,7 @@ def test_a_run_whose_service_cannot_start_is_not_launched(
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(_FAILS_TO_SERVE)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
-    with pytest.raises(BrokenRunError, match="the header cannot be read"):
+    with pytest.raises(BrokenRunError, match="the entry cannot be written"):
         notebook_launcher(time.sleep, (600,), num_processes=1, detach=True, save=tmp_path / "runs", panel=False)
     until(lambda: not processes_of(state), seconds=60)
     assert [row.status for row in runs(tmp_path / "runs")] == ["failed"]

@@ -42,7 +42,7 @@ def generates(): yield 1
         ("LaunchConfig(timeout='soon')", "ValueError: timeout='soon' is not allowed"),
         ("LaunchConfig.from_file('nowhere.yaml')", "FileNotFoundError: the configuration file nowhere.yaml"),
         ("open_run('nowhere')", "FileNotFoundError: "),
-        ("notebook_accelerate.attach('nowhere')", "ValueError: there is no detached run named 'nowhere'"),
+        ("notebook_accelerate.attach('nowhere')", "ValueError: there is no detached or live run named 'nowhere'"),
         ("notebook_accelerate.debug()", "ValueError: no run can be debugged"),
         ("%%rank 0\n1", "ValueError: "),
         ("%rank_start -n two", "ValueError: "),

@@ -1,4 +1,4 @@
-"""The socket between a detached run's process and the attached kernels, and the messages sent over the socket."""
+"""The socket between a run's process and the attached processes, and the messages sent over the socket."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import sys
 import types
 import typing
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
+from notebook_accelerate.launch.processes import kernel_descriptors
 from notebook_accelerate.telemetry import Event, Stamped, encode, steady_time
 
 _CREDENTIALS = struct.Struct("3i")
@@ -146,7 +147,7 @@ def _fits(hint: Any, value: object) -> bool:
 
 
 def listen(path: Path) -> socket.socket:
-    """Create a socket that listens on a path. Only this user can connect to it.
+    """Create a socket that listens on a path. Only this user can connect to it, and forked ranks close it.
 
     Raises:
         OSError: The socket cannot be created.
@@ -160,10 +161,20 @@ def listen(path: Path) -> socket.socket:
             finally:
                 os.umask(before)
         listener.listen()
+        listener.setblocking(False)
     except OSError:
         listener.close()
         raise
+    kernel_descriptors.add(listener.fileno())
     return listener
+
+
+def stop_listening(listener: socket.socket, path: Path) -> None:
+    """Remove a listening socket and its file."""
+    with suppress(OSError):
+        path.unlink()
+    kernel_descriptors.discard(listener.fileno())
+    listener.close()
 
 
 @contextmanager

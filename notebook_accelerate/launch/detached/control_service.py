@@ -1,4 +1,4 @@
-"""Serve the kernels that attach to a detached run, by sending them the run's records and executing their commands."""
+"""Serve the processes that attach to a run, by sending them the run's records and executing their commands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from notebook_accelerate.errors import ChannelClosedError
 from notebook_accelerate.launch.detached import control_protocol as protocol
 from notebook_accelerate.launch.kept import journal_format
 from notebook_accelerate.launch.kept.journal_file import last_lines, thinned_frames
-from notebook_accelerate.launch.kept.journal_reader import JournalContents, read_header
+from notebook_accelerate.launch.kept.journal_reader import JournalContents
+from notebook_accelerate.launch.kept.run_folder import header_of
+from notebook_accelerate.launch.processes import kernel_descriptors
 from notebook_accelerate.launch.processes.event_loop import DispatchSelector, WakeDescriptor, dispatch
 from notebook_accelerate.launch.state.run_events import RunEnded, RunEvent
 from notebook_accelerate.launch.state.run_view import internals
@@ -37,7 +39,7 @@ BATCH_SECONDS = 0.02
 UNREAD_SECONDS = 30.0
 """Seconds after which a kernel that does not read is disconnected. The kernel reconnects once it resumes."""
 CHECK_SECONDS = 1.0
-"""Seconds between checks for kernels that do not read, and between reads of the journal if no kernel follows it."""
+"""Seconds between checks for kernels that do not read."""
 MAX_UNREAD_BYTES = 64 << 20
 """Maximum bytes to queue for a kernel after the message that it is reading. A kernel with more is disconnected."""
 MAX_COMMAND_BYTES = 64 << 20
@@ -68,6 +70,7 @@ class AttachedKernel:
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
+        kernel_descriptors.add(connection.fileno())
         self._socket, self.channel = connection, Channel(connection, MAX_COMMAND_BYTES)
         self.position: int | None = None
         self.history: tuple[int, Iterator[bytes]] | None = None
@@ -77,6 +80,11 @@ class AttachedKernel:
     def fileno(self) -> int:
         """Return the descriptor to wait on."""
         return self._socket.fileno()
+
+    def close(self) -> None:
+        """Close the connection."""
+        kernel_descriptors.discard(self._socket.fileno())
+        self.channel.close()
 
     @property
     def has_unread(self) -> bool:
@@ -120,23 +128,28 @@ class ControlService:
     """Serves kernels over a Unix domain socket. The service's thread never waits for any single kernel.
 
     Args:
-        run: The detached run to serve.
-        path: The path of the socket, in a folder that only this user can enter.
+        run: The run to serve.
+        path: The path of the socket, in a folder that only this user can enter. If None, the service does not listen,
+            and `admit` receives its connections.
+        stream: The run's records. If None, a new stream is created.
 
     Raises:
         OSError: The socket cannot be created.
     """
 
-    def __init__(self, run: Run, path: Path) -> None:
+    def __init__(self, run: Run, path: Path | None = None, stream: RecordStream | None = None) -> None:
         self._commands, self._path = internals(run).commands, path
         self._selector = DispatchSelector()
         self._wake, self._over = WakeDescriptor(), False
-        self._stream, self._batch_due = RecordStream(run, self._wake.set), 0.0
+        self._stream, self._batch_due = stream or RecordStream(run), 0.0
+        self._stream.wake = self._wake.set
         # Create the socket last, so that an error in the stream does not leave a socket file behind.
-        self._listener = protocol.listen(path)
+        self._listener = listener = None if path is None else protocol.listen(path)
         run.add_done_callback(lambda _: self._wake.set())
         self._selector.register(self._wake, selectors.EVENT_READ, self._wake.clear)
-        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        if listener is not None:
+            self._selector.register(listener, selectors.EVENT_READ, lambda: self.admit(listener))
+        self._admitted: deque[socket.socket] = deque()
         self._kernels: set[AttachedKernel] = set()
         self._asked: dict[tuple[int, int], AttachedKernel] = {}
         self._replies: deque[tuple[int, Reply]] = deque()
@@ -147,20 +160,30 @@ class ControlService:
         self._thread = threading.Thread(target=self._main, name="notebook-accelerate-control", daemon=True)
         self._thread.start()
 
-    def close(self) -> None:
-        """Wait up to `DRAIN_SECONDS` for kernels to read their messages, then close all sockets."""
-        self._over = True
-        self._wake.set()
-        self._thread.join()
-        self._stream.close()
-        self._captures.shutdown(cancel_futures=True)
-        self._selector.close()
-        self._listener.close()
-        self._wake.close()
-        with suppress(OSError):
-            self._path.unlink()
-
     # ---- any thread
+
+    def close(self, *, wait: bool = True) -> None:
+        """Wait up to `DRAIN_SECONDS` for kernels to read their messages, then close all sockets.
+
+        Args:
+            wait: Whether to return only after that. If False, the service's thread does it later.
+        """
+        self._over = True
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+        self._wake.set()
+        if wait:
+            self._thread.join()
+
+    def admit(self, listener: socket.socket) -> None:
+        """Accept a connection and serve it, unless it comes from a process of another user."""
+        with suppress(OSError):
+            connection, _ = listener.accept()
+            if protocol.is_own(connection):
+                self._admitted.append(connection)
+                self._wake.set()
+            else:
+                connection.close()
 
     @property
     def unattended_seconds(self) -> float:
@@ -182,16 +205,22 @@ class ControlService:
         self._drain()
         for kernel in list(self._kernels):
             self._drop(kernel)
+        self._stream.close()
+        self._captures.shutdown(cancel_futures=True)
+        self._selector.close()
+        self._wake.close()
 
     def _select_timeout(self) -> float | None:
         """Return how many seconds to wait for commands and new records, or None for no limit."""
-        if self._stream.has_waiting:
+        if self._stream.is_followed and self._stream.has_waiting:
             return max(0.0, self._batch_due - time.monotonic())
         return CHECK_SECONDS if self._kernels else None
 
     def _drain(self) -> None:
         """Send the run's last events, and wait up to `DRAIN_SECONDS` until all kernels have read them."""
-        self._selector.unregister(self._listener)
+        if self._listener is not None and self._path is not None:
+            self._selector.unregister(self._listener)
+            protocol.stop_listening(self._listener, self._path)
         deadline = time.monotonic() + DRAIN_SECONDS
         self._batch_due = 0.0
         self._send_pending()
@@ -200,10 +229,14 @@ class ControlService:
             self._send_pending()
 
     def _send_pending(self) -> None:
-        if time.monotonic() >= self._batch_due:
-            followed = any(kernel.position is not None for kernel in self._kernels)
-            self._stream.advance(hold=followed)
-            self._batch_due = time.monotonic() + (BATCH_SECONDS if followed else CHECK_SECONDS)
+        while self._admitted:
+            kernel = AttachedKernel(self._admitted.popleft())
+            self._kernels.add(kernel)
+            self._selector.register(kernel, selectors.EVENT_READ, partial(self._receive, kernel))
+        self._stream.is_followed = any(kernel.position is not None for kernel in self._kernels)
+        if self._stream.is_followed and time.monotonic() >= self._batch_due:
+            self._stream.advance(hold=True)
+            self._batch_due = time.monotonic() + BATCH_SECONDS
         while self._replies:
             rank, reply = self._replies.popleft()
             self._reply(self._asked.pop((rank, reply.number), None), protocol.relayed(rank, reply))
@@ -242,16 +275,6 @@ class ControlService:
         if self._selector.get_key(kernel).events != events:
             self._selector.modify(kernel, events, partial(self._receive, kernel))
 
-    def _accept(self) -> None:
-        with suppress(OSError):
-            connection, _ = self._listener.accept()
-            if not protocol.is_own(connection):
-                connection.close()
-                return
-            kernel = AttachedKernel(connection)
-            self._kernels.add(kernel)
-            self._selector.register(kernel, selectors.EVENT_READ, partial(self._receive, kernel))
-
     def _receive(self, kernel: AttachedKernel) -> None:
         with self._dropped_on_error(kernel):
             for _, event in kernel.channel.receive_available():
@@ -276,7 +299,7 @@ class ControlService:
             self._asked = {key: each for key, each in self._asked.items() if each is not kernel}
             self._last_attached = time.monotonic()
             self._selector.unregister(kernel)
-            kernel.channel.close()
+            kernel.close()
 
     def _handle(self, kernel: AttachedKernel, event: Event) -> None:
         commands = self._commands
@@ -344,16 +367,19 @@ class RecordStream:
 
     Args:
         run: The run whose records to number.
-        wake: A function to call when records arrive after all earlier ones have been read.
 
     Attributes:
+        wake: A function to call when records arrive after all earlier ones have been read.
+        is_followed: Whether kernels follow the run. If not, records are not held, but only counted when they arrive.
         end: The position after the last record that was read from the journal.
     """
 
-    def __init__(self, run: Run, wake: Callable[[], None]) -> None:
-        self._run, self._wake = run, wake
-        file, journal = internals(run).journal_file, internals(run).journal
-        self._contents = JournalContents(journal=journal, header={} if file is None else read_header(file))
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self.wake: Callable[[], None] = lambda: None
+        self.is_followed = False
+        journal = internals(run).journal
+        self._contents = JournalContents(journal=journal)
         self._waiting: list[Record] = []
         self._held: deque[tuple[int, bytes]] = deque()
         self._held_bytes = 0
@@ -364,9 +390,11 @@ class RecordStream:
             self.close = journal.subscribe(self._on_records, ordered=True)
 
     def _on_records(self, records: Sequence[Record]) -> None:
-        if not self._waiting:
-            self._wake()
+        if self.is_followed and not self._waiting:
+            self.wake()
         self._waiting.extend(records)
+        if not self.is_followed:
+            self.advance(hold=False)
 
     @property
     def has_waiting(self) -> bool:
@@ -437,6 +465,8 @@ class RecordStream:
             self.advance(hold=True)
             if self._waiting:
                 return None
+            if not self._contents.header:
+                self._contents.header = header_of(self._run)
             lines = last_lines(internals(self._run).journal)
             frames = thinned_frames(self._contents, (), self._run_events)
             return self.end, _parts(frames, lines)

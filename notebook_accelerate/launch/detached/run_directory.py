@@ -1,4 +1,4 @@
-"""The directory of a user's detached runs, with a file for each run, and a socket while the run's process is alive."""
+"""The directory of a user's detached runs and of the live runs of kernels, with a file and a socket for each run."""
 
 from __future__ import annotations
 
@@ -27,18 +27,21 @@ _MAX_ENTRY_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class DetachedEntry:
-    """The entry of a detached run, which lets other kernels find the run.
+class DirectoryEntry:
+    """The entry of a run, which lets other processes of the user find the run.
 
     Attributes:
         name: The run's name.
-        folder: The folder where the run is kept.
-        socket: The path of the socket over which kernels control the run's process.
+        folder: The folder where the run is kept, or "" if it is not kept. A detached run is always kept.
+        socket: The path of the socket over which other processes control the run's process.
         created: When the run was launched, in seconds since the epoch.
         process: The identity of the run's process; see ``hardware.process_liveness``.
         origin: Where the run was launched: "pid", and "folder" and "notebook" if they are known.
         accelerator: Device type of the ranks.
         visible: The environment variables that restrict the run's devices, such as CUDA_VISIBLE_DEVICES.
+        detached: Whether the run is detached. Otherwise, a kernel supervises the run, and the entry exists only while
+            the run is live.
+        ranks: The number of ranks on this machine.
     """
 
     name: str
@@ -49,6 +52,13 @@ class DetachedEntry:
     origin: Mapping[str, Any] = field(default_factory=dict)
     accelerator: str = "cpu"
     visible: Mapping[str, str] = field(default_factory=dict)
+    detached: bool = True
+    ranks: int = 0
+
+    @property
+    def label(self) -> str:
+        """The run's name with the process id, which is unique among the live runs of different processes."""
+        return f"{self.name}@{self.process.get('pid', 0)}"
 
     @property
     def lives(self) -> bool:
@@ -56,8 +66,10 @@ class DetachedEntry:
         identity, here = parse_identity(self.process), this_process()
         if identity is None or identity.machine != here.machine:
             return False
-        # If this machine has no id, as on macOS, check the lock on the run's name instead.
-        return not identity.has_ended() if here.machine else _is_claimed(self.name)
+        if here.machine:
+            return not identity.has_ended()
+        # This machine has no id, as on macOS. Only detached runs lock their names.
+        return _is_claimed(self.name) if self.detached else Path(self.socket).exists()
 
     @property
     def has_ended(self) -> bool:
@@ -133,18 +145,20 @@ def _advice(problem: OSError) -> str:
     )
 
 
-def add_entry(entry: DetachedEntry) -> None:
-    """Write the entry of a detached run, so that other kernels find the run.
+def add_entry(entry: DirectoryEntry) -> Path:
+    """Write the entry of a run, so that other processes find the run. Return the path of the entry's file.
 
     Raises:
+        LaunchError: The user has no home directory.
         OSError: The file cannot be written.
     """
-    folder = _entries_folder()
+    folder = _entries_folder() if entry.detached else _live_folder()
     guarded_files.make_folder(folder)
     path = folder / f"{secrets.token_hex(8)}.json"
     part = path.with_suffix(".new")
     part.write_text(json.dumps(asdict(entry)))
     part.replace(path)
+    return path
 
 
 def check_records() -> None:
@@ -161,7 +175,7 @@ def check_records() -> None:
         pass
 
 
-def entries() -> list[DetachedEntry]:
+def entries() -> list[DirectoryEntry]:
     """Return the entries of the user's detached runs, oldest first.
 
     Entries of ended runs are removed if the run was launched more than `LISTED_SECONDS` ago, or if its folder is gone.
@@ -180,6 +194,32 @@ def entries() -> list[DetachedEntry]:
         if entry.has_ended:
             _remove_socket(Path(entry.socket))
     return sorted(found, key=lambda entry: (entry.created, entry.folder))
+
+
+def live_entries() -> list[DirectoryEntry]:
+    """Return the entries of the live runs of kernels, oldest first. Entries of killed kernels are removed."""
+    found = []
+    for path in _files(live=True):
+        entry = _read(path)
+        if entry is None or entry.detached:
+            continue
+        if entry.has_ended:
+            remove_files(path, Path(entry.socket))
+        elif entry.lives:
+            found.append(entry)
+    return sorted(found, key=lambda entry: (entry.created, entry.socket))
+
+
+def all_entries() -> list[DirectoryEntry]:
+    """Return the entries of the user's detached runs, and of the live runs of the user's kernels."""
+    return [*entries(), *live_entries()]
+
+
+def remove_files(path: Path, socket: Path) -> None:
+    """Remove the file of an entry, and its socket."""
+    with suppress(OSError):
+        path.unlink()
+    _remove_socket(socket)
 
 
 def _remove_socket(path: Path) -> None:
@@ -259,9 +299,9 @@ def _claim_file(name: str) -> Path:
     return _entries_folder() / f"{name}.lock"
 
 
-def _files() -> list[Path]:
+def _files(*, live: bool = False) -> list[Path]:
     try:
-        folder = _entries_folder()
+        folder = _live_folder() if live else _entries_folder()
         return list(folder.glob("*.json")) if guarded_files.is_own_folder(folder) else []
     except (LaunchError, OSError):
         return []
@@ -271,17 +311,23 @@ def _entries_folder() -> Path:
     return state_folder() / "detached"
 
 
-def _read(path: Path) -> DetachedEntry | None:
+def _live_folder() -> Path:
+    return state_folder() / "live"
+
+
+def _read(path: Path) -> DirectoryEntry | None:
     try:
         content = guarded_files.parse_json(guarded_files.read_limited(path, _MAX_ENTRY_BYTES, own=True))
         guarded_files.check_depth(content)
-        known = {each.name for each in fields(DetachedEntry)}  # The entry of a newer version may have more fields.
-        entry = DetachedEntry(**{name: value for name, value in content.items() if name in known})
+        known = {each.name for each in fields(DirectoryEntry)}  # The entry of a newer version may have more fields.
+        entry = DirectoryEntry(**{name: value for name, value in content.items() if name in known})
     except (OSError, ValueError, TypeError, AttributeError):
         return None
     texts = all(isinstance(text, str) for text in (entry.name, entry.folder, entry.socket, entry.accelerator))
     maps = all(isinstance(each, dict) for each in (entry.origin, entry.process, entry.visible))
     if not texts or not maps or not (isinstance(entry.created, (int, float)) and math.isfinite(entry.created)):
         return None
-    paths = all("\0" not in text for text in (entry.folder, entry.socket)) and Path(entry.folder).is_absolute()
+    kinds = type(entry.detached) is bool and type(entry.ranks) is int
+    kept = Path(entry.folder).is_absolute() or (kinds and not entry.detached and not entry.folder)
+    paths = all("\0" not in text for text in (entry.folder, entry.socket)) and kinds and kept
     return entry if paths and entry.name == Path(entry.name).name and "\0" not in entry.name else None

@@ -9,7 +9,6 @@ import selectors
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import ChannelClosedError, LaunchError, RunStoppedError, RunTimeoutError, WorkerError
@@ -133,8 +132,7 @@ class FirstNotebook(RankSupervisor):
                 self.show(f"  {line}")
         deadline, last_call = time.monotonic() + join_seconds(self.config), 0.0
         with DispatchSelector() as selector:
-            commands = self.commands
-            selector.register(commands.wake, selectors.EVENT_READ, partial(commands.carry_out, self._wait))
+            self.commands.watch(lambda source, call: selector.register(source, selectors.EVENT_READ, call), self._wait)
             selector.register(self._listener, selectors.EVENT_READ, lambda: self._accept(selector))
             for host in self._hosts:
                 host.connect(selector)

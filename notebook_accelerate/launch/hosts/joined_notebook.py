@@ -150,7 +150,7 @@ class JoinedNotebook(Supervisor):
         self.show(f"joining the run at {where[0]}:{where[1]}")
         stream = connect(where, self._secret, hello, join_seconds(config), keep_alive(config), stopping)
         self._host = host = NotebookHost(stream, self, plan)
-        host.watch(self.commands.wake, lambda: self.commands.carry_out(self._target))
+        self.commands.watch(host.watch, self._target)
         self.commands.carry_out(self._target)
         while (message := host.next_message()) is not None:
             if isinstance(message, protocol.RunOverEvent) and not message.held:

@@ -87,26 +87,6 @@ def read_journal(path: Path, contents: JournalContents | None = None) -> Journal
     return contents
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """Return a journal's section about the launch, without decoding the events.
-
-    Args:
-        path: The path of the journal's file.
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-        BrokenRunError: The file is not a journal, or its first frame is damaged or missing.
-    """
-    with _open_journal(path) as file:
-        data = _frames_in(file, path)
-    with _reading(str(path)):
-        for frame, _ in journal_format.read_frames(data):
-            contents = JournalContents()
-            contents.add_frame(frame)
-            return contents.header
-    raise _no_header(path)
-
-
 def _frames_in(file: BinaryIO, path: Path) -> memoryview:
     data = memoryview(file.read(MAX_READ_BYTES))
     if bytes(data[: len(journal_format.MAGIC)]) != journal_format.MAGIC:
@@ -392,14 +372,15 @@ class JournalReader:
     Args:
         file: The path of the journal's file.
         load_result: A function that returns a rank's result; see `ResultLoader`.
+        is_kept: Whether the run is kept in a file. Otherwise, its results cannot be read.
 
     Attributes:
         contents: The journal, and how far it has been read.
         position: The position after the last record from the process, or 0 until the process has sent the history.
     """
 
-    def __init__(self, file: Path, load_result: ResultLoader) -> None:
-        self.file, self._load_result = file, load_result
+    def __init__(self, file: Path, load_result: ResultLoader, *, is_kept: bool = True) -> None:
+        self.file, self._load_result, self._is_kept = file, load_result, is_kept
         self.contents = JournalContents(self._result_of)
         self.position = 0
         self._history: JournalContents | None = None
@@ -485,7 +466,7 @@ class JournalReader:
     # ---- results
 
     def _result_of(self, rank: int, stored: Any) -> RankResult:
-        if stored is not ...:
+        if stored is not ... or not self._is_kept:
             return self._load_result(rank, stored)
         return RankResult(lambda: self._read_result(rank), rank=rank)
 

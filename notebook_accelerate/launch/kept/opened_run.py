@@ -1,4 +1,4 @@
-"""Open kept runs as `Run` objects, which are updated while the run continues."""
+"""Open kept runs, and live runs of other processes, as `Run` objects, which are updated while the run continues."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from notebook_accelerate.telemetry import tracebacks
 from notebook_accelerate.telemetry.pickling import load_bytes
 
 if TYPE_CHECKING:
+    from notebook_accelerate.launch.detached.run_directory import DirectoryEntry
     from notebook_accelerate.launch.state.journal import Journal
 
 POLL_SECONDS = 0.25
@@ -81,31 +82,66 @@ def open_run(path: str | PathLike[str]) -> Run:
         if client is not None:
             client.close()
         raise
-    header = reader.contents.header
-    commands = client or _ReadOnly(refusal or _read_only(header, file.parent))
-    tracebacks.name_foreign_cells(_cells_of(header))
-    run = Run(config_from(header["config"]), header["function"], reader.journal, commands, name=header["name"])
-    run.folder, internals(run).journal_file, internals(run).environment = file.parent, file, environment_of(header)
-    internals(run).delete_files = delete_run
+    run = _run_of(reader, client or _ReadOnly(refusal or _read_only(reader.contents.header, file.parent)))
+    run.folder, internals(run).journal_file, internals(run).delete_files = file.parent, file, delete_run
     weakref.finalize(run, poller.over.set)
-    weakref.finalize(run, commands.close)
     poller.opened = True
     if client is None or not client.is_following:
         poller.start()
     return run
 
 
+def open_live(entry: DirectoryEntry) -> Run:
+    """Attach to a live run of a kernel, which is not kept in a folder.
+
+    Raises:
+        NotebookAccelerateError: The run's process does not answer, or the run has just ended.
+    """
+    process = parse_identity(entry.process) or UNKNOWN
+    problem = f"{process}, which supervises run {entry.name}, does not answer"
+    if process.is_suspended():
+        raise NotebookAccelerateError(f"{process}, which supervises run {entry.name}, is suspended")
+    reader = JournalReader(Path(entry.socket), _result_elsewhere, is_kept=False)
+    try:
+        client = ControlClient(Path(entry.socket))
+    except OSError as error:
+        raise NotebookAccelerateError(f"{problem}: {error}") from error
+    reader.journal.subscribe(client.on_records)
+    client.report = partial(_report, reader.journal)
+    if not client.follow(reader, partial(_end_if_open, reader.contents)) or not reader.journal.state.started:
+        client.close()
+        raise NotebookAccelerateError(problem)
+    run = _run_of(reader, client)
+    run.origin = str(entry.origin.get("notebook") or entry.origin.get("folder") or "")
+    return run
+
+
+def _end_if_open(contents: JournalContents) -> None:
+    if _is_open(contents.journal):
+        _close_journal(contents)
+
+
+def _run_of(reader: JournalReader, commands: ControlClient | _ReadOnly) -> Run:
+    header = reader.contents.header
+    tracebacks.name_foreign_cells(_cells_of(header))
+    run = Run(config_from(header["config"]), header["function"], reader.journal, commands, name=header["name"])
+    internals(run).environment = environment_of(header)
+    weakref.finalize(run, commands.close)
+    return run
+
+
 def _connect(folder: Path) -> tuple[ControlClient | None, str]:
-    """Connect to the process of a detached run. Return the connection, or None and a reason, which may be ""."""
-    for entry in run_directory.entries():
+    """Connect to the process of a run. Return the connection, or None and a reason, which may be ""."""
+    for entry in run_directory.all_entries():
         if entry.folder == str(folder) and not entry.has_ended:
             process = parse_identity(entry.process)
             try:
-                return ControlClient(Path(entry.socket), process), ""
+                # Never kill a kernel that does not answer.
+                return ControlClient(Path(entry.socket), process if entry.detached else None), ""
             except BlockingIOError:
+                kills = "; notebook_accelerate.shutdown(all=True) kills it" if entry.detached else ""
                 return None, (
-                    f"{process or UNKNOWN}, which supervises run {entry.name}, does not accept connections; "
-                    "notebook_accelerate.shutdown(all=True) kills it"
+                    f"{process or UNKNOWN}, which supervises run {entry.name}, does not accept connections{kills}"
                 )
             except OSError:
                 break
@@ -213,6 +249,15 @@ def _stored_result(folder: Path, rank: int, stored: object) -> RankResult:
         )
         return missing
     return RankResult(partial(_load_result, folder / result_name(rank), size, values.get("crc32")), size, rank=rank)
+
+
+def _result_elsewhere(rank: int, _stored: object) -> RankResult:
+    missing = RankResult(int, rank=rank)
+    missing.free(
+        f"the result of rank {rank} is in the process that launched the run; to read results from other processes, "
+        "keep the run: notebook_launcher(..., save='runs')"
+    )
+    return missing
 
 
 def _load_result(path: Path, size: int, checksum: object) -> Any:

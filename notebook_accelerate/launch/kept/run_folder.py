@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.config.plain_values import HIDDEN, given_folder, hide_credentials, shown_value
@@ -21,10 +21,13 @@ from notebook_accelerate.hardware.process_liveness import this_process
 from notebook_accelerate.launch.kept import journal_format
 from notebook_accelerate.launch.kept.journal_reader import read_journal
 from notebook_accelerate.launch.report.run_report import environment
-from notebook_accelerate.launch.state.call_arguments import call_arguments
+from notebook_accelerate.launch.state.call_arguments import Plain, call_arguments
 from notebook_accelerate.telemetry import tracebacks
 from notebook_accelerate.telemetry.channel import escape_surrogates
 from notebook_accelerate.telemetry.tracebacks import cell_sources
+
+if TYPE_CHECKING:
+    from notebook_accelerate.launch.run import Run
 
 _TEXT_CHARS = 1000
 _GIT_SECONDS = 10.0
@@ -81,15 +84,27 @@ def new_header(
         config: The launch configuration.
         at: When the run was launched, in seconds since the epoch.
     """
+    function_name = getattr(function, "__name__", type(function).__name__)
+    return _header(name, number, function_name, call_arguments(function, arguments), config, at)
+
+
+def header_of(run: Run) -> dict[str, Any]:
+    """Return the header of the journal of a run that this process supervises."""
+    return _header(run.name, run.id, run.function_name, run.arguments, run.config, run.started)
+
+
+def _header(
+    name: str, number: int, function_name: str, arguments: Mapping[str, Plain], config: LaunchConfig, at: float
+) -> dict[str, Any]:
     return {
         "kind": "header",
         "format": journal_format.FORMAT,
         "name": name,
         "number": number,
-        "function": getattr(function, "__name__", type(function).__name__),
+        "function": function_name,
         "created": at,
         "config": _stored_config(config),
-        "arguments": call_arguments(function, arguments),
+        "arguments": dict(arguments),
         "process": asdict(this_process()),
         "environment": environment(),
         "folder": _working_folder(),

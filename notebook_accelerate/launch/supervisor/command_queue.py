@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Protocol
 
 from notebook_accelerate.debugging.session import RankRequests
-from notebook_accelerate.launch.processes.event_loop import WakeDescriptor
+from notebook_accelerate.launch.processes.event_loop import HasFileno, WakeDescriptor
 from notebook_accelerate.launch.state.prompts import PromptQueue
 from notebook_accelerate.launch.supervisor.stop_sequence import USER_STOP, StopReason
 
@@ -41,9 +41,11 @@ class CommandQueue:
         prompts: The prompts of ranks that wait for a line of input.
         requests: Sends requests to the ranks, and matches their replies.
         clock: The clock of the run's time limits.
+        listener: A socket to watch on the run's thread, with the function to call when it is readable, or None.
     """
 
     refusal, connected = "", False
+    listener: tuple[HasFileno, Callable[[], object]] | None = None
 
     def __init__(self) -> None:
         self.prompts, self.requests, self.clock = PromptQueue(), RankRequests(), PausableClock()
@@ -78,6 +80,17 @@ class CommandQueue:
         self.post(lambda _: self.clock.resume(paused(rank)))
 
     # ---- the run's thread
+
+    def watch(self, register: Callable[[HasFileno, Callable[[], object]], object], target: CommandTarget) -> None:
+        """Make an event loop of the run's thread execute the commands on ``target``, and watch the `listener`.
+
+        Args:
+            register: Registers a source with the loop, together with the function to call when the source is readable.
+            target: The object that executes the commands.
+        """
+        register(self.wake, lambda: self.carry_out(target))
+        if self.listener is not None:
+            register(*self.listener)
 
     def stopping(self) -> bool:
         """Return whether the user has stopped the run."""

@@ -73,7 +73,7 @@ class RankGroup:
     def __init__(self, supervisor: Supervisor, plan: LaunchPlan) -> None:
         self._supervisor, self._plan = supervisor, plan
         self.selector = DispatchSelector()
-        self.selector.register(supervisor.commands.wake, selectors.EVENT_READ, self._carry_out)
+        supervisor.commands.watch(self.listen, self)
         self._ranks = SupervisedRanks()
         self.after_turn: Callable[[], None] | None = None
         self._guard_due = 0.0
@@ -131,9 +131,6 @@ class RankGroup:
     def stop(self, grace: float, reason: StopReason) -> None:
         """Start the stop sequence of this attempt."""
         self.stops.stop(grace, reason)
-
-    def _carry_out(self) -> None:
-        self._supervisor.commands.carry_out(self)
 
     # ---- the event loop
 

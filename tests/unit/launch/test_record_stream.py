@@ -62,7 +62,7 @@ def _check(reader: JournalReader, steps: int) -> None:
 
 
 def test_a_reader_receives_each_record_once_while_others_are_appended(run: Run) -> None:
-    stream, reader = RecordStream(run, lambda: None), _reader(run)
+    stream, reader = RecordStream(run), _reader(run)
 
     def append() -> None:
         for number in range(2000):
@@ -85,7 +85,7 @@ def test_a_reader_receives_each_record_once_while_others_are_appended(run: Run) 
 
 def test_a_reader_that_falls_behind_misses_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_service, "MAX_HELD_BYTES", 1000)
-    stream, slow, fast = RecordStream(run, lambda: None), _reader(run), _reader(run)
+    stream, slow, fast = RecordStream(run), _reader(run), _reader(run)
     for number in range(100):
         run._internals.journal.add(_step(number))
         run._internals.journal.add([Record(0, START + 1 + number, CheckpointEvent(f"/{number}", START))])
@@ -101,7 +101,7 @@ def test_a_reader_that_falls_behind_misses_nothing(run: Run, monkeypatch: pytest
 
 def test_a_connection_that_breaks_during_the_history_starts_it_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_service, "PART_BYTES", 100)
-    stream, reader = RecordStream(run, lambda: None), _reader(run)
+    stream, reader = RecordStream(run), _reader(run)
     for number in range(1000):
         run._internals.journal.add(_step(number))
     found = stream.history()

@@ -34,7 +34,7 @@ from notebook_accelerate.launch.detached import (
 )
 from notebook_accelerate.launch.detached.control_client import ControlClient
 from notebook_accelerate.launch.detached.control_service import ControlService, RecordStream
-from notebook_accelerate.launch.detached.run_directory import DetachedEntry
+from notebook_accelerate.launch.detached.run_directory import DirectoryEntry
 from notebook_accelerate.launch.kept import journal_file, journal_format, run_folder
 from notebook_accelerate.telemetry import Event, LogEvent
 from notebook_accelerate.telemetry.channel import Channel
@@ -55,7 +55,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def _recorded(
     folder: Path, name: str, created: float, devices: tuple[str, str] = ("cpu", ""), **process: object
-) -> DetachedEntry:
+) -> DirectoryEntry:
     """Write a kept run and record it as a detached run of this process, or of a process that differs in some fields."""
     folder.mkdir(parents=True)
     identity = replace(this_process(), **process)  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def _recorded(
     )
     accelerator, visible = devices
     path, hides = str(run_directory.new_socket()), {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
-    entry = DetachedEntry(name, str(folder), path, created, asdict(identity), accelerator=accelerator, visible=hides)
+    entry = DirectoryEntry(name, str(folder), path, created, asdict(identity), accelerator=accelerator, visible=hides)
     run_directory.add_entry(entry)
     return entry
 
@@ -180,8 +180,8 @@ def test_a_folder_that_another_user_made_is_not_used(shared: Path, tmp_path: Pat
     assert run_directory.entries() == []
 
 
-def _entry_of(folder: Path) -> DetachedEntry:
-    return DetachedEntry("x", str(folder), "", START, asdict(this_process()))
+def _entry_of(folder: Path) -> DirectoryEntry:
+    return DirectoryEntry("x", str(folder), "", START, asdict(this_process()))
 
 
 @as_root
