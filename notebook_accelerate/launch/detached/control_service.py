@@ -209,6 +209,7 @@ class ControlService:
         self._captures.shutdown(cancel_futures=True)
         self._selector.close()
         self._wake.close()
+        self._commands.requests.relay = _do_nothing
 
     def _select_timeout(self) -> float | None:
         """Return how many seconds to wait for commands and new records, or None for no limit."""
@@ -387,7 +388,12 @@ class RecordStream:
             self._run_events = len(journal.records)
             # Positions start at 1. A new kernel starts at 0, which is never held, so the kernel receives the history.
             self.end = self._begin = self._run_events + 1
-            self.close = journal.subscribe(self._on_records, ordered=True)
+            self._unsubscribe = journal.subscribe(self._on_records, ordered=True)
+
+    def close(self) -> None:
+        """Stop reading the journal. The stream then no longer keeps itself and its run alive."""
+        self._unsubscribe()
+        self._unsubscribe = _do_nothing
 
     def _on_records(self, records: Sequence[Record]) -> None:
         if self.is_followed and not self._waiting:
@@ -470,6 +476,10 @@ class RecordStream:
             lines = last_lines(internals(self._run).journal)
             frames = thinned_frames(self._contents, (), self._run_events)
             return self.end, _parts(frames, lines)
+
+
+def _do_nothing(*_: object) -> None:
+    """Replace a function that refers to a run, so that the run is freed once its user has dropped it."""
 
 
 def _parts(frames: Sequence[bytes], lines: Sequence[Record]) -> Iterator[bytes]:

@@ -87,6 +87,7 @@ class ServedRun:
                 return
             self._is_closed = True
         self._unsubscribe()
+        del self._unsubscribe  # The function refers to this object, which refers to the run.
         self._remove()
         if isinstance(commands := internals(self._run).commands, CommandQueue):
             commands.listener = None  # The function refers to the run, which its user may drop.
