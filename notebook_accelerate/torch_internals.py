@@ -270,7 +270,7 @@ def flight_recorders() -> dict[str, Callable[[bool, bool], bytes]]:
 def default_device() -> str:
     """Return the type of this thread's default device, or "" if no default device is set.
 
-    To find the index, `torch.get_default_device` would create a tensor, and thereby a CUDA context in the kernel.
+    To find the index, `torch.get_default_device` would create a tensor, which creates a CUDA context in the kernel.
     """
     contexts: Any = sys.modules.get("torch.utils._device")
     if contexts is None:  # No default device was ever set.

@@ -140,8 +140,8 @@ def stopping(run: Run, kernel: KernelState | None) -> Stopping:
     interrupts = kernel is not None and _interrupts(run, kernel)
     if kills:
         action = Action(id="stop", label="Kill", hint="End every rank immediately", tone="kill", interrupts=interrupts)
-        note = "Stopping: ranks may finish saving. Click Kill to end them at once"
-        without = "Stopping: ranks may finish saving. Press ■ again to end them at once"
+        note = "Stopping: ranks may finish saving. Click Kill to end them immediately"
+        without = "Stopping: ranks may finish saving. Press ■ again to end them immediately"
         return Stopping(action, note, without if interrupts else "")
     if run.ended is None and (refusal := internals(run).commands.refusal):
         return Stopping(Action(id="stop", label="Stop", hint=refusal, tone="stop", enabled=False), refusal)

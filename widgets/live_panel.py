@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Panel(DocumentView):
     """A view that is displayed in cells. Outside a notebook, its document is displayed instead.
 
-    Each cell that displays the panel shows the same widget, which is updated as long as its content changes. After
+    Each cell that displays the panel shows the same widget, which is updated while its content changes. After
     that, the panel rests, and renders only what the user asks for. A closed panel is replaced by its static form in
     every cell.
 
@@ -140,7 +140,7 @@ class Panel(DocumentView):
             self._shown.update(now)
 
     def _render_soon(self, *_: Any) -> None:
-        """Render at the next tick, or now if the view no longer changes and therefore gets no more ticks."""
+        """Render at the next tick, or now if the view no longer changes and therefore no longer gets ticks."""
         self.schedule.touch()
         if not self._changes():
             self.schedule.tick(due=True)
@@ -354,7 +354,7 @@ class NewestPanels:
 
 SETTLE_SECONDS = 3.0
 """Seconds for which a live view stays after it was shown, because ipywidgets reports errors for boxes that are removed
-before their children are drawn. If the run ends earlier, the static form beside the view already shows the end."""
+before their children are drawn. If the run ends earlier, the static form next to the view already shows the end."""
 DRAWING_SECONDS = 120.0
 """How long a front end may still be drawing a view, in seconds. Until then, the view's models must not be deleted."""
 _retired: list[tuple[float, Any]] = []

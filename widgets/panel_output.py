@@ -1,7 +1,7 @@
 """The outputs of a live view in the notebook.
 
 A saved notebook contains no widgets. Without its kernel, a live view is shown as an error message, whatever else its
-bundle contains. A live view therefore has a second output beside it with its static form, which ``static/left.css``
+bundle contains. A live view therefore has a second output next to it with its static form, which ``static/left.css``
 hides while the view is live and which is updated regularly. When the view is closed, the static form replaces both.
 
 In a front end without live widgets, only the static form is shown, and it is updated more often.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 LEAVE_AGES = (2.0, 5.0, 15.0, 30.0)
 LEAVE_SECONDS = 60.0
-"""The static form beside a live view is updated at these ages of the view, and then every LEAVE_SECONDS seconds."""
+"""The static form next to a live view is updated at these ages of the view, and then every LEAVE_SECONDS seconds."""
 HTML_AGES = tuple(float(age) for age in range(2, 61, 2))
 HTML_SECONDS = 10.0
 """The interval after HTML_AGES, for a static form that is shown instead of a live view. Its size may be 100 KB."""
@@ -72,7 +72,7 @@ class PanelOutput:
 
     @property
     def stays_live(self) -> bool:
-        """Whether a live view may stay after its run has ended, because its front end hides the form beside it."""
+        """Whether a live view may stay after its run has ended, because its front end hides the form next to it."""
         is_live = any(output not in self._html for output in self._outputs) and not self._instead
         return is_live and self.in_notebook and host() == "jupyter"
 

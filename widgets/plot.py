@@ -72,7 +72,7 @@ class Plot(Feed):
         sources: The stores to draw.
         empty_text: The text that is shown until a metric is logged.
 
-    The trait ``order`` lists labels of curves in the order of their colours, for a table beside the plot.
+    The trait ``order`` lists labels of curves in the order of their colours, for a table next to the plot.
     """
 
     _esm = script(*SCRIPTS)

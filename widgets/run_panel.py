@@ -138,7 +138,7 @@ class RunPanel(LivePanel):
         self.logs.update(now)
 
     def _show_actions(self, now: float, status: str, kernel: KernelState | None) -> None:
-        """Show the buttons of the header, and what needs the user. A click may have to wait for the running cell."""
+        """Show the buttons of the header, and the rows below it. A click may have to wait for the running cell."""
         run, how = self.run, stopping(self.run, kernel)
         reached = kernel is None or kernel.handles_clicks
         rows = [*needs(run, now, how.action), *self._still_running(), *self._resume_offer.rows(run)]

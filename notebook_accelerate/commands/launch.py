@@ -75,7 +75,7 @@ def launch_command(args: argparse.Namespace) -> None:
         args: The arguments that ``launch_command_parser`` parsed.
 
     Raises:
-        SystemExit: The script failed in a process. The exit code is that of the first process that failed.
+        SystemExit: The script failed in a process. It has the exit code of the first process that failed.
         FileNotFoundError: The script or the configuration file does not exist.
         ValueError: An option is not supported, or a value is not allowed.
     """

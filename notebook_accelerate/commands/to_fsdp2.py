@@ -83,7 +83,7 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
         strategy = choice("fsdp_sharding_strategy", str(section.pop("fsdp_sharding_strategy")), FSDP_SHARDING_STRATEGY)
         section["fsdp_reshard_after_forward"] = strategy in ("FULL_SHARD", "HYBRID_SHARD")
         if strategy == "NO_SHARD":
-            print("FSDP 2 always shards parameters, and so does the new file; for plain data parallelism, use DDP")
+            print("FSDP 2 and the new file always shard parameters; for plain data parallelism, use DDP")
         if strategy.startswith("HYBRID"):
             print("To shard within groups, FSDP 2 needs a ParallelismConfig: set dp_replicate_size and dp_shard_size")
     return {**config, "fsdp_config": {**section, "fsdp_version": 2}}

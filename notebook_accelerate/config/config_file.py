@@ -429,7 +429,7 @@ def load_cluster_config(config_file: str | os.PathLike[str] | None) -> ClusterCo
 
 
 def file_contents(path: Path) -> dict[str, Any]:
-    """Return the settings in a YAML or JSON file, by name. An empty file has none.
+    """Return the settings in a YAML or JSON file, by name, or an empty dict for an empty file.
 
     Args:
         path: The path of an existing file.

@@ -170,7 +170,7 @@ class MegatronLMPlugin:
         )
         if self.other_megatron_args is not None:
             self.other_megatron_args = _named_as_in_core(self.other_megatron_args)
-        self.scheduled = False  # This tells whether the learning rate follows a schedule.
+        self.scheduled = False  # Its presence decides whether the learning rate follows a schedule.
         fill_unset(self)
         self._check()
         self.megatron_lm_default_args: dict[str, Any] = {

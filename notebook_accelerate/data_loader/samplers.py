@@ -1,4 +1,4 @@
-"""Samplers and streams that shuffle, divide and skip, and thereby determine which rank reads which samples."""
+"""Samplers and streams that shuffle, divide and skip: they determine which rank reads which samples."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class DetachedRun:
         """Let kernels connect to the run, and send its folder to the launching kernel.
 
         Raises:
-            LaunchError: The run cannot be recorded where kernels look for it.
+            LaunchError: The run cannot be recorded in the folder that kernels search.
         """
         try:
             self._service = ControlService(run, self._path)

@@ -227,7 +227,7 @@ class Run:
     def results(self) -> tuple[Any, ...]:
         """The return values of the function, one per rank, each unpickled when it is first read.
 
-        The values are kept as long as a variable (or IPython's ``Out``) refers to the run. The values of the last three
+        The values are kept while a variable (or IPython's ``Out``) refers to the run. The values of the last three
         ended runs are also kept, if they take at most 1 GiB in total. `free_results` frees the values of a run.
 
         Raises:

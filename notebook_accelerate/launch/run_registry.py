@@ -48,7 +48,7 @@ _GROUP: Any = getattr(builtins, "BaseExceptionGroup", None)
 
 
 class _Entry:
-    """A run, or what is kept of a run once the user no longer refers to it.
+    """A run, or its summary once the user no longer refers to it.
 
     Args:
         run: The run to keep.
@@ -102,7 +102,7 @@ class _Entry:
         return bool(tracebacks)
 
     def current(self) -> Run:
-        """Return the run, or what is kept of it if the user no longer refers to it."""
+        """Return the run, or its summary if the user no longer refers to it."""
         run = self._known() or self._summary
         assert run is not None, "an entry refers to its run until the run's summary is made"
         return run

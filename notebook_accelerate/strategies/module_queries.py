@@ -139,7 +139,7 @@ def check_values(model: torch.nn.Module, remedy: str) -> None:
 
     Args:
         model: The model to check.
-        remedy: The end of the error message, which tells the user how to load the values.
+        remedy: The end of the error message, which explains how to load the values.
 
     Raises:
         ValueError: Some parameters are on the meta device.

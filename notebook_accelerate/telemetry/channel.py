@@ -194,7 +194,7 @@ class Channel:
 
     Attributes:
         descriptors: The received file descriptors, in order, or None if this end does not receive any. Those that
-            nobody has taken are closed along with the channel.
+            no caller has taken are closed along with the channel.
         queues: Whether sending returns before the other end has read the data. If so, data that does not fit into the
             socket is queued in memory, because a suspended rank must not block the threads of its kernel.
     """

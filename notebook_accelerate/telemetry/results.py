@@ -128,7 +128,7 @@ def _write_buffers(buffers: Sequence[memoryview], what: str) -> int:
 
 
 class _File:
-    """Writes to an anonymous file as long as there is enough memory.
+    """Writes to an anonymous file while there is enough memory.
 
     Args:
         what: The description of the value in errors.

@@ -33,6 +33,6 @@ def offset() -> float:
 
 
 def set_offset(seconds: float) -> None:
-    """Set this process's clock to that of the process whose ``offset()`` returned ``seconds``."""
+    """Set this process's clock to the clock of the process whose ``offset()`` returned ``seconds``."""
     global _offset  # noqa: PLW0603 - one clock per process
     _offset = seconds

@@ -139,7 +139,7 @@ class StepProfiler:
     def _at_step(self) -> None:
         if threading.get_ident() != self._main:
             return
-        # This is the first step of an optimizer, and what was recorded before is only a part of that step.
+        # This is the first step of an optimizer, and the events recorded before it are only a part of that step.
         if self._counts_metrics:
             self._counts_metrics, self._in_part = False, self._recording
             self._skipped, self._steps = self._skipped + self._steps, 0

@@ -114,7 +114,7 @@ class Logs {
       && (!this.errors.checked || line.stream === "stderr") && (!query || line.text.toLowerCase().includes(query)));
     const lost = [...this.skipped].reduce((sum, [rank, n]) => sum + (this.shows(rank) ? n : 0), 0);
     setText(this.count, query ? `${english(found.length)} found`
-      : `${english(found.length)} lines` + (lost ? `, ${english(lost)} more in run.logs()` : ""));
+      : `${english(found.length)} ${found.length === 1 ? "line" : "lines"}` + (lost ? `, ${english(lost)} more in run.logs()` : ""));
     const selection = `${this.rank} ${query} ${this.errors.checked}`, follows = this.follow.checked;
     if (!follows && this.selection === selection) return;
     const at = follows && !query ? null : this.body.scrollTop;

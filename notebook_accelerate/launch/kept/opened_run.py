@@ -266,7 +266,7 @@ def _load_result(path: Path, size: int, checksum: object) -> Any:
     except ForeignFileError as error:
         raise SerializationError(
             f"{path} cannot be read: {error}. A result is a pickle, and its author can run "
-            f"any code when it is read. If you trust that user, open a copy of your own: cp -r {path.parent} mine"
+            f"any code when it is read. If you trust that user, open your own copy: cp -r {path.parent} mine"
         ) from error
     except OSError as error:
         raise SerializationError(f"{path} cannot be read: {error.strerror or error}") from error

@@ -29,7 +29,7 @@ PROGRESS_SECONDS = 0.2
 
 
 def line_label(template: str | None, rank: int, local_rank: int) -> str:
-    """Return the prefix of a rank's lines, such as "[rank 1] ", or what the user's template yields."""
+    """Return the prefix of a rank's lines, such as "[rank 1] ", or the prefix that the user's template yields."""
     if template is None:
         return f"[rank {rank}] "
     return string.Template(template).safe_substitute(role_name="default", rank=rank, local_rank=local_rank)

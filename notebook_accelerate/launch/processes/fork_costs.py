@@ -31,7 +31,7 @@ def collapse_memory(seconds: float, stop: Callable[[], bool] = lambda: False) ->
     """Move this process's private memory into pages of 2 MiB if the system supports that.
 
     A fork copies one page table entry per page, and the exit of a process visits every entry. With torch imported (160
-    MiB), huge pages reduced the CPU time of a fork from 8 ms to 3 ms, and that of the child's exit from 10 ms to 4 ms.
+    MiB), huge pages reduced the CPU time of a fork from 8 ms to 3 ms, and of the child's exit from 10 ms to 4 ms.
     On a busy machine with 2 processors, a launch of 16 ranks returned after 0.82 s rather than 1.24 s. Only ranges that
     are at least half resident are moved, so memory use stays about the same.
 

@@ -93,7 +93,7 @@ class _Tee:
 
 @dataclass(frozen=True)
 class InlineContext:
-    """What the functions of this module need to know about a run.
+    """The facts about a run that the functions of this module need.
 
     Attributes:
         id: The run's number in this kernel.

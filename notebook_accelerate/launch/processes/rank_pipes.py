@@ -13,7 +13,7 @@ PIPE_BYTES = 1 << 20
 
 
 class RankPipes:
-    """Both ends of one rank's channel and output pipes: those of the kernel and those of the rank."""
+    """Both ends of one rank's channel and output pipes: the kernel's ends and the rank's ends."""
 
     def __init__(self) -> None:
         with ExitStack() as undo:

@@ -125,7 +125,7 @@ def _error_text(run: RunView) -> str:
 
 
 def _curves_html(run: RunView) -> Markup:
-    """Return images of the curves: those of the logged metrics, or of the automatic ones if nothing was logged."""
+    """Return images of the curves of the logged metrics, or of the automatic metrics if nothing was logged."""
     failed = [failure.rank for failure in run.failures]
     source = Source(internals(run).store, run.started, chosen=failed, automatic=run.config.automatic_metrics)
     more = len(shown_names([source])) - svg_curves.MAX_IMAGES

@@ -1,4 +1,4 @@
-"""Build failures from what ranks reported and how they exited, and find out which failure was the first."""
+"""Build failures from the reports and exits of ranks, and determine the first failure."""
 
 from __future__ import annotations
 

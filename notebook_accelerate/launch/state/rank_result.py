@@ -30,7 +30,7 @@ class RankResult:
         load: Returns the value. It is called once, and again only after a failure.
         nbytes: Approximate size of the value in bytes. If None, it is estimated from the value that ``load`` returns.
         rank: The rank's global index, for error messages.
-        advice: What the function should return instead of a value that cannot be read, for the error message.
+        advice: Advice for the error message: the value to return instead of one that cannot be read.
         pickled: Returns the value's pickle, as `load_bytes` expects it, until the value is read. None if there is no
             pickle.
     """

@@ -54,7 +54,7 @@ class StopSequence:
 
     Args:
         journal: The journal to record the stop and the exits of ranks in.
-        prompts: The ranks' prompts. When a stop starts, those of debuggers are answered with end-of-file.
+        prompts: The ranks' prompts. When a stop starts, debuggers' prompts receive end-of-file.
         hold: Whether to hold the ranks for the debugger after a failure instead of stopping them.
 
     Attributes:

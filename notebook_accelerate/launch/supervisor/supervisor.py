@@ -64,7 +64,7 @@ class Supervisor(ABC):
     # ---- the launching thread
 
     def reserve(self, plan: LaunchPlan) -> LaunchPlan:
-        """Reserve what this machine's ranks need until the run ends. Return the plan with what was reserved."""
+        """Reserve the resources of this machine's ranks until the run ends. Return the plan with the reservations."""
         return plan
 
     def start(

@@ -282,7 +282,7 @@ class DeepSpeedStrategy(EngineStrategy):
         self.engine.backward(loss, sync_gradients=complete, scale_wrt_gas=False, **kwargs)
 
     def accumulating(self, models: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Return a context that does nothing, because `backward` tells the engine when a window is complete."""
+        """Return a context that does nothing, because `backward` signals to the engine when a window is complete."""
         return NOTHING
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""The kernel's driver on a Ray cluster, a separate process that lives as long as one attempt of a run.
+"""The kernel's driver on a Ray cluster, a separate process that serves one attempt of a run.
 
 A process that connects to Ray gets a handler for SIGTERM, environment variables, and threads for gRPC, which make later
 forks unsafe. A separate process keeps all of this out of the kernel. When the driver ends, for whatever reason, its

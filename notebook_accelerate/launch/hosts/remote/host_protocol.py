@@ -170,7 +170,7 @@ class FramesEvent(RankEvent):
 
 @dataclass(slots=True)
 class EndedEvent(RankEvent):
-    """A rank's process has exited. The fields are those of ``launch.state.rank_result.Exit``.
+    """A rank's process has exited. It has the fields of ``launch.state.rank_result.Exit``.
 
     All of the rank's output and frames have been sent before this event.
     """
