@@ -587,8 +587,9 @@ def dist(session: nox.Session) -> None:
 
 @nox.session
 def pictures(session: nox.Session) -> None:
-    """Take the README's pictures in JupyterLab; needs chromium."""
-    session.run(environment(session), "-m", "tests.support.pictures", env={"OMP_NUM_THREADS": "1"})
+    """Take the pictures of the documentation in JupyterLab; needs chromium."""
+    for module in ("tests.support.pictures", "tests.support.moving_picture"):
+        session.run(environment(session), "-m", module, env={"OMP_NUM_THREADS": "1"})
 
 
 def benchmarks(session: nox.Session, *options: str) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import pydoc
 import re
 import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.domains.python import PyObject
 from sphinx.ext.napoleon.docstring import GoogleDocstring
@@ -19,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import notebook_accelerate
 from notebook_accelerate.config.settings import settings_of
+from notebook_accelerate.errors import SITE
 
 DOCS = Path(__file__).resolve().parent
 
@@ -50,6 +54,7 @@ add_module_names = False
 maximum_signature_line_length = 100
 
 html_theme = "furo"
+html_baseurl = SITE
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_title = f"notebook_accelerate {release}"
@@ -109,6 +114,53 @@ def _with_variable(_app: Sphinx, what: str, name: str, _object: object, _options
         lines += ["", settings_of(cls)[field_name].source.strip(), ""]
 
 
+def _readable_defaults(
+    _app: Sphinx, _what: str, _name: str, function: Any, _options: object, arguments: str | None, returned: str | None
+) -> tuple[str, str | None] | None:
+    """Return a signature without internal names: a default is shown as its number if it is one, and else as "..."."""
+    if arguments is None:
+        return None
+    names = getattr(inspect.unwrap(getattr(function, "__init__", function)), "__globals__", {})
+    names = {**names, **getattr(inspect.unwrap(function), "__globals__", {})}
+
+    def shown(default: re.Match[str]) -> str:
+        module, _, name = default[1].rpartition(".")
+        value = getattr(names.get(module), name, None) if module else names.get(name)
+        return f"= {value}" if isinstance(value, (int, float)) else "= ..."
+
+    return re.sub(r"= ?(<factory>|[a-z_]+\.\w+|[A-Z_]{3,})(?=[,)])", shown, arguments), returned
+
+
+def _exception_tree(_app: Sphinx, what: str, _name: str, _object: object, _options: object, lines: list[str]) -> None:
+    """Turn the tree of classes in the docstring of a module into nested lists, whose names are links."""
+    if what != "module" or not any("├── " in line for line in lines):
+        return
+    branch = re.compile(r" {4}((?:[│├└ ][─ ]{2} )*)(\w+)\s*(.*)")
+    shown: list[str] = []
+    for line in lines:
+        if found := branch.fullmatch(line):
+            depth, text = len(found[1]) // 4, f": {found[3]}" if found[3] else ""
+            shown += [f"{'  ' * depth}* `{found[2]}`{text}", ""]  # Nested lists need an empty line before them.
+        else:
+            shown.append(re.sub("::$", ":", line))
+    lines[:] = shown
+
+
+def _add_dark_pictures(_app: Sphinx, document: nodes.document) -> None:
+    """Show NAME-dark.png instead of NAME.png in the dark theme, if it exists. Code hosts show NAME.png."""
+    folder = Path(str(document["source"])).parent
+    for image in list(document.findall(nodes.image)):
+        light = Path(image["uri"])
+        dark = light.with_stem(f"{light.stem}-dark")
+        if not (folder / dark).exists():
+            continue
+        other = image.deepcopy()
+        other["uri"] = dark.as_posix()
+        image["classes"].append("only-light")
+        other["classes"].append("only-dark")
+        image.parent.insert(image.parent.index(image) + 1, other)
+
+
 def _by_short_name(app: Sphinx, env: Any, node: Any, content: Any) -> Any:
     """Link a name in a docstring to the only class or function of that name in the reference."""
     entries = env.domains["py"].objects.items() if node.get("refdomain") == "py" else ()
@@ -153,6 +205,15 @@ def _write_short_addresses(app: Sphinx, error: Exception | None) -> None:
         )
 
 
+def _write_base_of_missing_page(app: Sphinx, error: Exception | None) -> None:
+    """Let the links of 404.html start at the root of the site: the server shows this page at any missing address."""
+    if error is not None or app.builder.format != "html":
+        return
+    page = Path(app.outdir) / "404.html"
+    base = f'<head><base href="{urlsplit(SITE).path}">'
+    page.write_text(re.sub("<head>(<base[^>]*>)?", base, page.read_text(), count=1))
+
+
 def _correct_links_of_sources(app: Sphinx, error: Exception | None) -> None:
     """Point the links from source code at the right entries: viewcode uses only one import path for each module."""
     if error is not None or app.builder.format != "html":
@@ -188,7 +249,11 @@ def setup(app: Sphinx) -> None:
     app.connect("missing-reference", _by_short_name)
     app.connect("autodoc-process-signature", _without_constructor)
     app.connect("autodoc-process-docstring", _without_arguments, priority=100)
+    app.connect("autodoc-process-signature", _readable_defaults)
     app.connect("autodoc-process-docstring", _with_variable, priority=100)
+    app.connect("autodoc-process-docstring", _exception_tree, priority=100)
+    app.connect("doctree-read", _add_dark_pictures, priority=100)  # before Sphinx collects the pictures
     app.connect("source-read", _link_tutorials)
     app.connect("build-finished", _write_short_addresses)
+    app.connect("build-finished", _write_base_of_missing_page)
     app.connect("build-finished", _correct_links_of_sources)

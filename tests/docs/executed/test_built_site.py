@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
@@ -79,6 +80,34 @@ def test_a_class_that_users_never_construct_shows_no_constructor() -> None:
     assert "sig-paren" not in signature
     assert "Name of the launched function" in page  # The attributes' entries remain.
     assert "None means a new one" not in page
+
+
+def test_signatures_contain_no_internal_names() -> None:
+    defaults = {
+        re.sub("<.*?>", "", text)
+        for page in (SITE / "api").glob("*.html")
+        for text in re.findall('<span class="default_value">(.*?)</span></em>', page.read_text(), re.DOTALL)
+    }
+    assert {"None", "False", "5.0"} <= defaults
+    assert [text for text in defaults if re.search(r"^[a-z_]+\.\w|^[A-Z_]{3,}$|&lt;", text)] == []
+
+
+@pytest.mark.parametrize("page", ["api/exceptions", "errors/index"])
+def test_the_tree_of_exceptions_is_a_nested_list_with_links(page: str) -> None:
+    text = (SITE / f"{page}.html").read_text()
+    assert "├──" not in text
+    tree = text[text.index("NotebookAccelerateError</") :]
+    assert re.search(r"LaunchError</.*?<ul>.*?PortInUseError</", tree, re.DOTALL)
+    for name in ("WorkerError", "RunLostError", "DistributedOperationException"):
+        assert re.search(rf'<a [^>]*href="[^"]*{name}[^"]*"', tree)
+
+
+def test_pictures_follow_the_theme() -> None:
+    pictures = {path.name for path in (pages.DOCS / "pictures").iterdir()}
+    assert all("-dark" in name or name.replace(".", "-dark.") in pictures for name in pictures)
+    page = (SITE / "index.html").read_text()
+    for theme in ("light", "dark"):
+        assert re.search(rf'<img [^>]*class="only-{theme}"', page)
 
 
 def test_inherited_members_have_entries() -> None:

@@ -15,13 +15,14 @@ from tests.docs.executed.test_built_site import PAGES, SITE
 from tests.support import browser
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Page, Route
 
 WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
 THEMES = ("light", "dark")
 NAMES = [name for name in (str(path.relative_to(SITE)) for path in PAGES) if not name.startswith("_")]
+NAMES.remove("404.html")  # its links start at the root of the published site
 PICTURES = {
-    *("index.html", "start.html", "guides/index.html", "guides/failures.html", "guides/run_panel.html"),
+    *("index.html", "start.html", "guides/debugging.html", "guides/failures.html", "guides/run_panel.html"),
     *("api/run.html", "errors/WorkerError.html", "compared.html", "benchmarks.html", "from_accelerate.html"),
     *("tutorials/01_quickstart.html", "tutorials/ported/simple_cv_example.html"),
 }
@@ -89,14 +90,32 @@ def test_a_page_fits_its_window_in_both_themes(page: Page, address: str, name: s
     assert problems == []
 
 
+def test_the_page_of_a_missing_address_shows_its_styles_and_leads_back(page: Page, address: str) -> None:
+    root = "/notebook-accelerate/"
+
+    def respond(route: Route) -> None:
+        path = route.request.url.partition(root)[2].partition("?")[0]
+        known = (SITE / path).is_file()
+        route.fulfill(status=200 if known else 404, path=SITE / (path if known else "404.html"))
+
+    page.route(f"{address}{root}**", respond)
+    page.set_viewport_size({"width": 1280, "height": 900})
+    page.goto(f"{address}{root}guides/renamed/long_ago.html")
+    assert page.locator("h1").inner_text().startswith("This page does not exist")
+    assert page.evaluate("getComputedStyle(document.querySelector('.sidebar-drawer')).position") != "static"
+    shoot(page, "404", "desktop")
+    page.get_by_role("link", name="Debugging").last.click()
+    page.wait_for_url(f"**{root}guides/debugging.html")
+
+
 def test_a_phone_opens_the_navigation_and_the_search_finds_a_guide(page: Page, address: str) -> None:
     page.set_viewport_size({"width": 390, "height": 844})
     page.goto(f"{address}/index.html")
     page.locator("label.mobile-header__toc, .header-left label").first.click()
     page.wait_for_timeout(500)
     shoot(page, "navigation", "phone-dark")
-    page.get_by_role("link", name="Guides").first.click()
-    page.wait_for_url("**/guides/index.html")
+    page.get_by_role("link", name="Debugging").first.click()
+    page.wait_for_url("**/guides/debugging.html")
     page.goto(f"{address}/search.html?q=breakpoint")
     found = page.locator("#search-results li a")
     found.first.wait_for()

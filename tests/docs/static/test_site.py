@@ -66,6 +66,18 @@ def test_every_exception_has_a_page(name: str) -> None:
         assert f"\n## {section}\n" in text
 
 
+def test_the_tree_on_the_page_of_errors_is_the_tree_of_classes() -> None:
+    text = (pages.DOCS / "errors" / "index.md").read_text()
+    listed = re.findall(r"^( *)- \[(\w+)\]\(\2\.md\)", text, re.MULTILINE)
+    parents: list[str] = []
+    for indentation, name in listed:
+        depth = len(indentation) // 2
+        parents = [*parents[:depth], name]
+        kind = getattr(errors, name)
+        assert depth == 0 or kind.__base__.__name__ == parents[depth - 1]
+    assert {name for _, name in listed} == {*EXCEPTIONS} - {"RunInterrupted"}
+
+
 @pytest.mark.parametrize("address", GUIDES.values())
 def test_the_link_of_a_panel_leads_to_a_section(address: str) -> None:
     page, _, anchor = address.partition("#")
