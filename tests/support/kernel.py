@@ -40,6 +40,7 @@ from traitlets.config import Config
 
 from tests.support import kernel_forks
 from tests.support.ipython_startup import start_no_server
+from tests.support.kernel_fork_server import NO_SPARE
 
 ROOT = Path(__file__).resolve().parents[2]
 # Don't use TCP: before a kernel binds the ports that Jupyter has chosen for it, another process may take one.
@@ -231,6 +232,8 @@ class Kernel:
             start_no_server(self.folder / "ipythondir")
         self._log = (self.folder / "kernel.log").open("w+")
         forked = forked and not prefix and python == sys.executable and kernel_forks.can_fork(env or {})
+        if forked and not server:
+            env = {**(env or {}), NO_SPARE: "yes"}
         self._manager = self._make_manager(forked=forked)
         self._client: BlockingKernelClient | None = None
         try:

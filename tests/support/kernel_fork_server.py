@@ -2,22 +2,44 @@
 
 ``python kernel_fork_server.py DESCRIPTOR`` exits when the other end of the socket is closed. It is a separate program,
 because each kernel inherits its imports.
+
+A kernel's zygote would import torch again. Instead, each kernel begins by forking a spare process, which becomes the
+zygote.
 """
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import gc
+import inspect
 import json
 import os
+import resource
+import signal
 import socket
+import subprocess
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NoReturn
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple, NoReturn
 
 PRELOADED = ("ipykernel.ipkernel", "ipykernel.kernelapp", "torch", "torch._dynamo")
 """Modules to import before forking. Otherwise, forked ranks would import torch._dynamo with their first optimizer."""
-_LONGEST = 1 << 20
+NO_SPARE = "TEST_NO_SPARE"
+"""A variable that is set for kernels without a spare process."""
+READ_AT_START = ("PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "LD_", "MALLOC_", "TORCH", "CUDA", "XLA", "PJRT")
+"""Prefixes of variables that the interpreter or torch reads at its start. A forked process would ignore changes."""
+_LONGEST = 1 << 17
+_UNUSED = 300
+"""A number above those of all descriptors that an interpreter inherits."""
+_LIMITS = 16
+"""The number of resource limits on Linux."""
+_PR_SET_PDEATHSIG = 1
+_PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
 def serve(channel: socket.socket) -> list[str]:
@@ -35,6 +57,8 @@ def serve(channel: socket.socket) -> list[str]:
         if pid == 0:
             channel.close()
             become(request, *descriptors)
+            if os.environ.pop(NO_SPARE, None) is None:
+                keep_spare()
             return list(request["argv"])
         for each in descriptors:
             os.close(each)
@@ -55,6 +79,97 @@ def become(request: dict[str, Any], out: int, err: int) -> None:
     os.environ.update(request["env"], JPY_PARENT_PID=str(parent))
     launcher = find_spec("ipykernel_launcher")
     sys.argv = [str(launcher and launcher.origin), *request["argv"]]
+
+
+class Spare(NamedTuple):
+    """The spare process of a kernel."""
+
+    pid: int
+    channel: socket.socket
+    variables: dict[str, str]
+
+
+def start_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that are read at the start of an interpreter, or during the import of torch."""
+    return {name: value for name, value in environment.items() if name.startswith(READ_AT_START)}
+
+
+def keep_spare() -> None:
+    """Fork the spare process, and make `subprocess.Popen` use it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    parent = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        # Forked ranks have copies of the kernel's end of the socket, so its closing does not tell the kernel's end.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == parent:
+            wait_as_spare(theirs)
+        os._exit(0)
+    theirs.close()
+    SparePopen.spare = Spare(pid, ours, start_variables(os.environ))
+    subprocess.Popen = SparePopen  # type: ignore[misc]
+
+
+def wait_as_spare(channel: socket.socket) -> None:
+    """Wait for the request to become an interpreter, run its code, and exit. Return if there is no request."""
+    message, descriptors, _, _ = socket.recv_fds(channel, _LONGEST, 50)
+    channel.close()
+    if not message:
+        return
+    request = json.loads(message)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
+    os.setsid()
+    for limit in range(_LIMITS):
+        resource.setrlimit(limit, resource.prlimit(os.getppid(), limit))
+    above = [fcntl.fcntl(each, fcntl.F_DUPFD, _UNUSED) for each in descriptors]
+    for each in descriptors:
+        os.close(each)
+    for each, number in zip(above, request["numbers"], strict=True):
+        os.dup2(each, number)
+        os.close(each)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    sys.argv = ["-c"]
+    module: Any = ModuleType("__main__")
+    sys.modules["__main__"] = module
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
+    exec(request["code"], vars(module))
+    sys.exit(0)
+
+
+class SparePopen(subprocess.Popen[Any]):
+    """Starts processes as usual, but the spare becomes the first interpreter that imports the package."""
+
+    spare: Spare | None = None
+
+    def _execute_child(self, *given: Any) -> None:
+        start: Any = super()._execute_child  # type: ignore[misc]
+        options = inspect.signature(start).bind(*given).arguments
+        spare, code = SparePopen.spare, str(options["args"][-1])
+        if spare is None or not options["start_new_session"] or "from notebook_accelerate" not in code:
+            start(*given)
+            return
+        SparePopen.spare = None
+        with spare.channel:
+            if start_variables(options["env"]) != spare.variables:
+                os.kill(spare.pid, signal.SIGKILL)
+                os.waitpid(spare.pid, 0)
+                start(*given)
+                return
+            standard = [options[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+            request = {
+                "code": code,
+                "cwd": options["cwd"] or str(Path.cwd()),
+                "env": dict(options["env"]),
+                "numbers": [0, 1, 2, *options["pass_fds"]],
+                "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+            }
+            socket.send_fds(spare.channel, [json.dumps(request).encode()], [*standard, *options["pass_fds"]])
+        self.pid = spare.pid
+        self._child_created = True
+        self._close_pipe_fds(*(options[name] for name in _PIPES))  # type: ignore[attr-defined]
 
 
 def main() -> NoReturn:

@@ -25,12 +25,11 @@ from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 
 from tests.support import leaks
+from tests.support.kernel_fork_server import READ_AT_START
 
 PROVISIONER = "forked-for-tests"
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = Path(__file__).with_name("kernel_fork_server.py")
-_READ_AT_START = ("PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "LD_", "MALLOC_", "TORCH", "CUDA", "XLA", "PJRT")
-"""Prefixes of variables that the interpreter or torch reads at its start. A forked kernel would ignore changes."""
 _OWN_INTERPRETERS = ("TEST_NIGHTLY", "TEST_KERNEL_PATH", "TEST_HOSTED")
 """If one of these variables is set, every kernel starts its own interpreter."""
 _environment = dict(os.environ)
@@ -46,7 +45,7 @@ def can_fork(changes: Mapping[str, str | None]) -> bool:
     if not hasattr(os, "pidfd_open") or any(os.environ.get(name) for name in _OWN_INTERPRETERS):
         return False
     changed = [name for name, value in changes.items() if os.environ.get(name) != value]
-    return not any(name.startswith(_READ_AT_START) for name in changed)
+    return not any(name.startswith(READ_AT_START) for name in changed)
 
 
 class ForkedKernel:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import psutil
 import pytest
 
 from tests.support import kernel_forks
 from tests.support.kernel import Kernel
+from tests.support.waiting import until
 
 _FACTS = """
 import faulthandler, os, signal, sys, threading
@@ -41,7 +43,7 @@ def _facts(kernel: Kernel) -> dict[str, object]:
 
 
 def test_a_forked_kernel_behaves_like_any_other() -> None:
-    with Kernel() as forked, Kernel(forked=False) as own:
+    with Kernel(server=False) as forked, Kernel(server=False, forked=False) as own:
         assert forked.process.cmdline() != own.process.cmdline()
         assert _facts(forked) == _facts(own)
 
@@ -59,3 +61,61 @@ def test_a_forked_kernel_can_be_interrupted_and_killed() -> None:
         assert "written by the kernel" in kernel.log
         kernel.kill()
         assert not kernel.alive()
+
+
+_START_TWO = """
+import json
+from notebook_accelerate.launch.processes import interpreters
+program = open(PATH).read()
+resource.setrlimit(resource.RLIMIT_NOFILE, (512, 512))
+os.environ["ADDED"] = "later"
+os.mkdir("below")
+os.chdir("below")
+reader, writer = os.pipe()
+found = []
+for _ in range(2):
+    with open("log", "w+b") as log:
+        with interpreters.uninterrupted():
+            process = interpreters.start_interpreter(program, [writer], log.fileno())
+        code = process.wait(60)
+        log.seek(0)
+        assert code == 3, log.read()
+        found.append(json.loads(log.read()))
+"""
+_INTERPRETER_FACTS = """
+import json, os, resource, signal, sys, threading
+from notebook_accelerate.launch.processes import zygote
+print(json.dumps({
+    "arguments": sys.argv,
+    "path": sys.path,
+    "main": [__name__, sys.modules["__main__"].__dict__ is globals()],
+    "environment": dict(os.environ),
+    "handlers": [str(signal.getsignal(each)).split(" at ")[0] for each in signal.Signals],
+    "blocked": list(map(str, signal.pthread_sigmask(signal.SIG_BLOCK, []))),
+    "threads": [each.name for each in threading.enumerate()],
+    "descriptors": sorted(name for name in os.listdir("/proc/self/fd") if os.path.exists("/proc/self/fd/" + name)),
+    "session": [os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid(), os.getppid()],
+    "limits": [resource.getrlimit(limit) for limit in range(16)],
+    "folder": os.getcwd(),
+    "stdin": os.readlink("/proc/self/fd/0"),
+}))
+sys.exit(3)
+"""
+
+
+def test_the_spare_process_becomes_the_first_interpreter_that_a_kernel_starts() -> None:
+    with Kernel() as kernel:
+        (spare,) = kernel.process.children()
+        (kernel.cwd / "program.py").write_text(_INTERPRETER_FACTS)
+        kernel.check(f"import os, resource\nPATH = {str(kernel.cwd / 'program.py')!r}" + _START_TWO)
+        forked, own = kernel.value("found")
+        assert forked == own
+        assert forked["session"] == [True, True, kernel.pid]
+        assert not spare.is_running()
+
+
+def test_the_spare_process_ends_with_its_kernel() -> None:
+    with Kernel() as kernel:
+        (spare,) = kernel.process.children()
+        kernel.kill()
+        until(lambda: not spare.is_running() or spare.status() == psutil.STATUS_ZOMBIE, seconds=60)
