@@ -17,7 +17,7 @@ from notebook_accelerate.config.config_file import ClusterConfig, load_cluster_c
 from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.config.launch_config import LaunchConfig
-from notebook_accelerate.config.plain_values import convert_bytes
+from notebook_accelerate.config.plain_values import size_text
 from notebook_accelerate.config.settings import settings_of
 from notebook_accelerate.hardware import device_table
 from notebook_accelerate.launch.report.markup import Markup, element
@@ -302,7 +302,7 @@ def machine_summary(machine: HardwareInfo) -> str:
 def _facts_of(machine: HardwareInfo) -> list[str]:
     devices = f"{machine.count} × {machine.accelerator}" if machine.count else "no accelerator"
     cores = f"{machine.cpu_count} CPU core{'s' * (machine.cpu_count != 1)}"
-    return [devices, cores, f"{convert_bytes(machine.memory_bytes)} memory", _HOSTS.get(machine.host, machine.host)]
+    return [devices, cores, f"{size_text(machine.memory_bytes)} memory", _HOSTS.get(machine.host, machine.host)]
 
 
 def chips(machine: HardwareInfo) -> Markup:

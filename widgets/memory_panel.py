@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from notebook_accelerate.config.plain_values import convert_bytes
+from notebook_accelerate.config.plain_values import size_text
 from notebook_accelerate.hardware import nvml
 from notebook_accelerate.launch.report.markup import Markup, element, join
 
@@ -42,16 +42,6 @@ _BLOCK = (
     "display:inline-block;box-sizing:border-box;height:22px;line-height:22px;vertical-align:top;overflow:hidden;"
     "text-align:center;font-size:11px;border-right:1px solid #fff"
 )
-_UNITS = ("B", "KB", "MB", "GB", "TB")
-
-
-def human(size: float) -> str:
-    """Return a number of bytes as text, in decimal units."""
-    for unit in _UNITS[:-1]:
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} {_UNITS[-1]}"
 
 
 def estimate_html(estimate: Any, available: int | None = None) -> Markup:
@@ -77,16 +67,16 @@ def _bar(title: str, parts: Mapping[str, int], longest: int, available: int | No
     for name, size in parts.items():
         if not size:
             continue
-        text, colour = f"{name} {human(size)}", f"background:{_COLOURS.get(name, '#97bbf5')}"
+        text, colour = f"{name} {size_text(size)}", f"background:{_COLOURS.get(name, '#97bbf5')}"
         width = f"width:{100 * size / longest:.2f}%"
-        pieces.append(element("span", title=f"{name}: {human(size)}", style=f"{_PIECE};{width};{colour}"))
+        pieces.append(element("span", title=f"{name}: {size_text(size)}", style=f"{_PIECE};{width};{colour}"))
         legend.append(element("span", element("span", style=f"{_SWATCH};{colour}"), text, style=_ENTRY))
         label.append(text)
     verdict: list[str] = []
     if available is not None:
-        too_much = [element("b", "does not fit"), f": {human(total - available)} too much"]
-        verdict = [" – ", *(["fits"] if total <= available else too_much), f" in {human(available)}"]
-    heading = [element("b", f"{title}: {human(total)} per rank"), *verdict]
+        too_much = [element("b", "does not fit"), f": {size_text(total - available)} too much"]
+        verdict = [" – ", *(["fits"] if total <= available else too_much), f" in {size_text(available)}"]
+    heading = [element("b", f"{title}: {size_text(total)} per rank"), *verdict]
     track = _track(heading, ", ".join(label), pieces, available, longest)
     return join([track, element("p", *legend, style="margin:4px 0 12px")])
 
@@ -96,7 +86,7 @@ def _track(heading: Sequence[str], label: str, pieces: Sequence[str], limit: int
     mark = Markup()
     if limit is not None:
         position = f"left:calc({100 * limit / longest:.2f}% - 1px)"
-        mark = element("span", title=human(limit), style=f"{_MARK};{position}")
+        mark = element("span", title=size_text(limit), style=f"{_MARK};{position}")
     bar = element("div", *pieces, mark, style=_TRACK, role="img", aria_label=label)
     return join([element("p", *heading, style="margin:8px 0 4px"), bar])
 
@@ -112,7 +102,7 @@ def device_map_html(placed: Any) -> Markup:
     longest = max([*totals.values(), *placed.limits.values(), 1])
     rows = [_device_row(device, totals[device], longest, placed) for device in devices]
     swatch = element("span", style=f"{_SWATCH};width:22px;background:{_OFFLOADED}")
-    moves = [swatch, f"{human(placed.moves)} move to the computing device on each forward"]
+    moves = [swatch, f"{size_text(placed.moves)} move to the computing device on each forward"]
     note = element("p", *(moves if placed.moves else ["Nothing moves."]), style="margin:4px 0")
     return element("div", *rows, note, class_="na-memory", style=_BOX)
 
@@ -120,14 +110,14 @@ def device_map_html(placed: Any) -> Markup:
 def _device_row(device: str, total: int, longest: int, placed: Any) -> Markup:
     blocks = [block for block in placed.blocks if block.device == device]
     limit = placed.limits.get(device)
-    size = human(total) if limit is None else f"{human(total)} of {human(limit)}"
+    size = size_text(total) if limit is None else f"{size_text(total)} of {size_text(limit)}"
     heading = [
         element("b", f"device {device}" if device.isdigit() else device),
         f": {size}, {len(blocks)} module{'s' * (len(blocks) != 1)}",
     ]
     if limit is not None and total > limit:
         heading += [" – ", element("b", "more than it holds")]
-    label = ", ".join(f"{_module_name(block)} {human(block.size)}" for block in blocks)
+    label = ", ".join(f"{_module_name(block)} {size_text(block.size)}" for block in blocks)
     return _track(
         heading, label, [_module_block(block, 100 * block.size / longest) for block in blocks], limit, longest
     )
@@ -143,7 +133,7 @@ def _module_block(block: Any, percent: float) -> Markup:
     room = percent / 100 * _WIDTH - 6
     colours = f"background:{_OFFLOADED};color:#222" if block.moves else f"background:{_COLOURS['weights']};color:#fff"
     style = f"{_BLOCK};width:{percent:.2f}%;{colours}"
-    return element("span", name if len(name) * 7 <= room else "", title=f"{name}: {human(block.size)}", style=style)
+    return element("span", name if len(name) * 7 <= room else "", title=f"{name}: {size_text(block.size)}", style=style)
 
 
 class MemoryPanel:
@@ -216,7 +206,7 @@ class MemoryCheck:
             offloaded = estimate.main_memory_total * plan.num_processes
             return _too_much(estimate.training, where, available, available) or _too_much_offloaded(offloaded, machine)
         parts = Counter(estimate.training) + Counter(estimate.main_memory)
-        together = f"{convert_bytes(parts.total() * plan.num_processes)} for {plan.num_processes} on this machine"
+        together = f"{size_text(parts.total() * plan.num_processes)} for {plan.num_processes} on this machine"
         return _too_much(parts, together, available // plan.num_processes, available)
 
     def _estimate(self, plan: LaunchPlan, training: TrainingOptions) -> Any:
@@ -239,8 +229,8 @@ def _too_much(parts: Mapping[str, int], where: str, limit: int, available: int) 
         return ""
     largest = max(parts, key=lambda part: parts[part])
     return (
-        f"This will not fit: training needs about {convert_bytes(needed)} per process, most of it for {largest}, "
-        f"{where}; available: {convert_bytes(available)}."
+        f"This will not fit: training needs about {size_text(needed)} per process, most of it for {largest}, "
+        f"{where}; available: {size_text(available)}."
     )
 
 
@@ -249,8 +239,8 @@ def _too_much_offloaded(needed: int, machine: HardwareInfo) -> str:
     if needed <= machine.memory_bytes:
         return ""
     return (
-        f"This will not fit: offloaded tensors need about {convert_bytes(needed)} of main memory; available: "
-        f"{convert_bytes(machine.memory_bytes)}."
+        f"This will not fit: offloaded tensors need about {size_text(needed)} of main memory; available: "
+        f"{size_text(machine.memory_bytes)}."
     )
 
 

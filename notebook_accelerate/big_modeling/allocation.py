@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from notebook_accelerate.big_modeling.module_tree import ModuleTree, Totals, as_names, full_name, prefixes, readable
+from notebook_accelerate.big_modeling.module_tree import ModuleTree, Totals, as_names, full_name, prefixes
+from notebook_accelerate.config.plain_values import size_text
 
 _IS_WAITING, _IS_PLACED = 1, 2
 
@@ -113,7 +114,7 @@ class Allocation:
     def _place(self, entry: int) -> None:
         room = self._room(entry)
         if self._log:
-            self._log(f"{self._names[entry]} ({readable(self._sizes[entry])}): {_room_text(room)} on {self._device()}")
+            self._log(f"{self._names[entry]} ({size_text(self._sizes[entry])}): {_room_text(room)} on {self._device()}")
         if room is None or self._sizes[entry] <= room:
             self._assign(entry)
         elif parts := self._parts_of(entry):
@@ -125,7 +126,7 @@ class Allocation:
         ties, room = self._tied_with(entry), self._room(entry)
         if ties and self._log:
             others = ", ".join(self._names[other] for other in dict.fromkeys(ties.values()))
-            size = f"{readable(self._sizes[entry])}, {readable(self._size_with_ties(entry, ties))} with {others}"
+            size = f"{size_text(self._sizes[entry])}, {size_text(self._size_with_ties(entry, ties))} with {others}"
             self._log(f"{self._names[entry]} ({size}): {_room_text(room)} on {self._device()}")
         if not ties:
             self._place(entry)
@@ -433,4 +434,4 @@ def _groups_by_prefix(tied: Sequence[Sequence[str]]) -> dict[str, list[Sequence[
 
 
 def _room_text(room: Any) -> str:
-    return "no limit" if room is None else f"{readable(max(room, 0))} left"
+    return "no limit" if room is None else f"{size_text(max(room, 0))} left"

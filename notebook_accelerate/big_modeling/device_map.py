@@ -25,9 +25,9 @@ from notebook_accelerate.big_modeling.module_tree import (
     find_tensor,
     get_module_leaves,
     prefixes,
-    readable,
     totals_of,
 )
+from notebook_accelerate.config.plain_values import size_text
 from notebook_accelerate.hardware.detection import machine_memory, system_memory
 
 _LOG = accelerate_logger("utils.modeling")
@@ -82,7 +82,7 @@ def infer_auto_device_map(
         device_map = allocation.clean_device_map() if clean_result else allocation.device_map()
     warn_if_untied(model, totals.tied)
     if allocation.too_small:
-        devices = ", ".join(f"{device} (it needs {readable(size)})" for device, size in allocation.too_small.items())
+        devices = ", ".join(f"{device} (it needs {size_text(size)})" for device, size in allocation.too_small.items())
         _LOG.info("No modules were assigned to these devices, whose memory is too small for the next one: %s", devices)
     if verbose:
         print(_table(allocation.used, limits))  # noqa: T201 - verbose
@@ -124,8 +124,8 @@ def make_device_map(
 def _table(used: Mapping[Any, Any], limits: Mapping[Any, int]) -> str:
     lines = [f"{'device':<8}{'used':>10}{'limit':>10}"]
     for device, size in used.items():
-        limit = readable(limits[device]) if device in limits else "none"
-        lines.append(f"{device!s:<8}{readable(size):>10}{limit:>10}")
+        limit = size_text(limits[device]) if device in limits else "none"
+        lines.append(f"{device!s:<8}{size_text(size):>10}{limit:>10}")
     return "\n".join(lines)
 
 
@@ -243,7 +243,7 @@ def check_free_memory(needed: Mapping[torch.device, int]) -> None:
     for device, size in needed.items():
         free = free_bytes(device)
         if free is not None and size > free:
-            raise ValueError(_overflow(device, size, f"has {readable(free)} free"))
+            raise ValueError(_overflow(device, size, f"has {size_text(free)} free"))
 
 
 def check_limits(sizes: Mapping[str, int], limits: Mapping[Any, int]) -> None:
@@ -259,12 +259,12 @@ def check_limits(sizes: Mapping[str, int], limits: Mapping[Any, int]) -> None:
     for device, limit in limits.items():
         size = sizes.get(str(device), 0)
         if size > limit:
-            raise ValueError(_overflow(device, size, f"is limited to {readable(limit)} by max_memory"))
+            raise ValueError(_overflow(device, size, f"is limited to {size_text(limit)} by max_memory"))
 
 
 def _overflow(device: Any, size: int, has: str) -> str:
     return (
-        f"The device map puts {readable(size)} on device {device}, which {has}. Nothing was moved or loaded. Put some "
+        f"The device map puts {size_text(size)} on device {device}, which {has}. Nothing was moved or loaded. Put some "
         'modules on "cpu" or "disk", or pass device_map="auto".'
     )
 

@@ -16,8 +16,9 @@ import torch
 from notebook_accelerate.big_modeling.device_map import balanced_cuts
 from notebook_accelerate.big_modeling.empty_init import init_on_device
 from notebook_accelerate.big_modeling.module_tensors import device_of
-from notebook_accelerate.big_modeling.module_tree import compute_module_sizes, dtype_of, readable
+from notebook_accelerate.big_modeling.module_tree import compute_module_sizes, dtype_of
 from notebook_accelerate.collectives import recursively_apply
+from notebook_accelerate.config.plain_values import size_text
 from notebook_accelerate.torch_internals import viewed_tensor
 
 OPTIMIZERS: dict[str, float] = {
@@ -61,11 +62,11 @@ class MemoryEstimate:
     def __str__(self) -> str:
         lines = [f"{'per rank':<14}{'training':>12}{'inference':>12}"]
         for part in self.training:
-            inference = readable(self.inference[part]) if part in self.inference else "–"
-            lines.append(f"{part:<14}{readable(self.training[part]):>12}{inference:>12}")
-        lines.append(f"{'together':<14}{readable(self.training_total):>12}{readable(self.inference_total):>12}")
+            inference = size_text(self.inference[part]) if part in self.inference else "–"
+            lines.append(f"{part:<14}{size_text(self.training[part]):>12}{inference:>12}")
+        lines.append(f"{'together':<14}{size_text(self.training_total):>12}{size_text(self.inference_total):>12}")
         if self.main_memory:
-            parts = ", ".join(f"{part} {readable(size)}" for part, size in self.main_memory.items())
+            parts = ", ".join(f"{part} {size_text(size)}" for part, size in self.main_memory.items())
             lines.append(f"in main memory: {parts}")
         return "\n".join([*lines, *self.assumptions])
 
@@ -297,10 +298,10 @@ class PlacedModel:
             first, *others = group
             name = first.name or "the model"
             name += f" … {others[-1].name}, {1 + len(others)} of this size" if others else ""
-            moved = f", {readable(first.moves)} {'each ' * bool(others)}copied to the device on each forward"
-            lines.append(f"{first.device:<6}{readable(first.size):>9}  {name}{moved if first.moves else ''}")
+            moved = f", {size_text(first.moves)} {'each ' * bool(others)}copied to the device on each forward"
+            lines.append(f"{first.device:<6}{size_text(first.size):>9}  {name}{moved if first.moves else ''}")
         lines += [f"device {device} exceeds its limit" for device in self.overfull()]
-        return "\n".join([*lines, f"{readable(self.moves)} copied on each forward"])
+        return "\n".join([*lines, f"{size_text(self.moves)} copied on each forward"])
 
     def _repr_html_(self) -> str:
         from notebook_accelerate.widgets.memory_panel import device_map_html

@@ -396,11 +396,3 @@ def calculate_maximum_sizes(model: torch.nn.Module) -> tuple[Any, tuple[Any, lis
     classes = getattr(model, "_no_split_modules", None) or []
     layers = [*model.named_parameters(recurse=False), *model.named_children()]
     return sizes[""], get_max_layer_size(layers, sizes, classes)
-
-
-def readable(size: float) -> str:
-    """Format a number of bytes with units in powers of 1000: 1536 becomes "1.54 KB"."""
-    if size < 1000:
-        return f"{size:.0f} B"
-    power = min(int(math.log10(size) // 3), 4)
-    return f"{size / 1000**power:.3g} {'KMGT'[power - 1]}B"

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from notebook_accelerate.big_modeling.empty_init import like
-from notebook_accelerate.config.plain_values import convert_bytes
+from notebook_accelerate.config.plain_values import size_text
 from notebook_accelerate.files import tensor_sources
 from notebook_accelerate.files.tensor_sources import TensorSource
 from notebook_accelerate.hardware.detection import machine_memory
@@ -461,7 +461,7 @@ def _check_room(sources: Sequence[TensorSource]) -> None:
     _, available = machine_memory()
     if added > available // 2:
         raise RuntimeError(
-            f"pinning them takes {convert_bytes(added)} more, but at most half of the {convert_bytes(available)} of "
+            f"pinning them takes {size_text(added)} more, but at most half of the {size_text(available)} of "
             "free memory may be used"
         )
 

@@ -19,6 +19,7 @@ import torch
 
 from notebook_accelerate._loggers import accelerate_logger
 from notebook_accelerate.checkpointing.snapshot import is_plain_tensor
+from notebook_accelerate.config.plain_values import size_text
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 from notebook_accelerate.files.remote_paths import AnyPath
 from notebook_accelerate.files.temporary_folders import scratch_folder
@@ -187,7 +188,7 @@ def write_error(target: Path, error: BaseException) -> CheckpointError:
     free = _free_bytes(target)
     wrapped = any(f"os error {number}" in str(error) for number in _DISK_FULL)
     full = getattr(error, "errno", None) in _DISK_FULL or wrapped or free < _NEARLY_FULL
-    reason = f"the disk is full, {free / 1e6:,.0f} MB are free" if full else f"{type(error).__name__}: {error}"
+    reason = f"the disk is full, {size_text(free)} are free" if full else f"{type(error).__name__}: {error}"
     return CheckpointError(
         f"The checkpoint {target} was not written: {reason}. Its previous content is unchanged."
         + (" Free space, or keep fewer checkpoints: ProjectConfiguration(total_limit=2)." if full else "")

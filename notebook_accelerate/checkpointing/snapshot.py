@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from notebook_accelerate.config.plain_values import size_text
 from notebook_accelerate.errors import CheckpointError
 from notebook_accelerate.hardware import device_table
 from notebook_accelerate.state.warn_once import warn_once
@@ -207,7 +208,7 @@ class _Pages:
         error = errors[0] if errors else _UNKNOWN_ERROR
         if error:
             warn_once(
-                f"save_state(blocking=False) could not lock {len(self.memory) >> 20} MiB of CPU memory (CUDA error "
+                f"save_state(blocking=False) could not lock {size_text(len(self.memory))} of CPU memory (CUDA error "
                 f"{error}), so copies from the device are slower. ulimit -l shows the limit."
             )
         return 0 if error else address

@@ -12,7 +12,7 @@ from typing import Any
 from notebook_accelerate import hardware
 from notebook_accelerate.commands.parsers import Subparsers, add_config_file, command_parser
 from notebook_accelerate.config import config_file
-from notebook_accelerate.config.plain_values import convert_bytes, hide_credentials
+from notebook_accelerate.config.plain_values import hide_credentials, size_text
 from notebook_accelerate.hardware.versions import installed_version, torch_build
 
 _PACKAGES = (
@@ -62,7 +62,7 @@ def _facts() -> dict[str, str]:
         **versions,
         "accelerators": devices,
         "processors": str(machine.cpu_count),
-        "memory": convert_bytes(machine.memory_bytes),
+        "memory": size_text(machine.memory_bytes),
         "environment": " ".join(f"{name}={hide_credentials(value)}" for name, value in variables.items())
         or "no variable set",
     }

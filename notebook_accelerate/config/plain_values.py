@@ -35,6 +35,28 @@ def convert_bytes(size: float) -> str:
     return f"{round(size, 2)} PB"
 
 
+def size_text(size: float | None, unknown: str = "–") -> str:
+    """Return a number of bytes as text with three significant digits, such as "312 B", "2.60 kB" or "340 GB".
+
+    All texts that people read use this function and its units, which are powers of 1000. `convert_bytes` exists only
+    for clients of Accelerate.
+
+    Args:
+        size: The number of bytes, or None if unknown.
+        unknown: The text for None.
+    """
+    if size is None:
+        return unknown
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while abs(size) >= 999.5 and len(units) > 1:  # Such a number would be rounded to 1000.
+        size /= 1000
+        del units[0]
+    if units[0] == "B":
+        return f"{size:.0f} B"
+    digits = 2 if abs(size) < 9.995 else 1 if abs(size) < 99.95 else 0
+    return f"{size:,.{digits}f} {units[0]}"
+
+
 def merge_dicts(source: MutableMapping[str, Any], destination: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
     """Merge one nested dict into another, in place.
 

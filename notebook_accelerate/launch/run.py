@@ -228,7 +228,7 @@ class Run:
         """The return values of the function, one per rank, each unpickled when it is first read.
 
         The values are kept while a variable (or IPython's ``Out``) refers to the run. The values of the last three
-        ended runs are also kept, if they take at most 1 GiB in total. `free_results` frees the values of a run.
+        ended runs are also kept, if they take at most 1 GB in total. `free_results` frees the values of a run.
 
         Raises:
             RunNotFinishedError: The run is still running.

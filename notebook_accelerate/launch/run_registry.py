@@ -40,7 +40,7 @@ KEPT_RUNS = 100
 """Maximum number of ended runs to keep. The oldest are dropped first."""
 KEPT_RESULTS = 3
 """The number of most recently ended runs that keep their results even if the user no longer refers to them."""
-KEPT_RESULT_BYTES = 1 << 30
+KEPT_RESULT_BYTES = 1_000_000_000
 """Maximum total size in bytes of the results of these `KEPT_RESULTS` runs. The last run's are never dropped."""
 
 _GROUP: Any = getattr(builtins, "BaseExceptionGroup", None)
@@ -208,7 +208,7 @@ def runs(folder: str | os.PathLike[str] | None = None) -> Runs | KeptRuns:
     With a folder, return a table of the runs that are kept in it.
 
     Runs that a variable refers to keep their results, and so do the last three that ended, if those results take at
-    most 1 GiB. For older runs, everything except the results is kept.
+    most 1 GB. For older runs, everything except the results is kept.
 
     Args:
         folder: The folder passed as ``save``. If None, return this kernel's runs, and the detached runs of all kernels:

@@ -8,6 +8,7 @@ from functools import cached_property
 from math import ceil
 from statistics import median
 
+from notebook_accelerate.config.plain_values import size_text
 from notebook_accelerate.profiling.collective_waits import Joined, find_waits, join_collectives
 from notebook_accelerate.profiling.facts import ProfileFacts, RankFacts, RankReader
 from notebook_accelerate.profiling.tables import (
@@ -18,7 +19,6 @@ from notebook_accelerate.profiling.tables import (
     Where,
     line_table,
     op_table,
-    size_text,
 )
 from notebook_accelerate.profiling.timeline import Merger, Timeline
 from notebook_accelerate.profiling.trace import RankTrace

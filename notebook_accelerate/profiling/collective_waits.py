@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from notebook_accelerate.profiling.tables import Line, SampledLines, size_text
+from notebook_accelerate.config.plain_values import size_text
+from notebook_accelerate.profiling.tables import Line, SampledLines
 from notebook_accelerate.profiling.trace import CATEGORIES, RankTrace
 
 MAX_SHIFT = 60

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from notebook_accelerate.config.plain_values import size_text
 from notebook_accelerate.errors import FrameInfo
 from notebook_accelerate.profiling.trace import CATEGORIES, RankTrace
 from notebook_accelerate.telemetry.tracebacks import is_user_code
@@ -303,11 +304,3 @@ def what_fits(parts: Mapping[str, int], capacity: int, ranks: int) -> list[str]:
 
 def _as_many_times(factor: float) -> str:
     return f"{min(factor, MOST):.1f} times" if factor < MOST else f"more than {MOST} times"
-
-
-def size_text(nbytes: float) -> str:
-    """Return a number of bytes as text, such as "64 MB"."""
-    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}"
-    return f"{nbytes:.0f} bytes"

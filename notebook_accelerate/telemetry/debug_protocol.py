@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
+from notebook_accelerate.config.plain_values import size_text
 from notebook_accelerate.errors import ExceptionInfo, FrameInfo
 from notebook_accelerate.telemetry.events import Event, to_chain
 
@@ -335,14 +336,6 @@ AFTER_STEPS = "after the last ProfilerStep"
 # ---- a rank's memory as text, for the notebook and for the note that the rank adds to an out-of-memory error
 
 
-def size_cell(nbytes: float) -> str:
-    """Return a number of bytes as text, such as "64.0 MB"."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if abs(nbytes) >= scale:
-            return f"{nbytes / scale:.1f} {unit}"
-    return f"{nbytes:.0f} B"
-
-
 def memory_rows(report: Mapping[str, Any]) -> list[tuple[str, int]]:
     """Return the names of the parts of a rank's memory and their sizes in bytes, without empty parts."""
     rows = [(str(name), int(nbytes)) for name, nbytes in report["parts"].items()]
@@ -370,4 +363,4 @@ def memory_table(report: Mapping[str, Any]) -> str:
 
 def _aligned(rows: Sequence[tuple[str, int]]) -> list[str]:
     width = max((len(name) for name, _ in rows), default=0)
-    return [f"  {name:<{width}}  {size_cell(nbytes):>10}" for name, nbytes in rows]
+    return [f"  {name:<{width}}  {size_text(nbytes):>10}" for name, nbytes in rows]

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+from notebook_accelerate.config.plain_values import size_text
 from notebook_accelerate.errors import SerializationError
 from notebook_accelerate.telemetry.pickling import dump_bytes, load_bytes
 from notebook_accelerate.telemetry.tracebacks import describe_error
@@ -26,7 +27,7 @@ from notebook_accelerate.telemetry.tracebacks import describe_error
 _NOT_CARRIED = ("lock", "stream")
 """Attributes of handlers that cannot be carried to another process."""
 _STREAMS = ("stdout", "stderr")
-_MAX_BYTES = 1 << 20
+_MAX_BYTES = 1_000_000
 """Maximum size of a pickle. A larger handler, such as one that keeps records, is sent without its attributes.
 
 A larger filter or formatter is not sent.
@@ -177,7 +178,7 @@ def _pickled(value: Any, what: str) -> bytes:
     try:
         # Include the id, so that equal handlers and filters of different loggers remain separate objects.
         data = dump_bytes((id(value), value), "it", "launch")
-        reason = f"it has more than {_MAX_BYTES >> 20} MiB" if len(data) > _MAX_BYTES else ""
+        reason = f"it has more than {size_text(_MAX_BYTES)}" if len(data) > _MAX_BYTES else ""
     except Exception as error:  # noqa: BLE001 - the user's classes may raise any error
         data, reason = b"", str(error)
     if not reason:

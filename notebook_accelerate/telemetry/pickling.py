@@ -26,6 +26,7 @@ from typing import Any, Literal, Protocol
 
 import cloudpickle
 
+from notebook_accelerate.config.plain_values import size_text
 from notebook_accelerate.errors import SerializationError
 from notebook_accelerate.telemetry import cells
 from notebook_accelerate.telemetry.tracebacks import describe_error
@@ -35,7 +36,7 @@ _HEADER = struct.Struct("!QQ")
 _ALIGN = 64
 MAX_ANSWER_BYTES = 16 << 20
 """If a value that the user evaluates on a rank is larger than this, only its ``repr`` is sent."""
-MAX_DEFINITION_BYTES = 4 << 20
+MAX_DEFINITION_BYTES = 4_000_000
 """Maximum size of a class definition. A larger one, such as one that uses a large table, is not sent.
 
 In that case, only a process that already has the class can read its instances.
@@ -285,7 +286,8 @@ class _DefinitionFile(io.BytesIO):
 
 def _check_definition(size: int) -> None:
     if size > MAX_DEFINITION_BYTES:
-        raise SerializationError(f"the class's methods use more than {MAX_DEFINITION_BYTES >> 20} MiB of other values")
+        limit = size_text(MAX_DEFINITION_BYTES)
+        raise SerializationError(f"the class's methods use more than {limit} of other values")
 
 
 def _dump_definition(kind: type) -> tuple[bytes | str, set[str]]:

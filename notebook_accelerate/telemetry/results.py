@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from notebook_accelerate.config.plain_values import size_text
 from notebook_accelerate.errors import SerializationError
 from notebook_accelerate.hardware.detection import machine_memory
 from notebook_accelerate.telemetry.pickling import Pickler, anonymous_file, pickle_in_band
@@ -172,8 +173,8 @@ class _File:
             return
         self.close()
         raise SerializationError(
-            f"{self._what} is too large to return: {(self.size + size) / 1e9:.1f} GB must pass through memory, but "
-            f"only {max(0, available) / 1e9:.1f} GB is available; {_SAVE}"
+            f"{self._what} is too large to return: {size_text(self.size + size)} must pass through memory, but "
+            f"only {size_text(max(0, available))} is available; {_SAVE}"
         )
 
 

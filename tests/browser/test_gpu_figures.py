@@ -86,5 +86,5 @@ def test_the_gpus_of_the_machine_and_of_each_rank_are_shown(machine: tuple[str, 
     )
     card = page.page.locator(".na-live").last
     card.screenshot(path=SCREENSHOTS / f"{name}-ranks.png")
-    assert "Tesla T4 · 15.0 GiB" in card.inner_text()
+    assert "Tesla T4 · 16.1 GB" in card.inner_text()
     assert page.errors == []

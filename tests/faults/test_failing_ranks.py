@@ -129,7 +129,7 @@ def test_os_exit_is_reported_with_its_status(kernel: Kernel, method: str, code: 
 @pytest.mark.parametrize(
     ("kill", "words"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", ["SIGKILL", "another process sent it", "GiB"]),
+        ("os.kill(os.getpid(), signal.SIGKILL)", ["SIGKILL", "another process sent it", "GB"]),
         ("ctypes.string_at(0)", ["SIGSEGV (signal 11)"]),
         ("os.abort()", ["SIGABRT"]),
         ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(5)", ["SIGTERM"]),

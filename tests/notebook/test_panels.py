@@ -106,8 +106,8 @@ def test_the_report_has_the_sharding_table(kernel: Kernel) -> None:
     cell = kernel.check("notebook_launcher(train_sharded, num_processes=2, use_port=0)")
     text = _filled(cell)[0]["text/plain"]
     assert "fsdp2 FULL_SHARD · dp_shard 2 · 1 unit" in text
-    assert "parameters       16.0 KiB  8.0 KiB   50 %" in text
-    assert "optimizer state  32.0 KiB  16.0 KiB  50 %" in text
+    assert "parameters       16.4 kB  8.19 kB   50 %" in text
+    assert "optimizer state  32.8 kB  16.4 kB   50 %" in text
     assert kernel.value("{rank: one.place for rank, one in runs()[-1]._internals.store.shard_reports.items()}") == {
         "0": {"dp_shard": 0},
         "1": {"dp_shard": 1},

@@ -41,7 +41,7 @@ _PATTERNS = [
     (re.compile(rf"(?<![\w.-]){_NUMBER} (ms|s|min|h|tokens/s|steps/s|it/s)\b"), rf"{MEASURED} \1"),
     (re.compile(r"\[\d\d:\d\d<[^]]*/s\]"), f"[{MEASURED}]"),
     (re.compile(r"\b\d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d)?(?: UTC)?"), MEASURED),
-    (re.compile(r"(?<![\w.-])\d+\.\d+ GiB"), f"{MEASURED} GiB"),
+    (re.compile(r"(?<=it held )[\d.,]+ \w+|(?<=the machine has )[\d.,]+ \w+|[\d.,]+ \w+(?= of it free)"), MEASURED),
     (re.compile(r" on Linux-[\w.+-]+"), ""),
     (re.compile(r"(?<=127\.0\.0\.1:)\d+"), MEASURED),
     (re.compile(r"\bpid \d+"), f"pid {MEASURED}"),

@@ -7,7 +7,7 @@ from itertools import product
 
 from notebook_accelerate.telemetry.sharding import KINDS, ShardReport, ShardSizes
 
-MIB = 1 << 20
+MB = 1_000_000
 Spec = tuple[float, tuple[str, ...]]
 
 
@@ -20,7 +20,7 @@ def mesh_reports(
     offloaded: str = "",
     units: int = 0,
 ) -> dict[int, ShardReport]:
-    """Return the report of each rank of a mesh, for a model whose first stage has 64 MiB of parameters.
+    """Return the report of each rank of a mesh, for a model whose first stage has 64 MB of parameters.
 
     Args:
         axes: The size of each axis, outermost first.
@@ -37,7 +37,7 @@ def mesh_reports(
         place = dict(zip(axes, at, strict=True))
         held = {}
         for kind, (times, over) in zip(KINDS, specs, strict=True):
-            whole = int(64 * MIB * times) << place.get(stages, 0)
+            whole = int(64 * MB * times) << place.get(stages, 0)
             here = whole // math.prod(axes[name] for name in over)
             held[kind] = ShardSizes(whole, here, over, offloaded if kind == KINDS[2] else "")
         found[rank] = ShardReport(strategy, variant, axes, place, held, stages, units)
@@ -64,4 +64,4 @@ def megatron() -> dict[int, ShardReport]:
     return mesh_reports(axes, (1, ("tp",)), (1, ("tp",)), (2, ("dp", "tp")), strategy="megatron_lm", stages="pp")
 
 
-__all__ = ["MIB", "hybrid", "megatron", "mesh_reports", "zero"]
+__all__ = ["MB", "hybrid", "megatron", "mesh_reports", "zero"]

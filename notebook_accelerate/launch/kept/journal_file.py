@@ -15,10 +15,10 @@ from notebook_accelerate.telemetry import LogEvent
 from notebook_accelerate.telemetry.curves import m4
 from notebook_accelerate.telemetry.store import Record
 
-MAX_JOURNAL_BYTES = 64 << 20
+MAX_JOURNAL_BYTES = 64_000_000
 """The size in bytes above which a journal is thinned: curves to `KEPT_POINTS`, and output to `KEPT_LOG_BYTES`."""
 KEPT_POINTS = 700_000
-"""Total number of points that all curves keep when a journal is thinned. The points take 16 MiB."""
+"""Total number of points that all curves keep when a journal is thinned. The points take 16 MB."""
 KEPT_LOG_BYTES = 8 << 20
 """Total bytes of output that all ranks keep when a journal is thinned. The newest output is kept."""
 _POINTS_PER_FRAME = 100_000

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from notebook_accelerate._mistakes import reports_mistakes
-from notebook_accelerate.config.plain_values import did_you_mean, given_folder
+from notebook_accelerate.config.plain_values import did_you_mean, given_folder, size_text
 from notebook_accelerate.errors import BrokenRunError, NotebookAccelerateError, SerializationError
 from notebook_accelerate.files.guarded_files import ForeignFileError, read_limited
 from notebook_accelerate.hardware.process_liveness import UNKNOWN, parse_identity, this_process
@@ -244,7 +244,7 @@ def _stored_result(folder: Path, rank: int, stored: object) -> RankResult:
     if type(size) is not int or not 0 <= size <= MAX_DETACHED_RESULT_BYTES:
         missing = RankResult(int, rank=rank)
         missing.free(
-            f"the result of rank {rank} was not kept: results above {MAX_RESULT_BYTES >> 20} MiB, and results of "
+            f"the result of rank {rank} was not kept: results above {size_text(MAX_RESULT_BYTES)}, and results of "
             "start_method='inline', are not kept"
         )
         return missing

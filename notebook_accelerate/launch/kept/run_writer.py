@@ -55,7 +55,7 @@ MAX_WAITING = 300_000
 dropped."""
 MAX_WAITING_CHARS = 64 << 20
 """Maximum characters of output queued for a slow disk. If there are more, the oldest lines are dropped."""
-MAX_RESULT_BYTES = 64 << 20
+MAX_RESULT_BYTES = 64_000_000
 """Maximum size in bytes of a pickled result of a run whose kernel has the result too."""
 MAX_DETACHED_RESULT_BYTES = 1 << 40
 """Maximum size in bytes of a pickled result of a detached run. In practice, the size of the disk is the limit."""

@@ -124,23 +124,6 @@ def number(value: float, digits: int = 4) -> str:
     return f"{float(mantissa):.{digits}g}e{int(exponent)}"
 
 
-def byte_size(count: int | None, unknown: str = "–") -> str:
-    """Return a number of bytes as text, such as "312 B", "2.6 KiB" or "340 GiB".
-
-    Args:
-        count: The number of bytes, or None if unknown.
-        unknown: The text for None.
-    """
-    if count is None:
-        return unknown
-    size, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{count} B" if unit == "B" else f"{size:,.0f} {unit}" if size >= 100 else f"{size:.1f} {unit}"
-
-
 def percent(share: float | None) -> str:
     """Return a share as text, such as "50 %", with two significant digits below 10 %. Return "" for None.
 

@@ -9,10 +9,10 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
+from notebook_accelerate.config.plain_values import size_text
 from notebook_accelerate.launch.report.document import Cell, Column, Drawing, Group, Row, Table, table_of
 from notebook_accelerate.launch.report.markup import (
     Markup,
-    byte_size,
     element,
     join,
     percent,
@@ -165,7 +165,7 @@ def _range(counts: Sequence[int | None]) -> str:
     known = [count for count in counts if count is not None]
     if len(known) < len(counts):
         return "unknown"
-    low, high = byte_size(min(known)), byte_size(max(known))
+    low, high = size_text(min(known)), size_text(max(known))
     return high if low == high else f"{low} – {high}"
 
 
@@ -425,7 +425,7 @@ class _Drawing:
         parts.append(svg_text(x + 8, y + 14, name, palette.ink, font_weight=600))
         held_bytes = total_bytes(held.here for held in report.held.values())
         if wide and held_bytes is not None:
-            parts.append(svg_text(x + self.cell - 8, y + 14, byte_size(held_bytes), palette.muted, "end"))
+            parts.append(svg_text(x + self.cell - 8, y + 14, size_text(held_bytes), palette.muted, "end"))
         for index, kind in enumerate(KINDS):
             if kind in report.held:
                 parts += self._bar(report, kind, x + 8, y + 20 + index * (_BAR + 3), index)
@@ -479,7 +479,7 @@ def slice_of(report: ShardReport, kind: str, totals: Sequence[int | None]) -> tu
 def _size(held: ShardSizes) -> str:
     if held.whole is None or held.here is None:
         return "not known before the first step"
-    return f"{byte_size(held.here)} of {byte_size(held.whole)}{f' in {held.offloaded}' if held.offloaded else ''}"
+    return f"{size_text(held.here)} of {size_text(held.whole)}{f' in {held.offloaded}' if held.offloaded else ''}"
 
 
 def _hatch_patterns(palette: Palette) -> Markup:

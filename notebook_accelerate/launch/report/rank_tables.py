@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from notebook_accelerate.config.plain_values import size_text
 from notebook_accelerate.launch.report.document import Cell, Column, Drawing, Group, Row, Rows, Table, Text, table_of
-from notebook_accelerate.launch.report.markup import Markup, byte_size, element, join, number
+from notebook_accelerate.launch.report.markup import Markup, element, join, number
 from notebook_accelerate.launch.report.rank_rows import (
     MANY,
     by_node,
@@ -102,11 +103,11 @@ COLUMNS: Mapping[str, RankColumn] = {
     "rate": RankColumn("steps/s", lambda ranks: rate(min(_known(ranks, "rate"), default=None))),
     "loss": RankColumn("loss", lambda ranks: _figure(_mean(ranks, "loss"))),
     "cpu": RankColumn("CPU", lambda ranks: use_text(_mean(ranks, "cpu"))),
-    "memory": RankColumn("memory", lambda ranks: byte_size(sum_known(_known(ranks, "memory")))),
+    "memory": RankColumn("memory", lambda ranks: size_text(sum_known(_known(ranks, "memory")))),
     "gpu": RankColumn("GPU", lambda ranks: use_text(_mean(ranks, "gpu"))),
-    "gpu memory": RankColumn("GPU memory", lambda ranks: byte_size(sum_known(_known(ranks, "gpu_memory")))),
-    "peak": RankColumn("peak memory", lambda ranks: _range(_known(ranks, "peak"), byte_size, " to ")),
-    "peaks": RankColumn("sum of peak memory", lambda ranks: byte_size(sum_known(_known(ranks, "peak")))),
+    "gpu memory": RankColumn("GPU memory", lambda ranks: size_text(sum_known(_known(ranks, "gpu_memory")))),
+    "peak": RankColumn("peak memory", lambda ranks: _range(_known(ranks, "peak"), size_text, " to ")),
+    "peaks": RankColumn("sum of peak memory", lambda ranks: size_text(sum_known(_known(ranks, "peak")))),
     "last": RankColumn("last message", _last_message),
     "exit": RankColumn("exit", _exit, numeric=False),
 }
@@ -395,12 +396,12 @@ def _device_figures(held: Sequence[RankDevice], ranks: Ranks) -> list[str]:
     return [
         ", ".join(dict.fromkeys(map(_model, held))),
         use_text(sum(percents) / len(percents) if percents else None),
-        byte_size(sum_known(device.allocated for device in live)),
-        byte_size(sum_known(device.reserved for device in live)),
-        byte_size(max(device.peak for device in held)),
-        byte_size(sum_known(device.used for device in distinct)),
+        size_text(sum_known(device.allocated for device in live)),
+        size_text(sum_known(device.reserved for device in live)),
+        size_text(max(device.peak for device in held)),
+        size_text(sum_known(device.used for device in distinct)),
     ]
 
 
 def _model(device: RankDevice) -> str:
-    return " · ".join(filter(None, (device.name, byte_size(device.total, "")))) or "–"
+    return " · ".join(filter(None, (device.name, size_text(device.total, "")))) or "–"

@@ -11,12 +11,12 @@ from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.config.plain_values import format_setting
+from notebook_accelerate.config.plain_values import format_setting, size_text
 from notebook_accelerate.hardware.versions import installed_version
 from notebook_accelerate.launch.report import mesh_diagram, rank_tables, svg_curves
 from notebook_accelerate.launch.report.curves import Source, shown_names
 from notebook_accelerate.launch.report.document import Drawing, Node, Rows, Section, Table, Text, table_of
-from notebook_accelerate.launch.report.markup import Markup, byte_size, element, join
+from notebook_accelerate.launch.report.markup import Markup, element, join
 from notebook_accelerate.launch.report.rank_rows import findings
 from notebook_accelerate.launch.report.rendering import DocumentView
 from notebook_accelerate.launch.report.run_snapshot import RunWatcher
@@ -166,7 +166,7 @@ def attempt_table(run: RunView) -> Table:
 
 def trace_table(store: Store) -> Table:
     """Return a table with the rank, path and size of each profiler trace."""
-    rows = [[str(rank), path, byte_size(size)] for rank, path, size in store.traces()[:MAX_TRACES]]
+    rows = [[str(rank), path, size_text(size)] for rank, path, size in store.traces()[:MAX_TRACES]]
     return table_of("traces", [["rank", "trace", "size"], *rows], caption="Profiler traces (Chrome trace format)")
 
 

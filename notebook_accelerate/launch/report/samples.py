@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from notebook_accelerate.config.plain_values import size_text
 from notebook_accelerate.errors import FrameInfo
 from notebook_accelerate.hardware.detection import machine_memory
 from notebook_accelerate.launch.report.document import Cell, Column, Drawing, Group, Row, Section, Table, Text, table_of
@@ -14,7 +15,7 @@ from notebook_accelerate.launch.report.markup import Markup, element, join, svg_
 from notebook_accelerate.launch.report.profile import Profile
 from notebook_accelerate.launch.report.rendering import DocumentView
 from notebook_accelerate.profiling.tables import PeakMemory, what_fits
-from notebook_accelerate.telemetry.debug_protocol import MemoryReply, SampleReply, memory_rows, size_cell
+from notebook_accelerate.telemetry.debug_protocol import MemoryReply, SampleReply, memory_rows
 from notebook_accelerate.telemetry.rank_names import rank_names
 from notebook_accelerate.telemetry.tracebacks import is_user_code
 
@@ -314,8 +315,8 @@ class RunMemory(DocumentView):
         head = ["bytes of", *(f"rank {rank}" for rank in ranks), *([title] if estimated else [])]
         rows = [head]
         for name in names:
-            cells = [size_cell(columns[rank][name]) if name in columns[rank] else "–" for rank in ranks]
-            last = [size_cell(estimated[name]) if name in estimated else "–"] if estimated else []
+            cells = [size_text(columns[rank][name]) if name in columns[rank] else "–" for rank in ranks]
+            last = [size_text(estimated[name]) if name in estimated else "–"] if estimated else []
             rows.append([name, *cells, *last])
         return table_of("parts", rows)
 
@@ -334,25 +335,25 @@ class RunMemory(DocumentView):
     def _module_table(self) -> Table:
         rows = [["module", "rank", "parameters", "gradients", "optimizer state"]]
         for rank, report in list(self.reports.items())[:1]:
-            rows += [[row[0], str(rank), *map(size_cell, row[1:])] for row in report["modules"][:MAX_ROWS]]
+            rows += [[row[0], str(rank), *map(size_text, row[1:])] for row in report["modules"][:MAX_ROWS]]
         return table_of("modules", rows)
 
     def _variable_table(self) -> Table:
         rows = [["variable", "rank", "function", "bytes"]]
         for rank, report in self.reports.items():
             rows += [
-                [name, str(rank), function, size_cell(nbytes)] for name, function, nbytes in report["variables"][:5]
+                [name, str(rank), function, size_text(nbytes)] for name, function, nbytes in report["variables"][:5]
             ]
         return table_of("variables", rows)
 
     def _line_table(self) -> Table:
         rows = [["line", "rank", "bytes", "code"]]
         for rank, peak in self.peaks.items():
-            rows += [[line.place, str(rank), size_cell(nbytes), line.source[:60]] for line, nbytes in peak.lines[:5]]
+            rows += [[line.place, str(rank), size_text(nbytes), line.source[:60]] for line, nbytes in peak.lines[:5]]
         for rank, report in self.reports.items():
             for name, number, nbytes in report["lines"][:5]:
                 rows.append(
-                    [self._where(FrameInfo(name, number, "", "")), str(rank), size_cell(nbytes), "Python's own"]
+                    [self._where(FrameInfo(name, number, "", "")), str(rank), size_text(nbytes), "Python's own"]
                 )
         return table_of("lines", rows, code=True)
 

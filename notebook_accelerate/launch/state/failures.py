@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from notebook_accelerate.config.plain_values import size_text
 from notebook_accelerate.debugging import process_stacks
 from notebook_accelerate.errors import LaunchError, NotebookAccelerateError, WorkerError
 from notebook_accelerate.hardware.detection import control_group_files, machine_memory
@@ -144,9 +145,9 @@ def _signal_name(number: int) -> str:
 def _cause(end: Exit, oom_kills: int | None) -> str:
     if end.signal == signal.SIGKILL:
         total, available = machine_memory()
-        held = f"it held {_gib(end.max_rss)} at its peak, " if end.max_rss else ""
+        held = f"it held {size_text(end.max_rss)} at its peak, " if end.max_rss else ""
         verdict = _who_killed(oom_kills, large=end.max_rss > LARGE_SHARE * total)
-        return f": {verdict}; {held}the machine has {_gib(total)}, {_gib(available)} of it free now"
+        return f": {verdict}; {held}the machine has {size_text(total)}, {size_text(available)} of it free now"
     hints = {
         signal.SIGSEGV: "a crash in native code; the Python stack is in its stderr",
         signal.SIGBUS: "a crash in native code, or /dev/shm is full (DataLoader workers)",
@@ -169,10 +170,6 @@ def _who_killed(oom_kills: int | None, *, large: bool) -> str:
     return (
         "the rank itself or another process sent it: the system has counted no out-of-memory kill since the run began"
     )
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
 
 
 def oom_kill_count() -> int | None:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from notebook_accelerate.config.plain_values import size_text
 from notebook_accelerate.errors import ResultsFreedError, SerializationError
 from notebook_accelerate.telemetry import ResultEvent
 from notebook_accelerate.telemetry.pickling import load_bytes
@@ -162,7 +163,7 @@ def received(event: ResultEvent, descriptors: tuple[int, ...], rank: int) -> Ran
         nbytes = len(payload)
         return RankResult(lambda: load_bytes(payload), nbytes, rank=rank, advice=event.advice, pickled=lambda: payload)
     if not descriptors:
-        size = f"{sum(event.sizes) / 1e6:.0f} MB"
+        size = size_text(sum(event.sizes))
         text = f"the return value of rank {rank} ({size}) was lost: the kernel has no free file descriptors"
         return _unreadable(text, rank)
     files = ResultFiles(descriptors, event.sizes)

@@ -75,7 +75,7 @@ def _cell(*outputs: dict[str, Any]) -> dict[str, Any]:
 def test_cleaning_removes_the_parts_that_differ_in_each_run() -> None:
     report = (
         "run 1 · done in 48.4 s\n\nrank  pid    peak memory  last step\n"
-        "────  ─────  ───────────  ─────────\n0     10479  217 MiB      230\n"
+        "────  ─────  ───────────  ─────────\n0     10479  217 MB       230\n"
     )
     table = (
         "<table><tr><th>rank</th><th>pid</th><th>loss</th></tr><tr><th>0</th><td>10479</td><td>0.25</td></tr></table>"

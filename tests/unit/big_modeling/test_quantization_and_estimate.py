@@ -356,7 +356,7 @@ def test_the_panel_shows_parts_devices_and_offloaded_tensors() -> None:
     panel = MemoryPanel(estimate_memory(model, sequence_length=4), drawing, available=10_000)
     assert "does not fit" in panel.html()
     assert "more than it holds" in panel.html()
-    assert "4.32 KB move" in panel.html()
+    assert "4.32 kB move" in panel.html()
     assert "device 0 exceeds its limit" in panel.text()
     assert panel.widget.value == panel.html()
 

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import notebook_accelerate
 from notebook_accelerate.config.plain_values import (
     convert_bytes,
     format_setting,
     merge_dicts,
+    size_text,
 )
 from notebook_accelerate.utils import AutocastKwargs, DataLoaderConfiguration, FullyShardedDataParallelPlugin
 from notebook_accelerate.utils.other import get_pretty_name, recursive_getattr
@@ -28,6 +34,41 @@ from notebook_accelerate.utils.other import get_pretty_name, recursive_getattr
 )
 def test_sizes_are_readable(size: float, text: str) -> None:
     assert convert_bytes(size) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (None, "–"),
+        (0, "0 B"),
+        (999, "999 B"),
+        (1536, "1.54 kB"),
+        (9_996, "10.0 kB"),
+        (64e6, "64.0 MB"),
+        (999_600_000, "1.00 GB"),
+        (340e9, "340 GB"),
+        (2.5e15, "2,500 TB"),
+        (-2e6, "-2.00 MB"),
+    ],
+)
+def test_sizes_have_three_digits_and_decimal_units(size: float | None, text: str) -> None:
+    assert size_text(size) == text
+
+
+def _sizes(source: str) -> Iterator[str]:
+    """Yield the units of bytes that follow a value in an f-string."""
+    for node in ast.walk(ast.parse(source)):
+        for part in node.values[1:] if isinstance(node, ast.JoinedStr) else ():
+            if isinstance(part, ast.Constant) and (found := re.match(r" ?[kKMGT]i?B\b", str(part.value))):
+                yield found[0]
+
+
+def test_one_function_turns_sizes_into_text() -> None:
+    assert list(_sizes('f"{size / 2**20:.0f} MiB of {size:.1f} GB"')) == [" MiB", " GB"]
+    package = Path(notebook_accelerate.__file__).parent
+    files = [*package.rglob("*.py"), *(package / "widgets").resolve().rglob("*.py")]
+    found = {file.name: units for file in files if (units := list(_sizes(file.read_text())))}
+    assert found == {}, "use size_text"
 
 
 def test_names_are_those_of_functions_and_classes() -> None:

@@ -165,7 +165,7 @@ def test_the_size_of_a_tensor_is_checked_before_copying_it(monkeypatch: pytest.M
     monkeypatch.setattr(torch.Tensor, "untyped_storage", lambda _: pytest.fail("the tensor was read"))
     data, _ = pickling._dump_definition(kind)
     assert isinstance(data, str)
-    assert "more than 4 MiB" in data
+    assert "more than 4.00 MB" in data
 
 
 def test_a_launch_shares_the_globals_of_main(main: dict[str, Any], send: Callable[..., Any]) -> None:

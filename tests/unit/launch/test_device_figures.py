@@ -90,7 +90,7 @@ def test_each_rank_counts_its_memory_and_the_driver_measures_utilization(before:
         for rank in (0, 1)
     ]  # fmt: skip
     lines = [line.split() for line in report.splitlines()]
-    assert ["0", "cuda:0", "Tesla", "T4", "·", "15.0", "GiB", "3.0", "GiB", "0abc"] in lines, report
+    assert ["0", "cuda:0", "Tesla", "T4", "·", "16.1", "GB", "3.22", "GB", "0abc"] in lines, report
 
 
 def _peak_of_a_short_run() -> None:

@@ -144,14 +144,14 @@ def test_a_death_in_a_slice_names_the_memory_of_the_slice(monkeypatch: pytest.Mo
     monkeypatch.setattr(detection, "_GROUPS", tmp_path)
     found = failures.from_exit(2, Exit(signal=9, max_rss=700 << 20), oom_kills=0)
     assert "likely an out-of-memory killer" in found.message
-    assert "the machine has 0.75 GiB, " in found.message
+    assert "the machine has 805 MB, " in found.message
     assert 7 <= (failures.oom_kill_count() or 0) <= 7 + before
 
 
 @pytest.mark.parametrize(
     ("end", "oom", "words"),
     [
-        (Exit(signal=9, max_rss=3 << 30), 1, ["SIGKILL", "the out-of-memory killer ended it", "3.00 GiB", "free now"]),
+        (Exit(signal=9, max_rss=3 << 30), 1, ["SIGKILL", "the out-of-memory killer ended it", "3.22 GB", "free now"]),
         (Exit(signal=9, max_rss=1 << 60), 0, ["SIGKILL", "likely an out-of-memory killer", "the machine has"]),
         (
             Exit(signal=9, max_rss=1 << 20),

@@ -349,9 +349,9 @@ def test_a_day_of_metrics_stays_within_the_documented_bound() -> None:
     left = journal_file.KEPT_POINTS * journal_reader._POINT_BYTES + 2 * journal_file.KEPT_LOG_BYTES
     assert left < 0.6 * journal_file.MAX_JOURNAL_BYTES, "thinning makes room for hours of metrics"
     period = run_writer.PERIOD * 10 * each
-    assert min(whole, journal_file.MAX_JOURNAL_BYTES) + period < (64 << 20) + run_writer._WRITE_BYTES
+    assert min(whole, journal_file.MAX_JOURNAL_BYTES) + period < 64_000_000 + run_writer._WRITE_BYTES
     guide = Path(__file__).parents[3] / "docs" / "guides" / "kept_runs.md"
-    assert "limited to 64 MiB plus one write" in guide.read_text(encoding="utf-8")
+    assert "limited to 64 MB plus one write" in guide.read_text(encoding="utf-8")
 
 
 @pytest.mark.nightly
@@ -365,7 +365,7 @@ def test_a_day_of_metrics_as_written(tmp_path: Path) -> None:
         ])  # fmt: skip
         writer._write(last=False)
         largest = max(largest, (tmp_path / JOURNAL_NAME).stat().st_size)
-    assert largest < (64 << 20) + run_writer._WRITE_BYTES
+    assert largest < 64_000_000 + run_writer._WRITE_BYTES
     opened = open_run(tmp_path)
     assert opened.metrics["train/loss"].steps[[0, -1]].tolist() == [0, _METRICS - 1]
 

@@ -9,22 +9,22 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
+from notebook_accelerate.config.plain_values import size_text
 from notebook_accelerate.launch.report import mesh_diagram
-from notebook_accelerate.launch.report.markup import byte_size
 from notebook_accelerate.launch.report.run_report import Report
 from notebook_accelerate.telemetry.sharding import KINDS, ShardReport, ShardSizes
 from tests.support.runs import feed, make_run
-from tests.support.shard_reports import MIB, hybrid, megatron, mesh_reports, zero
+from tests.support.shard_reports import MB, hybrid, megatron, mesh_reports, zero
 
 
 def test_ranks_with_equal_reports_are_one_group() -> None:
     rows = mesh_diagram.sharding_rows(hybrid())
     assert [row.ranks for row in rows] == ["each rank", "", "", ""]
     assert [(row.kind, row.total, row.per_rank) for row in rows] == [
-        ("parameters", "64.0 MiB", "32.0 MiB"),
-        ("gradients", "64.0 MiB", "32.0 MiB"),
-        ("optimizer state", "128 MiB", "64.0 MiB"),
-        ("all", "256 MiB", "128 MiB"),
+        ("parameters", "64.0 MB", "32.0 MB"),
+        ("gradients", "64.0 MB", "32.0 MB"),
+        ("optimizer state", "128 MB", "64.0 MB"),
+        ("all", "256 MB", "128 MB"),
     ]
     assert {row.share for row in rows} == {0.5}
     assert rows[0].layout == "sharded over dp_shard, replicated on 2 ranks"
@@ -34,7 +34,7 @@ def test_pipeline_stages_are_separate_groups() -> None:
     rows = mesh_diagram.sharding_rows(megatron())
     assert [row.ranks for row in rows if row.ranks] == ["ranks 0–3 (pp 0)", "ranks 4–7 (pp 1)"]
     assert rows[2].layout == "sharded over dp × tp, layers over pp"
-    assert (rows[0].total, rows[4].total) == ("64.0 MiB", "128 MiB")
+    assert (rows[0].total, rows[4].total) == ("64.0 MB", "128 MB")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def _uneven(count: int) -> dict[int, ShardReport]:
     """Return reports in which each rank holds slightly more than the one before."""
     ranks = mesh_reports({"dp_shard": count}, (1, ("dp_shard",)), (1, ("dp_shard",)), (2, ("dp_shard",)))
     return {
-        rank: replace(one, held={kind: replace(held, here=MIB + rank) for kind, held in one.held.items()})
+        rank: replace(one, held={kind: replace(held, here=MB + rank) for kind, held in one.held.items()})
         for rank, one in ranks.items()
     }
 
@@ -58,12 +58,12 @@ def _uneven(count: int) -> dict[int, ShardReport]:
 def test_ranks_of_too_many_sizes_are_merged() -> None:
     assert len(mesh_diagram.groups(_uneven(mesh_diagram.MAX_GROUPS))) == mesh_diagram.MAX_GROUPS
     many = {
-        rank: replace(one, held={**one.held, KINDS[0]: ShardSizes(64 * MIB, (1 + rank) * MIB, ("dp_shard",))})
+        rank: replace(one, held={**one.held, KINDS[0]: ShardSizes(64 * MB, (1 + rank) * MB, ("dp_shard",))})
         for rank, one in _uneven(9).items()
     }
     (group,) = mesh_diagram.groups(many)
     assert group.ranks == list(range(9))
-    assert mesh_diagram.sharding_rows(many)[0].per_rank == "1.0 MiB – 9.0 MiB"
+    assert mesh_diagram.sharding_rows(many)[0].per_rank == "1.00 MB – 9.00 MB"
 
 
 def test_the_summary_names_strategy_mesh_and_units() -> None:
@@ -109,8 +109,8 @@ def test_slices_belong_to_the_ranks_and_cover_the_model() -> None:
             assert begin == pytest.approx(covered)
             covered = begin + length
         assert covered == pytest.approx(1.0)
-    parameters = mesh_diagram.slice_of(ranks[1], KINDS[0], [64 * MIB, 128 * MIB])
-    state = mesh_diagram.slice_of(ranks[1], KINDS[2], [128 * MIB, 256 * MIB])
+    parameters = mesh_diagram.slice_of(ranks[1], KINDS[0], [64 * MB, 128 * MB])
+    state = mesh_diagram.slice_of(ranks[1], KINDS[2], [128 * MB, 256 * MB])
     assert parameters is not None
     assert state is not None
     assert parameters[0] <= state[0] < parameters[0] + parameters[1], (
@@ -128,7 +128,7 @@ def test_the_drawing_has_a_cell_for_each_rank(ranks: dict[int, ShardReport]) -> 
     assert [int(rank) for rank, _ in _CELL.findall(drawing)] == list(ranks)
     held = ranks[0].held[KINDS[0]]
     assert held.here is not None
-    assert f"parameters {byte_size(held.here)} of 64.0 MiB" in _CELL.findall(drawing)[0][1]
+    assert f"parameters {size_text(held.here)} of 64.0 MB" in _CELL.findall(drawing)[0][1]
     assert ("offloaded" in drawing) == (ranks[0].strategy == "deepspeed")
 
 
@@ -164,18 +164,3 @@ def test_the_report_contains_the_table_and_the_drawing() -> None:
     assert "Sharding: fsdp2 HYBRID_SHARD" in html
     (picture,) = re.findall(r'<img alt="fsdp2 [^"]*" [^>]*base64,([^"]+)"', html)
     assert base64.b64decode(picture).startswith(b"<svg ")
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1536, "1.5 KiB"),
-        (200 * MIB, "200 MiB"),
-        (5 << 40, "5.0 TiB"),
-        (5 << 50, "5,120 TiB"),
-    ],
-)
-def test_byte_sizes_are_formatted(count: int, text: str) -> None:
-    assert byte_size(count) == text

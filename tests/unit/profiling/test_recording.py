@@ -517,7 +517,7 @@ def test_memory_is_compared_with_the_size_of_parameters_and_optimizer() -> None:
     assert memory.reports[0]["expected"] == {"parameters": size, "gradients": size, "optimizer state": 2 * size}
     head, row = (line.split() for line in repr(memory).splitlines()[:8] if line.startswith(("bytes of", "optimizer")))
     assert head[-1] == "expected"
-    assert row[-4:] == ["133.1", "kB", "133.1", "kB"]
+    assert row[-4:] == ["133", "kB", "133", "kB"]
 
 
 def sets_gradients() -> None:

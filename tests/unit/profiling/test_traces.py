@@ -152,7 +152,7 @@ def test_a_forward_pass_of_ddp_is_a_phase_and_not_an_operation() -> None:
 
 def test_collectives_are_joined_and_the_last_rank_is_named() -> None:
     merged = Analysis([trace(1, 3000.0), trace(0)], {}, lambda frame: f"Cell In[1], line {frame.lineno}")
-    assert [joined.label() for joined in merged.joined] == ["all_reduce #1 (4 MB)", "all_reduce #2 (4 MB)"]
+    assert [joined.label() for joined in merged.joined] == ["all_reduce #1 (4.00 MB)", "all_reduce #2 (4.00 MB)"]
     assert [joined.last for joined in merged.joined] == [1, 1]
     assert merged.joined[0].waits() == pytest.approx({0: 0.003})
     timeline = merged.timeline
@@ -167,7 +167,7 @@ def test_collectives_are_joined_and_the_last_rank_is_named() -> None:
     (finding,) = merged.findings
     assert (finding.rule, finding.ranks) == ("slowest_rank", (1,))
     assert finding.sentence == (
-        "rank 0 waits 3 ms per step for rank 1 in all_reduce #1 (4 MB), which is at Cell In[1], line 9: time.sleep(1)"
+        "rank 0 waits 3 ms per step for rank 1 in all_reduce #1 (4.00 MB), which is at Cell In[1], line 9: time.sleep(1)"
     )
 
 
@@ -214,7 +214,7 @@ def test_a_device_has_streams_and_numbered_collectives() -> None:
     read = [parse({TRACE_KEY: {"rank": rank}}, rows, rank) for rank in (0, 1)]
     assert read[0].steps() == [(0.0, 10_000.0)]
     merged = Analysis(read, {}, str)
-    assert merged.joined[0].label() == "all_reduce #1 (64 MB)"
+    assert merged.joined[0].label() == "all_reduce #1 (64.0 MB)"
     assert "rank 0 · gpu stream 7" in [track.name for track in merged.timeline.tracks]
     assert [finding.rule for finding in merged.findings] == ["reads_of_values"]
     assert "waiting for the device" in merged.findings[0].sentence

@@ -98,13 +98,13 @@ def test_running_and_finished_ranks_have_rows() -> None:
     feed(run, *devices(0, 45.0, 2 * GIB), rank=0)
     head, row = _device_rows(run)
     assert dict(zip(head, row, strict=True)) == {
-        "rank": "0", "device": "cuda:0", "model": "Tesla T4 · 15.0 GiB", "use": "45 %", "allocated": "1.0 GiB",
-        "reserved": "2.0 GiB", "peak": "1.0 GiB", "in use on the device": "2.2 GiB", "uuid": "00000000",
+        "rank": "0", "device": "cuda:0", "model": "Tesla T4 · 16.1 GB", "use": "45 %", "allocated": "1.07 GB",
+        "reserved": "2.15 GB", "peak": "1.07 GB", "in use on the device": "2.42 GB", "uuid": "00000000",
     }  # fmt: skip
     end(run)
     assert _device_rows(run) == [
         ["rank", "device", "model", "peak", "uuid"],
-        ["0", "cuda:0", "Tesla T4 · 15.0 GiB", "1.0 GiB", "00000000"],
+        ["0", "cuda:0", "Tesla T4 · 16.1 GB", "1.07 GB", "00000000"],
     ]
 
 
@@ -114,7 +114,7 @@ def test_many_ranks_have_a_row_per_node_that_counts_a_shared_device_once() -> No
         feed(run, *devices(rank // 2, 40.0 + 20 * (rank >= 16), 2 * GIB), rank=rank)
     rows = _device_rows(run)
     assert [row[:6] for row in rows[1:]] == [
-        ["node 0 · host0", "8", "Tesla T4 · 15.0 GiB", "40 %", "16.0 GiB", "32.0 GiB"],
-        ["node 1 · host1", "8", "Tesla T4 · 15.0 GiB", "60 %", "16.0 GiB", "32.0 GiB"],
+        ["node 0 · host0", "8", "Tesla T4 · 16.1 GB", "40 %", "17.2 GB", "34.4 GB"],
+        ["node 1 · host1", "8", "Tesla T4 · 16.1 GB", "60 %", "17.2 GB", "34.4 GB"],
     ]
-    assert rows[1][-1] == "18.0 GiB", "the sum is over eight devices, not over sixteen ranks"
+    assert rows[1][-1] == "19.3 GB", "the sum is over eight devices, not over sixteen ranks"

@@ -118,7 +118,7 @@ def test_a_launch_that_does_not_fit_the_machine_is_an_error() -> None:
 
 
 def test_the_hardware_is_shown() -> None:
-    for fact in ("4 × cuda", "16 CPU cores", "64.0 GB memory", "Colab"):
+    for fact in ("4 × cuda", "16 CPU cores", "68.7 GB memory", "Colab"):
         assert f"<li>{fact}</li>" in _panel(GPUS).widget.texts["title"]
     assert "no accelerator" in _panel().text
 

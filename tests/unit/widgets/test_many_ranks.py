@@ -95,7 +95,7 @@ def test_nodes_are_listed_first_then_outliers_and_the_other_ranks_behind_a_fold(
     assert "Rank 300 is 500 steps behind." in verdict
     slowest = groups["nodes"][2][1]
     assert slowest[2:4] == ["540", "500"], "the step of the node's slowest rank, and how far it is behind"
-    assert slowest[7] == "8.0 GiB", "the memory of all of the node's ranks"
+    assert slowest[7] == "8.59 GB", "the memory of all of the node's ranks"
     one.close()
 
 

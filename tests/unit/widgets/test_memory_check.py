@@ -150,7 +150,7 @@ def test_on_gpus_offloaded_tensors_are_compared_with_main_memory(monkeypatch: py
     assert MemoryCheck(model).warning(plan, options, machine) == "", (
         "each rank has half of four times the weights, in CPU memory"
     )
-    assert "needs about 19.07 MB" in MemoryCheck(model).warning(plan, TrainingOptions(), machine)
+    assert "needs about 20.0 MB" in MemoryCheck(model).warning(plan, TrainingOptions(), machine)
     machine = SimpleNamespace(memory_bytes=4 * WEIGHTS - 1)
     assert "offloaded tensors need about" in MemoryCheck(model).warning(plan, options, machine)
 

@@ -555,7 +555,7 @@ def test_the_resource_strip_can_be_shown_alone(snapshot: Snapshot) -> None:
         strip.schedule.touch()
         strip.schedule.tick()
     snapshot("resource_strip", strip._content.value + strip.html)
-    assert "512 MiB" in strip.text
+    assert "537 MB" in strip.text
     strip.close()
 
 
