@@ -96,7 +96,7 @@ class EnvelopeTail(NamedTuple):
     """The buckets of an envelope that changed since a cursor.
 
     Attributes:
-        steps: The middle of each bucket, or NaN if the metric has no steps. float64, shape (n,).
+        steps: The step in the middle of each bucket, or NaN if the metric has no steps. float64, shape (n,).
         times: The mean time of each bucket's points, in seconds since the epoch. float64, shape (n,).
         low: The smallest finite value in each bucket. float64, shape (n,).
         mean: The mean of each bucket, which is not finite if one of the values is not finite. float64, shape (n,).
@@ -162,17 +162,20 @@ class MetricEnvelope:
         first = int(changed.argmax()) if changed.any() else len(changed)
         counts = np.array(self._count[first:], dtype=np.int64)
         used = counts > 0
-        at = ((self._begin or 0) + (first + np.arange(len(counts)) + 0.5) * self._width - 0.5)[used]
+        at = ((self._begin or 0) + (first + np.arange(len(counts))) * self._width + (self._width - 1) // 2)[used]
         number = counts[used]
         low, high = (np.array(column[first:], dtype=float)[used] for column in (self._low, self._high))
         times = np.array(self._time[first:], dtype=float)[used] / number
+        mean = np.array(self._sum[first:], dtype=float)[used] / number
+        # Rounding may place the mean of equal values outside their range.
+        mean = np.where(np.isfinite(mean), np.clip(mean, low, high), mean)
         cut = (float("-inf") if not first else float(times[0] if self._timed else at[0])) if len(at) else float("inf")
         self._version += 1
         return EnvelopeTail(
-            np.full(len(at), np.nan) if self._timed else at,
+            np.full(len(at), np.nan) if self._timed else at.astype(float),
             times,
             np.where(np.isfinite(low), low, np.nan),
-            np.array(self._sum[first:], dtype=float)[used] / number,
+            mean,
             np.where(np.isfinite(high), high, np.nan),
             cut,
             (self._merged, self._version - 1),

@@ -115,6 +115,96 @@ def test_a_curve_without_positive_values_says_why_a_log_scale_is_empty(blank: An
     blank.wait_for_function("() => document.querySelector('figure[data-metric=reward] canvas')")
 
 
+def test_an_axis_of_steps_has_whole_numbers_that_differ(blank: Any) -> None:
+    _load(blank, *SCRIPTS)
+    blank.evaluate(_CURVES, {"four": [0.5, 0.6, 0.7, 0.8], "one": [0.5]})
+    assert [text for text in _labels(blank, "four") if "." not in text] == ["0", "1", "2", "3"]
+    assert [text for text in _labels(blank, "one") if text and "." not in text] == ["0", "1"], (
+        "not the steps from 0 to 100"
+    )
+
+
+_DUPLICATES = """() => {
+    const found = [], starts = [0, 1, 7.3, 9.5, 59, 3599, 1e4, 65536, 123456, 999999, 12345678, 3.2e9];
+    const check = (name, labels, increments) => {
+        for (const start of starts) for (const step of increments.filter(step => step > 1e-9 * start && step < 1e12)) {
+            const first = Math.ceil(start / step), splits = [...Array(6).keys()].map(i => (first + i) * step);
+            const texts = labels(splits);
+            if (new Set(texts).size < texts.length) found.push([name, start, step, texts]);
+        }
+    };
+    check("values", ticks, INCREMENTS.filter(step => step > 1e-6));
+    check("seconds", durations, DURATIONS);
+    check("steps", splits => splits.map(english), STEPS);
+    return [found, STEPS.every(Number.isInteger)];
+}"""
+
+
+def test_neighbours_on_an_axis_have_different_labels(blank: Any) -> None:
+    _load(blank, *SCRIPTS)
+    duplicates, whole = blank.evaluate(_DUPLICATES)
+    assert duplicates[:5] == []
+    assert whole
+
+
+_SMOOTHING = """([xs, values, kept]) => {
+    const reach = reachOf([[xs]], 0.9), all = smooth(xs, values, reach);
+    const some = smooth(kept.map(i => xs[i]), kept.map(i => values[i]), reach);
+    return [kept.map(i => all[i]), some, reachOf([[kept.map(i => xs[i])]], 0.9) / reach];
+}"""
+
+
+def test_smoothing_does_not_depend_on_the_number_of_points(blank: Any) -> None:
+    """Thinning has left every tenth point in the first half of this curve, which is straight between them."""
+    _load(blank, *SCRIPTS)
+    xs = [float(x) for x in range(6000)]
+    rng = random.Random(0)
+    corners = [rng.random() for _ in range(601)]
+    values = [corners[int(x) // 10] + (corners[int(x) // 10 + 1] - corners[int(x) // 10]) * (x % 10) / 10 for x in xs]
+    kept = [*range(0, 3000, 10), *range(3000, 6000)]
+    every, some, same = blank.evaluate(_SMOOTHING, [xs, values, kept])
+    assert some == pytest.approx(every, abs=1e-9)
+    assert same == pytest.approx(1.0)
+    assert max(some[300:]) - min(some[300:]) < 0.5 < max(values) - min(values), "the curve is smoothed"
+
+
+def test_the_range_of_ranks_surrounds_their_mean(blank: Any) -> None:
+    """The mean of equal values may be rounded to another value, and smoothing delays a mean."""
+    _load(blank, *SCRIPTS)
+    tables = [[[0, 1, 2], [0.1, 0.1, value]] for value in (0.1, 0.1, 0.3)]
+    means = blank.evaluate("(tables) => [meanOf(tables), smoothed(meanOf(tables), 2)]", tables)
+    for _, mean, low, high in means:
+        assert all(least <= value <= most for least, value, most in zip(low, mean, high, strict=True))
+    assert means[0][1][0] == 0.1
+
+
+_COLOURED = """(metric) => {
+    const { canvas } = card(metric).u.ctx, { left, top, width, height } = card(metric).u.bbox;
+    const { data } = canvas.getContext("2d").getImageData(left, top, width, height), found = [0, 0];
+    for (const [rank, colour] of PALETTE[panel.dark ? "dark" : "light"].slice(0, 2).entries()) {
+        const wanted = [1, 3, 5].map(at => parseInt(colour.slice(at, at + 2), 16));
+        for (let at = 0; at < data.length; at += 4)
+            if (data[at + 3] > 200 && wanted.every((part, c) => Math.abs(part - data[at + c]) < 25)) found[rank]++;
+    }
+    return found;
+}"""
+
+
+@pytest.mark.parametrize("axis", ["Step", "Time"])
+def test_ranks_with_the_same_values_show_both_colours(blank: Any, axis: str) -> None:
+    """Only the last of a hundred values differs, so that the curves are not drawn as one."""
+    _load(blank, *SCRIPTS)
+    blank.add_style_tag(content=asset("palette.css") + asset("panel.css") + asset("uPlot.min.css") + asset("plot.css"))
+    rising = [float(step) for step in range(100)]
+    blank.evaluate(_CARDS, [["loss", "rank 0", rising], ["loss", "rank 1", [*rising[:-1], 99.2]]])
+    blank.wait_for_function("() => card('loss')?.u?.height === 240")
+    blank.get_by_text(axis, exact=True).click()
+    blank.wait_for_function("() => !card('loss').stale")
+    first, second = blank.evaluate(_COLOURED, "loss")
+    assert first > 0
+    assert 0.5 < first / second < 2, "the colours of both ranks alternate"
+
+
 _LOGS = """() => {
     const handlers = {}, values = {};
     window.model = {
@@ -240,9 +330,6 @@ def test_curves_are_cards_in_sections(blank: Any) -> None:
     ]  # fmt: skip
     assert blank.evaluate("() => [card('auto/lr').u.series.length, card('train/loss').u.series.length]") == [2, 3]
     assert "rank 0 = rank 1" in blank.locator("figure[data-metric='auto/lr'] .na-chart-value").inner_text()
-
-    alphas = "() => ['train/loss', 'auto/lr'].map(metric => card(metric).u.series[1].alpha)"
-    assert blank.evaluate(alphas) == [0.7, 1], "curves of ranks are visible through each other"
 
     # Show the mean over ranks, with their range.
     blank.get_by_text("Mean", exact=True).click()

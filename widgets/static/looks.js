@@ -30,6 +30,10 @@ const INCREMENTS = [];
 for (let exponent = -32; exponent <= 307; exponent++)
   for (const factor of [1, 2, 2.5, 5]) INCREMENTS.push(Number(`${factor}e${exponent}`));
 
+/* The same for steps, which have no fractions, and for seconds, up to days. */
+const STEPS = INCREMENTS.filter(Number.isInteger);
+const DURATIONS = [...INCREMENTS.filter((step) => step < 1 && step >= 1e-6 && !/25/.test(step)), 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, ...STEPS.map((days) => 86400 * days)];
+
 const AXIS_FONT = "11px system-ui, sans-serif";
 
 /* Returns the width of the longest text in the font of the axes, in pixels. */
@@ -46,19 +50,29 @@ function format(value) {
   if (!Number.isFinite(value)) return String(value);
   const size = Math.abs(value);
   if (size && (size >= 1e6 || size < 1e-3)) return Number(value.toExponential(2)).toExponential().replace("e+", "e");
-  return String(Number(value.toPrecision(4)));
+  return size >= 1e3 ? english(Math.round(value)) : String(Number(value.toPrecision(4)));
 }
 
 /* Returns the labels of an axis, with enough digits to distinguish neighbours. */
 function ticks(splits) {
   const found = splits.filter((value) => value != null);
   const largest = Math.max(...found.map(Math.abs)), step = Math.abs(found[1] - found[0]) || largest || 1;
-  const digits = Math.min(9, Math.max(2, 1 + Math.ceil(Math.log10(largest / step + 1e-12))));
+  const digits = Math.min(15, Math.max(2, 1 + Math.ceil(Math.log10(largest / step + 1e-12))));
   const small = largest && (largest >= 1e6 || largest < 1e-3);
   return splits.map((value) => {
     if (value == null) return "";
     if (!value) return "0";
-    return small ? Number(value.toExponential(digits - 1)).toExponential().replace("e+", "e") : String(Number(value.toPrecision(digits + 1)));
+    return small ? Number(value.toExponential(digits - 1)).toExponential().replace("e+", "e") : Number(value.toPrecision(digits + 1)).toLocaleString("en", { maximumFractionDigits: 20 });
+  });
+}
+
+/* Returns durations as the labels of an axis, with enough digits to distinguish neighbours. */
+function durations(splits) {
+  const step = Math.abs(splits[1] - splits[0]) || 1, digits = step < 1 ? Math.ceil(-Math.log10(step) - 1e-9) : 0;
+  return splits.map((seconds) => {
+    if (!digits) return duration(seconds);
+    if (seconds < 60) return `${seconds.toFixed(digits)} s`;
+    return duration(Math.floor(seconds)) + (seconds % 1).toFixed(digits).slice(1);
   });
 }
 

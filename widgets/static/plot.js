@@ -8,6 +8,8 @@
  * replaces the points at steps from `from` on (null: all of them).
  */
 const MAX_CHARTS = 60;
+const ALTERNATING = 2000;  // the points of a chart up to which ranks with the same values are drawn with alternating colours
+const DASH = 7;  // their length in pixels
 const FEW_METRICS = 3;  // this many metrics need no sections
 const DRAWING_MS = 3;  // of a frame's 16.7 ms, because layout and painting follow, which take several times as long without a GPU
 const REST = 9;  // after drawing new points, no more are drawn for this many times as long
@@ -16,15 +18,43 @@ const REST = 9;  // after drawing new points, no more are drawn for this many ti
 
 const MAX_POINTS = 6000;
 
-/* Exponential moving average without the bias of its first value (Kingma and Ba, 2015, section 3). */
-function smooth(values, weight) {
-  let sum = 0, scale = 0;
-  return values.map((value) => {
+const SMOOTHED_POINTS = 250;  // fewer than any thinned curve has, so that thinning does not change the smoothing
+
+/* Exponential moving average of the line through the points, without the bias of its first value (Kingma and Ba, 2015,
+ * section 3). An interval counts by its width rather than by its points, because thinning leaves fewer of them in some
+ * parts of a curve. A value that is `reach` away counts 1/e as much.
+ */
+function smooth(xs, values, reach) {
+  let sum = 0, scale = 0, before = null;
+  return values.map((value, i) => {
     if (value == null || !Number.isFinite(value)) return value;
-    sum = weight * sum + (1 - weight) * value;
-    scale = weight * scale + (1 - weight);
-    return sum / scale;
+    const width = before == null ? 0 : xs[i] - xs[before];
+    if (width > 0) {
+      const added = -Math.expm1(-width / reach), slope = (value - values[before]) / width;
+      sum += added * (value - sum) - slope * (reach * added - width * (1 - added));
+      scale += added * (1 - scale);
+    }
+    before = i;
+    return scale > 0 ? sum / scale : value;
   });
+}
+
+/* Returns the reach of smoothing, which is the same for all curves of a chart. For few points, `weight` is the weight of
+ * the previous point, and for many, that of the point before among `SMOOTHED_POINTS` of equal distance.
+ */
+function reachOf(tables, weight) {
+  let first = Infinity, last = -Infinity, count = 0;
+  for (const [xs] of tables) {
+    if (!xs.length) continue;
+    first = Math.min(first, xs[0]); last = Math.max(last, xs.at(-1)); count = Math.max(count, xs.length);
+  }
+  return (last - first) / Math.max(1, Math.min(SMOOTHED_POINTS, count - 1)) / -Math.log(weight);
+}
+
+/* Returns a table with its curve smoothed: an envelope with its edges, or another curve with its values after it. */
+function smoothed([xs, ...columns], reach) {
+  const means = columns.map((values) => smooth(xs, values, reach));
+  return columns.length > 1 ? [xs, ...means] : [xs, ...means, ...columns];
 }
 
 class Series {
@@ -165,7 +195,7 @@ function meanOf(tables) {
       if (value < least) least = value;
       if (value > most) most = value;
     }
-    mean.push(count ? sum / count : null);
+    mean.push(count ? Math.min(most, Math.max(least, sum / count)) : null);  // rounding may place a mean outside
     low.push(count ? least : null);
     high.push(count ? most : null);
   }
@@ -282,23 +312,23 @@ class Chart {
       if (this.same.size && single.includes(label) && label !== single[0]) continue;
       this.marks.push(...notFinite(x, series.value, label));
       if (series instanceof Envelope) {
-        const mean = series.value.map(drawn), shown = panel.smoothing > 0 ? smooth(mean, panel.smoothing) : mean;
-        tables.push([[...x], shown, series.low.map(drawn), series.high.map(drawn)]);
+        tables.push([[...x], series.value.map(drawn), series.low.map(drawn), series.high.map(drawn)]);
         labels.push(label);
         continue;
       }
       const plain = increasing(x) && series.value.every((value) => drawn(value) === value);
       const [xs, ys] = plain ? [x, series.value] : sorted(x, series.value, drawn);
       if (panel.mean && !this.same.size && single.length > 1 && single.includes(label)) { ranks.push([xs, ys]); continue; }
-      tables.push(panel.smoothing > 0 ? [xs, smooth(ys, panel.smoothing), ys] : [xs, ys]);
+      tables.push([xs, ys]);
       labels.push(label);
     }
     if (ranks.length) {
-      const [xs, mean, low, high] = meanOf(ranks);
-      tables.push([xs, panel.smoothing > 0 ? smooth(mean, panel.smoothing) : mean, low, high]);
+      tables.push(meanOf(ranks));
       labels.push(`mean of ${ranks.length} ranks`);
     }
-    return { tables, labels };
+    if (!panel.smoothing) return { tables, labels };
+    const reach = reachOf(tables, panel.smoothing);
+    return { tables: tables.map((table) => smoothed(table, reach)), labels };
   }
   /* Returns whether only the points are new. */
   draw() {
@@ -314,9 +344,10 @@ class Chart {
     this.starts = [];
     tables.reduce((at, table) => { this.starts.push(at); return at + table.length - 1; }, 1);
     this.isEnvelope = tables.map((table) => table.length === 4);
+    this.ranks = labels.flatMap((label, i) => (isRank(label) && tables[i].length < 4 ? [this.starts[i]] : []));
     const updates = Boolean(this.u) && shape === this.shape;
     // In a batch, uPlot draws at once. Otherwise it draws after the frame's last script, where the time is not measured.
-    if (updates) this.u.batch((u) => u.setData(joined, !this.zoomed));
+    if (updates) this.u.batch((u) => { this.setAlpha(u); u.setData(joined, !this.zoomed); });
     else this.build(shape, labels, joined, width);
     this.describe();
     this.describeMarks();
@@ -368,6 +399,34 @@ class Chart {
     }
     ctx.restore();
   }
+  get alternates() { return this.ranks.length > 1 && this.joined[0].length <= ALTERNATING; }
+  setAlpha(u) {
+    const alpha = this.ranks.length > 1 && !this.alternates ? 0.7 : 1;
+    for (const at of this.ranks) u.series[at].alpha = alpha;
+  }
+  /* Draws dashes of each rank over its own curve, so that curves with the same values show the colours of all ranks. Of
+   * other curves, the dashes are invisible. Curves of many points are transparent instead, because dashes take longer. */
+  drawDashes(u) {
+    if (!this.alternates) return;
+    const { ctx, bbox } = u, length = DASH * devicePixelRatio, count = this.ranks.length;
+    ctx.save();
+    ctx.beginPath();
+    ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
+    ctx.clip();
+    const shift = ((u.series[this.ranks[0]].width * devicePixelRatio) % 2) / 2;  // by which uPlot shifts lines
+    ctx.translate(shift, shift);
+    ctx.lineJoin = "round";
+    this.ranks.forEach((at, place) => {
+      const { _paths: paths, _stroke: stroke, width } = u.series[at];
+      if (!paths?.stroke || u.series[at].dash) return;
+      ctx.strokeStyle = stroke;
+      ctx.lineWidth = width * devicePixelRatio;
+      ctx.setLineDash([length, (count - 1) * length]);
+      ctx.lineDashOffset = -place * length;
+      ctx.stroke(paths.stroke);
+    });
+    ctx.restore();
+  }
   /* Returns the mark of a curve at an x or, if x is null, at the end of the curve. */
   markAt(label, x) {
     return this.marks.find((mark) => mark.label === label && (x == null ? mark.last : x >= mark.x && x <= mark.until));
@@ -390,8 +449,7 @@ class Chart {
     const series = [{}], areas = [];
     for (const [index, label] of labels.entries()) {
       const colour = panel.colour(label);
-      const alpha = isRank(label) && labels.length > 1 ? 0.7 : 1;  // shows both where curves coincide
-      const line = { label, stroke: colour, alpha, dash: panel.dashed(label) ? [5, 3] : undefined, width: labels.length > 6 || (this.isEnvelope.includes(true) && !this.isEnvelope[index]) ? 1.2 : 1.6, spanGaps: false, points: { show: (u) => u.data[0].length < 3 } };
+      const line = { label, stroke: colour, dash: panel.dashed(label) ? [5, 3] : undefined, width: labels.length > 6 || (this.isEnvelope.includes(true) && !this.isEnvelope[index]) ? 1.2 : 1.6, spanGaps: false, points: { show: (u) => u.data[0].length < 3 } };
       if (this.isEnvelope[index]) {
         const edge = { label, stroke: colour, alpha: 0.45, width: 0.6, points: { show: false } };
         series.push({ ...line, width: 2 }, edge, edge);
@@ -402,27 +460,34 @@ class Chart {
       } else series.push(line);
     }
     const axis = { stroke: ink, font: AXIS_FONT, ticks: { show: false }, grid: { stroke: grid, width: 1 } };
-    const xLabel = (value) => (time ? duration(value) : format(value).replace(/^(-?\d+)$/, (n) => english(Number(n))));
-    const right = (u) => Math.max(10, 2 + widest(u, [xLabel(u.scales.x.max ?? 0)]) / 2);  // of the last tick's label
+    const xLabels = time ? durations : (steps) => steps.map((step) => (step < 0 ? "" : english(step)));
+    const ends = ({ min, max }) => (min == null ? [0] : time ? [max - (max - min) / 10, max] : [Math.round(max)]);
+    const right = (u) => Math.max(10, 2 + widest(u, xLabels(ends(u.scales.x))) / 2);  // of the last tick's label
     const options = {
       width, height: this.height(), legend: { show: false }, padding: [8, right, 0, 0],
       cursor: { sync: { key: panel.id }, drag: { x: true, y: false, setScale: true }, points: { size: 6 }, focus: { prox: -1 } },
-      scales: { x: { time: false }, y: { distr: panel.log ? 3 : 1, range: panel.log ? undefined : this.range } },
+      scales: { x: { time: false, range: (u, first, last) => this.domain(u.data[0], first, last) }, y: { distr: panel.log ? 3 : 1, range: panel.log ? undefined : this.range } },
       axes: [
-        { ...axis, grid: { show: false }, size: 26, space: 60, values: (u, splits) => splits.map(xLabel) },
+        { ...axis, grid: { show: false }, size: 26, space: 60, incrs: time ? DURATIONS : STEPS, values: (u, splits) => xLabels(splits) },
         { ...axis, size: (u, values) => Math.max(56, 14 + widest(u, values ?? [])), space: 34,
           ...(panel.log ? {} : { incrs: INCREMENTS }), values: (u, splits) => ticks(splits) },
       ],
       series, bands: areas,
       hooks: {
         setCursor: [() => this.read()],
-        draw: [(u) => this.drawMarks(u)],
+        draw: [(u) => { this.drawDashes(u); this.drawMarks(u); }],
         setSelect: [(u) => { if (u.select.width > 2) { this.zoomed = true; panel.zoomChanged(); } }],
       },
     };
     this.plot.replaceChildren();
     this.u = new uPlot(options, joined, this.plot);
+    this.setAlpha(this.u);
     this.u.over.addEventListener("dblclick", () => this.reset());
+  }
+  /* Returns the ends of the horizontal axis: the first and the last point, or the surroundings of the only one. */
+  domain(xs, first, last) {
+    if (xs.length !== 1) return first == null ? [0, 1] : [first, last];
+    return this.overTime ? [Math.max(0, xs[0] - 0.5), xs[0] + 0.5] : [xs[0] - 1, xs[0] + 1];
   }
   /* Margins above and below; a flat line is centred, even if a mean of equal values is rounded. */
   range(u, low, high) {

@@ -116,6 +116,9 @@ def number(value: float, digits: int = 4) -> str:
         value: The number, which may be NaN or infinite.
         digits: Maximum number of significant digits.
     """
+    if 1e3 <= abs(value) < 1e6:
+        whole, _, rest = f"{value:,.{max(0, digits - len(str(int(abs(value)))))}f}".partition(".")
+        return f"{whole}.{rest}".rstrip("0").rstrip(".") if rest else whole
     if 1e-3 <= abs(value) < 1e6 or value == 0:
         return f"{value:.{digits}g}"
     if not math.isfinite(value):

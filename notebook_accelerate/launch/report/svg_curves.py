@@ -115,14 +115,15 @@ def labels(values: Sequence[float]) -> list[str]:
     return [number(value, digits) for value in values]
 
 
-def ticks(low: float, high: float, about: int) -> list[float]:
-    """Return round numbers from ``low`` to ``high``, approximately ``about`` of them."""
+def ticks(low: float, high: float, about: int, *, whole: bool = False) -> list[float]:
+    """Return round numbers from ``low`` to ``high``, approximately ``about`` of them, or only integers if ``whole``."""
     span = high - low
     if not span > 0 or not math.isfinite(span):
         return [low]
     raw = span / max(1, about)
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next((factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999), 10 * power)
+    steps = [factor * power for factor in (1, 2, 2.5, 5, 10)]
+    step = next((step for step in steps if step >= raw * 0.999 and not (whole and step % 1)), 10 * power)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
@@ -135,19 +136,29 @@ def svg(title: str, curves: Sequence[Curve]) -> Markup:
         title: The title above the curves.
         curves: The curves to draw.
     """
-    frame = _Frame(curves)
-    heading = svg_text(frame.left, 16, _shortened(title, 34), INK, font_weight=600, font_size=12.5)
+    shown = _shortened(title, 34)
+    legend, rows = _legend(curves, LEFT + BOLD * len(shown))
+    frame = _Frame(curves, rows)
+    heading = svg_text(frame.left, 16, shown, INK, font_weight=600, font_size=12.5)
     coloured = [(curve, COLOURS[index % len(COLOURS)]) for index, curve in enumerate(curves)]
     envelopes = [frame.envelope(curve, colour) for curve, colour in coloured]
-    lines = [frame.line(curve, colour, **_dashes(index)) for index, (curve, colour) in enumerate(coloured)]
-    return svg_drawing(WIDTH, HEIGHT, heading, *_legend(curves), *frame.axes(), *envelopes, *lines)
+    lines = [frame.line(curve, colour, id=f"c{i}", **_dashes(i)) for i, (curve, colour) in enumerate(coloured)]
+    return svg_drawing(WIDTH, HEIGHT, heading, *legend, *frame.axes(), *envelopes, *lines, *_alternating(len(curves)))
 
 
 class _Frame:
-    """The frame of a drawing, which maps values to coordinates."""
+    """The frame of a drawing, which maps values to coordinates.
 
-    def __init__(self, curves: Sequence[Curve]) -> None:
-        self.x0, self.x1 = _bounds([curve.x for curve in curves], 0.0)
+    Args:
+        curves: The curves to draw.
+        rows: The number of rows of the legend below the title.
+    """
+
+    def __init__(self, curves: Sequence[Curve], rows: int) -> None:
+        # Seconds are practically never whole numbers.
+        self.has_steps = all(bool((curve.x % 1 == 0).all()) for curve in curves)
+        self.x0, self.x1 = _bounds([curve.x for curve in curves], 0.0, alone=1.0)
+        self.top = TOP + ROW * rows
         edges = [edge for curve in curves for edge in (curve.low, curve.high) if edge is not None]
         self.y0, self.y1 = _bounds([*(curve.y for curve in curves), *edges], 0.06)
         rows = ticks(self.y0, self.y1, 4)
@@ -158,7 +169,7 @@ class _Frame:
         return self.left + (value - self.x0) / (self.x1 - self.x0) * (WIDTH - self.left - RIGHT)
 
     def y(self, value: float) -> float:
-        return HEIGHT - BOTTOM - (value - self.y0) / (self.y1 - self.y0) * (HEIGHT - TOP - BOTTOM)
+        return HEIGHT - BOTTOM - (value - self.y0) / (self.y1 - self.y0) * (HEIGHT - self.top - BOTTOM)
 
     def _path(self, points: Sequence[tuple[float, float]]) -> str:
         return "M" + "L".join(f"{self.x(x):.1f} {self.y(y):.1f}" for x, y in points)
@@ -170,8 +181,9 @@ class _Frame:
             parts.append(element("line", x1=self.left, x2=WIDTH - RIGHT, y1=y, y2=y, stroke=GRID, stroke_opacity=".22"))
             parts.append(svg_text(self.left - 7, y + 3.8, label, INK, "end"))
         below = HEIGHT - BOTTOM + 17
-        columns = ticks(self.x0, self.x1, 5)
-        return parts + [svg_text(self.x(value), below, f"{value:,.10g}", INK, "middle") for value in columns]
+        columns = [value for value in ticks(self.x0, self.x1, 5, whole=self.has_steps) if value >= 0]
+        unit = "" if self.has_steps else " s"
+        return parts + [svg_text(self.x(value), below, f"{value:,.10g}{unit}", INK, "middle") for value in columns]
 
     def envelope(self, curve: Curve, colour: str) -> Markup:
         if curve.low is None or curve.high is None:
@@ -199,7 +211,14 @@ class _Frame:
         return join([line, *dots])
 
 
-def _bounds(columns: Sequence[np.ndarray], margin: float) -> tuple[float, float]:
+def _bounds(columns: Sequence[np.ndarray], margin: float, alone: float | None = None) -> tuple[float, float]:
+    """Return the ends of an axis.
+
+    Args:
+        columns: The numbers to show.
+        margin: The space before and after them, as a share of their range.
+        alone: The space before and after equal numbers, or None for a tenth of them.
+    """
     import numpy as np
 
     values = np.concatenate(columns) if columns else np.empty(0)
@@ -207,8 +226,8 @@ def _bounds(columns: Sequence[np.ndarray], margin: float) -> tuple[float, float]
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
     # Limit values to half of the largest float64. Otherwise, the difference of two numbers could overflow.
     low, high = max(low, -8e307), min(high, 8e307)
-    if low == high:
-        spread = abs(low) * 0.1 or 1.0
+    if high - low <= 1e-12 * max(abs(low), abs(high)):  # The mean of equal numbers may be rounded.
+        spread = alone or abs(low) * 0.1 or 1.0
         return low - spread, high + spread
     return low - margin * (high - low), high + margin * (high - low)
 
@@ -219,26 +238,52 @@ def _dashes(index: int) -> dict[str, str]:
 
 
 MAX_NAMED = 8
-"""Maximum number of curves in the legend, because there is no room for more next to the title."""
+"""Maximum number of curves in the legend."""
+MAX_LABEL = 20
+"""Maximum number of characters of a label in the legend."""
+LETTER, BOLD = 6.2, 7.4
+"""The width of a character in the legend and in the title, in pixels."""
+ROW = 16
+"""The height of a row of the legend, in pixels."""
+DASH = 7
+"""The length of the dashes of curves with the same values, in pixels."""
 
 
-def _legend(curves: Sequence[Curve]) -> list[Markup]:
+def _legend(curves: Sequence[Curve], begin: float) -> tuple[list[Markup], int]:
+    """Return the legend, and the number of its rows below the title: 0 if it fits to the right of ``begin``."""
     enveloped = any(curve.low is not None for curve in curves)
     if len(curves) < 2 and not enveloped:
-        return []
+        return [], 0
     if len(curves) > MAX_NAMED:
-        return [svg_text(WIDTH - RIGHT, 16, f"{len(curves)} runs", INK, "end")]
-    parts, right = [], float(WIDTH - RIGHT)
-    for index in reversed(range(len(curves))):
-        label = _shortened("mean, range" if curves[index].low is not None else curves[index].label, 12)
-        label = label if enveloped else label.removeprefix("rank ")
-        right -= 6.2 * len(label)
-        parts.append(svg_text(right, 16, label, INK))
-        parts.append(element("circle", cx=right - 8, cy=12, r=3.5, fill=COLOURS[index % len(COLOURS)]))
-        right -= 20
-    if not enveloped and all(curve.label.startswith("rank ") for curve in curves):
-        parts.append(svg_text(right + 2, 16, "rank", INK, "end"))
-    return parts
+        return [svg_text(WIDTH - RIGHT, 16, f"{len(curves)} runs", INK, "end")], 0
+    labels = [_shortened("mean, range" if curve.low is not None else curve.label, MAX_LABEL) for curve in curves]
+    all_ranks = not enveloped and all(label.startswith("rank ") for label in labels)
+    labels = [label.removeprefix("rank ") if all_ranks else label for label in labels]
+    widths = [LETTER * len(label) + 20 for label in labels]
+    word = LETTER * len("rank ") if all_ranks else 0.0
+    x, row = WIDTH - RIGHT - sum(widths) - word, 0
+    if x < begin:
+        x, row = float(LEFT), 1
+    parts = [svg_text(x, 16 + ROW * row, "rank", INK)] if all_ranks else []
+    x += word
+    for index, (label, width) in enumerate(zip(labels, widths, strict=True)):
+        if x + width > WIDTH - RIGHT + 1:
+            x, row = float(LEFT), row + 1
+        parts.append(element("circle", cx=x + 6, cy=12 + ROW * row, r=3.5, fill=COLOURS[index % len(COLOURS)]))
+        parts.append(svg_text(x + 14, 16 + ROW * row, label, INK))
+        x += width
+    return parts, row
+
+
+def _alternating(count: int) -> list[Markup]:
+    """Return dashes of each curve over itself, so that curves with the same values show the colours of all of them."""
+    if not 1 < count <= MAX_NAMED:
+        return []
+    gap = DASH * (count - 1)
+    return [
+        element("use", href=f"#c{index}", stroke_dasharray=f"{DASH} {gap}", stroke_dashoffset=-DASH * index)
+        for index in range(count)
+    ]
 
 
 def _shortened(text: str, length: int) -> str:
@@ -311,7 +356,7 @@ def _draw(series: MetricSeries, ax: Axes) -> Axes:
         if curve.low is not None and curve.high is not None:
             label = f"mean and range of {len(set(series.ranks.tolist()))} ranks"
             ax.fill_between(curve.x, curve.low, curve.high, color=colour, alpha=0.22, linewidth=0)
-        ax.plot(curve.x, curve.y, color=colour, linewidth=1.4, label=label)
+        ax.plot(curve.x, curve.y, color=colour, linewidth=1.4, alpha=0.8, label=label)
     ax.set_title(series.name, loc="left", fontsize="medium")
     ax.set_xlabel("step" if _has_steps(series) else "seconds")
     ax.grid(alpha=0.3, linewidth=0.6)

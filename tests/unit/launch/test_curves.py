@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import itertools
 import math
 import re
 import time
@@ -127,8 +128,77 @@ def test_ticks_are_round_numbers(low: float, high: float, expected: list[float])
     assert np.allclose(svg_curves.ticks(low, high, 4), expected)
 
 
+def _curve(label: str, x: list[float], y: list[float]) -> Curve:
+    return Curve(label, np.array(x, dtype=float), np.array(y, dtype=float))
+
+
+def _texts(title: str, curves: list[Curve]) -> list[ET.Element]:
+    return list(ET.fromstring(svg_curves.svg(title, curves)).iter("{http://www.w3.org/2000/svg}text"))
+
+
 @pytest.mark.parametrize(
-    ("value", "text"), [(0.0, "0"), (1234567.0, "1.23e6"), (0.00012, "0.00012"), (3.14159, "3.142"), (math.inf, "inf")]
+    ("x", "below"),
+    [([0, 1, 2, 3], ["0", "1", "2", "3"]), ([100], ["99", "100", "101"]), ([0], ["0", "1"]), ([7.25], ["7 s", "8 s"])],
+    ids=str,
+)
+def test_the_horizontal_axis_has_whole_steps_around_the_points(x: list[float], below: list[str]) -> None:
+    texts = _texts("loss", [_curve("rank 0", x, [0.5] * len(x))])
+    found = [str(text.text) for text in texts if text.get("text-anchor") == "middle"]
+    assert [each for each in found if each.removesuffix(" s").isdigit()] == below
+
+
+@pytest.mark.parametrize("count", [2, 3, 7, 8])
+def test_the_legend_covers_neither_the_title_nor_the_plot(count: int) -> None:
+    curves = [_curve(f"run {run} · baseline", [0, 1], [run, 0]) for run in range(count)]
+    drawing = ET.fromstring(svg_curves.svg("train/loss", curves))
+    title, *texts = drawing.iter("{http://www.w3.org/2000/svg}text")
+    legend = [text for text in texts if str(text.text).startswith("run ")]
+    assert len(legend) == count
+    boxes = [
+        (float(text.get("x", 0)), float(text.get("y", 0)), svg_curves.LETTER * len(text.text or "")) for text in legend
+    ]
+    end = float(title.get("x", 0)) + svg_curves.BOLD * len("train/loss")
+    assert all(x >= end or y > 20 for x, y, _ in boxes)
+    assert all(x + width <= svg_curves.WIDTH for x, _, width in boxes)
+    for row in {y for _, y, _ in boxes}:
+        places = [(x, x + width) for x, y, width in boxes if y == row]
+        assert all(before[1] < after[0] for before, after in itertools.pairwise(places))
+    grid = [float(line.get("y1", 0)) for line in drawing.iter("{http://www.w3.org/2000/svg}line")]
+    assert max(y for _, y, _ in boxes) <= min(grid)
+
+
+def test_the_band_of_a_constant_metric_is_around_its_line() -> None:
+    """The mean of equal values is rounded, here to the number after 0.1."""
+    store = Store()
+    for rank in range(12):
+        store.add([Record(rank, 100.0, MetricEvent({"scale": 0.1}, step)) for step in range(3)])
+    (curve,) = svg_curves.curves_of([Source(store, 100.0)], "scale")
+    assert curve.low is not None
+    assert curve.y.tolist() == curve.low.tolist() == [0.1] * 3
+    rounded = curve._replace(y=np.nextafter(curve.y, 1))
+    labels = [text.text for text in _texts("scale", [rounded]) if text.get("text-anchor") == "end"]
+    assert "0.1" in labels
+    assert len(set(labels)) == len(labels)
+
+
+def test_curves_with_the_same_values_show_all_colours() -> None:
+    drawing = ET.fromstring(svg_curves.svg("loss", [_curve(f"rank {rank}", [0, 1], [1, 2]) for rank in range(2)]))
+    dashes = list(drawing.iter("{http://www.w3.org/2000/svg}use"))
+    assert [(each.get("href"), each.get("stroke-dasharray")) for each in dashes] == [("#c0", "7 7"), ("#c1", "7 7")]
+    assert [each.get("stroke-dashoffset") for each in dashes] == ["0", "-7"]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"),
+        (1234.5, "1,234"),
+        (65536.0, "65,536"),
+        (1234567.0, "1.23e6"),
+        (0.00012, "0.00012"),
+        (3.14159, "3.142"),
+        (math.inf, "inf"),
+    ],
 )
 def test_numbers_are_short(value: float, text: str) -> None:
     assert number(value) in (text, "1.2e-4")
