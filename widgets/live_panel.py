@@ -49,7 +49,7 @@ class Panel(DocumentView):
     ) -> None:
         self._clock, self._reason = clock, reason
         self._closing = threading.RLock()
-        self._shown = PanelOutput(lambda: self.bundle, self._title, clock, self._status)
+        self._shown = PanelOutput(lambda: self.bundle, self._title, self._name, clock, self._status)
         self._shown_at = float("-inf")
         self._problem: Any = None
         self.closed = False
@@ -75,6 +75,10 @@ class Panel(DocumentView):
     @abstractmethod
     def _title(self) -> str:
         """Return the title above the static form."""
+
+    def _name(self) -> str:
+        """Return the name of the view, which does not change while it is shown."""
+        return self._title()
 
     def _status(self) -> str:
         """Return the status in the title, or "" if the title has none."""
@@ -226,7 +230,10 @@ class LivePanel(Panel):
         return self.stays and self.shown and self.run.ended is not None and not self.run.held
 
     def _title(self) -> str:
-        return f"Run {self.run.id} ({self.run.function_name}), {self._status()}"
+        return f"{self._name()}, {self._status()}"
+
+    def _name(self) -> str:
+        return f"Run {self.run.id} ({self.run.function_name})"
 
     def _status(self) -> str:
         return self.run.status

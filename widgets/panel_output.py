@@ -42,6 +42,7 @@ class PanelOutput:
     Args:
         static: Returns the static form, a bundle with text/html and text/plain.
         title: Returns the title above the static form.
+        name: Returns the name of the view, which, unlike the title, does not change.
         clock: Returns the time in seconds since the epoch.
         status: Returns the status of the run that is shown, or "" for other views.
     """
@@ -50,10 +51,12 @@ class PanelOutput:
         self,
         static: Callable[[], Bundle],
         title: Callable[[], str],
+        name: Callable[[], str],
         clock: Callable[[], float] = steady_time.now,
         status: Callable[[], str] = lambda: "",
     ) -> None:
-        self._static, self._title, self._clock, self._status = static, title, clock, status
+        self._static, self._title, self._name = static, title, name
+        self._clock, self._status = clock, status
         self._lock = threading.RLock()
         self._outputs: list[Output] = []
         self._html: set[Output] = set()  # These outputs have no live view.
@@ -96,7 +99,7 @@ class PanelOutput:
                 self._use_html(front_end.note(reason), watched=output.interactive)
                 output.show(self._updated())
             else:
-                text = f"{self._title()}: live view in the original notebook"
+                text = f"{self._name()}: live view in the original notebook"
                 output.show(widget_bundle(widget, {"text/plain": text}))
                 output.show_static(self._beside())
             show_static_at_exit(output, self._static)

@@ -206,6 +206,10 @@ class _Points:
         self.thinned += 1
 
 
+def _rate(steps: int, seconds: float) -> float | None:
+    return steps / seconds if steps > 0 and seconds > 0 else None
+
+
 def _envelope_of(ranks: Mapping[int, _Points]) -> MetricEnvelope:
     envelope = MetricEnvelope()
     for points in ranks.values():
@@ -244,6 +248,7 @@ class Store:
         self._samples: list[Record] = []  # Samples for the automatic store, collected by the current call of `add`.
         self.progress: dict[int, ProgressEvent] = {}
         self.loops: dict[int, ProgressEvent] = {}
+        self._loop_times: dict[int, tuple[int, float, float]] = {}  # First step, and times of the first and last one.
         self._passes: dict[int, EpochEvent] = {}
         self.epochs: dict[int, Epoch] = {}
         self.not_finite: dict[tuple[str, int], tuple[int, float]] = {}
@@ -365,10 +370,16 @@ class Store:
             # A kept run does not have the events of all steps.
             self._count_steps(record.rank, max(1, event.step - before))
         else:
-            self.loops[record.rank] = event
+            self._add_loop(record, event)
         # The optimizer's count of steps takes precedence, because a progress bar may count something else.
         if event.total is None or record.rank not in self._counted:
             self.last_step[record.rank] = event.step
+
+    def _add_loop(self, record: Record, event: ProgressEvent) -> None:
+        before, self.loops[record.rank] = self.loops.get(record.rank), event
+        is_new = before is None or event.step < before.step or event.label != before.label
+        first, begun, _ = (event.step, record.time, 0.0) if is_new else self._loop_times[record.rank]
+        self._loop_times[record.rank] = first, begun, record.time
 
     def _add_epoch(self, record: Record, event: EpochEvent) -> None:
         self._passes[record.rank] = event
@@ -507,6 +518,22 @@ class Store:
         with self._lock:
             points = self._metrics.get(name, {}).get(rank)
             return points.values[-1] if points is not None and points.values else None
+
+    def step_rate(self, name: str, rank: int) -> float | None:
+        """Return the steps per second between the first and the last point of ``name`` on ``rank``, if it has steps."""
+        with self._lock:
+            points = self._metrics.get(name, {}).get(rank)
+            if points is None or not points.steps or points.steps[0] < 0:
+                return None
+            return _rate(points.steps[-1] - points.steps[0], points.times[-1] - points.times[0])
+
+    def loop_rate(self, rank: int) -> float | None:
+        """Return how many rounds per second a rank's latest loop has completed since its first report."""
+        with self._lock:
+            if (loop := self.loops.get(rank)) is None:
+                return None
+            first, begun, latest = self._loop_times[rank]
+            return _rate(loop.step - first, latest - begun)
 
     def tail(self, name: str, rank: int, cursor: tuple[int, int] = (0, 0)) -> SeriesTail:
         """Return the points of ``name`` on ``rank`` since ``cursor``, or all points if they were thinned since then.

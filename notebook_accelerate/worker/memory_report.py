@@ -157,7 +157,10 @@ def _process() -> dict[str, int]:
     from notebook_accelerate.worker.step_profiler import resident_bytes
 
     unit = 1 if sys.platform == "darwin" else 1024
-    found = {"resident": resident_bytes(), "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    resident = resident_bytes()
+    # The system updates the peak less often than the size.
+    peak = max(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    found = {"resident": resident, "peak": peak}
     if tracemalloc.is_tracing():
         found["python"] = tracemalloc.get_traced_memory()[0]
     return found

@@ -30,7 +30,7 @@ def train(seconds, fail_at=None):
         slow = rank == 1
         if s % 10 == 0:
             telemetry.emit(StepTimeEvent({"waiting for data": 0.03 + 0.18 * slow, "forward and backward": 0.12,
-                "collectives": 0.22 - 0.18 * slow, "optimizer": 0.02, "other": 0.01}, s, 10))
+                "collectives": 0.22 - 0.18 * slow, "optimizer": 0.02, "other": 0.01}, s, 10, 0.06 + 0.18 * slow))
         if s % 25 == 0:
             print(f"step {s}: {EVIL}")
         if rank == 1 and s == fail_at:

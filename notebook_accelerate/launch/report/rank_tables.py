@@ -323,7 +323,7 @@ def step_time_bars(times: Sequence[StepTime]) -> Drawing | Text:
     longest = max(time.seconds for time in times)
     legend = [element("li", swatch(index), part) for index, part in enumerate(PARTS)]
     bars = element("div", *(_bar(time, longest) for time in times), class_="na-stacks")
-    note = element("p", _TIMES_NOTE, class_="na-note")
+    note = element("p", _TIMES_NOTE, class_="na-note") if any(time.own for time in times) else ""
     return Drawing(html=join([element("ul", *legend, class_="na-legend"), bars, note]))
 
 
@@ -346,7 +346,10 @@ def _bar(time: StepTime, longest: float) -> Markup:
 
 # ---- devices
 
-_DEVICES = "Devices: allocated, reserved and peak count the rank's own memory; use and in use count all processes"
+_DEVICES = (
+    "Devices: allocated, reserved and peak allocated count the rank's own memory; use and in use count all processes"
+)
+_SIZES = ("allocated", "reserved", "peak allocated")
 UUID_CHARS = 8
 """How many characters of a UUID are enough to distinguish the devices of a machine."""
 
@@ -362,7 +365,7 @@ def device_table(ranks: Ranks) -> Table:
 
 
 def _devices(ranks: Ranks) -> Rows:
-    rows = [["rank", "device", "model", "use", "allocated", "reserved", "peak", "in use on the device", "uuid"]]
+    rows = [["rank", "device", "model", "use", *_SIZES, "in use on the device", "uuid"]]
     for rank in ranks:
         for device in rank.devices:
             uuid = device.uuid[:UUID_CHARS] or "–"
@@ -371,7 +374,7 @@ def _devices(ranks: Ranks) -> Rows:
 
 
 def _node_devices(ranks: Ranks) -> Rows:
-    rows = [["node", "devices", "model", "mean use", "allocated", "reserved", "highest peak", "in use on the devices"]]
+    rows = [["node", "devices", "model", "mean use", *_SIZES, "in use on the devices"]]
     nodes = by_node(ranks)
     for members in nodes.values():
         if held := [device for rank in members for device in rank.devices]:

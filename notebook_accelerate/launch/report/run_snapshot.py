@@ -83,7 +83,7 @@ class Progress:
         share: The completed share, from 0 to 1, or None if the total is not known.
         step: The step that all ranks have reached, or None if unknown.
         total: The total number of steps, or None if unknown.
-        rate: Steps per second, or None if unknown.
+        rate: Steps per second in about the last 10 seconds in which there were any, or None if unknown.
         left: The estimated number of seconds until the end, or None if unknown.
         label: The name of the unit that is counted, such as "step".
         epoch: The epoch of the rank that is furthest behind, counted from 1, or None if unknown.
@@ -174,7 +174,10 @@ class RunWatcher:
                 self.processor.setdefault(rank, deque(maxlen=HISTORY)).append(event.cpu_percent)
 
     def _step_time(self, rank: int) -> tuple[dict[str, float], int, float]:
-        """Return totals of a rank's latest steps: seconds in each part, number of steps, and seconds of own work."""
+        """Return totals of a rank's latest steps: seconds in each part, number of steps, and seconds of own work.
+
+        The own work is 0.0 if it is unknown.
+        """
         store = internals(self.run).store
         latest, known = store.latest_step_time(rank), self._parts.get(rank)
         if latest is None:
@@ -183,7 +186,7 @@ class RunWatcher:
             events = store.step_times(rank)
             parts = {part: sum([event.parts.get(part, 0.0) for event in events]) for part in PARTS}
             counted = sum([event.steps for event in events])
-            own = sum([event.own for event in events]) or sum(parts.values()) - parts["collectives"]
+            own = sum([event.own for event in events])
             known = self._parts[rank] = (latest, parts, counted, own)
         return known[1:]
 
@@ -194,21 +197,21 @@ class RunWatcher:
         used, last = store.resources.get(rank), store.last_activity.get(rank)
         parts, counted, own = self._step_time(rank)
         alive = self.run.ended is None and info.state in ("starting", "running")
-        rate = self._steps.setdefault(rank, _Counter()).rate(now, step) if alive else self._mean_rate(step)
+        step_seconds = sum(parts.values()) / counted if counted else None
         return RankSnapshot(
             rank=rank,
             state="paused" if is_paused else info.state,
             step=step,
             behind=ahead - step if ahead is not None and step is not None else 0,
-            rate=rate,
+            rate=1 / step_seconds if step_seconds else self._logged_rate(rank, step, now, alive=alive),
             loss=store.last_value(loss, rank) if loss else None,
             cpu=used.cpu_percent if used and alive else None,
             memory=used.memory_bytes if used and alive else store.peak_memory.get(rank),
             devices=store.devices.of_rank(rank),
             silence=max(0.0, now - last) if last is not None and alive and not is_paused else None,
             parts=parts,
-            step_seconds=sum(parts.values()) / counted if counted else None,
-            own_seconds=own / counted if counted else None,
+            step_seconds=step_seconds,
+            own_seconds=own / counted if counted and own else None,
             late=False,
             exit=info.exit,
             pid=info.pid,
@@ -217,9 +220,15 @@ class RunWatcher:
             host=info.host,
         )
 
-    def _mean_rate(self, step: int | None) -> float | None:
-        lasted = self.run.elapsed
-        return step / lasted if step and lasted > 0 else None
+    def _logged_rate(self, rank: int, step: int | None, now: float, *, alive: bool) -> float | None:
+        """Return the rate of a rank whose steps are not timed, because it only logs them.
+
+        The time before the first step does not count, because it includes the start of the rank.
+        """
+        if alive:
+            return self._steps.setdefault(rank, _Counter()).rate(now, step)
+        store = internals(self.run).store
+        return max((rate for name in store.metric_names() if (rate := store.step_rate(name, rank))), default=None)
 
     def _progress(self, now: float, ranks: list[RankSnapshot]) -> Progress:
         loops = list(internals(self.run).store.loops.values())
@@ -228,11 +237,22 @@ class RunWatcher:
         epochs = [epoch.number + 1 for epoch in list(internals(self.run).store.epochs.values())]
         total = max(loop.total or 0 for loop in loops)
         step = min(loop.step for loop in loops)
-        rate = self._loop.rate(now, step) if self.run.ended is None else self._mean_rate(step)
+        rate = self._loop_rate(now, step, ranks)
         left = (total - step) / rate if rate and self.run.ended is None else None
         share = min(1.0, max(0.0, step / total)) if total > 0 else None
         label = next((loop.label for loop in loops if loop.label), "step")
         return Progress(share, step, total or None, rate, left, label, min(epochs, default=None))
+
+    def _loop_rate(self, now: float, step: int, ranks: list[RankSnapshot]) -> float | None:
+        """Return how many steps of their loops all ranks complete per second."""
+        store = internals(self.run).store
+        loops = dict(store.loops)
+        known = [rank for rank in ranks if rank.rank in loops]
+        if all(rank.rate and _counts_steps(loops[rank.rank].step, rank.step) for rank in known):
+            return min((rank.rate or 0.0 for rank in known), default=None)
+        if self.run.ended is None:
+            return self._loop.rate(now, step)
+        return min((rate for rank in loops if (rate := store.loop_rate(rank))), default=None)
 
     def _progress_of_steps(self, ranks: list[RankSnapshot]) -> Progress:
         """Return the progress in optimizer steps, within the epoch if a prepared loader has a length."""
@@ -247,6 +267,11 @@ class RunWatcher:
             return Progress(None, reached, None, rate, None, "step", number)
         left = (total - last.done) / rate if rate else None
         return Progress(last.done / total, last.done, total, rate, left, "step", number, of_epoch=True)
+
+
+def _counts_steps(done: int, step: int | None) -> bool:
+    """Return whether a loop that has completed ``done`` rounds counts the same steps as the optimizer."""
+    return step is not None and abs(done - step) <= 1 + step // 50
 
 
 def status(run: RunView) -> str:

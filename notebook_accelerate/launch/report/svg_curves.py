@@ -151,14 +151,14 @@ class _Frame:
 
     Args:
         curves: The curves to draw.
-        rows: The number of rows of the legend below the title.
+        legend_rows: The number of rows of the legend below the title.
     """
 
-    def __init__(self, curves: Sequence[Curve], rows: int) -> None:
+    def __init__(self, curves: Sequence[Curve], legend_rows: int) -> None:
         # Seconds are practically never whole numbers.
         self.has_steps = all(bool((curve.x % 1 == 0).all()) for curve in curves)
         self.x0, self.x1 = _bounds([curve.x for curve in curves], 0.0, alone=1.0)
-        self.top = TOP + ROW * rows
+        self.top = TOP + ROW * legend_rows
         edges = [edge for curve in curves for edge in (curve.low, curve.high) if edge is not None]
         self.y0, self.y1 = _bounds([*(curve.y for curve in curves), *edges], 0.06)
         rows = ticks(self.y0, self.y1, 4)

@@ -167,7 +167,8 @@ def test_collectives_are_joined_and_the_last_rank_is_named() -> None:
     (finding,) = merged.findings
     assert (finding.rule, finding.ranks) == ("slowest_rank", (1,))
     assert finding.sentence == (
-        "rank 0 waits 3 ms per step for rank 1 in all_reduce #1 (4.00 MB), which is at Cell In[1], line 9: time.sleep(1)"
+        "rank 0 waits 3 ms per step for rank 1 in all_reduce #1 (4.00 MB), which is at Cell In[1], line 9: "
+        "time.sleep(1)"
     )
 
 

@@ -99,11 +99,11 @@ def test_running_and_finished_ranks_have_rows() -> None:
     head, row = _device_rows(run)
     assert dict(zip(head, row, strict=True)) == {
         "rank": "0", "device": "cuda:0", "model": "Tesla T4 · 16.1 GB", "use": "45 %", "allocated": "1.07 GB",
-        "reserved": "2.15 GB", "peak": "1.07 GB", "in use on the device": "2.42 GB", "uuid": "00000000",
+        "reserved": "2.15 GB", "peak allocated": "1.07 GB", "in use on the device": "2.42 GB", "uuid": "00000000",
     }  # fmt: skip
     end(run)
     assert _device_rows(run) == [
-        ["rank", "device", "model", "peak", "uuid"],
+        ["rank", "device", "model", "peak allocated", "uuid"],
         ["0", "cuda:0", "Tesla T4 · 16.1 GB", "1.07 GB", "00000000"],
     ]
 

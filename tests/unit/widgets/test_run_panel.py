@@ -21,6 +21,7 @@ from notebook_accelerate.errors import SITE
 from notebook_accelerate.launch import Run
 from notebook_accelerate.launch.report import mesh_diagram, rendering, run_report
 from notebook_accelerate.launch.report.document import Section, Table
+from notebook_accelerate.launch.report.run_snapshot import RunWatcher
 from notebook_accelerate.launch.state.run_events import (
     AttemptEnded,
     DiagnosisAdded,
@@ -41,6 +42,7 @@ from notebook_accelerate.launch.state.run_events import (
 from notebook_accelerate.telemetry import (
     DeviceMemoryEvent,
     EpochEvent,
+    Event,
     ExceptionInfo,
     FrameInfo,
     LogEvent,
@@ -338,6 +340,54 @@ def test_a_straggler_is_found_by_its_own_work_if_all_are_in_step(snapshot: Snaps
         feed(one.run, MetricEvent({"loss": 0.5}, 7), StepTimeEvent(parts, 7, 10, own), rank=rank)
     one.look()
     snapshot("straggler_by_own_work", one.parts("verdict times"))
+
+
+_PARTS = dict(zip(PARTS, (0.0, 0.1, 0.05, 0.01, 0.04), strict=True))
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_run_has_one_speed(ended: bool) -> None:
+    """The start of the ranks, which takes 60 s here, does not count, even after the run has ended."""
+    one = _Panel()
+    for rank in range(2):
+        feed(one.run, ProgressEvent(80), StepTimeEvent(_PARTS, 80, 50, 0.05), rank=rank, at=START + 60.0)
+    if ended:
+        end(one.run)
+    one.clock.turn(61.0)
+    one.look()
+    assert "250 steps/s" in one.parts("progress")
+    assert "4.0 ms/step" in one.parts("times")
+    rates = [rank.rate for rank in RunWatcher(one.run).snapshot(one.clock()).ranks]
+    assert rates == pytest.approx([250.0, 250.0])
+
+
+@pytest.mark.parametrize(
+    ("events", "rate"),
+    [
+        ([MetricEvent({"loss": 0.1}, 100)], None),
+        ([MetricEvent({"loss": 0.1}, 100), MetricEvent({"loss": 0.1}, 110)], 2.0),
+        ([ProgressEvent(3, 90, "batches"), ProgressEvent(28, 90, "batches")], 5.0),
+        ([ProgressEvent(80, 90), ProgressEvent(3, 90), ProgressEvent(28, 90)], 5.0),
+    ],
+    ids=["one point", "logged steps", "loop", "two loops"],
+)
+def test_the_speed_of_an_ended_run_leaves_out_its_start(events: list[Event], rate: float | None) -> None:
+    one = _Panel(ranks=1)
+    for second, event in enumerate(events):
+        feed(one.run, event, at=START + 60.0 + 5 * second)
+    end(one.run)
+    assert RunWatcher(one.run).snapshot(one.clock()).progress.rate == rate
+
+
+def test_own_work_that_is_not_known_is_not_shown() -> None:
+    """A run of less than a second is too short for it."""
+    one = _Panel()
+    for rank in range(2):
+        feed(one.run, StepTimeEvent(_PARTS, 7, 5, 0.0), rank=rank)
+    one.look()
+    assert "ms/step" in one.parts("times")
+    assert "own work" not in one.parts("times").lower()
+    assert [rank.own_seconds for rank in RunWatcher(one.run).snapshot(one.clock()).ranks] == [None, None]
 
 
 def test_pages_of_an_ended_run_do_not_wait_for_anything() -> None:
@@ -676,7 +726,9 @@ def test_two_views_may_be_shown_at_the_same_time() -> None:
         def add_class(self, _: str) -> None:
             both.wait(60)
 
-    views = [PanelOutput(lambda: {"text/html": "", "text/plain": ""}, lambda: "A view") for _ in range(2)]
+    views = [
+        PanelOutput(lambda: {"text/html": "", "text/plain": ""}, lambda: "A view", lambda: "A view") for _ in range(2)
+    ]
     threads = [threading.Thread(target=view.add, args=(_Place(), Widget()), daemon=True) for view in views]
     for thread in threads:
         thread.start()
