@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from notebook_accelerate import Run, shutdown
-from notebook_accelerate.launch import attaching
+from notebook_accelerate.config import environ
+from notebook_accelerate.launch import attaching, detached_launch
 from notebook_accelerate.launch.detached.control_client import ControlClient
+from notebook_accelerate.launch.processes import interpreters
+from tests.support import kernel_forks
 from tests.support.waiting import until
 
 
 @contextmanager
 def user_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Record detached runs in a folder. At the end, stop them and check that none of their processes is left."""
+    monkeypatch.setattr(detached_launch, "start_interpreter", _start_interpreter)
     monkeypatch.setenv("XDG_STATE_HOME", str(folder))
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     try:
@@ -28,6 +35,21 @@ def user_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     until(lambda: not processes_of(folder), seconds=60)
     sockets = folder / "notebook-accelerate" / "sockets"
     assert not sockets.exists() or not list(sockets.iterdir())
+
+
+def _start_interpreter(call: str, descriptors: Sequence[int], log: int) -> Any:
+    """Fork the process of a detached run, which would take seconds to import torch, from one that has imported it."""
+    request = {
+        "code": interpreters.interpreter_command(call)[-1],
+        "module": call.split()[1],
+        "cwd": str(Path.cwd()),
+        "env": interpreters.isolated_variables(environ.inheritable()),
+        "numbers": [0, 1, 2, *descriptors],
+        "blocked": list(signal.pthread_sigmask(signal.SIG_BLOCK, [])),
+    }
+    with Path(os.devnull).open() as nothing:
+        forked = kernel_forks.fork_interpreter(request, nothing.fileno(), log, log, *descriptors)
+    return forked or interpreters.start_interpreter(call, descriptors, log)
 
 
 def disconnect_all() -> None:

@@ -4,7 +4,7 @@
 because each kernel inherits its imports.
 
 A kernel's zygote would import torch again. Instead, each kernel begins by forking a spare process, which becomes the
-zygote.
+zygote. The process of a detached run that the tests launch is forked, too, and forks a spare process for its zygote.
 """
 
 from __future__ import annotations
@@ -36,6 +36,13 @@ READ_AT_START = ("PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "LD_", "MALLOC_"
 _LONGEST = 1 << 17
 _UNUSED = 300
 """A number above those of all descriptors that an interpreter inherits."""
+FIRST = ("XDG_STATE_HOME",)
+"""The variables to show first in `show`."""
+ROOM = 1 << 13
+"""The number of characters of the last argument, and of the variable ``TEST_ROOM``, that give `show` room."""
+_ARGUMENTS, _VARIABLES = (45, 46), (47, 48)
+"""The positions in ``/proc/self/stat``, after the name, of the addresses of the arguments and of the variables."""
+_DESCRIPTORS = 50
 _LIMITS = 16
 """The number of resource limits on Linux."""
 _PR_SET_PDEATHSIG = 1
@@ -45,7 +52,7 @@ _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 def serve(channel: socket.socket) -> list[str]:
     """Answer requests until the socket is closed. In a forked process, return the kernel's arguments."""
     while True:
-        message, descriptors, _, _ = socket.recv_fds(channel, _LONGEST, 2)
+        message, descriptors, _, _ = socket.recv_fds(channel, _LONGEST, _DESCRIPTORS)
         if not message:
             sys.exit(0)
         request = json.loads(message)
@@ -56,6 +63,8 @@ def serve(channel: socket.socket) -> list[str]:
         pid = os.fork()
         if pid == 0:
             channel.close()
+            if "code" in request:
+                run_code(request, descriptors)
             become(request, *descriptors)
             if os.environ.pop(NO_SPARE, None) is None:
                 keep_spare()
@@ -113,12 +122,15 @@ def keep_spare() -> None:
 
 def wait_as_spare(channel: socket.socket) -> None:
     """Wait for the request to become an interpreter, run its code, and exit. Return if there is no request."""
-    message, descriptors, _, _ = socket.recv_fds(channel, _LONGEST, 50)
+    message, descriptors, _, _ = socket.recv_fds(channel, _LONGEST, _DESCRIPTORS)
     channel.close()
-    if not message:
-        return
-    request = json.loads(message)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
+    if message:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
+        run_code(json.loads(message), descriptors)
+
+
+def run_code(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
+    """Make this process look like an interpreter that has just been started to run code, and run it."""
     os.setsid()
     for limit in range(_LIMITS):
         resource.setrlimit(limit, resource.prlimit(os.getppid(), limit))
@@ -131,12 +143,48 @@ def wait_as_spare(channel: socket.socket) -> None:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    show(["-c", request["code"]], request["env"])
+    if module_name := request.get("module"):
+        import_module(module_name)
+        keep_spare_after_fork()
     sys.argv = ["-c"]
     module: Any = ModuleType("__main__")
     sys.modules["__main__"] = module
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])
     exec(request["code"], vars(module))
     sys.exit(0)
+
+
+def show(arguments: list[str], environment: Mapping[str, str]) -> None:
+    """Make ``/proc`` show other arguments and variables of this process, as far as the memory for them suffices."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    variables = [
+        f"{name}={value}" for name, value in sorted(environment.items(), key=lambda item: item[0] not in FIRST)
+    ]
+    for words, place in ((arguments, _ARGUMENTS), (variables, _VARIABLES)):
+        begin, end = (int(fields[index]) for index in place)
+        text = b"".join(os.fsencode(word) + bytes(1) for word in words)[: end - begin - 1]
+        ctypes.memmove(begin, text.ljust(end - begin, bytes(1)), end - begin)
+
+
+def keep_spare_after_fork() -> None:
+    """Call `keep_spare` in the next process that this one forks, when it has been forked."""
+    pending = [True]
+
+    def forked() -> None:
+        if not pending:
+            return
+        pending.clear()
+        own, code = os.getpid(), 1
+        try:
+            keep_spare()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        finally:
+            if os.getpid() != own:  # Python ignores exceptions in this function.
+                os._exit(code)
+
+    os.register_at_fork(after_in_child=forked)
 
 
 class SparePopen(subprocess.Popen[Any]):

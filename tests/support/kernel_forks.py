@@ -25,7 +25,7 @@ from jupyter_client.provisioning.factory import KernelProvisionerFactory
 from jupyter_client.provisioning.local_provisioner import LocalProvisioner
 
 from tests.support import leaks
-from tests.support.kernel_fork_server import READ_AT_START
+from tests.support.kernel_fork_server import READ_AT_START, ROOM, start_variables
 
 PROVISIONER = "forked-for-tests"
 ROOT = Path(__file__).resolve().parents[2]
@@ -65,12 +65,13 @@ class ForkedKernel:
             os.close(self._ended)
         return self._code
 
-    def wait(self) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         """Wait for the exit code."""
         if self._code is None:
-            select.select([self._ended], [], [])
+            select.select([self._ended], [], [], timeout)
         code = self.poll()
-        assert code is not None
+        if code is None:
+            raise subprocess.TimeoutExpired("a forked process", timeout or 0.0)
         return code
 
     def send_signal(self, number: int) -> None:
@@ -92,8 +93,8 @@ class KernelForks:
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        command = [sys.executable, str(SERVER), str(theirs.fileno())]
-        env = {**_environment, **started_with()}
+        command = [sys.executable, str(SERVER), str(theirs.fileno()), " " * ROOM]
+        env = {**_environment, **started_with(), "TEST_ROOM": " " * ROOM}
         fds = (theirs.fileno(),)
         self.process = subprocess.Popen(command, cwd=ROOT, env=env, pass_fds=fds, start_new_session=True)
         theirs.close()
@@ -147,6 +148,14 @@ def _forks(_process: int) -> KernelForks:
     forks = KernelForks()
     atexit.register(forks.close)
     return forks
+
+
+def fork_interpreter(request: dict[str, Any], *descriptors: int) -> ForkedKernel | None:
+    """Fork an interpreter that runs code. Return None if its environment is different from that of forked processes."""
+    if not can_fork({}) or start_variables(request["env"]) != start_variables(_environment):
+        return None
+    forks = _forks(os.getpid())
+    return ForkedKernel(forks.ask(request, *descriptors), forks)
 
 
 class ForkingProvisioner(LocalProvisioner):
