@@ -18,7 +18,8 @@ pytestmark = pytest.mark.notebook
 )
 def kernel(request: pytest.FixtureRequest) -> Iterator[Kernel]:
     """Yield a kernel that has not imported the package."""
-    with Kernel(request.param) as kernel:
+    # A forked kernel has a spare child process, which becomes the zygote.
+    with Kernel(request.param, forked=False) as kernel:
         yield kernel
 
 
