@@ -190,19 +190,19 @@ _COLOURED = """(metric) => {
 }"""
 
 
-@pytest.mark.parametrize("axis", ["Step", "Time"])
-def test_ranks_with_the_same_values_show_both_colours(blank: Any, axis: str) -> None:
+@pytest.mark.parametrize(("kind", "axis"), [("rank", "Step"), ("rank", "Time"), ("run", "Step")])
+def test_curves_with_the_same_values_show_both_colours(blank: Any, kind: str, axis: str) -> None:
     """Only the last of a hundred values differs, so that the curves are not drawn as one."""
     _load(blank, *SCRIPTS)
     blank.add_style_tag(content=asset("palette.css") + asset("panel.css") + asset("uPlot.min.css") + asset("plot.css"))
     rising = [float(step) for step in range(100)]
-    blank.evaluate(_CARDS, [["loss", "rank 0", rising], ["loss", "rank 1", [*rising[:-1], 99.2]]])
+    blank.evaluate(_CARDS, [["loss", f"{kind} 0", rising], ["loss", f"{kind} 1", [*rising[:-1], 99.2]]])
     blank.wait_for_function("() => card('loss')?.u?.height === 240")
     blank.get_by_text(axis, exact=True).click()
     blank.wait_for_function("() => !card('loss').stale")
     first, second = blank.evaluate(_COLOURED, "loss")
     assert first > 0
-    assert 0.5 < first / second < 2, "the colours of both ranks alternate"
+    assert 0.5 < first / second < 2, "the colours of both curves alternate"
 
 
 _LOGS = """() => {

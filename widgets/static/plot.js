@@ -8,7 +8,8 @@
  * replaces the points at steps from `from` on (null: all of them).
  */
 const MAX_CHARTS = 60;
-const ALTERNATING = 2000;  // the points of a chart up to which ranks with the same values are drawn with alternating colours
+const ALTERNATING = 2000;  // the points of a chart up to which curves with the same values are drawn with alternating colours
+const MAX_ALTERNATING = 8;  // curves
 const DASH = 7;  // their length in pixels
 const FEW_METRICS = 3;  // this many metrics need no sections
 const DRAWING_MS = 3;  // of a frame's 16.7 ms, because layout and painting follow, which take several times as long without a GPU
@@ -344,7 +345,7 @@ class Chart {
     this.starts = [];
     tables.reduce((at, table) => { this.starts.push(at); return at + table.length - 1; }, 1);
     this.isEnvelope = tables.map((table) => table.length === 4);
-    this.ranks = labels.flatMap((label, i) => (isRank(label) && tables[i].length < 4 ? [this.starts[i]] : []));
+    this.lines = labels.flatMap((label, i) => (tables[i].length < 4 ? [this.starts[i]] : []));
     const updates = Boolean(this.u) && shape === this.shape;
     // In a batch, uPlot draws at once. Otherwise it draws after the frame's last script, where the time is not measured.
     if (updates) this.u.batch((u) => { this.setAlpha(u); u.setData(joined, !this.zoomed); });
@@ -399,24 +400,24 @@ class Chart {
     }
     ctx.restore();
   }
-  get alternates() { return this.ranks.length > 1 && this.joined[0].length <= ALTERNATING; }
+  get alternates() { return this.lines.length > 1 && this.lines.length <= MAX_ALTERNATING && this.joined[0].length <= ALTERNATING; }
   setAlpha(u) {
-    const alpha = this.ranks.length > 1 && !this.alternates ? 0.7 : 1;
-    for (const at of this.ranks) u.series[at].alpha = alpha;
+    const alpha = this.lines.length > 1 && !this.alternates && this.labels.some(isRank) ? 0.7 : 1;
+    for (const at of this.lines) u.series[at].alpha = alpha;
   }
-  /* Draws dashes of each rank over its own curve, so that curves with the same values show the colours of all ranks. Of
-   * other curves, the dashes are invisible. Curves of many points are transparent instead, because dashes take longer. */
+  /* Draws dashes of each curve over itself, so that curves with the same values show the colours of all of them. Of other
+   * curves, the dashes are invisible. Ranks with many points are transparent instead, because dashes take longer. */
   drawDashes(u) {
     if (!this.alternates) return;
-    const { ctx, bbox } = u, length = DASH * devicePixelRatio, count = this.ranks.length;
+    const { ctx, bbox } = u, length = DASH * devicePixelRatio, count = this.lines.length;
     ctx.save();
     ctx.beginPath();
     ctx.rect(bbox.left, bbox.top, bbox.width, bbox.height);
     ctx.clip();
-    const shift = ((u.series[this.ranks[0]].width * devicePixelRatio) % 2) / 2;  // by which uPlot shifts lines
+    const shift = ((u.series[this.lines[0]].width * devicePixelRatio) % 2) / 2;  // by which uPlot shifts lines
     ctx.translate(shift, shift);
     ctx.lineJoin = "round";
-    this.ranks.forEach((at, place) => {
+    this.lines.forEach((at, place) => {
       const { _paths: paths, _stroke: stroke, width } = u.series[at];
       if (!paths?.stroke || u.series[at].dash) return;
       ctx.strokeStyle = stroke;

@@ -9,7 +9,6 @@ import pytest
 from notebook_accelerate import notebook_launcher, torch_internals
 from notebook_accelerate.launch import Profile, Run
 from notebook_accelerate.telemetry import step_time
-from notebook_accelerate.worker import memory_report, step_profiler
 from tests.support.waiting import until
 
 
@@ -176,12 +175,6 @@ def test_an_out_of_memory_failure_lists_the_contents_of_memory() -> None:
     assert rows["parameters"] == ["1.05", "MB"]
     assert rows["gradients"] == ["1.05", "MB"]
     assert rows["kept in exhausts_memory"] == ["4.00", "MB"]
-
-
-def test_the_peak_of_a_process_is_not_below_its_present_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system updates its record of the peak with a delay."""
-    monkeypatch.setattr(step_profiler, "resident_bytes", lambda: 1 << 50)
-    assert memory_report._process()["peak"] == 1 << 50
 
 
 def test_nothing_is_imported_or_hooked_until_a_profile_is_requested() -> None:

@@ -24,7 +24,14 @@ from notebook_accelerate.profiling.tables import SampledLines
 from notebook_accelerate.profiling.trace import parse, read_trace
 from notebook_accelerate.telemetry.debug_protocol import TRACE_KEY, ProfileReply, ProfileRequest
 from notebook_accelerate.utils import ProfileKwargs
-from notebook_accelerate.worker import exit_handlers, held_tensors, stacks, step_profiler, timed_samples
+from notebook_accelerate.worker import (
+    exit_handlers,
+    held_tensors,
+    memory_report,
+    stacks,
+    step_profiler,
+    timed_samples,
+)
 from tests.support.waiting import until
 
 
@@ -580,3 +587,9 @@ def test_the_main_thread_of_a_forked_rank_has_its_own_processor_time() -> None:
         first = run.ask(ask)[0]
         trained(run, run._internals.store.last_step[0] + 100)
         assert 0.0 < first < run.ask(ask)[0]
+
+
+def test_the_peak_of_a_process_is_not_below_its_present_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system updates its record of the peak with a delay."""
+    monkeypatch.setattr(step_profiler, "resident_bytes", lambda: 1 << 50)
+    assert memory_report._process()["peak"] == 1 << 50
