@@ -5,7 +5,7 @@ A user's own error, a dead worker and a broken launch are different types::
     NotebookAccelerateError
     ├── LaunchError                     the launch could not be planned or started
     │   ├── PortInUseError              a fixed port of a multi-node launch is taken
-    │   ├── DeviceBusyError             another run uses the accelerators
+    │   ├── DeviceBusyError             another run holds a device
     │   └── AuthenticationError         another machine did not prove that it belongs to the run
     ├── WorkerError                     a run ended without success; its ``.run`` is the run
     │   ├── RunStoppedError             stopped by the user
@@ -214,7 +214,7 @@ class PortInUseError(LaunchError):
 
 
 class DeviceBusyError(LaunchError):
-    """Raised when another run of this kernel, or a detached run, uses the accelerators that a launch needs."""
+    """Raised when another run of the user holds a device that a launch needs."""
 
 
 class AuthenticationError(LaunchError):

@@ -117,6 +117,8 @@ def notebook_launcher(  # noqa: D417 - `_documented` adds the texts of the setti
     name: str | None = None,
     output: str = "cell",
     tags: Sequence[str] = (),
+    devices: int | str | Sequence[int | str] | None = None,
+    queue: bool = False,
 ) -> Run:
     """Run ``function(*args)`` in ``num_processes`` processes that are started from this notebook.
 

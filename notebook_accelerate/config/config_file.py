@@ -288,7 +288,7 @@ class ClusterConfig(BaseConfig):
     """Accepted for compatibility. It has no effect, because machines always connect to main_process_ip."""
     main_training_function: str = setting("main", group=OTHER)
     """Accepted for compatibility. It has no effect, because the whole script runs."""
-    enable_cpu_affinity: bool = setting(False, variable="ACCELERATE_CPU_AFFINITY", switch=True)
+    enable_cpu_affinity: bool = setting(False, variable=environ.AFFINITY, switch=True)
     """Bind each process to the CPU cores near its GPU."""
     fp8_config: dict[str, Any] | None = None
     deepspeed_config: dict[str, Any] | None = None

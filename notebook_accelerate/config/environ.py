@@ -17,6 +17,12 @@ KERNEL_ONLY = ("NOTEBOOK_ACCELERATE_SECRET", "JPY_PARENT_PID", "JPY_SESSION_NAME
 STORE = "NOTEBOOK_ACCELERATE_STORE"
 """Set in ranks that one launch started on one machine: the private folder for the stores of their process groups."""
 
+CORES = "NOTEBOOK_ACCELERATE_CORES"
+"""Set in ranks on the CPU that have cores of their own: the numbers of these cores, such as "0,3"."""
+
+AFFINITY = "ACCELERATE_CPU_AFFINITY"
+"""Accelerate's variable that binds each rank to the cores near its GPU."""
+
 RESUMED = "NOTEBOOK_ACCELERATE_RESUMED"
 """Set in ranks that continue the training of an earlier run: the checkpoint to load."""
 

@@ -144,6 +144,15 @@ class LaunchConfig:
     """
     tags: Sequence[str] = setting((), group=OUTPUT)
     """Words for finding this run in the table of runs."""
+    devices: int | str | Sequence[int | str] | None = setting(option="devices", parse=lambda text: text)
+    """The run's devices, or how many free ones. If None, all visible accelerators, or cores shared with other runs.
+
+    [0, 2] means the devices that torch would call cuda:0 and cuda:2 in this kernel. The entries may also be UUIDs of
+    GPUs, or one MIG slice. On the CPU, they are cores: 4 means any four cores that no other run holds. As text, "0,2"
+    is a list, "2," a list with one entry, and "2" a number of devices.
+    """
+    queue: bool = setting(False, switch=True, option="queue")
+    """Whether the run waits until its devices are free. If False, the launch is refused while another run holds one."""
 
     def __post_init__(self) -> None:
         check_choices(self, "start_method", "mixed_precision", "rdzv_backend")
@@ -171,6 +180,7 @@ class LaunchConfig:
         _check_sources(self.report_from)
         _check_name(self.name)
         _check_detached(self)
+        _check_devices(self)
         if self.save is not None and not (isinstance(self.save, (str, os.PathLike)) and os.fspath(self.save)):
             raise ValueError(f"save={self.save!r} is not a folder; pass the path of one, such as save='runs'")
         check_choices(self, "output")
@@ -334,6 +344,41 @@ def _check_detached(config: LaunchConfig) -> None:
             "pass 'auto', 'zygote' or 'spawn'"
         )
     object.__setattr__(config, "block", False)
+
+
+def _check_devices(config: LaunchConfig) -> None:
+    """Check the devices, and replace text and lists with a number or a tuple."""
+    given = config.devices
+    if isinstance(given, str):
+        parts = [part.strip() for part in given.split(",")]
+        entries = tuple(int(part) if part.isdigit() else part for part in parts if part)
+        given = entries[0] if len(parts) == 1 and entries and isinstance(entries[0], int) else entries
+    elif isinstance(given, Sequence):
+        given = tuple(given)
+    elsewhere = f"num_nodes={config.num_nodes}" if config.num_nodes > 1 else f"on={shown_value('on', config.on)!r}"
+    if (given is not None or config.queue) and (config.num_nodes > 1 or config.on is not None):
+        name = "queue=True" if given is None else f"devices={config.devices!r}"
+        raise ValueError(f"{name} is for devices of this machine only; leave it out, or {elsewhere}")
+    if given is not None and not _are_devices(given):
+        raise ValueError(
+            f"devices={config.devices!r} is not allowed; pass a list of different devices, such as [0, 1] or "
+            "['GPU-8932f937'], or a number of devices of at least 1"
+        )
+    slices = [entry for entry in given if str(entry).startswith("MIG-")] if isinstance(given, tuple) else []
+    if slices and given != (slices[0],):
+        raise ValueError(
+            f"devices={config.devices!r} has more than one MIG slice, but a process can use only one: CUDA shows it no "
+            f"other. Launch one run for each slice, such as devices=[{slices[0]!r}]"
+        )
+    object.__setattr__(config, "devices", given)
+
+
+def _are_devices(given: object) -> bool:
+    if not isinstance(given, tuple):
+        return type(given) is int and given > 0
+    numbers = all(type(entry) is int and entry >= 0 for entry in given)
+    texts = all(isinstance(entry, str) and entry for entry in given)
+    return bool(given) and len(set(given)) == len(given) and (numbers or texts)
 
 
 def _check_sources(sources: object) -> None:

@@ -19,6 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from notebook_accelerate.errors import LaunchError
+
 MAX_LINKS = 40
 """The maximum number of symbolic links in the path of a folder, as in Linux."""
 MAX_DEPTH = 50
@@ -90,6 +92,21 @@ def check_folder(folder: Path, *, private: bool = False) -> None:
         raise ForeignFileError(f"{folder} belongs to {_user_name(found.st_uid)}")
     if found.st_mode & (0o077 if private else 0o022):
         raise ForeignFileError(f"other users can enter {folder}: chmod 700 {folder}")
+
+
+def state_folder() -> Path:
+    """Return the user's folder for data that outlives a process.
+
+    Raises:
+        LaunchError: The user has no home directory, and XDG_STATE_HOME is not set.
+    """
+    base = os.environ.get("XDG_STATE_HOME", "")
+    home = os.environ.get("HOME", os.path.expanduser("~"))  # noqa: PTH111 - "~" if the user database has no home
+    if base.startswith("/"):
+        return Path(base) / "notebook-accelerate"
+    if not home.startswith("/"):
+        raise LaunchError("runs are recorded in the user's home directory, which does not exist; set XDG_STATE_HOME")
+    return Path(home) / ".local" / "state" / "notebook-accelerate"
 
 
 def is_own_folder(folder: Path) -> bool:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from notebook_accelerate.errors import ipython_shell
@@ -30,6 +30,10 @@ class HardwareInfo:
     """Where the user types code: terminal, jupyter, colab, kaggle or vscode."""
     loopback: str | None
     """Name of the loopback network interface, or None if it is unknown."""
+    visible: Mapping[str, str] = field(default_factory=dict)
+    """These devices: the identity of each, such as the UUID of a GPU, and its entry in CUDA_VISIBLE_DEVICES."""
+    cores: tuple[int, ...] = ()
+    """The numbers of the cores that this process may use."""
     tpu: str = ""
     """Generation of the TPU, such as "v5e", or "" if it is unknown or torch_tpu is missing."""
 
@@ -48,6 +52,8 @@ def detect(environment: Mapping[str, str] | None = None) -> HardwareInfo:
         memory_bytes=machine_memory()[0],
         host=host(),
         loopback=_loopback(),
+        visible=device_counts.identities(accelerator, number, environment) if number else {},
+        cores=cores(),
         tpu=tpu_environment.generation(os.environ, tpu_environment.pci_generations()) if accelerator == "tpu" else "",
     )
 
@@ -64,6 +70,12 @@ def cpu_count() -> int:
     """Return how many cores this process may use, at least 1."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(allowed, _container_cores() or allowed))
+
+
+def cores() -> tuple[int, ...]:
+    """Return the numbers of the cores that this process may use, as many as its container's limit allows."""
+    known = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return tuple(known)[: cpu_count()]
 
 
 def _container_cores() -> int | None:

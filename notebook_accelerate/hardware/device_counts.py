@@ -42,6 +42,26 @@ def count(device_type: str, environment: Mapping[str, str] | None = None) -> int
     return _cached_count(device_type, tuple((name, variables[name]) for name in names if name in variables))
 
 
+def identities(device_type: str, number: int, environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the devices that a process can use: the identity of each, and its entry in the variable that selects it.
+
+    Args:
+        device_type: The name of the type, other than "cpu".
+        number: The number of devices, from `count`.
+        environment: The environment variables of that process. Defaults to this process's environment.
+    """
+    variables = os.environ if environment is None else environment
+    if device_type == "cuda" and not versions.torch_build().hip:
+        return nvml.identities(number, variables)
+    listed = next(
+        (variables[name] for name in device_table.row(device_type).visible_variables if name in variables), ""
+    )
+    entries = [entry.strip() for entry in listed.split(",") if entry.strip()]
+    if len(entries) != number:  # The variable is not set, or contains something else, such as "0-3" or "all".
+        entries = [str(index) for index in range(number)]
+    return {entry: entry for entry in entries}
+
+
 @lru_cache(maxsize=64)
 def _cached_count(device_type: str, variables: tuple[tuple[str, str], ...]) -> int:
     return COUNTERS[device_type](dict(variables))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +95,11 @@ class DeviceRow:
         """
         function = getattr(self.load(), name, None)
         return None if function is None else function(*args)
+
+    @property
+    def is_numbered(self) -> bool:
+        """Whether a process selects its devices by their numbers."""
+        return self.type not in _ONE_PER_PROCESS
 
     @property
     def is_accelerator(self) -> bool:
@@ -251,21 +255,6 @@ def select_again() -> None:
         entry = _BY_TYPE[name]
         if name not in _ONE_PER_PROCESS and entry.is_initialized():
             entry.select(index)
-
-
-def share_devices(visible: Mapping[str, str], others: Mapping[str, str]) -> bool:
-    """Return whether processes with these variables may use the same devices.
-
-    Args:
-        visible: The variables that restrict the devices of one process, such as CUDA_VISIBLE_DEVICES.
-        others: The same variables of the other process.
-    """
-    names = visible.keys() & others.keys()
-    return all(_listed(visible[name]) & _listed(others[name]) for name in names)
-
-
-def _listed(devices: str) -> set[str]:
-    return {each.strip() for each in devices.split(",")}
 
 
 def accelerator_in_use() -> bool:

@@ -205,6 +205,20 @@ def visible_gpu(local_index: int, environment: Mapping[str, str] | None = None) 
     return found and (_mig_slice(uuid) if (uuid := _first_slice(found.index)) else found)
 
 
+def identities(count: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the GPUs and MIG slices that a process can use: the UUID of each, and its entry in CUDA_VISIBLE_DEVICES.
+
+    Args:
+        count: The number of GPUs that the process can use.
+        environment: The process's environment variables.
+    """
+    with _session():
+        found = [visible_gpu(index, environment) for index in range(count)]
+    listed = (environment.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")
+    entries = [entry.strip() for entry in listed]
+    return {gpu.uuid if gpu else entry: entry for gpu, entry in zip(found, entries, strict=False)}
+
+
 def _first_slice(index: int) -> str:
     """Return the UUID of a GPU's first MIG slice, the only one that CUDA uses, or "" if the GPU is not divided."""
     with _session():

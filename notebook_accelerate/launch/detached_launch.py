@@ -123,7 +123,7 @@ def launch_detached(
     run = attach(Path(answer["folder"]))
     run.config = config
     deadline = time.monotonic() + OPEN_SECONDS
-    while run.plan is None and run.ended is None and time.monotonic() < deadline:
+    while run.status == "starting" and run.plan is None and time.monotonic() < deadline:
         time.sleep(0.02)
     return run
 

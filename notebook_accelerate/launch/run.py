@@ -129,7 +129,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """One of "starting", "running", "stopping", "succeeded", "failed", "stopped" and "lost"."""
+        """One of "queued", "starting", "running", "stopping", "succeeded", "failed", "stopped" and "lost"."""
         return self._state.status
 
     @property

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, overload
 
 from notebook_accelerate._mistakes import reports_mistakes
 from notebook_accelerate.errors import DeviceBusyError
-from notebook_accelerate.hardware import device_table
 from notebook_accelerate.hardware.process_liveness import this_process
 from notebook_accelerate.launch import attaching
 from notebook_accelerate.launch.detached.run_directory import DirectoryEntry
@@ -30,10 +29,11 @@ from notebook_accelerate.launch.state.run_view import internals
 from notebook_accelerate.telemetry.tracebacks import built_in_attribute
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from notebook_accelerate.launch.kept.kept_runs import KeptRuns
     from notebook_accelerate.launch.plan.planner import LaunchPlan
+    from notebook_accelerate.launch.processes.device_claims import Claim
     from notebook_accelerate.launch.run import Run
 
 KEPT_RUNS = 100
@@ -296,32 +296,6 @@ def release_held() -> None:
         gc.collect()  # An Accelerator and its models refer to each other, so only the collector frees them.
 
 
-def check_devices(run: Run, launch_plan: LaunchPlan) -> None:
-    """Check that no other run of this kernel, and no detached run, uses the devices that ``launch_plan`` needs.
-
-    Raises:
-        DeviceBusyError: Another run uses one of these devices.
-    """
-    accelerator = launch_plan.accelerator
-    if accelerator == "cpu" or launch_plan.where:  # A cluster assigns devices itself.
-        return
-    visible = visible_devices(accelerator, run.config.env)
-    for other in _living():
-        if other is run or other.ended is not None or other.plan is None or other.plan.accelerator != accelerator:
-            continue
-        if device_table.share_devices(visible, visible_devices(accelerator, other.config.env)):
-            raise DeviceBusyError(
-                f"run {other.id} ({other.function_name}) holds the {accelerator} devices; "
-                f"wait for it, or end it with notebook_accelerate.runs()[{runs().index(other)}].stop()"
-            )
-    for entry in attaching.running_entries():
-        if entry.shares_devices(accelerator, visible):
-            raise DeviceBusyError(
-                f"the detached run {entry.name} holds the {accelerator} devices; "
-                f"wait for it, or end it with notebook_accelerate.attach({entry.name!r}).stop()"
-            )
-
-
 def entry_of(run: Run, socket: Path, origin: Mapping[str, Any], *, detached: bool) -> DirectoryEntry:
     """Return the entry that lets other processes find a run that this process supervises.
 
@@ -331,7 +305,6 @@ def entry_of(run: Run, socket: Path, origin: Mapping[str, Any], *, detached: boo
         origin: Where the run was launched, from `detached_launch.origin`.
         detached: Whether the run is detached.
     """
-    accelerator = run.plan.accelerator if run.plan is not None else "cpu"
     return DirectoryEntry(
         name=run.name,
         folder="" if run.folder is None else str(run.folder),
@@ -339,19 +312,23 @@ def entry_of(run: Run, socket: Path, origin: Mapping[str, Any], *, detached: boo
         created=run.started,
         process=asdict(this_process()),
         origin=origin,
-        accelerator=accelerator,
-        visible=visible_devices(accelerator, run.config.env),
         detached=detached,
         ranks=0 if run.plan is None else run.plan.num_processes,
     )
 
 
-def visible_devices(accelerator: str, env: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the environment variables that restrict which devices ranks see, such as CUDA_VISIBLE_DEVICES.
+def busy_error(claim: Claim, plan: LaunchPlan) -> DeviceBusyError:
+    """Return the error of a launch that needs devices of another run.
 
     Args:
-        accelerator: Device type of the ranks.
-        env: The environment variables set for the ranks, which override those of this process.
+        claim: The claim of the other run.
+        plan: The plan of the launch.
     """
-    found = {**os.environ, **(env or {})}
-    return {name: found[name] for name in device_table.row(accelerator).visible_variables if name in found}
+    own = next((place for place, run in enumerate(runs()) if claim.is_own and run.id == claim.number), None)
+    who, end = f"the run {claim.name} of another kernel", f"end it in {claim.place}"
+    if claim.detached:
+        who, end = f"the detached run {claim.name}", f"end it with notebook_accelerate.attach({claim.name!r}).stop()"
+    elif own is not None:
+        who, end = f"run {claim.number} ({claim.name})", f"end it with notebook_accelerate.runs()[{own}].stop()"
+    devices = ", ".join(device for device in claim.devices if device in plan.slots)
+    return DeviceBusyError(f"{who} holds {devices}; wait for it, {end}, or pass queue=True to start after it")

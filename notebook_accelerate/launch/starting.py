@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate import hardware
 from notebook_accelerate.config import environ
 from notebook_accelerate.errors import LaunchError, RunInterrupted, WorkerError
 from notebook_accelerate.launch import run_registry
@@ -24,9 +22,11 @@ from notebook_accelerate.launch.kept import run_folder
 from notebook_accelerate.launch.kept.journal_format import JOURNAL_NAME
 from notebook_accelerate.launch.kept.run_writer import RunWriter
 from notebook_accelerate.launch.output.publisher import Publisher, publisher_for
-from notebook_accelerate.launch.plan.planner import LaunchPlan, make_plan
+from notebook_accelerate.launch.plan.planner import LaunchPlan, number_of_slots, placed
 from notebook_accelerate.launch.processes import inline
-from notebook_accelerate.launch.processes.fork_probe import kernel_facts
+from notebook_accelerate.launch.processes.device_claims import Claim, DeviceClaim
+from notebook_accelerate.launch.processes.fork_probe import plan_from_here
+from notebook_accelerate.launch.report.run_snapshot import status
 from notebook_accelerate.launch.resumption import resumption_of
 from notebook_accelerate.launch.run import Run, default_name, next_number, output_of
 from notebook_accelerate.launch.run_debugging import ask_user
@@ -36,7 +36,7 @@ from notebook_accelerate.launch.state.call_arguments import RunCall, call_argume
 from notebook_accelerate.launch.state.interrupts import deferred_interrupts, handle_interrupts, wait_for
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
-from notebook_accelerate.launch.state.run_events import NoteAdded, RunPlanned
+from notebook_accelerate.launch.state.run_events import NoteAdded, RunPlanned, RunQueued
 from notebook_accelerate.launch.state.run_view import internals
 from notebook_accelerate.launch.supervisor.command_queue import CommandQueue
 from notebook_accelerate.launch.supervisor.rank_supervisor import RankSupervisor
@@ -180,13 +180,8 @@ def _plan(config: LaunchConfig) -> LaunchPlan:
     Interrupts are deferred: otherwise a KeyboardInterrupt could block later forks, if the executor held a lock, or
     could be lost, if it was raised in the callback that runs when the executor is deleted.
     """
-
-    def plan() -> LaunchPlan:
-        environment = {**os.environ, **(config.env or {})}
-        return make_plan(config, hardware.detect(environment), kernel_facts(config.env))
-
     with ThreadPoolExecutor(1, "notebook-accelerate-plan") as executor:
-        return executor.submit(plan).result()
+        return executor.submit(plan_from_here, config).result()
 
 
 def _new_run(
@@ -270,10 +265,16 @@ def _new_supervisor(run: Run, commands: CommandQueue) -> Supervisor:
 def _prepare(
     run: Run, supervisor: Supervisor, plan: LaunchPlan, on_registered: Callable[[Run], object] | None
 ) -> LaunchPlan:
-    """Reserve what the plan needs, and register the run. Return the plan with the reserved port and folder."""
-    run_registry.check_devices(run, plan)
-    plan = supervisor.reserve(plan)
-    internals(run).journal.append(RunPlanned(plan, plan.first_rank, plan.num_processes))
+    """Reserve what the plan needs, and register the run. Return the plan with the devices, the port and the folder.
+
+    If the run must wait for its devices, the plan is returned as it is.
+    """
+    if (ahead := _claim_devices(run, supervisor, plan)) is not None:
+        internals(run).journal.append(RunQueued(ahead.name))
+    else:
+        assert supervisor.claim is not None, "the claim was made above"
+        plan = supervisor.reserve(placed(plan, supervisor.claim.devices))
+        internals(run).journal.append(RunPlanned(plan, plan.first_rank, plan.num_processes))
     run_registry.register_run(run)
     (on_registered or _serve)(run)
     _announce(run, supervisor.publisher)
@@ -293,15 +294,29 @@ def _serve(run: Run) -> ServedRun | None:
         return None
 
 
+def _claim_devices(run: Run, supervisor: Supervisor, plan: LaunchPlan) -> Claim | None:
+    """Claim the devices of a run. Return None if the run has them, or the claim of the run that it waits for.
+
+    Raises:
+        DeviceBusyError: Another run holds a device, and the configuration does not say ``queue=True``.
+    """
+    count = number_of_slots(run.config, plan.slots)
+    supervisor.claim = DeviceClaim(run.name, run.id, tuple(plan.slots), count, detached=run.config.detach)
+    ahead = supervisor.claim.acquire(in_turn=run.config.queue)
+    if ahead is not None and not run.config.queue:
+        raise run_registry.busy_error(ahead, plan)
+    return ahead
+
+
 def _publisher(run: Run) -> Publisher:
     return publisher_for(run.id, text=run.config.output == "cell")
 
 
 def _announce(run: Run, publisher: Publisher, *more: str) -> None:
     """Show the run's header, its notes and ``more`` lines, unless the launch is not displayed."""
-    if not output_of(run).is_announced(run.config) or run.plan is None:
+    if not output_of(run).is_announced(run.config):
         return
-    publisher.line("stdout", f"▶ run {run.id}: {run.plan.sentence()}")
+    publisher.line("stdout", f"▶ run {run.id}: {run.plan.sentence() if run.plan is not None else status(run)}")
     for note in [*run.notes, *more]:
         publisher.line("stdout", f"  {note}")
     publisher.flush(force=True)

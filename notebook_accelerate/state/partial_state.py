@@ -187,6 +187,8 @@ def _initialize(state: PartialState, cpu: bool, kwargs: dict[str, Any]) -> None:
     world = _world_of_group() or world_from_environ()
     row = device_row(cpu=cpu, world=world)
     device = select_device(row, world)
+    if row.type == "cuda" and environ.flag(environ.AFFINITY):
+        process_group.override_numa_affinity(world.local_rank)
     backend = _start_group(world, row, device, kwargs) if world.size > 1 else None
     state.__dict__.update(
         _cpu=cpu,

@@ -303,6 +303,9 @@ def apply_order(order: WorkerOrder) -> None:
     os.environ.update(order.environment)
     for name in KERNEL_ONLY:
         os.environ.pop(name, None)
+    if environ.CORES in order.environment and hasattr(os, "sched_setaffinity"):
+        with contextlib.suppress(OSError):  # The cores may have been taken away from this container since the launch.
+            os.sched_setaffinity(0, map(int, order.environment[environ.CORES].split(",")))
     if order.time_offset is not None:
         steady_time.set_offset(order.time_offset)
     if order.cwd is not None:

@@ -26,12 +26,12 @@ class Machine:
     def __init__(self, folder: Path) -> None:
         for name in (fake_gpu.NVML, fake_gpu.CUDA):
             fake_gpu.build(folder, name)
-        self._folder, self._log = folder, folder / "driver.log"
+        self.folder, self._log = folder, folder / "driver.log"
 
     def run(self, code: str, **variables: str) -> str:
         """Run a program on this machine with additional environment variables, and return its output."""
         emulated = {
-            "LD_LIBRARY_PATH": str(self._folder),
+            "LD_LIBRARY_PATH": str(self.folder),
             "FAKE_NVML_COUNT": "1",
             "FAKE_NVML_NAME": "NVIDIA H100 80GB HBM3",
             "FAKE_NVML_DRIVER": "580.159.04",
@@ -41,7 +41,7 @@ class Machine:
         }
         restricted = {"CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"}
         own = {name: value for name, value in os.environ.items() if name not in restricted}
-        script = self._folder / "program.py"  # Put the code into a file, because newly started ranks import it.
+        script = self.folder / "program.py"  # Put the code into a file, because newly started ranks import it.
         script.write_text(DRIVER_FILES + code)
         self._log.write_text("")
         done = subprocess.run(
@@ -50,7 +50,7 @@ class Machine:
             text=True,
             timeout=300,
             check=False,
-            cwd=self._folder,
+            cwd=self.folder,
             env={**own, **emulated, **variables},
         )
         assert done.returncode == 0, done.stderr[-3000:]

@@ -18,7 +18,6 @@ from typing import Any
 
 from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.files import guarded_files
-from notebook_accelerate.hardware import device_table
 from notebook_accelerate.hardware.process_liveness import parse_identity, this_process
 
 LISTED_SECONDS = 30 * 86400.0
@@ -37,8 +36,6 @@ class DirectoryEntry:
         created: When the run was launched, in seconds since the epoch.
         process: The identity of the run's process; see ``hardware.process_liveness``.
         origin: Where the run was launched: "pid", and "folder" and "notebook" if they are known.
-        accelerator: Device type of the ranks.
-        visible: The environment variables that restrict the run's devices, such as CUDA_VISIBLE_DEVICES.
         detached: Whether the run is detached. Otherwise, a kernel supervises the run, and the entry exists only while
             the run is live.
         ranks: The number of ranks on this machine.
@@ -50,8 +47,6 @@ class DirectoryEntry:
     created: float
     process: Mapping[str, Any]
     origin: Mapping[str, Any] = field(default_factory=dict)
-    accelerator: str = "cpu"
-    visible: Mapping[str, str] = field(default_factory=dict)
     detached: bool = True
     ranks: int = 0
 
@@ -77,32 +72,6 @@ class DirectoryEntry:
         identity = parse_identity(self.process)
         return identity is None or identity.has_ended()
 
-    def shares_devices(self, accelerator: str, visible: Mapping[str, str]) -> bool:
-        """Return whether ranks of another run with these variables may use the same devices.
-
-        Args:
-            accelerator: Device type of the other run's ranks.
-            visible: The environment variables that restrict the other run's devices.
-        """
-        return self.accelerator == accelerator != "cpu" and device_table.share_devices(self.visible, visible)
-
-
-def state_folder() -> Path:
-    """Return the user's folder for data that outlives a process.
-
-    Raises:
-        LaunchError: The user has no home directory, and XDG_STATE_HOME is not set.
-    """
-    base = os.environ.get("XDG_STATE_HOME", "")
-    home = os.environ.get("HOME", os.path.expanduser("~"))  # noqa: PTH111 - "~" if the user database has no home
-    if base.startswith("/"):
-        return Path(base) / "notebook-accelerate"
-    if not home.startswith("/"):
-        raise LaunchError(
-            "detached runs are recorded in the user's home directory, which does not exist; set XDG_STATE_HOME"
-        )
-    return Path(home) / ".local" / "state" / "notebook-accelerate"
-
 
 def runs_folder() -> Path:
     """Return the folder for detached runs that are launched without ``save``. A new folder is private to the user.
@@ -110,7 +79,7 @@ def runs_folder() -> Path:
     Raises:
         LaunchError: The user has no home directory, or other users can replace the contents of the folder.
     """
-    folder = state_folder() / "runs"
+    folder = guarded_files.state_folder() / "runs"
     try:
         guarded_files.make_folder(folder, private=False)
     except OSError as error:
@@ -126,7 +95,7 @@ def new_socket() -> Path:
     """
     base = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
     folders = [base / "notebook-accelerate"] if base.is_absolute() and guarded_files.is_own_folder(base) else []
-    folders.append(state_folder() / "sockets")
+    folders.append(guarded_files.state_folder() / "sockets")
     problem = OSError()
     for folder in folders:
         try:
@@ -308,11 +277,11 @@ def _files(*, live: bool = False) -> list[Path]:
 
 
 def _entries_folder() -> Path:
-    return state_folder() / "detached"
+    return guarded_files.state_folder() / "detached"
 
 
 def _live_folder() -> Path:
-    return state_folder() / "live"
+    return guarded_files.state_folder() / "live"
 
 
 def _read(path: Path) -> DirectoryEntry | None:
@@ -323,8 +292,8 @@ def _read(path: Path) -> DirectoryEntry | None:
         entry = DirectoryEntry(**{name: value for name, value in content.items() if name in known})
     except (OSError, ValueError, TypeError, AttributeError):
         return None
-    texts = all(isinstance(text, str) for text in (entry.name, entry.folder, entry.socket, entry.accelerator))
-    maps = all(isinstance(each, dict) for each in (entry.origin, entry.process, entry.visible))
+    texts = all(isinstance(text, str) for text in (entry.name, entry.folder, entry.socket))
+    maps = all(isinstance(each, dict) for each in (entry.origin, entry.process))
     if not texts or not maps or not (isinstance(entry.created, (int, float)) and math.isfinite(entry.created)):
         return None
     kinds = type(entry.detached) is bool and type(entry.ranks) is int

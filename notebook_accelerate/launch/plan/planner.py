@@ -63,6 +63,9 @@ class LaunchPlan:
         where: Name of the cluster that the ranks run on, as shown in the header, or "" for this machine.
         devices: Devices per process. The devices of one process share each batch.
         variables: Environment variables for the run or for the runtime of its devices, the same on all ranks.
+        slots: The devices that the run holds: the identity of each, such as "cuda:GPU-8932f937" or "cpu:3", and its
+            entry in the variable that selects devices. Empty if the ranks share the CPU. Until the devices are
+            reserved, these are the devices that the run can be given.
     """
 
     start_method: str
@@ -85,6 +88,7 @@ class LaunchPlan:
     where: str = ""
     devices: int = 1
     variables: Mapping[str, str] = field(default_factory=dict)
+    slots: Mapping[str, str] = field(default_factory=dict)
 
     def sentence(self) -> str:
         """Describe the plan in one line, for the run's header."""
@@ -92,6 +96,8 @@ class LaunchPlan:
         if self.world_size != self.num_processes:
             ranks += f" of {self.world_size}"
         place = self.where or self.accelerator
+        if _selector(self) in self.variables:
+            place += f" [{', '.join(self.slots.values())}]"
         if self.devices > 1:
             place += f", whose {self.devices} devices share each batch (SPMD)"
         parts = [f"{ranks} on {place}", f"{self.start_method} ({self.reason})"]
@@ -108,7 +114,10 @@ def make_plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) 
     """
     if config.cluster is not None:
         return _on_cluster(config, config.cluster)
-    accelerator, count = _accelerator(config, hardware)
+    accelerator, total = _accelerator(config, hardware)
+    slots = _slots(config, hardware, accelerator, total)
+    wanted = number_of_slots(config, slots)
+    count = wanted if total and config.devices is not None else total
     num_processes = config.num_processes if config.num_processes is not None else max(count, 1)
     devices = 1
     if accelerator == "xla":
@@ -118,13 +127,20 @@ def make_plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) 
     if accelerator == "mps" and num_processes > 1:
         accelerator, count = "cpu", 0  # A machine has only one MPS device, which ranks cannot share.
     if count and num_processes > count:
+        where = "this machine has" if config.devices is None else f"devices={config.devices!r} selects"
         raise ValueError(
-            f"num_processes={num_processes}, but this machine has {count} {accelerator} device{'s' * (count > 1)}; "
+            f"num_processes={num_processes}, but {where} {count} {accelerator} device{'s' * (count > 1)}; "
             f"pass num_processes={count}, or config=LaunchConfig(cpu=True) to train on the CPU"
         )
     world_size = num_processes * config.num_nodes
     method, reason = _start_method(config, num_processes, facts, accelerator)
     master_addr, port = config.rendezvous_address
+    cores = hardware.cpu_count
+    if config.devices is not None:
+        cores = max(1, cores * wanted // total) if total else wanted
+    variables = {} if method == "inline" else _device_variables(accelerator, hardware, facts, world_size)
+    if config.devices is not None:
+        variables = {**variables, **_selection(config, accelerator, facts)}
     return LaunchPlan(
         start_method=method,
         reason=reason,
@@ -133,15 +149,100 @@ def make_plan(config: LaunchConfig, hardware: HardwareInfo, facts: KernelFacts) 
         first_rank=config.node_rank * num_processes,
         accelerator=accelerator,
         backend=_backend(accelerator) if world_size > 1 else "",
-        threads=None if method == "inline" else _threads(config, num_processes, hardware.cpu_count, facts),
+        threads=None if method == "inline" else _threads(config, num_processes, cores, facts),
         master_addr=master_addr,
         port=port,
         loopback=(hardware.loopback or "") if config.num_nodes == 1 else "",
         node=config.node_rank,
         nodes=config.num_nodes,
         devices=devices,
-        variables={} if method == "inline" else _device_variables(accelerator, hardware, facts, world_size),
+        variables=variables,
+        slots=slots,
     )
+
+
+# ---- the devices of a run
+
+
+def _slots(config: LaunchConfig, hardware: HardwareInfo, accelerator: str, count: int) -> dict[str, str]:
+    """Return the devices that a run can be given, as in `LaunchPlan.slots`.
+
+    Raises:
+        ValueError: The configuration requests a device or a number of devices that this machine does not have.
+    """
+    from notebook_accelerate.hardware import device_table
+
+    asked = config.devices
+    known = dict(hardware.visible) or {str(index): str(index) for index in range(count)}
+    if accelerator == "cpu":
+        known = {} if asked is None else {str(core): str(core) for core in hardware.cores}
+    elif asked is not None and not device_table.row(accelerator).is_numbered:
+        raise ValueError(
+            f"devices={asked!r} is not possible with devices of the type {accelerator}; leave it out, or train on the "
+            "CPU: config=LaunchConfig(cpu=True)"
+        )
+    if isinstance(asked, int) and asked > len(known):
+        unit = "cores" if accelerator == "cpu" else f"{accelerator} devices"
+        raise ValueError(
+            f"devices={asked}, but this machine has {len(known)} {unit}; pass at most devices={len(known)}"
+        )
+    if isinstance(asked, tuple):
+        known = dict(_slot(entry, known, by_position=accelerator != "cpu") for entry in asked)
+    return {f"{accelerator}:{identity}": entry for identity, entry in known.items()}
+
+
+def _slot(asked: int | str, known: Mapping[str, str], *, by_position: bool) -> tuple[str, str]:
+    """Return the identity and the entry of a device that the user has named by its number or its UUID."""
+    if isinstance(asked, int):
+        found = list(known)[asked : asked + 1] if by_position else [str(asked)] if str(asked) in known else []
+    elif asked.startswith("MIG-") or not any(each.startswith("GPU-") for each in known):
+        return asked, asked  # NVML lists only the first slice of a GPU. Without NVML, no UUID is known.
+    else:
+        found = [identity for identity in known if identity.startswith(asked)]
+    if len(found) == 1:
+        return found[0], asked if isinstance(asked, str) else known[found[0]]
+    names = ", ".join(known if isinstance(asked, str) else map(str, range(len(known))) if by_position else known)
+    kind = "one of the devices" if by_position else "one of the cores"
+    raise ValueError(f"devices=[{asked!r}] is not {kind} that this kernel can use; pass some of: {names}")
+
+
+def number_of_slots(config: LaunchConfig, slots: Mapping[str, str]) -> int:
+    """Return how many of the devices in `LaunchPlan.slots` a run needs."""
+    return config.devices if isinstance(config.devices, int) else len(slots)
+
+
+def _selection(config: LaunchConfig, accelerator: str, facts: KernelFacts) -> dict[str, str]:
+    """Return the variables of ranks with selected devices, as far as they do not depend on the devices."""
+    from notebook_accelerate.hardware import device_table
+
+    names = (environ.CORES,) if accelerator == "cpu" else device_table.row(accelerator).visible_variables
+    if given := [name for name in names if name in (config.env or {})]:
+        raise ValueError(f"devices={config.devices!r} and env={{{given[0]!r}: ...}} select devices; pass one of them")
+    name = next((name for name in names if name in facts.environment), names[0])
+    near = {} if accelerator == "cpu" or environ.AFFINITY in facts.environment else {environ.AFFINITY: "1"}
+    return {name: "", **near}
+
+
+def _selector(plan: LaunchPlan) -> str:
+    """Return the variable that selects the ranks' devices, or "" if the launch does not select them."""
+    from notebook_accelerate.hardware import device_table
+
+    known: tuple[str, ...] = (environ.CORES,) if plan.accelerator == "cpu" else ()
+    if not known and not plan.where:
+        known = device_table.row(plan.accelerator).visible_variables
+    return next((name for name in known if name in plan.variables), "")
+
+
+def placed(plan: LaunchPlan, devices: Sequence[str]) -> LaunchPlan:
+    """Return the plan for the devices that are reserved for the run.
+
+    Args:
+        plan: The plan with all devices that the run can be given.
+        devices: The identities of the devices that it was given.
+    """
+    slots, name = {device: plan.slots[device] for device in devices}, _selector(plan)
+    selected = {name: ",".join(slots.values())} if name else {}
+    return replace(plan, slots=slots, variables={**plan.variables, **selected})
 
 
 def _tpu_processes(config: LaunchConfig, hardware: HardwareInfo) -> int:
@@ -331,7 +432,7 @@ def _needs_process(config: LaunchConfig) -> str:
     """Return the names of the settings that need a separate process, or "" if there are none."""
     needed = [
         name
-        for name in ("timeout", "hang_timeout", "max_restarts", "env", "hold_on_error")
+        for name in ("timeout", "hang_timeout", "max_restarts", "env", "hold_on_error", "devices", "queue")
         if getattr(config, name) not in (None, 0, False)
     ]
     if not config.block:

@@ -26,11 +26,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from notebook_accelerate.hardware import device_counts
+from notebook_accelerate.config.launch_config import LaunchConfig
+from notebook_accelerate.hardware import detection, device_counts
 from notebook_accelerate.hardware.nvml import check_cuda_p2p_ib_support
 from notebook_accelerate.hardware.process_liveness import STATE, read_stat
 from notebook_accelerate.integrations import accelerate_alias
-from notebook_accelerate.launch.plan.planner import KernelFacts
+from notebook_accelerate.launch.plan.planner import KernelFacts, LaunchPlan, make_plan
 from notebook_accelerate.launch.processes import shared_imports
 
 PROBE_SECONDS = 2.0
@@ -55,6 +56,16 @@ def kernel_facts(variables: Mapping[str, str] | None = None) -> KernelFacts:
         alias_hazard=accelerate_alias.inherited_hazard(),
         peer_to_peer=check_cuda_p2p_ib_support,
     )
+
+
+def plan_from_here(config: LaunchConfig) -> LaunchPlan:
+    """Plan a launch from this kernel. Call this on a thread like the one that will fork the ranks.
+
+    Raises:
+        ValueError: The configuration requests something that this machine or this kernel does not have.
+    """
+    environment = {**os.environ, **(config.env or {})}
+    return make_plan(config, detection.detect(environment), kernel_facts(config.env))
 
 
 def fork_hazard() -> str:

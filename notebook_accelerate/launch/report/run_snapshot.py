@@ -275,7 +275,9 @@ def _counts_steps(done: int, step: int | None) -> bool:
 
 
 def status(run: RunView) -> str:
-    """Return the run's status. For a running run that is waiting, return one of `HELD`."""
+    """Return the run's status. For a queued run, add what it waits for. For a waiting one, return one of `HELD`."""
+    if run.status == "queued":
+        return f"queued, behind {internals(run).journal.state.behind}"
     if run.status != "running":
         return run.status
     if run.stall is not None:

@@ -48,6 +48,13 @@ class RunPlanned(RunEvent):
 
 
 @dataclass(slots=True)
+class RunQueued(RunEvent):
+    """The run waits until its devices are free. ``behind`` is the name of the run that it waits for."""
+
+    behind: str
+
+
+@dataclass(slots=True)
 class NoteAdded(RunEvent):
     """There is a note about the launch for the user, such as that a port was taken."""
 

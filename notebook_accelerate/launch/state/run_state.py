@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 RUN_TRANSITIONS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
-        "starting": frozenset({"running", "stopping", "succeeded", "failed", "stopped", "lost"}),
+        "queued": frozenset({"queued", "starting", "failed", "stopped", "lost"}),
+        "starting": frozenset({"queued", "running", "stopping", "succeeded", "failed", "stopped", "lost"}),
         # "starting" follows when the run restarts.
         "running": frozenset({"starting", "stopping", "succeeded", "failed", "stopped", "lost"}),
         # "starting" follows when the run restarts to let a notebook join. "succeeded" follows if the function has
@@ -186,6 +187,7 @@ class RunState:
         message: The error's message.
         cause: The exception that made the launch fail, if it was not raised on a rank.
         resume_points: The points at which the run continues the training of earlier runs, oldest first.
+        behind: Name of the run that a queued run waits for, or "".
     """
 
     started: float = 0.0
@@ -211,6 +213,7 @@ class RunState:
     message: str = ""
     cause: BaseException | None = None
     resume_points: tuple[ResumePoint, ...] = ()
+    behind: str = ""
 
     def apply(self, event: events.RunEvent, time: float) -> RunState:
         """Return the state after ``event``, which happened at ``time`` seconds since the epoch.
@@ -260,7 +263,12 @@ class RunState:
     def _planned(self, event: events.RunPlanned, _time: float) -> RunState:
         self._require(self.attempt_status != "running", event)
         ranks = tuple(RankInfo(event.first_rank + index, node=event.plan.node) for index in range(event.count))
-        return self._while_not_ended(event, plan=event.plan, ranks=ranks, starting=len(ranks))
+        status = "starting" if self.status == "queued" else self.status
+        return self._while_not_ended(event, plan=event.plan, ranks=ranks, starting=len(ranks), status=status, behind="")
+
+    def _queued(self, event: events.RunQueued, _time: float) -> RunState:
+        status = _check("run", RUN_TRANSITIONS, self.status, "queued")
+        return self._while_not_ended(event, status=status, behind=event.behind)
 
     def _noted(self, event: events.NoteAdded, _time: float) -> RunState:
         return replace(self, notes=(*self.notes, event.text))
@@ -472,6 +480,7 @@ def _check(what: str, table: Mapping[str, frozenset[str]], before: str, after: s
 
 _HANDLERS: dict[type[events.RunEvent], Callable[[RunState, Any, float], RunState]] = {
     events.RunCreated: RunState._created,
+    events.RunQueued: RunState._queued,
     events.RunPlanned: RunState._planned,
     events.NoteAdded: RunState._noted,
     events.WarningAdded: RunState._warned,

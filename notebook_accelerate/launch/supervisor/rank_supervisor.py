@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import selectors
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.hardware.addresses import loopback_problem
+from notebook_accelerate.launch.plan.planner import placed
 from notebook_accelerate.launch.processes import ports, process_backend
+from notebook_accelerate.launch.processes.event_loop import DispatchSelector, dispatch
+from notebook_accelerate.launch.processes.fork_probe import plan_from_here
 from notebook_accelerate.launch.state import failures
 from notebook_accelerate.launch.state.run_events import (
     AttemptEnded,
@@ -18,7 +23,10 @@ from notebook_accelerate.launch.state.run_events import (
     FailuresRecorded,
     NoteAdded,
     RunEnded,
+    RunPlanned,
+    RunQueued,
 )
+from notebook_accelerate.launch.supervisor.command_queue import WaitingTarget
 from notebook_accelerate.launch.supervisor.rank_group import RankGroup
 from notebook_accelerate.launch.supervisor.stop_sequence import StopReason
 from notebook_accelerate.launch.supervisor.supervisor import Supervisor
@@ -29,6 +37,9 @@ if TYPE_CHECKING:
     from notebook_accelerate.launch.plan.planner import LaunchPlan
     from notebook_accelerate.launch.processes.rank_process import ProcessBackend
     from notebook_accelerate.telemetry import RankFailure
+
+QUEUE_SECONDS = 0.3
+"""Seconds between two checks of whether the devices of a queued run are free."""
 
 
 class RankSupervisor(Supervisor):
@@ -74,9 +85,40 @@ class RankSupervisor(Supervisor):
         ports.release(self.id)
         ports.remove_store_folder(self.id)
 
+    # ---- the queue for devices
+
+    def _await_devices(self, plan: LaunchPlan) -> LaunchPlan | StopReason:
+        """Wait until the run has its devices. Return its plan, or why the run was stopped before that."""
+        assert self.claim is not None, "only a claim makes a run wait"
+        self.started.set()  # Don't block the cell: the runs ahead may take days.
+        self.clock.pause(self.claim)
+        target = WaitingTarget(self.publisher)
+        with DispatchSelector() as selector:
+            selector.register(self.commands.wake, selectors.EVENT_READ, partial(self.commands.carry_out, target))
+            while (ahead := self.claim.acquire(in_turn=True)) is not None:
+                if ahead.name != self.state.behind:
+                    self.journal.append(RunQueued(ahead.name))
+                dispatch(selector, QUEUE_SECONDS)
+                self.publisher.flush()
+                if target.stop_reason is not None:
+                    return target.stop_reason
+        self.clock.resume(self.claim)
+        # By now, the kernel may no longer be safe to fork.
+        method = plan_from_here(self.config)
+        plan = placed(replace(plan, start_method=method.start_method, reason=method.reason), self.claim.devices)
+        plan = self.reserve(plan)
+        self.journal.append(RunPlanned(plan, plan.first_rank, plan.num_processes))
+        return plan
+
     # ---- attempts
 
     def _run(self, plan: LaunchPlan) -> RunEnded:
+        if self.state.status == "queued":
+            waited = self._await_devices(plan)
+            if isinstance(waited, StopReason):
+                text = f"{self._ended_text()}, before its devices were free: {waited.text}"
+                return RunEnded("stopped", waited.error.__name__, text)
+            plan = waited
         for number in itertools.count():
             gathered = self._await_hosts(plan, number)
             if isinstance(gathered, StopReason):

@@ -20,6 +20,7 @@ from notebook_accelerate.launch.state.run_view import internals
 if TYPE_CHECKING:
     from notebook_accelerate.launch.output.publisher import Publisher
     from notebook_accelerate.launch.plan.planner import LaunchPlan
+    from notebook_accelerate.launch.processes.device_claims import DeviceClaim
     from notebook_accelerate.launch.run import Run
     from notebook_accelerate.launch.state.run_state import RunState
     from notebook_accelerate.launch.supervisor.command_queue import CommandQueue, PausableClock
@@ -49,6 +50,7 @@ class Supervisor(ABC):
             minutes.
         over: An event that is set once the run has ended.
         problem: The error that prevented the start of the ranks, or None.
+        claim: The run's claim on its devices, or None before it is made.
     """
 
     def __init__(self, run: Run, commands: CommandQueue, publisher: Publisher) -> None:
@@ -57,6 +59,7 @@ class Supervisor(ABC):
         self.exceptions = ExceptionLoader()
         self.started, self.over = threading.Event(), threading.Event()
         self.problem: BaseException | None = None
+        self.claim: DeviceClaim | None = None
         self._call: tuple[Callable[..., Any], tuple[Any, ...]] | None = None
         self._inherited: InheritedState | None = None
         self._output = weakref.ref(output_of(run))
@@ -133,6 +136,7 @@ class Supervisor(ABC):
             partial(self._disconnect, ended),
             self.commands.close,
             self._release,
+            self._release_devices,
             partial(self.publisher.flush, force=True),
             partial(self._record_end, ended),
             self.commands.prompts.close,
@@ -148,6 +152,10 @@ class Supervisor(ABC):
 
     def _release(self) -> None:  # noqa: B027 - some supervisors reserve nothing
         """Release the resources that `reserve` reserved."""
+
+    def _release_devices(self) -> None:
+        if self.claim is not None:
+            self.claim.release()
 
     def _record_end(self, ended: RunEnded) -> None:
         if self.state.attempt_status == "running":

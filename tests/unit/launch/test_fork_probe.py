@@ -9,15 +9,10 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from notebook_accelerate import DeviceBusyError, Run, notebook_launcher
-from notebook_accelerate.launch import run_registry
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux kernels are forked")
 
@@ -173,49 +168,3 @@ def test_an_interrupt_while_waiting_for_the_probe_leaves_no_child() -> None:
         print(json.dumps(len(psutil.Process().children())))
     """
     assert _told(script) == 0
-
-
-# ---- devices used by another run
-
-
-@pytest.fixture
-def running() -> Iterator[Run]:
-    """Yield a run that lasts until it is stopped."""
-
-    def wait() -> None:
-        import time
-
-        time.sleep(600)
-
-    run = notebook_launcher(wait, num_processes=2, use_port=0, block=False, panel=False)
-    yield run
-    run.stop(0.5)
-
-
-def test_accelerators_belong_to_one_run_at_a_time(running: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run is real, but its plan is replaced with one for a machine with accelerators."""
-    assert running.plan is not None
-    on_cpu, on_cuda = running.plan, replace(running.plan, accelerator="cuda")
-    other = notebook_launcher(int, num_processes=1, panel=False)
-    run_registry.check_devices(other, on_cpu)  # Runs may share CPUs.
-    run_registry.check_devices(other, on_cuda)
-    monkeypatch.setattr(Run, "plan", property(lambda run: on_cuda if run is running else on_cpu))
-    run_registry.check_devices(other, on_cpu)
-    run_registry.check_devices(other, replace(on_cuda, accelerator="xpu"))
-    run_registry.check_devices(running, on_cuda)  # A run that restarts may use its own devices.
-    with pytest.raises(DeviceBusyError) as caught:
-        run_registry.check_devices(other, on_cuda)
-    apart = (
-        running.config.changed(env={"CUDA_VISIBLE_DEVICES": "2,3"}),
-        other.config.changed(env={"CUDA_VISIBLE_DEVICES": "0,1"}),
-    )
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "config", property(lambda run: apart[run is not running]), raising=False)
-        run_registry.check_devices(other, on_cuda)  # These runs use different devices.
-    place = run_registry.runs().index(running)
-    assert str(caught.value) == (
-        f"run {running.id} (wait) holds the cuda devices; wait for it, or end it with "
-        f"notebook_accelerate.runs()[{place}].stop()"
-    )
-    running.stop(0.5)
-    run_registry.check_devices(other, on_cuda)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -22,10 +21,11 @@ import pytest
 from notebook_accelerate import BrokenRunError, attach, open_run, runs
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.debugging.process_stacks import ProcessStacks
-from notebook_accelerate.errors import ChannelClosedError, DeviceBusyError, LaunchError
+from notebook_accelerate.errors import ChannelClosedError, LaunchError
+from notebook_accelerate.files import guarded_files
 from notebook_accelerate.hardware import process_liveness
 from notebook_accelerate.hardware.process_liveness import this_process
-from notebook_accelerate.launch import attaching, detached_launch, run_registry
+from notebook_accelerate.launch import attaching, detached_launch
 from notebook_accelerate.launch.detached import (
     control_client,
     control_protocol as protocol,
@@ -53,9 +53,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     disconnect_all()
 
 
-def _recorded(
-    folder: Path, name: str, created: float, devices: tuple[str, str] = ("cpu", ""), **process: object
-) -> DirectoryEntry:
+def _recorded(folder: Path, name: str, created: float, **process: object) -> DirectoryEntry:
     """Write a kept run and record it as a detached run of this process, or of a process that differs in some fields."""
     folder.mkdir(parents=True)
     identity = replace(this_process(), **process)  # type: ignore[arg-type]
@@ -64,9 +62,7 @@ def _recorded(
     journal_file.JournalFile(folder / journal_format.JOURNAL_NAME).append(
         b"".join([journal_format.encode_frame(header), *records])
     )
-    accelerator, visible = devices
-    path, hides = str(run_directory.new_socket()), {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
-    entry = DirectoryEntry(name, str(folder), path, created, asdict(identity), accelerator=accelerator, visible=hides)
+    entry = DirectoryEntry(name, str(folder), str(run_directory.new_socket()), created, asdict(identity))
     run_directory.add_entry(entry)
     return entry
 
@@ -125,7 +121,7 @@ def test_without_a_home_the_error_says_which_variable_to_set(monkeypatch: pytest
         with pytest.raises(LaunchError, match="set XDG_STATE_HOME"):
             run_directory.runs_folder()
     monkeypatch.delenv("HOME")  # The user database still names a home directory.
-    assert run_directory.state_folder().is_absolute()
+    assert guarded_files.state_folder().is_absolute()
 
 
 @pytest.fixture
@@ -230,7 +226,7 @@ def test_a_path_that_is_not_a_file_of_the_user_is_not_a_record(tmp_path: Path, s
     (folder / "deep.json").write_text("[" * 100_000)
     (folder / "nested.json").write_text('{"name":' * 500 + "1" + "}" * 500)
     for number, change in enumerate(
-        [{"folder": "/a\0b"}, {"folder": "here"}, {"name": "../x"}, {"created": float("inf")}, {"visible": 3}]
+        [{"folder": "/a\0b"}, {"folder": "here"}, {"name": "../x"}, {"created": float("inf")}, {"origin": 3}]
     ):
         (folder / f"{number}.json").write_text(json.dumps({**asdict(entry), **change}))
     (folder / "number.json").write_text('{"created": ' + "9" * 5000 + "}")
@@ -563,25 +559,3 @@ def test_the_first_answer_of_a_process_counts() -> None:
         theirs.close()
         ours.setblocking(True)
         assert detached_launch._answer(ours) is None
-
-
-def test_devices_of_detached_runs_are_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    entry = _recorded(tmp_path / "gpu", "gpu", time.time(), ("cuda", "0,1"))
-    _recorded(tmp_path / "ended", "ended", time.time(), ("xpu", ""), pid=2**22 - 1)
-    run = make_run()
-    assert run.plan is not None
-    on_cuda = replace(run.plan, accelerator="cuda")
-    with pytest.raises(DeviceBusyError, match=re.escape("end it with notebook_accelerate.attach('gpu').stop()")):
-        run_registry.check_devices(run, on_cuda)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1, 2")
-    with pytest.raises(DeviceBusyError, match="the detached run gpu holds the cuda devices"):
-        run_registry.check_devices(run, on_cuda)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    run_registry.check_devices(run, on_cuda)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    run_registry.check_devices(make_run(env={"CUDA_VISIBLE_DEVICES": "3"}), on_cuda)
-    run_registry.check_devices(run, run.plan)
-    run_registry.check_devices(run, replace(run.plan, accelerator="xpu"))
-    (Path(entry.folder) / run_folder.SUMMARY_NAME).write_text("{}")
-    run_registry.check_devices(run, on_cuda)
