@@ -76,6 +76,7 @@ if TYPE_CHECKING:
         runs as runs,
         shutdown as shutdown,
     )
+    from notebook_accelerate.launch.sweeps import Sweep as Sweep, sweep as sweep
     from notebook_accelerate.launchers import debug_launcher as debug_launcher, notebook_launcher as notebook_launcher
     from notebook_accelerate.state import PartialState as PartialState
     from notebook_accelerate.utils.dataclasses import (
@@ -104,4 +105,4 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 # `from notebook_accelerate import *` in a notebook must not hide the user's own variables with these common names.
-reexport(__name__, without={"attach", "configure", "debug", "runs", "shutdown"})
+reexport(__name__, without={"attach", "configure", "debug", "runs", "shutdown", "sweep"})

@@ -54,6 +54,7 @@ class RunsTable(Panel):
             Any object with the attributes of `compared_run.ComparedRun` is a run. The plot overlays the latest 16 runs,
             and a button hides or shows each. Of `KeptRuns`, those 16 are opened once the table is displayed.
         clock: Returns the time in seconds since the epoch. Tests pass a fake clock.
+        title: The title of the table. If "", it says which runs are shown.
 
     Raises:
         ValueError: A chosen ID belongs to no run.
@@ -63,7 +64,9 @@ class RunsTable(Panel):
         self,
         chosen: Sequence[ComparedRun | int] | KeptRuns | None = None,
         clock: Callable[[], float] = steady_time.now,
+        title: str = "",
     ) -> None:
+        self._heading = title
         self._is_kept = isinstance(chosen, KeptRuns)
         self.runs = _picked(chosen)
         self._values = BestValues()
@@ -76,7 +79,7 @@ class RunsTable(Panel):
         for run in self.runs:
             self._follow(run)
         if chosen is None:
-            run_registry.watch_launches(self._add_run)
+            run_registry.watch_launches(self.add_run)
 
     def _build(self) -> Any:
         self.plot = Plot([], "None of these runs has logged a metric: these curves were sampled without logging.")
@@ -90,7 +93,7 @@ class RunsTable(Panel):
         return card(self._problem, self.grid, self._opened, self.plot, guide="table")
 
     def _title(self) -> str:
-        return "Kept runs" if self._is_kept else "Runs of this kernel"
+        return self._heading or ("Kept runs" if self._is_kept else "Runs of this kernel")
 
     def refresh(self) -> None:
         """Read the runs again. A displayed table does so by itself while any run is running."""
@@ -229,8 +232,8 @@ class RunsTable(Panel):
 
     _release = _close_panel
 
-    def _add_run(self, run: Run) -> None:
-        """Add a new run. This is called on the thread of its launch."""
+    def add_run(self, run: Run) -> None:
+        """Add a new run. Safe to call from any thread."""
         self.runs = [*self.runs, run]
         self._draw_curves()
         self.schedule.watch(internals(run).store)

@@ -137,10 +137,11 @@ class LaunchConfig:
     """
     automatic_metrics: bool = setting(True, group=OUTPUT, parameter=False)
     """Whether panels show automatic curves: the loss given to ``backward``, learning rate, memory, ..."""
-    output: str = setting("cell", choices=("cell", "panel"), group=OUTPUT)
-    """Where the text output of the ranks is shown: cell (below the launch and in the panel) or panel (only there).
+    output: str = setting("cell", choices=("cell", "panel", "none"), group=OUTPUT)
+    """Where text from the ranks is shown: cell (below the launch and in the panel), panel (only there) or none.
 
-    Figures and other rich output always appear below the launch.
+    With none, it is in ``run.logs()`` and ``run.panel()``. Figures and other rich output always appear below the
+    launch.
     """
     tags: Sequence[str] = setting((), group=OUTPUT)
     """Words for finding this run in the table of runs."""
@@ -186,7 +187,7 @@ class LaunchConfig:
         check_choices(self, "output")
         _check_tags(self.tags)
         if self.output == "panel" and self.panel is False:
-            raise ValueError("output='panel' is not allowed with panel=False, which shows no panel; pass output='cell'")
+            raise ValueError("output='panel' is not allowed with panel=False, which shows no panel; pass output='none'")
         check_accelerator_arguments(self.accelerator)
         if self.accelerator is not None and not self.accelerator:
             object.__setattr__(self, "accelerator", None)

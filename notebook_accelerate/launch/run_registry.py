@@ -29,7 +29,7 @@ from notebook_accelerate.launch.state.run_view import internals
 from notebook_accelerate.telemetry.tracebacks import built_in_attribute
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from notebook_accelerate.launch.kept.kept_runs import KeptRuns
     from notebook_accelerate.launch.plan.planner import LaunchPlan
@@ -325,10 +325,12 @@ def busy_error(claim: Claim, plan: LaunchPlan) -> DeviceBusyError:
         plan: The plan of the launch.
     """
     own = next((place for place, run in enumerate(runs()) if claim.is_own and run.id == claim.number), None)
-    who, end = f"the run {claim.name} of another kernel", f"end it in {claim.place}"
-    if claim.detached:
-        who, end = f"the detached run {claim.name}", f"end it with notebook_accelerate.attach({claim.name!r}).stop()"
-    elif own is not None:
-        who, end = f"run {claim.number} ({claim.name})", f"end it with notebook_accelerate.runs()[{own}].stop()"
+    kind = "the detached run" if claim.detached else "the run"
+    name = claim.name if claim.detached else f"{claim.name}@{claim.process['pid']}"
+    who, run = f"{kind} {claim.name} from {claim.place}", f"notebook_accelerate.attach({name!r})"
+    if own is not None:
+        who, run = f"run {claim.number} ({claim.name})", f"notebook_accelerate.runs()[{own}]"
     devices = ", ".join(device for device in claim.devices if device in plan.slots)
-    return DeviceBusyError(f"{who} holds {devices}; wait for it, {end}, or pass queue=True to start after it")
+    return DeviceBusyError(
+        f"{who} holds {devices}; wait for it, end it with {run}.stop(), or pass queue=True to start after it"
+    )

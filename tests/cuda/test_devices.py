@@ -57,6 +57,7 @@ if __name__ == "__main__":
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", program], **pipes) as other:
         print(other.stdout.readline().strip())
+        print(other.pid)
         print(launch(devices=["GPU-1", "GPU-3"]).results)
         for options in ({"devices": ["GPU-2"]}, {"num_processes": 4}, {"devices": 3}):
             try:
@@ -70,11 +71,11 @@ if __name__ == "__main__":
     print(waits.results)
 """
     lines = machine.run(LAUNCH + code, **FOUR).splitlines()
+    pid = lines.pop(1)
     assert lines[0].startswith("2 processes on cuda [0, 2]")
     assert ast.literal_eval(lines[1]) == tuple([["GPU-1,GPU-3", str(rank), "2", "1"] for rank in range(2)])
-    ends = f"wait for it, end it in {machine.folder}, or pass queue=True to start after it"
-    holds = "the run theirs of another kernel holds cuda:GPU-0abc, cuda:GPU-2abc"
-    assert lines[2] == f"the run theirs of another kernel holds cuda:GPU-2abc; {ends}"
-    assert lines[3:5] == [f"{holds}; {ends}"] * 2
+    ends = f"end it with notebook_accelerate.attach('theirs@{pid}').stop(), or pass queue=True to start after it"
+    held = ["cuda:GPU-2abc", "cuda:GPU-0abc, cuda:GPU-2abc", "cuda:GPU-0abc, cuda:GPU-2abc"]
+    assert lines[2:5] == [f"the run theirs from {machine.folder} holds {each}; wait for it, {ends}" for each in held]
     assert lines[5] == "queued"
     assert ast.literal_eval(lines[6]) == (["2", "0", "1", "1"],)

@@ -15,12 +15,13 @@ from notebook_accelerate.errors import BrokenRunError
 from notebook_accelerate.launch.kept.journal_format import JOURNAL_NAME
 from notebook_accelerate.launch.kept.journal_reader import read_journal
 from notebook_accelerate.launch.kept.opened_run import end_if_lost, open_run
-from notebook_accelerate.launch.kept.run_folder import read_summary
+from notebook_accelerate.launch.kept.run_folder import read_summary, stored_config
 from notebook_accelerate.launch.kept.run_writer import summary_of
 from notebook_accelerate.launch.output.running_cell import running_kernel
 from notebook_accelerate.launch.report import rendering
 from notebook_accelerate.launch.report.run_comparison import RunEntry, runs_table
 from notebook_accelerate.launch.run_display import load
+from notebook_accelerate.launch.state.run_view import internals
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -234,6 +235,19 @@ def _from_summary(path: Path, summary: Mapping[str, Any]) -> KeptRun | None:
         )
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
+
+
+def kept_run_of(run: Run) -> KeptRun:
+    """Return the row for a run of this kernel, kept or not."""
+    header = {
+        "name": run.name,
+        "function": run.function_name,
+        "config": stored_config(run.config),
+        "arguments": run.arguments,
+    }
+    found = _from_summary(run.folder or Path(), summary_of(header, {}, internals(run).journal))
+    assert found is not None, "this package wrote the summary"
+    return found
 
 
 def _text(value: object) -> str:

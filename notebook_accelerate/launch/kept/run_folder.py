@@ -103,7 +103,7 @@ def _header(
         "number": number,
         "function": function_name,
         "created": at,
-        "config": _stored_config(config),
+        "config": stored_config(config),
         "arguments": dict(arguments),
         "process": asdict(this_process()),
         "environment": environment(),
@@ -119,7 +119,8 @@ def _working_folder() -> str:
         return ""
 
 
-def _stored_config(config: LaunchConfig) -> dict[str, Any]:
+def stored_config(config: LaunchConfig) -> dict[str, Any]:
+    """Return the settings that differ from the defaults, as JSON can represent them. Secrets are hidden."""
     stored = {}
     for each in fields(config):
         value = getattr(config, each.name)

@@ -768,7 +768,7 @@ def test_the_table_of_runs_renders_at_most_five_times_a_second_and_adds_new_runs
         values.add(str(table.plot.delta or table.plot.full))
     assert 5 <= len(values) <= 7
     late = make_run()
-    table._add_run(late)
+    table.add_run(late)
     clock.turn(1.0)
     feed(late, MetricEvent({"loss": 7.0}, 1), at=clock.now)
     assert table.schedule.tick()
