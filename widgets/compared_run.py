@@ -14,6 +14,7 @@ from notebook_accelerate.launch.report.curves import Source
 from notebook_accelerate.launch.report.run_comparison import RunEntry, Value, better
 from notebook_accelerate.launch.report.run_snapshot import status
 from notebook_accelerate.launch.run import Run, given_name
+from notebook_accelerate.launch.state.run_state import ResumePoint
 from notebook_accelerate.launch.state.run_view import RunInternals, internals
 
 if TYPE_CHECKING:
@@ -87,8 +88,15 @@ def label_of(run: ComparedRun | KeptRow) -> str:
     """Return the name of a run in the legend of a plot."""
     if isinstance(run, KeptRow):
         return run.id
-    name = given_name(run) if isinstance(run, Run) else ""
+    name, branch = given_name(run) if isinstance(run, Run) else "", branch_of(run)
+    name = name or (f"branch of {branch.name}" if branch is not None else "")
     return f"run {run.id} · {name}" if name else f"run {run.id}"
+
+
+def branch_of(run: ComparedRun) -> ResumePoint | None:
+    """Return the point at which a run with other arguments continues an earlier run, or None for other runs."""
+    points = internals(run).journal.state.resume_points
+    return points[-1] if points and points[-1].changed else None
 
 
 def state_of(run: ComparedRun | KeptRow) -> str:
@@ -101,7 +109,9 @@ def state_of(run: ComparedRun | KeptRow) -> str:
 
 def source_of(run: ComparedRun, label: str) -> Source:
     """Return the curves of a run for a comparison with other runs. Each metric has the curve of the lowest rank."""
-    return Source(internals(run).store, run.started, label, ranks=False, automatic=run.config.automatic_metrics)
+    branch, automatic = branch_of(run), run.config.automatic_metrics
+    since = 0.0 if branch is None else branch.time
+    return Source(internals(run).store, run.started, label, ranks=False, automatic=automatic, since=since)
 
 
 class BestValues:
@@ -144,6 +154,7 @@ def entry_of(run: ComparedRun | KeptRow, names: Sequence[str], values: BestValue
     known = opened(run)
     if known is None:
         return replace(cast("KeptRow", run).entry, **more)
+    branch = branch_of(known)
     last, best = ({name: read(known, name) for name in names} for read in (values.last, values.best))
     entry = RunEntry(
         key=str(known.id),
@@ -159,6 +170,7 @@ def entry_of(run: ComparedRun | KeptRow, names: Sequence[str], values: BestValue
         best={name: value for name, value in best.items() if value is not None},
         name=given_name(known) if isinstance(known, Run) else "",
         step=max((step for step in list(internals(known).store.last_step.values()) if step >= 0), default=None),
+        branch="" if branch is None else f"{branch.name}, step {'–' if branch.step is None else branch.step}",
         origin=str(getattr(known, "origin", "")),
         **more,
     )

@@ -22,6 +22,7 @@ from notebook_accelerate.launch.detached import run_directory
 from notebook_accelerate.launch.processes.interpreters import log_tail, start_interpreter, uninterrupted
 from notebook_accelerate.launch.processes.pickled import to_file
 from notebook_accelerate.launch.processes.shared_imports import trains
+from notebook_accelerate.launch.resumption import changed_arguments
 from notebook_accelerate.launch.run import Run, default_name, next_number
 from notebook_accelerate.launch.state.call_arguments import call_arguments
 from notebook_accelerate.launch.state.interrupts import SLICE
@@ -96,7 +97,9 @@ def launch_detached(
     with ExitStack() as undo:
         payload = to_file(function, arguments)
         undo.callback(os.close, payload)
-        name, claimed = _claimed_name(config, function_name, resume)
+        given = call_arguments(function, arguments)
+        branches = resume is not None and bool(changed_arguments(resume, given))
+        name, claimed = _claimed_name(config, function_name, None if branches else resume)
         undo.callback(os.close, claimed)  # The run's process has its own copy of the descriptor.
         order = DetachedOrder(
             name=name,
@@ -105,7 +108,7 @@ def launch_detached(
                 save=config.save or environ.text("NOTEBOOK_ACCELERATE_RUNS") or run_directory.runs_folder(),
             ),
             function_name=function_name,
-            arguments=call_arguments(function, arguments),
+            arguments=given,
             resume=None if resume is None else str(resume.folder),
             sources=(cells := cell_sources()),
             cell_names={filename: cell_name(filename) for filename in cells},

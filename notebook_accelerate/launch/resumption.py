@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from notebook_accelerate.launch.kept import journal_file, journal_format
 from notebook_accelerate.launch.kept.journal_file import last_lines, points_frames
 from notebook_accelerate.launch.kept.journal_reader import JournalContents
 from notebook_accelerate.launch.run import Run
+from notebook_accelerate.launch.state.call_arguments import Plain
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.run_events import NoteAdded, RunContinued
 from notebook_accelerate.launch.state.run_view import internals
@@ -45,11 +47,24 @@ class Resumption:
             history.end = 0
         step = max(journal.store.last_step.values(), default=None)
         for known in earlier.resume_points:
-            journal.append(RunContinued(known.name, known.status, known.checkpoint, known.time, known.step))
+            journal.append(
+                RunContinued(known.name, known.status, known.checkpoint, known.time, known.step, dict(known.changed))
+            )
         path = self.checkpoint.path
-        journal.append(RunContinued(earlier.name, earlier.status, path, self.checkpoint.time, step))
+        changed = changed_arguments(earlier, journal.state.arguments)
+        journal.append(RunContinued(earlier.name, earlier.status, path, self.checkpoint.time, step, changed))
         at = f" (step {step})" if step is not None and step >= 0 else ""
         journal.append(NoteAdded(f"continues run {earlier.name}, which {_ended(earlier)}, from {path}{at}"))
+
+
+def changed_arguments(earlier: Run, arguments: Mapping[str, Plain]) -> dict[str, Plain]:
+    """Return the arguments of a run, by name, in which another call differs.
+
+    Args:
+        earlier: The run.
+        arguments: The arguments of the other call, by name.
+    """
+    return {name: value for name, value in earlier.arguments.items() if arguments.get(name, ...) != value}
 
 
 def _ended(run: Run) -> str:

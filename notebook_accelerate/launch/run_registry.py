@@ -325,9 +325,11 @@ def busy_error(claim: Claim, plan: LaunchPlan) -> DeviceBusyError:
         plan: The plan of the launch.
     """
     own = next((place for place, run in enumerate(runs()) if claim.is_own and run.id == claim.number), None)
-    kind = "the detached run" if claim.detached else "the run"
-    name = claim.name if claim.detached else f"{claim.name}@{claim.process['pid']}"
-    who, run = f"{kind} {claim.name} from {claim.place}", f"notebook_accelerate.attach({name!r})"
+    pid = claim.process["pid"]
+    who, name = f"the run {claim.name} of process {pid}", f"{claim.name}@{pid}"
+    if claim.detached:
+        who, name = f"the detached run {claim.name}", claim.name
+    run = f"notebook_accelerate.attach({name!r})"
     if own is not None:
         who, run = f"run {claim.number} ({claim.name})", f"notebook_accelerate.runs()[{own}]"
     devices = ", ".join(device for device in claim.devices if device in plan.slots)

@@ -27,7 +27,7 @@ from notebook_accelerate.launch.processes import inline
 from notebook_accelerate.launch.processes.device_claims import Claim, DeviceClaim
 from notebook_accelerate.launch.processes.fork_probe import plan_from_here
 from notebook_accelerate.launch.report.run_snapshot import status
-from notebook_accelerate.launch.resumption import resumption_of
+from notebook_accelerate.launch.resumption import changed_arguments, resumption_of
 from notebook_accelerate.launch.run import Run, default_name, next_number, output_of
 from notebook_accelerate.launch.run_debugging import ask_user
 from notebook_accelerate.launch.run_display import IMPORT_AFTER_SECONDS, LIVE_AFTER_SECONDS
@@ -204,10 +204,12 @@ def _new_run(
             resumption = resumption_of(resume)
         function_name = getattr(function, "__name__", type(function).__name__)
         number = next_number()
-        name = config.name or (resume.name if resume is not None else default_name(function_name, number))
+        given = call_arguments(function, arguments)
+        same = resume is not None and not changed_arguments(resume, given)
+        name = config.name or (resume.name if resume is not None and same else default_name(function_name, number))
         journal = Journal()
         writer = _writer(config, name, number, function, arguments, journal)
-        run = Run(config, function_name, journal, commands, number, name, call_arguments(function, arguments))
+        run = Run(config, function_name, journal, commands, number, name, given)
         internals(run).call = RunCall(function, arguments)
         if writer is not None:
             run.folder = writer.folder

@@ -7,7 +7,6 @@ import inspect
 import itertools
 import os
 import threading
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -121,7 +120,7 @@ class Sweep:
 
     Attributes:
         runs: The runs, in the order of their launches. As the value of a cell's last line, they are shown as a table.
-        error: The error that prevented the launch of further runs, or None.
+        error: The error that ended the sweep before all runs were launched, or None. Live runs continue.
     """
 
     def __init__(
@@ -157,7 +156,7 @@ class Sweep:
 
         Raises:
             ValueError: ``seconds`` is not a number of seconds.
-            LaunchError: A run could not be launched, which ended the sweep. Other errors of launches are raised, too.
+            Exception: The sweep ended with this error, which a launch, the space, ``stop_if`` or the study has raised.
         """
         check_seconds("seconds", seconds, none="no limit")
         over = wait_for(self._over, seconds)
@@ -227,8 +226,6 @@ class Sweep:
                 self._launch_trials()
         except BaseException as error:  # noqa: BLE001 - `wait` raises it
             self.error = error
-            for trial in self._live:
-                wait_for(trial.run._done)
         finally:
             self._over.set()
 
@@ -248,13 +245,11 @@ class Sweep:
     def _start(self, trial: Trial, slot: Slot) -> None:
         """Launch the run of a trial, or adopt the run that an interrupted sweep has launched for it."""
         function, arguments = _call(self._function, trial.values)
-        earlier = self._earlier_run(call_arguments(function, arguments))
-        if earlier is None or not self._is_settled(earlier):
-            number = len(self.runs) + 1
-            config = self._config.changed(devices=slot, name=self._name and f"{self._name}-{number}")
-            trial.run = starting.start(config, function, arguments, earlier)
-        else:
-            trial.run = earlier
+        run = self._earlier_run(call_arguments(function, arguments))
+        if run is None or not self._is_settled(run):
+            name = self._name and f"{self._name}-{len(self.runs) + 1}"
+            run = starting.start(self._config.changed(devices=slot, name=name), function, arguments, run)
+        trial.run = run
         self.runs.append(trial.run)
         self._live.append(trial)
         trial.run.add_done_callback(lambda _: self._wake.set())
@@ -292,12 +287,6 @@ class Sweep:
         try:
             return bool(self._stop_if(run.metrics))
         except (KeyError, IndexError):
-            return False
-        except Exception as error:  # noqa: BLE001 - user code may raise any error
-            self._stop_if = None
-            text = f"stop_if failed, and is no longer called: {type(error).__name__}: {error}"
-            with suppress(Warning):  # Warnings may be configured to raise errors.
-                warnings.warn(text, stacklevel=2)
             return False
 
     # ---- display

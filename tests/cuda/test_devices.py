@@ -76,6 +76,6 @@ if __name__ == "__main__":
     assert ast.literal_eval(lines[1]) == tuple([["GPU-1,GPU-3", str(rank), "2", "1"] for rank in range(2)])
     ends = f"end it with notebook_accelerate.attach('theirs@{pid}').stop(), or pass queue=True to start after it"
     held = ["cuda:GPU-2abc", "cuda:GPU-0abc, cuda:GPU-2abc", "cuda:GPU-0abc, cuda:GPU-2abc"]
-    assert lines[2:5] == [f"the run theirs from {machine.folder} holds {each}; wait for it, {ends}" for each in held]
+    assert lines[2:5] == [f"the run theirs of process {pid} holds {each}; wait for it, {ends}" for each in held]
     assert lines[5] == "queued"
     assert ast.literal_eval(lines[6]) == (["2", "0", "1", "1"],)

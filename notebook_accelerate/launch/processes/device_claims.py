@@ -37,7 +37,6 @@ class Claim:
         count: How many of these devices the run needs.
         held: Whether the run holds the devices.
         detached: Whether the run is detached.
-        place: The notebook or the folder that the run was launched from.
         process: The identity of the run's process; see ``hardware.process_liveness``.
     """
 
@@ -47,7 +46,6 @@ class Claim:
     count: int
     held: bool = False
     detached: bool = False
-    place: str = ""
     process: Mapping[str, Any]
 
     @property
@@ -71,12 +69,9 @@ class DeviceClaim:
     """
 
     def __init__(self, name: str, number: int, devices: tuple[str, ...], count: int, *, detached: bool) -> None:
-        place = os.environ.get("JPY_SESSION_NAME", "")
-        with suppress(OSError):  # The working directory may have been deleted.
-            place = place or str(Path.cwd())
+        process = asdict(this_process())
         self._claim = Claim(
-            name=name, number=number, devices=devices, count=count, detached=detached, place=place,
-            process=asdict(this_process()),
+            name=name, number=number, devices=devices, count=count, detached=detached, process=process
         )  # fmt: skip
         self._path: Path | None = None
 

@@ -56,6 +56,7 @@ class Series(NamedTuple):
     name: str
     rank: int
     label: str
+    since: float = 0.0
 
     def read(self, points: int, cursor: tuple[int, int] = (0, 0)) -> Curve:
         """Return the points since ``cursor``, downsampled by M4.
@@ -69,7 +70,9 @@ class Series(NamedTuple):
         if self.rank == ENVELOPE:
             return self._read_envelope(cursor)
         tail = self.store.tail(self.name, self.rank, cursor)
-        steps, times, y = tail.steps, tail.times, tail.values
+        # A branch starts at its last point before `since`, so that its curve leaves that of the earlier run there.
+        first = max(0, int(np.searchsorted(tail.times, self.since, "right")) - 1) if tail.whole else 0
+        steps, times, y = tail.steps[first:], tail.times[first:], tail.values[first:]
         if len(y) > points:
             kept = m4(y, points)
             steps, times, y = steps[kept], times[kept], y[kept]
@@ -98,6 +101,7 @@ class Source:
         ranks: Whether each rank has a curve. If not, only the lowest rank that logged a metric is drawn.
         chosen: The ranks to draw on top of an envelope.
         automatic: Whether to include the metrics that are recorded without logging.
+        since: The time before which no points are drawn, except the last one, in seconds since the epoch.
     """
 
     store: Store
@@ -106,6 +110,7 @@ class Source:
     ranks: bool = True
     chosen: Sequence[int] = ()
     automatic: bool = False
+    since: float = 0.0
 
     def names(self) -> list[str]:
         """Return the names of the metrics to draw."""
@@ -138,7 +143,7 @@ class Source:
                 ranks = [rank for rank in self.chosen if rank in ranks][: few // 2]
             for rank in ranks if self.ranks else ranks[:1]:
                 own = f"rank {rank}" if self.ranks else ""
-                yield Series(store, self.origin, name, rank, " · ".join(filter(None, (self.label, own))))
+                yield Series(store, self.origin, name, rank, " · ".join(filter(None, (self.label, own))), self.since)
 
 
 def shown_names(sources: Sequence[Source]) -> list[str]:

@@ -45,6 +45,7 @@ class RunEntry:
         best: The best value of each metric, or None if unknown.
         name: The name that the user chose, if ``run`` is a number, or "".
         step: The last step, or None if unknown.
+        branch: The run and the step from which a run with other arguments continues, or "".
         origin: The notebook or folder from which the run was launched, or "" if unknown.
         code: The commit of the code, or "" if unknown.
         colour: The index of the colour of the run's curves, or -1 if it has no curves.
@@ -65,6 +66,7 @@ class RunEntry:
     best: Mapping[str, float] | None = None
     name: str = ""
     step: int | None = None
+    branch: str = ""
     origin: str = ""
     code: str = ""
     colour: int = -1
@@ -142,6 +144,8 @@ def _columns(runs: Sequence[RunEntry]) -> Iterator[_Column]:
     yield _number("ranks", [one.ranks for one in runs], str, "")
     if any(one.name for one in runs):
         yield _text("name", [one.name for one in runs])
+    if any(one.branch for one in runs):
+        yield _text("branch of", [one.branch for one in runs])
     if any(one.settings.get("detach") for one in runs):
         yield _number("step", [one.step for one in runs], str, "")
         yield _text("from", [one.origin for one in runs])

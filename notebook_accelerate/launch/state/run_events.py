@@ -272,6 +272,7 @@ class RunContinued(RunEvent):
         checkpoint: The checkpoint that the ranks load.
         until: When that checkpoint was saved, in seconds since the epoch.
         step: The last step that was logged before the checkpoint, or None if there was none.
+        changed: The earlier run's arguments in which this run, a branch, differs, by name. Empty if there are none.
     """
 
     name: str
@@ -279,3 +280,4 @@ class RunContinued(RunEvent):
     checkpoint: str
     until: float
     step: int | None = None
+    changed: dict[str, bool | int | float | str | None] = field(default_factory=dict)

@@ -137,6 +137,7 @@ class ResumePoint:
         checkpoint: The checkpoint that the ranks load.
         time: When that checkpoint was saved, in seconds since the epoch. Earlier records belong to the earlier run.
         step: The last step that was logged before the checkpoint, or None if there was none.
+        changed: The earlier run's arguments in which this run, a branch, differs, by name. Empty if there are none.
     """
 
     name: str
@@ -144,6 +145,7 @@ class ResumePoint:
     checkpoint: str
     time: float
     step: int | None
+    changed: Mapping[str, bool | int | float | str | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -416,7 +418,7 @@ class RunState:
 
     def _continued(self, event: events.RunContinued, _time: float) -> RunState:
         self._require(not self.attempts, event)
-        found = ResumePoint(event.name, event.status, event.checkpoint, event.until, event.step)
+        found = ResumePoint(event.name, event.status, event.checkpoint, event.until, event.step, event.changed)
         return self._while_not_ended(event, resume_points=(*self.resume_points, found))
 
     # ---- helpers of these methods
