@@ -58,10 +58,10 @@ def sweep(
 
     Args:
         function: The function that every rank of every run calls.
-        space: The function's arguments by name. A dict is a grid: each list, tuple or range in it is an axis, and the
-            other values are the same in all runs. Other iterables, such as a list or a generator, contain a dict for
-            each run. With a study, it is a dict of Optuna's distributions, or a function that takes an Optuna trial and
-            returns the arguments.
+        space: The function's arguments by name. A dict is a grid: each list, tuple or range in it is an axis, and all
+            runs share the other values. Other iterables, such as a list or a generator, contain a dict for each run.
+            With a study, it is a dict of Optuna's distributions, or a function that takes an Optuna trial and returns
+            the arguments.
         devices_per_run: The number of devices of each run, or of cores on a machine without accelerators.
         stop_if: A function that takes the metrics of a live run, by name, and returns whether to stop that run. It is
             called after each change. KeyError and IndexError mean that a metric has not been logged yet.
@@ -85,7 +85,7 @@ def sweep(
     used = (config or LaunchConfig()).changed(**settings)
     folder = used.save or environ.text("NOTEBOOK_ACCELERATE_RUNS")
     if resume and not folder:
-        raise ValueError("resume=True needs the folder in which the runs are kept; pass save='runs'")
+        raise ValueError("resume=True needs the folder of the interrupted sweep; pass save='runs'")
     if trials is not None:
         check_whole_number("trials", trials)
     earlier = _earlier_runs(folder) if resume and folder and Path(folder).is_dir() else []
@@ -230,7 +230,7 @@ class Sweep:
             self._over.set()
 
     def _launch_trials(self) -> None:
-        """Launch runs until all slots are in use or there are no more trials."""
+        """Launch runs until all slots are in use, or all trials have a run."""
         while not (self._exhausted or self._stopping):
             used = [trial.run.config.devices for trial in self._live]
             slot = next((slot for slot in self._slots if slot not in used), ())
@@ -321,12 +321,12 @@ class _FixedTrials:
         if isinstance(space, (str, bytes)) or not isinstance(space, Iterable):
             raise ValueError(
                 f"space={space!r} is not allowed; pass a grid such as {{'lr': [0.1, 0.01]}}, or a list or generator of "
-                "dicts; a function needs an Optuna study: study=optuna.create_study()"
+                "dicts. With a function, also pass an Optuna study: study=optuna.create_study()"
             )
         self._values = itertools.islice(_grid(space) if isinstance(space, Mapping) else iter(space), most)
 
     def next_trial(self) -> Trial | None:
-        """Return the next trial, or None if there are no more."""
+        """Return the next trial, or None after the last one."""
         values = next(self._values, None)
         if values is not None and not isinstance(values, Mapping):
             raise ValueError(
@@ -367,7 +367,7 @@ class _StudyTrials:
         self._count = count - len(known) + len(left)
 
     def next_trial(self) -> Trial | None:
-        """Return the next trial, or None if there are no more."""
+        """Return the next trial, or None after the last one."""
         if self._count <= 0:
             return None
         self._count -= 1
@@ -395,7 +395,7 @@ class _StudyTrials:
         outcome: dict[str, Any] = {"state": states.PRUNED if trial.is_cut_short and len(values) else states.FAIL}
         if trial.run.status == "succeeded" and len(values):
             outcome = {"values": float(values[-1])}
-        # When its grid is exhausted, GridSampler tries to end a call to `optimize`, although there is none.
+        # After its last trial, GridSampler tries to end `optimize`, which is not running. The trial is recorded anyway.
         with suppress(RuntimeError):
             self._study.tell(trial.asked, **outcome)
 

@@ -71,7 +71,7 @@ def test_public_names_are_listed_and_have_a_home() -> None:
     homes = _lazy.exports("notebook_accelerate").homes
     names: dict[str, object] = {}
     exec("from notebook_accelerate import *", names)  # Functions cannot contain star imports.
-    assert set(homes) - set(names) == {"attach", "configure", "debug", "runs", "shutdown"}
+    assert set(homes) - set(names) == {"attach", "configure", "debug", "runs", "shutdown", "sweep"}
     assert set(notebook_accelerate.__all__) == set(homes) & set(names)
     assert set(homes) <= set(dir(notebook_accelerate))
     assert all(home.startswith("notebook_accelerate.") for home in homes.values())

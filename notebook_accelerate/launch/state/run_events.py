@@ -272,7 +272,7 @@ class RunContinued(RunEvent):
         checkpoint: The checkpoint that the ranks load.
         until: When that checkpoint was saved, in seconds since the epoch.
         step: The last step that was logged before the checkpoint, or None if there was none.
-        changed: The earlier run's arguments in which this run, a branch, differs, by name. Empty if there are none.
+        changed: The arguments of the earlier run, by name, that a branch has changed.
     """
 
     name: str

@@ -137,7 +137,7 @@ class ResumePoint:
         checkpoint: The checkpoint that the ranks load.
         time: When that checkpoint was saved, in seconds since the epoch. Earlier records belong to the earlier run.
         step: The last step that was logged before the checkpoint, or None if there was none.
-        changed: The earlier run's arguments in which this run, a branch, differs, by name. Empty if there are none.
+        changed: The arguments of the earlier run, by name, that a branch has changed.
     """
 
     name: str
