@@ -565,14 +565,18 @@ def soak(session: nox.Session) -> None:
 
 @nox.session(name="client-names")
 def client_names(session: nox.Session) -> None:
-    """Download libraries that import accelerate, and write the table of the names that they use."""
+    """Download libraries that import accelerate, and write the table of the names and attributes that they use."""
     python = environment(session)
     folder = BUILD / "clients"
     shutil.rmtree(folder, ignore_errors=True)
-    names = ("axolotl", "diffusers", "peft", "sentence-transformers", "transformers", "trl")
-    session.run(
-        python, "-m", "pip", "download", "-qq", "--no-deps", "--only-binary=:all:", "--dest", str(folder), *names
-    )
+    names = (
+        "axolotl", "compressed-tensors", "diffusers", "fastai", "llamafactory", "lm-eval", "ms-swift", "optimum",
+        "peft", "pytorch-accelerated", "sentence-transformers", "torchkeras", "transformers", "trl", "unsloth",
+        "unsloth-zoo",
+    )  # fmt: skip
+    # Some libraries no longer support the Python of the environment. The sources of the newest versions are scanned.
+    download = ("download", "-qq", "--no-deps", "--only-binary=:all:", f"--python-version={PYTHONS[-1]}")
+    session.run(python, "-m", "pip", *download, "--dest", str(folder), *names)
     session.run(python, "-m", "tests.parity.surface.client_names", str(folder))
 
 

@@ -119,6 +119,13 @@ class PartialState(RankExecution):
         return bool(self._shared_state)
 
     @property
+    def mixed_precision(self) -> str:
+        """The precision: no, fp16, bf16 or fp8. Without an `Accelerator`, the value of ACCELERATE_MIXED_PRECISION."""
+        from notebook_accelerate.state.accelerator_state import AcceleratorState, precision_from_environ
+
+        return AcceleratorState().mixed_precision if AcceleratorState._shared_state else precision_from_environ()
+
+    @property
     def use_distributed(self) -> bool:
         """Whether there is more than one rank."""
         return self.distributed_type != DistributedType.NO and self.num_processes > 1

@@ -33,6 +33,14 @@ def test_without_a_launcher_there_is_one_process() -> None:
     state.wait_for_everyone()
 
 
+def test_the_precision_is_that_of_the_accelerator_or_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert PartialState().mixed_precision == "no"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    assert PartialState().mixed_precision == "fp16"
+    AcceleratorState(mixed_precision="bf16")
+    assert PartialState().mixed_precision == "bf16"
+
+
 def test_instances_share_one_dictionary() -> None:
     first = PartialState()
     first.marker = "seen"
