@@ -74,8 +74,9 @@ class Environment:
     files: tuple[str, ...] = ()
 
 
-# The libraries in these environments must find this package instead of Accelerate.
-CLIENTS = ("accelerate",)
+# The libraries in these environments must find this package instead of Accelerate. fastai needs the others for images
+# and texts only.
+CLIENTS = ("accelerate", "spacy", "torchvision")
 ENVIRONMENTS = {
     "": Environment(("dev", "browser") if CHROMIUM else ("dev",)),
     "bench": Environment(("dev", "peer")),
@@ -418,6 +419,7 @@ def test_clients(session: nox.Session) -> None:
     for version in TRANSFORMERS:
         group = f"--group=transformers-{version.replace('.', '-')}"
         into(session, python, BUILD / "transformers" / version, group)
+    into(session, python, BUILD / "unsloth", "--group=unsloth")
     pytest(session, python, "tests/clients")
 
 

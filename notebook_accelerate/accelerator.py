@@ -6,6 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from notebook_accelerate import checkpointing, collectives, tracking
+from notebook_accelerate._loggers import accelerate_logger
 from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.enums import DynamoBackend, LoggerType, PrecisionType, RNGType
 from notebook_accelerate.config.kwargs_handlers import (
@@ -841,7 +843,10 @@ class Accelerator(AcceleratorProperties):
         Yields:
             Nothing.
         """
-        with self.strategy.context_parallel(buffers or [], buffer_seq_dims or [], no_restore_buffers or set()):
+        split = self.strategy.context_parallel(buffers or [], buffer_seq_dims or [], no_restore_buffers or set())
+        if split is NOTHING:
+            _warn_without_context_parallelism()
+        with split:
             yield
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
@@ -861,6 +866,14 @@ class Accelerator(AcceleratorProperties):
             parallelism.
         """
         return self.strategy.sequence_loader(dl)
+
+
+@cache
+def _warn_without_context_parallelism() -> None:
+    accelerate_logger("accelerator").warning(
+        "maybe_context_parallel has no effect, because the parallel layout has no context dimension; set "
+        "ParallelismConfig(cp_size=...) to a value above 1"
+    )
 
 
 def _registered(hooks: OrderedDict[int, Hook], hook: Hook) -> RemovableHandle:

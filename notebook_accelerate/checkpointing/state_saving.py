@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from notebook_accelerate import telemetry
+from notebook_accelerate._loggers import accelerate_logger
 from notebook_accelerate.checkpointing import rank_agreement, state_files
 from notebook_accelerate.checkpointing.checkpoint_writer import PendingSave, SaveTarget
 from notebook_accelerate.checkpointing.commit import CheckpointStore
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
     from notebook_accelerate.strategies.accelerator_properties import AcceleratorProperties
 
+_LOG = accelerate_logger("accelerator")
 _CALL = "save_state"
 _View = tuple[bool, bool, ProcessIdentity]
 """Whether a rank sees the main rank's folder, whether the rank is the first one on its machine, and its process."""
@@ -334,7 +336,10 @@ def _after_commit(accelerator: AcceleratorProperties, target: SaveTarget, began:
         if main:
             telemetry.emit(CheckpointEvent(str(target.folder), began))
         if project.automatic_checkpoint_naming:
-            target.store.remove_checkpoints(checkpoints_above_limit(target.folder.parent.parent, project.total_limit))
+            old = checkpoints_above_limit(target.folder.parent.parent, project.total_limit)
+            if old and main:
+                _LOG.warning("Deleting %d checkpoints to keep %d: total_limit", len(old), project.total_limit)
+            target.store.remove_checkpoints(old)
 
     return committed
 

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 START_METHODS = ("auto", "inline", "fork", "zygote", "spawn")
 REPORT_SOURCES = (
-    "accelerate", "lightning", "mlflow", "pytorch_accelerated", "rich", "tensorboard", "torch", "tqdm", "transformers",
-    "wandb",
+    "accelerate", "fastai", "lightning", "mlflow", "pytorch_accelerated", "rich", "tensorboard", "torch", "tqdm",
+    "transformers", "wandb",
 )  # fmt: skip
 
 

@@ -208,6 +208,8 @@ class BnbQuantizationConfig:
             )
         if not is_number(self.llm_int8_threshold):
             raise ValueError(f"llm_int8_threshold={self.llm_int8_threshold!r} must be a number")
+        if self.load_in_4bit and self.llm_int8_threshold != 6.0:
+            warnings.warn("llm_int8_threshold has no effect on a model that is loaded in 4 bits", stacklevel=3)
         check_one_of("bnb_4bit_quant_type", self.bnb_4bit_quant_type, _QUANT_TYPES)
         compute: Any = _dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
         self.bnb_4bit_compute_dtype = compute

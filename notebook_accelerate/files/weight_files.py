@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
+from notebook_accelerate._loggers import accelerate_logger
 from notebook_accelerate.errors import BrokenCheckpointError, CheckpointError
 from notebook_accelerate.files.remote_paths import AnyPath
 from notebook_accelerate.files.tensor_sources import FileSource
@@ -36,6 +37,8 @@ from notebook_accelerate.files.untrusted_files import (
     read_json,
 )
 from notebook_accelerate.torch_internals import weights_only_globals
+
+_LOG = accelerate_logger("utils.modeling")
 
 _DTYPES = {
     "F64": torch.float64,
@@ -152,9 +155,11 @@ class _OtherFrameworkError(BrokenCheckpointError, OSError, ValueError):
     """Raised when a file's weights have another framework's layout. Accelerate raises OSError or ValueError."""
 
 
-def _check_framework(path: Path, metadata: Mapping[str, str]) -> None:
+def _check_framework(path: Path, metadata: Mapping[str, str] | None) -> None:
     """Refuse the weights of other frameworks, whose layouts differ even if names and shapes match."""
-    framework = metadata.get("format", "pt")
+    if metadata is None:
+        _LOG.warning("%s does not name the framework that saved it; it is read as a file saved by PyTorch", path)
+    framework = (metadata or {}).get("format", "pt")
     if framework != "pt":
         raise _OtherFrameworkError(
             f"{path} was saved for {framework!r}, and may have another layout of weights; convert it to PyTorch, and "
@@ -170,7 +175,7 @@ def _sources(path: Path, _modified: int, size: int) -> dict[str, FileSource]:
         if length > min(_MAX_HEADER_BYTES, size - 8):
             raise ValueError(f"its header has {length:,} bytes, but the file has {size:,}")
         header = json.loads(file.read(length))
-    _check_framework(path, header.pop("__metadata__", None) or {})
+    _check_framework(path, header.pop("__metadata__", None))
     sources, end = {}, 0
     for name, info in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         begin, stop = info["data_offsets"]

@@ -163,6 +163,32 @@ def _send_history(history: Any, metric_name: str, metric_value: Any) -> None:
     send_numbers({f"{history.metric_name_prefix}{metric_name}": metric_value})
 
 
+_FASTAI_STEPS = 10
+"""The number of steps between two losses of a Learner on an accelerator, because each read waits for it."""
+
+
+def _connect_fastai(module: Any) -> None:
+    """Report the losses, metrics and progress of fastai's Learners."""
+    after(module.Recorder, "after_batch", _send_batch)
+    after(module.Recorder, "after_epoch", _send_epoch)
+
+
+def _send_batch(recorder: Any) -> None:
+    learner = recorder.learn
+    if not learner.training:
+        return
+    claim_steps(LIBRARY)
+    step, loss = learner.train_iter, learner.loss
+    telemetry.emit(ProgressEvent(step=step, total=learner.n_epoch * learner.n_iter, label=f"epoch {learner.epoch}"))
+    if loss.device.type == "cpu" or not step % _FASTAI_STEPS:
+        send_numbers({"loss": loss}, step)
+
+
+def _send_epoch(recorder: Any) -> None:
+    # The first name is the epoch's, whose value is not part of the record.
+    send_numbers(dict(zip(recorder.metric_names[1:], recorder.learn.final_record, strict=False)), recorder.train_iter)
+
+
 def _connect_torch(module: Any) -> None:
     """Count and time the steps of optimizers."""
     from notebook_accelerate.integrations.torch_steps import connect
@@ -260,6 +286,7 @@ def send_progress(done: float, total: float | None, label: Any) -> None:
 
 _CONNECTIONS: dict[str, dict[str, Callable[[Any], None]]] = {
     "accelerate": {"accelerate.accelerator": _connect_accelerate},
+    "fastai": {"fastai.learner": _connect_fastai},
     "lightning": {
         "lightning.pytorch.trainer.trainer": _connect_lightning,
         "pytorch_lightning.trainer.trainer": _connect_lightning,

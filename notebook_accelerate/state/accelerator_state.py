@@ -223,6 +223,14 @@ def precision_from_environ() -> str:
     return check_precision(environ.text("ACCELERATE_MIXED_PRECISION")) or "no"
 
 
+def _find_precision() -> str:
+    """Return the precision of the `AcceleratorState`. Without one, read it from the environment."""
+    return AcceleratorState().mixed_precision if AcceleratorState._shared_state else precision_from_environ()
+
+
+PartialState._find_precision = staticmethod(_find_precision)
+
+
 def _by_name(plugin: Any) -> dict[str, Any] | None:
     """Return DeepSpeed plugins by name, and make sure that one of them is selected."""
     if plugin is None:

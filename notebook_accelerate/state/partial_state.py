@@ -53,6 +53,7 @@ class PartialState(RankExecution):
     """
 
     _shared_state: ClassVar[Slots] = SharedDict()
+    _find_precision: ClassVar[Callable[[], str]]  # The module of AcceleratorState, which imports this one, sets it.
 
     device: torch.device
     distributed_type: DistributedType
@@ -121,9 +122,7 @@ class PartialState(RankExecution):
     @property
     def mixed_precision(self) -> str:
         """The precision: no, fp16, bf16 or fp8. Without an `Accelerator`, the value of ACCELERATE_MIXED_PRECISION."""
-        from notebook_accelerate.state.accelerator_state import AcceleratorState, precision_from_environ
-
-        return AcceleratorState().mixed_precision if AcceleratorState._shared_state else precision_from_environ()
+        return self._find_precision()
 
     @property
     def use_distributed(self) -> bool:

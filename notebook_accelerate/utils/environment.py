@@ -6,7 +6,6 @@ import functools
 import inspect
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from notebook_accelerate._lazy import reexport
+from notebook_accelerate._loggers import accelerate_logger
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.hardware import device_counts, device_table, nvml
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from notebook_accelerate.state.process_group import override_numa_affinity as override_numa_affinity
 
 reexport(__name__)
+
+_LOG = accelerate_logger("utils.environment")
 
 
 # ---- variables
@@ -71,9 +73,7 @@ def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
     lines = []
     for name, value in current_env.items():
         if not value or _FORBIDDEN & set(f"{name}{value}"):
-            warnings.warn(
-                f"{name}={value!r} is left out: it is empty or contains a space, newline, ';', '<' or '>'", stacklevel=2
-            )
+            _LOG.warning("%s=%r is left out: it is empty or contains a space, newline, ';', '<' or '>'", name, value)
             continue
         lines.append(f"{name}={value}\n")
     return lines

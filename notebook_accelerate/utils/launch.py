@@ -183,14 +183,14 @@ def prepare_sagemager_args_inputs(
         args: Options of ``accelerate launch``.
 
     Raises:
+        OSError: There are no credentials for AWS.
         ValueError: The script is not a Python file, or a script argument has no value.
     """
+    _set_credentials(getattr(sagemaker_config, "profile", None), args)
     script = Path(args.training_script)
     if script.suffix != ".py":
         raise ValueError(f"training_script={args.training_script!r} is not a Python file; SageMaker needs one")
     os.environ["AWS_DEFAULT_REGION"] = str(sagemaker_config.region)
-    if (profile := getattr(sagemaker_config, "profile", None)) is not None:
-        os.environ["AWS_PROFILE"] = profile
     kind = str(getattr(sagemaker_config.distributed_type, "value", sagemaker_config.distributed_type))
     parallel = {"smdistributed": {"dataparallel": {"enabled": True}}} if kind == "DATA_PARALLEL" else None
     metrics = _rows(sagemaker_config.sagemaker_metrics_file)
@@ -214,6 +214,17 @@ def prepare_sagemager_args_inputs(
     }
     merge_dicts(sagemaker_config.additional_args or {}, estimator)
     return estimator, None if inputs is None else dict(inputs)
+
+
+def _set_credentials(profile: str | None, args: argparse.Namespace) -> None:
+    """Set the profile or the keys of AWS in the environment."""
+    keys = {name.upper(): option(args, name) for name in ("aws_access_key_id", "aws_secret_access_key")}
+    if profile is not None:
+        os.environ["AWS_PROFILE"] = profile
+    elif all(keys.values()):
+        os.environ.update(keys)
+    else:
+        raise OSError("SageMaker needs a profile of AWS, or both --aws_access_key_id and --aws_secret_access_key")
 
 
 def _hyperparameters(arguments: list[str]) -> dict[str, Any]:

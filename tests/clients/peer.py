@@ -33,7 +33,7 @@ SECONDS = 300
 LIBRARIES = (
     "transformers.trainer", "trl.trainer.sft_trainer", "trl.trainer.dpo_trainer", "peft", "diffusers.models",
     "datasets", "diffusers.training_utils", "pytorch_accelerated.trainer", "lightning", "torch._dynamo",
-    "torch.distributed.fsdp",
+    "torch.distributed.fsdp", "fastai.distributed",
 )  # fmt: skip
 
 

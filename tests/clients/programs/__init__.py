@@ -49,6 +49,7 @@ PROGRAMS = {
         Program(hugging_face.ddpm, "loss"),
         Program(hugging_face.device_maps, bar=False),
         Program(other_trainers.pytorch_accelerated_trainer, "train_loss_epoch"),
+        Program(other_trainers.fastai_learner, "loss"),
         Program(other_trainers.lightning_ddp, "train_loss"),
         Program(other_trainers.lightning_auto, "train_loss"),
         Program(other_trainers.lightning_fsdp, "train_loss"),

@@ -1,4 +1,4 @@
-"""Training with pytorch-accelerated and Lightning, and code written for torchrun."""
+"""Training with pytorch-accelerated, fastai and Lightning, and code written for torchrun."""
 
 from __future__ import annotations
 
@@ -34,6 +34,28 @@ def pytorch_accelerated_trainer() -> dict[str, Any]:
     losses = [float(value) for value in history.get_metric_values("train_loss_epoch")]
     evaluated = [float(value) for value in history.get_metric_values("eval_loss_epoch")]
     return {"losses": losses, "evaluated": evaluated, "weights": weight_sums(made.get_model()), "steps": 6}
+
+
+def fastai_learner() -> dict[str, Any]:
+    """Train with ``distrib_ctx``. On the CPU, its loaders need another broadcast: fastai's own uses CUDA."""
+    import random
+
+    from accelerate.utils import broadcast_object_list
+    from fastai.basics import DataLoaders, Learner
+    from fastai.distributed import DistributedDL
+    from fastai.losses import MSELossFlat
+    from fastai.optimizer import SGD
+
+    DistributedDL._broadcast = lambda _, indices, rank: broadcast_object_list([indices], rank)[0]
+    random.seed(0)
+    model, data = regression()
+    loaders = DataLoaders.from_dsets(data, data, bs=8, device=torch.device("cpu"), num_workers=0)
+    learner = Learner(loaders, model, loss_func=MSELossFlat(), opt_func=SGD, lr=0.05)
+    with learner.distrib_ctx(sync_bn=False):
+        learner.fit(2)
+    losses = [float(value) for value in learner.recorder.losses]
+    evaluated = [[float(value) for value in row] for row in learner.recorder.values]
+    return {"losses": losses, "evaluated": evaluated, "weights": weight_sums(learner.model), "steps": 8}
 
 
 def _lightning(strategy: Any, shard: Any = None, **options: Any) -> dict[str, Any]:

@@ -25,7 +25,8 @@ NOT_PROVOKED = "not provoked so far"
 REASONS = {
     NOT_PROVOKED: "no program provokes it so far",
     "other device": "it needs a device that the test machine lacks (a GPU, a TPU, an HPU and so on)",
-    "other package": "it needs a package, or a version of one, that the environment of the comparison lacks",
+    "other package": "it depends on a package, or a version of one, that the comparison lacks or has",
+    "unreachable": "Accelerate fails with another error first, or handles the case elsewhere",
     "command": "it is an error of a command; tests/parity/commands compares some of the commands",
     "passed on": "it raises an exception again that it has caught",
 }
@@ -145,7 +146,9 @@ def updated(rows: Mapping[str, str], outcomes: Mapping[str, Any]) -> dict[str, s
             reached[f"{condition.file}:{condition.line}"], key=lambda name: (name in KNOWN_DIFFERENCES, name)
         )
         old = rows.get(key, NOT_PROVOKED)
-        new[key] = old if old in names or (old in REASONS and not names) else next(iter(names), NOT_PROVOKED)
+        skipped = "skipped" in outcomes.get(old, ())
+        kept = old in names or skipped or (old in REASONS and not names)
+        new[key] = old if kept else next(iter(names), NOT_PROVOKED)
     return new
 
 

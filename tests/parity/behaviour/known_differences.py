@@ -35,6 +35,21 @@ _BY_REASON: dict[str, list[str]] = {
     "Accelerate does not find the offloaded weights of a model that consists of a single module": [
         "bigmodels: utils.has_offloaded_params(cpu_offload(nn.Linear(2, 2), torch.device('cpu')))",
     ],
+    "utils.save(safe_serialization=True) fails in Accelerate if tensors share memory; here one of them is saved": [
+        "messages: _reported(lambda: utils.save(_shared(), 'x.safetensors', safe_serialization=True))",
+    ],
+    "dispatched loaders support tensor parallelism together with data parallelism here": [
+        "conditions, 2 ranks: _dispatched_on_a_mesh()",
+    ],
+    "pippy_forward only checks the arguments of pipelines here, and passes them to other functions": [
+        "conditions, 2 ranks: raised(lambda: pippy_forward(lambda *_: 1, 2, False, 'text'))",
+    ],
+    "a kernel that has imported bitsandbytes, or used a device, launches here; Accelerate refuses it": [
+        "conditions.a_launch_after_bitsandbytes",
+    ],
+    "in debug mode, Accelerate first starts processes that do nothing, and reports if they fail": [
+        "conditions.a_launch_on_a_port_that_is_taken",
+    ],
     "Accelerate drops tensors that are logged to MLflow": [
         "trackers.mlflow_in_files",
     ],
@@ -218,6 +233,7 @@ _BY_REASON: dict[str, list[str]] = {
         "training: LocalSGD(Accelerator(), model(), 0)",
         "guides: ParallelismConfig(sp_size=2, sp_handler=TorchContextParallelConfig())",
         "checkpoints: _limited(0)",
+        "conditions, 2 ranks: Accelerator(parallelism_config=ParallelismConfig(tp_size=4))",
     ],
     "Accelerate sums with reduction='none'": [
         "collectives, 2 ranks: _reduced('none')",

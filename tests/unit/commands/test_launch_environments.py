@@ -103,3 +103,10 @@ def test_a_sagemaker_job_gets_its_arguments_and_inputs(tmp_path: Path, monkeypat
         "ACCELERATE_USE_SAGEMAKER": "true", "ACCELERATE_MIXED_PRECISION": "bf16", "MINE": "1",
         "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": "DATA_PARALLEL",
     }  # fmt: skip
+
+
+def test_a_sagemaker_job_needs_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    config = SimpleNamespace(profile=None)
+    with pytest.raises(OSError, match="needs a profile of AWS, or both --aws_access_key_id and"):
+        prepare_sagemager_args_inputs(config, _options(training_script="train.py", aws_access_key_id="a"))
