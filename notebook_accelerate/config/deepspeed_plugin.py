@@ -424,8 +424,18 @@ class DeepSpeedPlugin:
 
     @property
     def selected(self) -> bool:
-        """Whether this is the active plugin of an `Accelerator` with several plugins."""
+        """Whether this is the active plugin of an `Accelerator` with several plugins.
+
+        Raises:
+            NotImplementedError: The property is set.
+        """
         return self._selected
+
+    @selected.setter
+    def selected(self, value: bool) -> None:
+        raise NotImplementedError(
+            f"selected={value} cannot be set; call AcceleratorState().select_deepspeed_plugin(name)"
+        )
 
     def select(self, _from_accelerator_state: bool = False) -> None:
         """Make this the active plugin. `AcceleratorState().select_deepspeed_plugin(name)` calls this.

@@ -271,6 +271,10 @@ class FullyShardedDataParallelPlugin:
         import torch
 
         dtype = _dtype_of(mixed_precision)
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(
+                f"mixed_precision={mixed_precision!r} is not allowed; pass one of {', '.join(_PRECISIONS)}"
+            )
         self.mixed_precision_policy = {"param_dtype": dtype, "reduce_dtype": dtype}
         if self.fsdp_version == 1:
             self.mixed_precision_policy["buffer_dtype"] = torch.float32 if buffer_autocast else dtype

@@ -350,8 +350,15 @@ def choose_backend(row: Row, requested: str | None, with_cpu: bool = False) -> s
 
     Returns:
         The name of the backend for `torch.distributed.init_process_group`, such as "nccl" or "cuda:nccl,cpu:gloo".
+
+    Raises:
+        ValueError: torch does not know the requested backend.
     """
     if requested not in {None, "nccl"}:
+        names = {part.rpartition(":")[2].lower() for part in str(requested).split(",")}
+        if unknown := sorted(names - {*dist.Backend.backend_list}):
+            known = ", ".join(dist.Backend.backend_list)
+            raise ValueError(f"backend={requested!r} is not known here: {unknown[0]!r} is not one of {known}")
         return str(requested)
     return f"{row.type}:{row.backend},cpu:gloo" if with_cpu and row.is_accelerator else row.backend
 

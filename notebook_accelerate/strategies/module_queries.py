@@ -134,6 +134,24 @@ def is_on_several_devices(model: torch.nn.Module) -> bool:
     return len(set(found.values())) > 1
 
 
+def check_quantized_places(model: torch.nn.Module) -> None:
+    """Check that no part of a quantized model is offloaded to a disk. Such a model cannot be trained.
+
+    Args:
+        model: The model to check.
+
+    Raises:
+        ValueError: A part is on a disk.
+    """
+    quantized = getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False)
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    if quantized and "disk" in places:
+        raise ValueError(
+            "a model in 8 or 4 bits whose weights are partly on a disk cannot be prepared: load it with a device_map "
+            "without 'disk'"
+        )
+
+
 def check_values(model: torch.nn.Module, remedy: str) -> None:
     """Check that the parameters of a model have values.
 

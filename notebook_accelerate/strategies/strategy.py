@@ -16,6 +16,7 @@ from notebook_accelerate.optimizer import AcceleratedOptimizer
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.strategies.accelerator_arguments import Setup
 from notebook_accelerate.strategies.module_queries import (
+    check_quantized_places,
     check_values,
     compile_regions,
     compiled_around,
@@ -150,6 +151,7 @@ class Strategy:
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> torch.nn.Module:
         """See `Accelerator.prepare_model`. A model that is already prepared is not wrapped a second time."""
+        check_quantized_places(model)
         if device_placement is None:
             device_placement = self.setup.device_placement
         if device_placement and not is_on_several_devices(model):

@@ -102,8 +102,12 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
             and master_port or rdzv_endpoint.
 
     Raises:
-        ValueError: The number of processes is not a multiple of the number of machines.
+        ValueError: The number of processes is not a multiple of the number of machines, or options of FSDP contradict
+            each other.
     """
+    loads_on_rank_0 = option(args, "use_fsdp", False) and _is_on(args, "fsdp_cpu_ram_efficient_loading")
+    if loads_on_rank_0 and not _is_on(args, "fsdp_sync_module_states", default=True):
+        raise ValueError("--fsdp_cpu_ram_efficient_loading true needs --fsdp_sync_module_states true")
     machines = int(option(args, "num_machines", 1))
     processes = processes_per_machine(int(option(args, "num_processes", 1)), machines)
     address, port = option(args, "main_process_ip"), option(args, "main_process_port", 29500)
@@ -116,6 +120,10 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
         if machines > 1:
             args.master_addr = str(address)
     return _environment(args)
+
+
+def _is_on(args: argparse.Namespace, name: str, *, default: bool = False) -> bool:
+    return str(option(args, name, default)).lower() == "true"
 
 
 def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | None, dict[str, str]]:

@@ -26,6 +26,8 @@ REASONS = {
     NOT_PROVOKED: "no program provokes it so far",
     "other device": "it needs a device that the test machine lacks (a GPU, a TPU, an HPU and so on)",
     "other package": "it depends on a package, or a version of one, that the comparison lacks or has",
+    "installs": "install_xla works outside Colab here, and would change the environment of the comparison",
+    "private": "it is an error of a private method that has no counterpart, or of an object that was not initialized",
     "unreachable": "Accelerate fails with another error first, or handles the case elsewhere",
     "command": "it is an error of a command; tests/parity/commands compares some of the commands",
     "passed on": "it raises an exception again that it has caught",

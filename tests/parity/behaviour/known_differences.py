@@ -50,6 +50,26 @@ _BY_REASON: dict[str, list[str]] = {
     "in debug mode, Accelerate first starts processes that do nothing, and reports if they fail": [
         "conditions.a_launch_on_a_port_that_is_taken",
     ],
+    "batches of several sizes that are dispatched raise a ValueError here, and a RuntimeError in Accelerate": [
+        "conditions.dispatched_batches_of_several_sizes",
+    ],
+    "a full state that lacks a weight raises torch's RuntimeError here, and a KeyError in Accelerate": [
+        "conditions.a_full_state_without_a_weight",
+    ],
+    "a decorator of a PartialState that was reset raises an error at the call here; Accelerate raises it when the function is decorated": [
+        "conditions: _kept_partial_state().on_main_process(len)",
+    ],
+    "set_device selects the device of the machine here, whatever the type of training": [
+        "conditions: _device_of_another_type()",
+    ],
+    "load_fsdp_model loads full weights on every rank here, whether sync_module_states is set or not": [
+        "conditions: _full_weights_on_another_rank()",
+    ],
+    "the functions for launchers neither check ports nor look for mpirun here: the launcher reports what is missing": [
+        "conditions: _simple('--cpu --mpirun_hostfile hosts')",
+        "conditions: _several('--num_machines 2 --machine_rank 0 --main_process_ip 127.0.0.1', taken=True)",
+        "conditions: _by_deepspeed('--num_machines 2 --deepspeed_multinode_launcher standard', taken=True)",
+    ],
     "Accelerate drops tensors that are logged to MLflow": [
         "trackers.mlflow_in_files",
     ],

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator, PartialState, notebook_launcher, utils
 from accelerate.commands.launch import launch_command_parser
-from accelerate.data_loader import DataLoaderShard, prepare_data_loader
+from accelerate.data_loader import prepare_data_loader
 from accelerate.inference import pippy_forward
 from accelerate.local_sgd import LocalSGD
 from accelerate.parallelism_config import ParallelismConfig
@@ -41,9 +41,7 @@ CALLS = [
     "_device_of_another_type()",
     # Methods of Accelerator.
     "Accelerator().lomo_backward(torch.ones(1), learning_rate=None)",
-    "ParallelismConfig(dp_replicate_size=2)._validate_accelerator(Accelerator())",
     "Accelerator().prepare_model(_quantized({'first': 'cpu', 'second': 'disk'}))",
-    "DataLoaderShard.__new__(DataLoaderShard).base_dataloader",
     "_local_sgd('DEEPSPEED')",
     "_local_sgd('MEGATRON_LM')",
     # Plugins.
@@ -71,7 +69,6 @@ CALLS = [
     "_device_map('nonsense', load_in_8bit=True)",
     "_device_map({'first': 'disk', 'second': 0}, load_in_4bit=True, skip_modules=[], keep_in_fp32_modules=[])",
     "_quantized_with_neither()",
-    "utils.install_xla()",
     # Launch options.
     "_simple('--cpu --module --no_python')",
     "_simple('--cpu', mixed_precision='nonsense')",
@@ -80,7 +77,7 @@ CALLS = [
     "_several('--module --no_python')",
     "_several('', mixed_precision='nonsense')",
     "_several('', dynamo_backend='nonsense')",
-    "_several('--use_fsdp --fsdp_cpu_ram_efficient_loading true --fsdp_sync_module_states false')",
+    "_several('--use_fsdp', fsdp_cpu_ram_efficient_loading=True, fsdp_sync_module_states=False)",
     "_several('--num_machines 2 --machine_rank 0 --main_process_ip 127.0.0.1', taken=True)",
     "_by_deepspeed('--module --no_python')",
     "_by_deepspeed('--num_machines 2 --deepspeed_multinode_launcher pdsh --module --no_python')",
