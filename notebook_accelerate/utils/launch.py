@@ -102,9 +102,10 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
             and master_port or rdzv_endpoint.
 
     Raises:
-        ValueError: The number of processes is not a multiple of the number of machines, or options of FSDP contradict
-            each other.
+        ValueError: The number of processes is not a multiple of the number of machines, or options contradict each
+            other.
     """
+    interpreter_options(args)
     loads_on_rank_0 = option(args, "use_fsdp", False) and _is_on(args, "fsdp_cpu_ram_efficient_loading")
     if loads_on_rank_0 and not _is_on(args, "fsdp_sync_module_states", default=True):
         raise ValueError("--fsdp_cpu_ram_efficient_loading true needs --fsdp_sync_module_states true")

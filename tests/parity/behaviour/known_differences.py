@@ -70,6 +70,18 @@ _BY_REASON: dict[str, list[str]] = {
         "conditions: _several('--num_machines 2 --machine_rank 0 --main_process_ip 127.0.0.1', taken=True)",
         "conditions: _by_deepspeed('--num_machines 2 --deepspeed_multinode_launcher standard', taken=True)",
     ],
+    "quantization of a model on the meta device without weights_location raises a ValueError here, and a RuntimeError in Accelerate": [
+        "conditions: utils.load_and_quantize_model(model().to('meta'), BnbQuantizationConfig(load_in_8bit=True))",
+    ],
+    "modules that are not quantized may be offloaded from a model in 4 bits here; Accelerate refuses device maps with the CPU or a disk": [
+        "conditions: _device_map({'first': 'disk', 'second': 0}, load_in_4bit=True, skip_modules=[], keep_in_fp32_modules=[])",
+    ],
+    "a BnbQuantizationConfig is checked when it is created, and not again when modules are replaced": [
+        "conditions: _quantized_with_neither()",
+    ],
+    "a tensor of a module that is None raises torch's AttributeError here, and a ValueError in Accelerate": [
+        "conditions: modeling.set_module_tensor_to_device(_without_module(), 'first.weight', 'cpu')",
+    ],
     "Accelerate drops tensors that are logged to MLflow": [
         "trackers.mlflow_in_files",
     ],
