@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tests.clients.programs import PROGRAMS
+from tests.clients.programs import PROGRAMS, WITH_UNSLOTH
 from tests.support.ranks import reserved_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,8 +79,8 @@ def results(process: subprocess.Popen[str], folder: Path) -> dict[str, list[Any]
 
 def main(out: str, *names: str) -> None:
     """Run the programs one after the other, and write their results or exceptions by name and rank."""
-    for library in LIBRARIES:
-        # trl and diffusers require a newer transformers than some environments have.
+    for library in ("unsloth", *LIBRARIES):  # unsloth patches the others.
+        # Some environments have no unsloth, or an older transformers than trl and diffusers require.
         with contextlib.suppress(Exception):
             importlib.import_module(library)
     gc.collect()
@@ -122,7 +122,7 @@ def _start(name: str, rank: int, ranks: int, port: int) -> tuple[int, int]:
 
 def _result(name: str) -> Any:
     try:
-        return PROGRAMS[name].train()
+        return {**PROGRAMS, **WITH_UNSLOTH}[name].train()
     except Exception:  # noqa: BLE001 - the test shows it
         return traceback.format_exc()
 

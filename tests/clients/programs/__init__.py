@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.clients.programs import hugging_face, other_trainers
+from tests.clients.programs import hugging_face, other_trainers, unsloth_training
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,8 @@ PROGRAMS = {
         Program(other_trainers.torchrun_fsdp2, bar=False),
     )
 }
+WITH_UNSLOTH = {"unsloth_lora": Program(unsloth_training.unsloth_lora, "loss")}
+"""Programs that need a folder with unsloth and the versions that it requires on the path."""
 IN_ONE_PROCESS = ("trainer", "sft", "dpo", "reward", "kto", "tied_weights")
 """Programs that are also run in one process, where nothing is padded or gathered."""
 WITH_OTHER_TRANSFORMERS = (
