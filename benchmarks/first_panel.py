@@ -46,7 +46,11 @@ def first_panel() -> Iterator[Figure]:
 
     The first launch immediately follows the cell that imports torch.
     """
-    for options, what in (("", "call to the panel's message"), ("block=False", "the same, block=False")):
+    for options, what in (
+        ("", "call to the panel's message"),
+        ("block=False", "the same, block=False"),
+        ("start_method='zygote'", "the same, zygote"),
+    ):
         found: list[list[float]] = []
 
         def measure(options: str = options, found: list[list[float]] = found) -> float:

@@ -272,11 +272,9 @@ class ResultEvent(Event):
 
 @dataclass(slots=True)
 class ImportedEvent(Event):
-    """The rank has imported ``module``, which the kernel imports for later ranks of the same function."""
+    """The rank has imported ``modules``, which the kernel or the server process imports for later ranks."""
 
-    latest_by: ClassVar[tuple[str, ...]] = ("module",)
-
-    module: str
+    modules: list[str]
 
 
 @dataclass(slots=True)
