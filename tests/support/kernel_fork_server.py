@@ -223,6 +223,8 @@ class SparePopen(subprocess.Popen[Any]):
 def main() -> NoReturn:
     """Import the modules that kernels need, fork kernels, and run as one in each forked process."""
     del sys.path[0]  # Remove the folder of this program.
+    # The launch of a detached run, which may have started this process, blocks SIGINT. Kernels would inherit this.
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for name in PRELOADED:
         import_module(name)
     gc.freeze()  # Otherwise, garbage collection in a kernel would copy the pages of all objects.
