@@ -278,13 +278,13 @@ class ResumeOffer:
     def rows(self, run: Run) -> list[ActionRow]:
         """Return the offer if the run ended before its training was complete, and has a complete checkpoint."""
         if self.launched is not None:
-            return [ActionRow(key="continue", text=f"run {self.launched.id} goes on with this training")]
+            return [ActionRow(key="continue", text=f"run {self.launched.id} continues this training")]
         if run.ended is None or run.held or run.status == "succeeded" or not (checkpoint := self._newest(run)):
             return []
         if internals(run).call is not None:
-            return [ActionRow(key="continue", text=f"Can go on from {checkpoint}", actions=(CONTINUE,))]
+            return [ActionRow(key="continue", text=f"Can continue from {checkpoint}", actions=(CONTINUE,))]
         text = (
-            f"Can go on from {checkpoint}: execute the cells that define {run.function_name}, then "
+            f"Can continue from {checkpoint}: execute the cells that define {run.function_name}, then "
             f"notebook_launcher({run.function_name}, args, config=run.config, resume=run)"
         )
         return [ActionRow(key="continue", text=text)]

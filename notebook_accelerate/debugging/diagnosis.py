@@ -257,8 +257,8 @@ class _Verdict:
             guard = rank_condition(linecache.getlines(frame.filename), frame.lineno) if frame is not None else ""
             if guard and frame is not None:
                 fix = f"under {guard!r}: every rank must make it, so move it out of that block"
-                self.mistake = f"the call of {first.text()} at {self._name_place(frame)} stands {fix}"
-                return f". The call stands {fix}"
+                self.mistake = f"the call of {first.text()} at {self._name_place(frame)} is {fix}"
+                return f". The call is {fix}"
         return ""
 
     def _position(self, place: RankPosition, subject: str = "") -> str:

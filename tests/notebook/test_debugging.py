@@ -221,13 +221,13 @@ def test_a_collective_under_a_condition_on_the_rank_is_explained(kernel: Kernel)
         kernel,
         "guarded",
         r"rank 1 never reached all_\w+ #1 \(.*"  # The call exchanges headers or values in this collective.
-        r"The call stands under 'if accelerator\.is_main_process:': "
+        r"The call is under 'if accelerator\.is_main_process:': "
         r"every rank must make it, so move it out of that block",
     )
     warning, *others = kernel.value("(run.diagnose(), run.warnings)[1]")
     assert others == []
     assert re.fullmatch(
-        rf"the call of all_\w+ #1 \(.*\) at Cell In\[\d+\], line {line_of('def guarded') + 3} stands under "
+        rf"the call of all_\w+ #1 \(.*\) at Cell In\[\d+\], line {line_of('def guarded') + 3} is under "
         r"'if accelerator\.is_main_process:': every rank must make it, so move it out of that block",
         warning,
     ), warning
@@ -241,7 +241,7 @@ def test_a_stall_under_a_condition_on_the_rank_is_among_the_warnings(kernel: Ker
         [warning] = kernel.value("run.warnings")
     finally:
         kernel.check("stall.STALL_SECONDS = before")
-    assert "stands under 'if accelerator.is_main_process:': every rank must make it" in warning
+    assert "is under 'if accelerator.is_main_process:': every rank must make it" in warning
 
 
 def test_different_shapes_are_reported_with_their_line(kernel: Kernel) -> None:

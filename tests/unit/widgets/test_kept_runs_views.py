@@ -119,9 +119,9 @@ def test_the_panel_of_a_failed_run_offers_to_continue(tmp_path: Path) -> None:
     panel = RunPanel(run)
     try:
         panel.schedule.tick()
-        assert "Can go on from checkpoint_1 [Resume training]" in panel.attention.text
+        assert "Can continue from checkpoint_1 [Resume training]" in panel.attention.text
         panel.attention.click("continue")
-        until(lambda: "goes on with this training" in panel.attention.text)
+        until(lambda: "continues this training" in panel.attention.text)
         resumed = run_registry.runs()[-1]
         assert resumed.wait(120)
         check_history(resumed, 40)

@@ -238,7 +238,7 @@ def test_a_panel_sends_few_models() -> None:
 
 def test_a_stall_and_the_mistake_that_caused_it_are_one_row() -> None:
     one = _Panel()
-    mistake = "the call of all_reduce #4 stands under 'if main:': move it out of that block"
+    mistake = "the call of all_reduce #4 is under 'if main:': move it out of that block"
     one.run._internals.journal.append(DiagnosisAdded(Diagnosis("", (), (), START, mistake=mistake)))
     one.run._internals.journal.append(WarningAdded(mistake))
     _stall(one.run)
