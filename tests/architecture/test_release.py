@@ -46,6 +46,7 @@ def test_the_docs_name_every_extra() -> None:
 
 def test_links_of_the_readme_work_outside_the_repository() -> None:
     targets = [*re.findall(r"\]\(([^)\s]+)\)", README), *re.findall(r"^\[[^\]]+\]: (\S+)$", README, re.MULTILINE)]
+    targets += re.findall(r'src(?:set)?="([^"]+)"', README)
     assert targets
     assert [target for target in targets if not target.startswith("https://")] == []
     raw = SOURCE.replace("https://github.com", "https://raw.githubusercontent.com")

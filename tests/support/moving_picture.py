@@ -20,17 +20,20 @@ from tests.support.pictures import PICTURES, SETUP, STOP, THEMES
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-WIDTH, HEIGHT = 1000, 760
+WIDTH, HEIGHT = 1000, 800
 FRAME_MS, READ_MS = 220, 2200
 """How long a frame is shown, and how long the first and the last frame of a scene are, in milliseconds."""
 PARTS = """
 import warnings
 warnings.simplefilter("ignore")
+def slow(rows):
+    time.sleep(0.03)
+    return torch.utils.data.default_collate(rows)
 def parts():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 3))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
-    return model, optimizer, DataLoader(dataset, batch_size=64, shuffle=True)
+    return model, optimizer, DataLoader(dataset, batch_size=64, shuffle=True, collate_fn=slow)
 """
 TRAIN = """def train(epochs):
     accelerator = Accelerator()
@@ -126,7 +129,7 @@ def film(server: Server, chromium: Browser, theme: str) -> Film:
         page.page.wait_for_timeout(500)
         made.take(READ_MS)
         page.run(index)
-        made.record(partial(page.page.evaluate, ended), every=0.35 if index == 1 else 1.0)
+        made.record(partial(page.page.evaluate, ended), every=0.2 if index == 1 else 1.0)
     page.run(3)
     page.idle()
     page.close()

@@ -19,7 +19,7 @@ from tests.support.browser import Browser, NotebookPage, Server
 PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 THEMES = {"light": "", "dark": "-dark"}
 """The ends of the file names, by theme."""
-WIDTH = 1120
+WIDTH, HEIGHT = 1120, 1500
 SETUP = """
 import time
 import notebook_accelerate
@@ -143,6 +143,7 @@ class Picture:
         element: The selector of the element.
         waits: Whether the last cell waits for the user, so that it has not finished when the picture is taken.
         after: The cell that ends the run.
+        height: The part of a longer element that is shown, in pixels from its top.
     """
 
     name: str
@@ -151,6 +152,7 @@ class Picture:
     element: str = ".na-live"
     waits: bool = False
     after: str = STOP
+    height: int = 900
 
 
 GRID = """
@@ -170,12 +172,14 @@ GALLERY = (
         cells=[LAUNCH, STEPS.format(40)],
         prepare=click("Profile", ".na-profile canvas"),
         element=".na-profile",
+        height=600,
     ),
     Picture(
         name="memory",
         cells=[LAUNCH, STEPS.format(40)],
         prepare=click("Memory", ".na-memory table"),
         element=".na-memory",
+        height=410,
     ),
     Picture(
         name="diagnosis",
@@ -192,17 +196,23 @@ GALLERY = (
         prepare=open_tab("Sharding"),
     ),
     Picture(name="form", cells=["notebook_accelerate.configure(train, (3,))"], element=".na-config", after="pass"),
-    Picture(name="kept_runs", cells=[GRID, 'notebook_accelerate.runs("runs")'], after="pass"),
+    Picture(
+        name="kept_runs",
+        cells=[GRID, 'notebook_accelerate.runs("runs")'],
+        prepare=lambda page: page.page.wait_for_timeout(6000),  # until the curves of all runs are read
+        after="pass",
+    ),
     Picture(
         name="failure",
         cells=["notebook_launcher(broken, ({0: 1.0, 1: 0.0},), num_processes=2, panel=False)"],
-        element=".jp-Cell-outputArea:has([data-mime-type*=error])",
+        element=".jp-CodeCell:has-text('notebook_launcher(broken')",
         after="pass",
     ),
     Picture(
         name="breakpoint",
         cells=["run = notebook_launcher(stops_at_a_breakpoint, num_processes=2)"],
-        element=".jp-Cell-outputArea:has(.jp-Stdin)",
+        prepare=lambda page: page.page.locator(".jp-Stdin").wait_for(),
+        element=".jp-CodeCell:has-text('notebook_launcher(stops')",
         waits=True,
         after="pass",
     ),
@@ -239,6 +249,7 @@ def take(picture: Picture, server: Server, chromium: Browser) -> None:
     """Run the cells of a picture, and take it in both themes."""
     server.write(f"{picture.name}.ipynb", [SETUP, *picture.cells, picture.after])
     page = server.open(chromium, f"{picture.name}.ipynb")
+    page.page.set_viewport_size({"width": WIDTH, "height": HEIGHT})  # Pictures must not be cut off at the window.
     for index in range(1 + len(picture.cells)):
         page.run(index)
         if index < len(picture.cells) or not picture.waits:
@@ -252,19 +263,20 @@ def take(picture: Picture, server: Server, chromium: Browser) -> None:
         target.scroll_into_view_if_needed()
         page.page.mouse.move(0, 0)
         page.page.wait_for_timeout(1200)
-        save(target.screenshot(), PICTURES / f"{picture.name}{end}.png")
+        save(target.screenshot(), picture.height, PICTURES / f"{picture.name}{end}.png")
     if not picture.waits:
         page.run(1 + len(picture.cells))
         page.idle()
     page.close()
 
 
-def save(shot: bytes, path: Path) -> None:
-    """Write a screenshot with a palette of 256 colours, which takes a third of the space."""
+def save(shot: bytes, height: int, path: Path) -> None:
+    """Write the upper part of a screenshot with a palette of 256 colours, which takes a third of the space."""
     from PIL import Image
 
-    colours = Image.open(BytesIO(shot)).convert("RGB").quantize(256, dither=Image.Dither.NONE)
-    colours.save(path, optimize=True)
+    image = Image.open(BytesIO(shot)).convert("RGB")
+    image = image.crop((0, 0, image.width, min(image.height, height)))
+    image.quantize(256, dither=Image.Dither.NONE).save(path, optimize=True)
 
 
 if __name__ == "__main__":
