@@ -102,7 +102,7 @@ def test_the_page_of_a_missing_address_shows_its_styles_and_leads_back(page: Pag
     page.set_viewport_size({"width": 1280, "height": 900})
     page.goto(f"{address}{root}guides/renamed/long_ago.html")
     assert page.locator("h1").inner_text().startswith("This page does not exist")
-    assert page.evaluate("getComputedStyle(document.querySelector('.sidebar-drawer')).position") != "static"
+    assert page.evaluate("getComputedStyle(document.querySelector('.mobile-header')).display") == "none"
     shoot(page, "404", "desktop")
     page.get_by_role("link", name="Debugging").last.click()
     page.wait_for_url(f"**{root}guides/debugging.html")
