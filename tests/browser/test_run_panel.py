@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from tests.support import pages
 from tests.support.browser import DAILY_IN_LAB, App, Browser, NotebookPage, Server
 
 TRAIN = """
@@ -112,6 +113,21 @@ def _type(page: NotebookPage, prompt: str, line: str) -> None:
 def _step(page: NotebookPage) -> int:
     words = " ".join(page.page.locator(".na-figures").all_inner_texts()[-1:]).split()
     return int(words[words.index("step") + 1].replace(",", "")) if "step" in words else -1
+
+
+def test_the_first_cell_of_the_readme_succeeds(opened: Any, app: App) -> None:
+    page = opened([pages.first_cell()])
+    page.wait_for("() => document.querySelector('.na-live .na-head .na-state-succeeded')")
+    page.wait_for("() => document.querySelector('.na-live .na-section-own canvas')")
+    outputs = page.save()["cells"][0]["outputs"]
+    streams = {
+        name: "".join("".join(each["text"]) for each in outputs if each.get("name") == name)
+        for name in ("stdout", "stderr")
+    }
+    assert streams["stderr"] == ""
+    assert len(re.findall(r"\d\.\d", streams["stdout"].splitlines()[-1])) == 2, "a loss for each rank"
+    assert "⚠" not in streams["stdout"]
+    page.shot(f"{app}-first-cell")
 
 
 def test_curves_move_and_a_click_stops_the_run_on_an_idle_kernel(opened: Any, server: Server, app: App) -> None:

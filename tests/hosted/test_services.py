@@ -137,6 +137,7 @@ def test_the_first_cell_of_the_readme_succeeds(kernel: Kernel) -> None:
     cell = kernel.check(pages.first_cell())
     assert kernel.value("len(run.results)") == 2
     assert "⚠" not in cell.stderr
+    kernel.check(TRAIN)  # That cell has defined another `train`.
 
 
 def test_the_live_panel_and_the_saved_report_are_shown(kernel: Kernel) -> None:
