@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import ipywidgets
 
-from notebook_accelerate.launch import KeptRuns, Run, run_registry, runs
+from notebook_accelerate.launch import KeptRuns, Run, attaching, run_registry, runs
 from notebook_accelerate.launch.output.replaceable_outputs import Output
 from notebook_accelerate.launch.report import run_comparison, svg_curves
 from notebook_accelerate.launch.report.curves import Source, shown_names
-from notebook_accelerate.launch.report.document import Action, Drawing, Section
+from notebook_accelerate.launch.report.document import Action, Drawing, Section, Text
+from notebook_accelerate.launch.report.markup import element
 from notebook_accelerate.launch.run import add_ending_callback, without_results
 from notebook_accelerate.launch.state.run_view import internals
 from notebook_accelerate.telemetry import steady_time
@@ -46,8 +47,9 @@ TABLE_SECONDS = 1.0
 class RunsTable(Panel):
     """Runs with their arguments, differing settings, last and best metrics, and their curves in one plot.
 
-    A displayed table is updated at most five times a second while any run is running. A click on a column's
-    head sorts it, and a regular expression filters it. Each row has the button Open and, while its run lasts, Stop.
+    A displayed table is updated at most five times a second while any run is running. A click on a column's head sorts
+    it, and a regular expression filters its rows and curves. Each row has the button Open and, while its run lasts,
+    Stop.
 
     Args:
         chosen: The runs to show, or their IDs. If None, all runs of this kernel are shown, even those launched later.
@@ -68,6 +70,7 @@ class RunsTable(Panel):
     ) -> None:
         self._heading = title
         self._is_kept = isinstance(chosen, KeptRuns)
+        self._elsewhere = _elsewhere_text() if chosen is None else ""
         self.runs = _picked(chosen)
         self._values = BestValues()
         self._clicks: deque[tuple[str, str]] = deque()
@@ -83,14 +86,16 @@ class RunsTable(Panel):
 
     def _build(self) -> Any:
         self.plot = Plot([], "None of these runs has logged a metric: these curves were sampled without logging.")
-        self._draw_curves()
         self.grid = TableView(self._on_action)
+        self._draw_curves()
         for feed in (self.plot, self.grid):
             feed.on_msg(self._render_soon)
         self.plot.observe(self._render_soon, "wanted")
+        self.grid.observe(self._on_filter, "filtered")
         self._opened = with_classes(ipywidgets.VBox(), "na-opened-run")
         self._problem = ipywidgets.HTML()
-        return card(self._problem, self.grid, self._opened, self.plot, guide="table")
+        elsewhere = ipywidgets.HTML(element("p", self._elsewhere, class_="na-note") if self._elsewhere else "")
+        return card(self._problem, self.grid, elsewhere, self._opened, self.plot, guide="table")
 
     def _title(self) -> str:
         return self._heading or ("Kept runs" if self._is_kept else "Runs of this kernel")
@@ -102,10 +107,27 @@ class RunsTable(Panel):
     # ---- while runs last
 
     def _draw_curves(self) -> None:
-        """Draw the curves of the latest runs, in colours that the table also shows."""
-        self._overlaid = self.runs[-MAX_OVERLAID:]
-        self.plot.order = [label_of(run) for run in self._overlaid]
-        self.plot.draw(_sources(self._overlaid))
+        """Draw the curves of the overlaid runs, in colours that the table also shows."""
+        overlaid = self._overlaid
+        self.plot.order = [label_of(run) for run in overlaid]
+        self.plot.draw(_sources(overlaid))
+
+    @property
+    def _overlaid(self) -> list[ComparedRun | KeptRow]:
+        """The runs whose curves are drawn: the latest ones that the filter lets through.
+
+        If there are few runs, all of them are drawn, so that a filter does not change their colours.
+        """
+        if self.grid.filtered is None or len(self.runs) <= MAX_OVERLAID:
+            return self.runs[-MAX_OVERLAID:]
+        passed = set(self.grid.filtered)
+        return [run for run in self.runs if str(run.id) in passed][-MAX_OVERLAID:]
+
+    def _on_filter(self, _: Any) -> None:
+        if len(self.runs) > MAX_OVERLAID:
+            self._draw_curves()
+            self._table_due = float("-inf")
+            self._render_soon()
 
     def _follow(self, run: ComparedRun | KeptRow) -> None:
         """Render at the end of a run of this kernel. The end of other runs is noticed only at the next tick."""
@@ -114,8 +136,7 @@ class RunsTable(Panel):
 
     def _unopened(self) -> list[KeptRow]:
         """Return the kept runs whose curves are to be drawn."""
-        latest = self.runs[-MAX_OVERLAID:]
-        return [run for run in latest if isinstance(run, KeptRow) and run.run is None and not run.is_broken]
+        return [run for run in self._overlaid if isinstance(run, KeptRow) and run.run is None and not run.is_broken]
 
     def _open_kept(self, seconds: float = OPENING_SECONDS) -> None:
         """Open the latest kept runs, which takes up to half a second for each, and draw their curves."""
@@ -169,13 +190,13 @@ class RunsTable(Panel):
     def table(self) -> Table:
         """The table in its current state, with the latest run first."""
         names = shown_names(_sources(self.runs))[: run_comparison.MAX_METRICS]
-        places = {id(run): place for place, run in enumerate(self.runs[-MAX_OVERLAID:])}
+        places = {run.id: place for place, run in enumerate(self._overlaid)}
         entries = [
             compared_run.entry_of(
                 run,
                 names,
                 self._values,
-                colour=places.get(id(run), -1),
+                colour=places.get(run.id, -1),
                 tone="opened" if self._is_open(run) else "",
                 actions=self._actions(run),
             )
@@ -252,8 +273,9 @@ class RunsTable(Panel):
 
     def document(self) -> Section:
         """Return the table and the curves."""
-        curves = svg_curves.metric_images(_sources(self.runs[-MAX_OVERLAID:]))
-        return Section(key="runs", nodes=(self.table, Drawing(html=curves)))
+        curves = svg_curves.metric_images(_sources(self._overlaid))
+        elsewhere = (Text(lines=(self._elsewhere,), tone="note"),) if self._elsewhere else ()
+        return Section(key="runs", nodes=(self.table, *elsewhere, Drawing(html=curves)))
 
     def _show_in(self, output: Output) -> None:
         if no_widgets(output):
@@ -264,6 +286,14 @@ class RunsTable(Panel):
 
     def __repr__(self) -> str:
         return f"<RunsTable: {len(self.runs)} runs>"
+
+
+def _elsewhere_text() -> str:
+    """Return how to list the detached runs of other projects, or "" if there are none."""
+    project = attaching.project_folder()
+    count = 0 if project is None else attaching.count_elsewhere(project)
+    found = f"{count} detached run{'s' if count > 1 else ''}"
+    return f"{found} of other folders: notebook_accelerate.runs(all=True)" if count else ""
 
 
 def _picked(chosen: Sequence[ComparedRun | int] | KeptRuns | None) -> list[ComparedRun | KeptRow]:

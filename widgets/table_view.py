@@ -77,6 +77,8 @@ class TableView(Feed):
     _esm = script("feed.js", "looks.js", "table.js")
     _css = asset("table.css")
     unfolded: Any = traitlets.List([]).tag(sync=True)
+    filtered: Any = traitlets.Any(None).tag(sync=True)
+    """The keys of the rows that the user's filter lets through, or None without a filter."""
 
     def __init__(self, on_action: Callable[[str, str], None] = lambda *_: None, throttled: str = "") -> None:
         super().__init__()

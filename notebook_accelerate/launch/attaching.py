@@ -106,14 +106,48 @@ def _open(folder: Path) -> Run:
             return run
 
 
-def detached_runs() -> list[Run]:
-    """Return the user's detached runs, oldest first: all running ones and the latest ended ones that can be read."""
-    found, entries = [], run_directory.entries()
-    listed = [entry for entry in entries if not entry.lives][-LISTED_RUNS:]
-    for entry in [entry for entry in entries if entry.lives or entry in listed]:
+def detached_runs(project: Path | None = None) -> list[Run]:
+    """Return the user's detached runs, oldest first: all running ones and the latest ended ones that can be read.
+
+    Args:
+        project: Return only runs that were launched below this folder, and runs that this kernel has attached to. None
+            means all runs.
+    """
+    found = []
+    for entry in _listed(project):
         with suppress(BrokenRunError, OSError, ValueError):
             found.append(attach(Path(entry.folder)))
     return found
+
+
+def count_elsewhere(project: Path) -> int:
+    """Return how many listed detached runs `detached_runs` omits for a project."""
+    return len(_listed(None)) - len(_listed(project))
+
+
+def _listed(project: Path | None) -> list[DirectoryEntry]:
+    found = [entry for entry in run_directory.entries() if project is None or _belongs(entry, project)]
+    ended = [entry for entry in found if not entry.lives][-LISTED_RUNS:]
+    return [entry for entry in found if entry in ended or entry.lives]
+
+
+def _belongs(entry: DirectoryEntry, project: Path) -> bool:
+    folder = entry.origin.get("folder")
+    if entry.folder in _attached or not isinstance(folder, str):
+        return True
+    return Path(folder).is_relative_to(project)
+
+
+def project_folder() -> Path | None:
+    """Return the root of the git repository that contains the working directory, or else the working directory.
+
+    If the working directory has been deleted, return None.
+    """
+    try:
+        here = Path.cwd()
+    except OSError:
+        return None
+    return next((folder for folder in (here, *here.parents) if (folder / ".git").exists()), here)
 
 
 def running_entries() -> list[DirectoryEntry]:

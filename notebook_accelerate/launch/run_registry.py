@@ -195,15 +195,15 @@ class Runs(list["Run"]):
 
 
 @overload
-def runs(folder: None = None) -> Runs: ...
+def runs(folder: None = None, *, all: bool = False) -> Runs: ...
 
 
 @overload
 def runs(folder: str | os.PathLike[str]) -> KeptRuns: ...
 
 
-def runs(folder: str | os.PathLike[str] | None = None) -> Runs | KeptRuns:
-    """Return this kernel's runs and the user's detached runs, oldest first. A cell shows them as a table.
+def runs(folder: str | os.PathLike[str] | None = None, *, all: bool = False) -> Runs | KeptRuns:
+    """Return this kernel's runs and the detached runs of this project, oldest first. A cell shows them as a table.
 
     With a folder, return a table of the runs that are kept in it.
 
@@ -214,6 +214,9 @@ def runs(folder: str | os.PathLike[str] | None = None) -> Runs | KeptRuns:
         folder: The folder passed as ``save``. If None, return this kernel's runs, and the detached runs of all kernels:
             those that are running, and the last twenty ended ones that were launched in the past 30 days and have not
             been deleted.
+        all: Whether to list the user's detached runs from all folders. By default, only runs that were launched in the
+            working directory's git repository, or without a repository below the working directory, are listed, and
+            those that this kernel has attached to.
 
     Returns:
         A list of runs. For a folder, a table of their settings, code version, final metrics and duration.
@@ -225,7 +228,8 @@ def runs(folder: str | os.PathLike[str] | None = None) -> Runs | KeptRuns:
         from notebook_accelerate.launch.kept.kept_runs import kept_runs
 
         return kept_runs(folder)
-    return Runs(sorted([*own_runs(), *attaching.detached_runs()], key=lambda run: run.started))
+    detached = attaching.detached_runs(None if all else attaching.project_folder())
+    return Runs(sorted([*own_runs(), *detached], key=lambda run: run.started))
 
 
 def own_runs() -> list[Run]:

@@ -45,6 +45,7 @@ DRAWN = """() => {
     document.querySelector('.na-live .na-sections')?.scrollIntoView({ block: 'center' });
     return document.querySelectorAll('.na-live .na-chart canvas').length >= 2;
 }"""
+CHIPS = "() => [...document.querySelectorAll('.na-live .na-chip')].map(chip => chip.innerText).join()"
 ROWS = "() => [...document.querySelectorAll('.na-runs-table tbody tr')].map(row => row.dataset.key).join()"
 
 
@@ -99,7 +100,17 @@ def test_runs_can_be_compared_opened_and_stopped(opened: Any, app: App) -> None:
     page.wait_for(f"() => ({ROWS})() === '1,3,2'")
     page.page.get_by_role("searchbox", name="Filter runs").fill("sweep|nothing")
     page.wait_for(f"() => ({ROWS})() === '1,2'")
+    page.wait_for(f"() => ({CHIPS})() === 'run 1,run 2'")
+    page.shot(f"{app}-runs-filtered", CARD)
     page.page.get_by_role("searchbox", name="Filter runs").fill("")
+    page.wait_for(f"() => ({CHIPS})() === 'run 1,run 2,run 3'")
+
+    # If columns are cut off, a button counts them and scrolls to them.
+    page.page.set_viewport_size({"width": 700, "height": 1000})
+    page.wait_for("() => /^[1-9].* more columns? →$/.test(document.querySelector('.na-more:not([hidden])').innerText)")
+    page.page.locator(".na-more").click()
+    page.wait_for("() => document.querySelector('.na-runs .na-scroll').scrollLeft > 0")
+    page.page.set_viewport_size({"width": 1280, "height": 1000})
 
     # Open a run's panel below its row, and end the run with a click.
     page.page.get_by_role("button", name="Open the panel of run 3").click()

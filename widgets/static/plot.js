@@ -304,7 +304,7 @@ class Chart {
     this.same = new Map();
     const drawn = (value) => (Number.isFinite(value) && !(panel.log && value <= 0) ? value : null);
     const known = panel.data.metrics.get(this.metric);
-    const shown = panel.data.labels.filter((label) => known?.get(label)?.value.length && !panel.hidden.has(label));
+    const shown = panel.data.labels.filter((label) => known?.get(label)?.value.length && panel.isShown(label));
     const single = shown.filter((label) => isRank(label) && known.get(label) instanceof Series);
     if (single.length > 1 && single.slice(1).every((label) => identical(known.get(single[0]), known.get(label))))
       this.same.set(single[0], single.length === 2 ? `${single[0]} = ${single[1]}` : `${single[0]} = … = ${single.at(-1)}`);
@@ -550,7 +550,7 @@ class Chart {
   saveCsv() {
     const rows = [["metric", "curve", "step", "seconds", "value", "min", "max"]];
     for (const [label, series] of this.panel.data.metrics.get(this.metric) ?? []) {
-      if (this.panel.hidden.has(label)) continue;
+      if (!this.panel.isShown(label)) continue;
       for (let i = 0; i < series.value.length; i++)
         rows.push([this.metric, label, series.step[i], series.time[i], series.value[i], series.low?.[i] ?? "", series.high?.[i] ?? ""]);
     }
@@ -662,8 +662,16 @@ class Panel {
     const hidden = () => this.layout(), order = () => { this.chipKey = ""; this.redraw(); };
     this.model.on("change:hidden_metrics", hidden);
     this.model.on("change:order", order);
+    // The filter of a table in the same card hides curves; see table.js.
+    const filtered = ({ target, detail }) => {
+      if (!this.root.closest(".na-card")?.contains(target)) return;
+      this.only = detail.colours && new Set(detail.colours);
+      order();
+    };
+    document.addEventListener("na-filter", filtered);
     this.stop = () => {
       clearTimeout(this.waiting);
+      document.removeEventListener("na-filter", filtered);
       unwatch(); this.sizes.disconnect(); this.seen.disconnect();
       this.feed.stop();
       this.model.off("change:hidden_metrics", hidden);
@@ -814,6 +822,8 @@ class Panel {
   }
   /* After the eighth curve, the colours repeat with dashes. */
   dashed(label) { return Math.floor(this.place(label) / PALETTE.light.length) % 2 === 1; }
+  isShown(label) { return !this.hidden.has(label) && this.passes(label); }
+  passes(label) { return !this.only || this.only.has(this.place(label)); }
   sample(label) {
     const colour = this.colour(label);
     return this.dashed(label) ? make("i", { class: "na-dashed", style: `border-color:${colour}` }) : make("i", { style: `background:${colour}` });
@@ -829,7 +839,7 @@ class Panel {
     this.chipKey = key;
     this.chips.hidden = this.data.labels.length < 2;
     const focused = this.chips.contains(document.activeElement) ? document.activeElement.dataset.label : null;
-    this.chips.replaceChildren(...this.data.labels.map((label) => {
+    this.chips.replaceChildren(...this.data.labels.filter((label) => this.passes(label)).map((label) => {
       const on = !this.hidden.has(label);
       const chip = make("button", { type: "button", class: "na-chip", "aria-pressed": String(on),
         title: "Click: show or hide. Double-click: only this one." },

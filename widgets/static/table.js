@@ -86,17 +86,23 @@ class TableView {
     this.count = make("span", { class: "na-count" });
     this.same = make("button", { type: "button", class: "na-tool", "aria-pressed": "false", title: "Columns whose values are equal in all rows",
       onclick: () => { this.showsSame = !this.showsSame; this.arrange(); } });
-    this.bar = make("div", { class: "na-tools" }, this.search, this.same, this.count);
+    this.more = make("button", { type: "button", class: "na-tool na-more", title: "Scroll to the columns on the right",
+      onclick: () => this.scroller.scrollBy({ left: 0.7 * this.scroller.clientWidth }) });
+    this.bar = make("div", { class: "na-tools" }, this.search, this.same, this.more, this.count);
     this.caption = make("caption", { class: "na-hidden" });
     this.heads = make("tr");
     this.table = make("table", {}, this.caption, make("thead", {}, this.heads));
     this.note = make("p", { class: "na-empty" });
-    this.root = make("div", {}, this.bar, make("div", { class: "na-scroll" }, this.table), this.note);
+    this.countCut = oncePerFrame(() => this.paintMore());
+    this.scroller = make("div", { class: "na-scroll", onscroll: this.countCut }, this.table);
+    this.root = make("div", {}, this.bar, this.scroller, this.note);
     el.append(this.root);
+    const sizes = new ResizeObserver(this.countCut);
+    for (const node of [this.scroller, this.table]) sizes.observe(node);
     this.schedule = oncePerFrame(() => this.colour());
     const unwatch = watchTheme(this.schedule);
     this.feed = new Feed(model, "groups", (message) => this.replace(message), (message) => this.apply(message));
-    this.stop = () => { this.feed.stop(); unwatch(); };
+    this.stop = () => { this.feed.stop(); unwatch(); sizes.disconnect(); clearTimeout(this.sharing); };
   }
   replace(message) {
     const { key, label, columns, sortable, actions, empty, groups } = message, shape = JSON.stringify([columns, actions]);
@@ -126,17 +132,38 @@ class TableView {
   arrange() {
     const matches = this.matcher(), query = this.search.value.trim();
     let every = 0, found = 0;
+    const passed = [];
     for (const group of this.groups.values()) {
       const rows = group.keys.map((key) => group.rows.get(key)).filter(Boolean), shown = this.sorted(rows.filter(matches));
       [every, found] = [every + rows.length, found + shown.length];
       place(group.body, shown.map((row) => row.node));
+      passed.push(...shown);
     }
+    if (this.sortable) this.share(query ? passed : null);
     this.foldColumns();
     this.bar.hidden = !this.sortable || (every < 2 && !query);
     setText(this.count, `${query ? `${english(found)} of ` : ""}${english(every)} ${this.key}`);
     setText(this.note, !every ? this.empty : !found ? `No ${this.key} match '${query}'.` : "");
     this.note.hidden = !this.note.textContent;
     this.table.hidden = !every;
+  }
+  /* Tells the plot in the same card which curves the filter lets through, by their colours, even while the kernel is
+   * busy. The kernel then draws the curves of these rows if it has not drawn those of all rows. */
+  share(rows) {
+    const colours = rows && rows.map((row) => described(row.cells[0]).colour ?? -1), keys = rows && rows.map((row) => row.key);
+    if (JSON.stringify(colours) !== JSON.stringify(this.colours ?? null))
+      this.root.dispatchEvent(new CustomEvent("na-filter", { bubbles: true, detail: { colours } }));
+    this.colours = colours;
+    if (JSON.stringify(keys) === JSON.stringify(this.model.get("filtered") ?? null)) return;
+    clearTimeout(this.sharing);
+    this.sharing = setTimeout(() => { this.model.set("filtered", keys); this.model.save_changes(); }, 400);
+  }
+  /* Shows how many columns are cut off on the right. */
+  paintMore() {
+    const edge = this.scroller.getBoundingClientRect().right + 4, heads = this.sortable ? [...this.heads.children] : [];
+    const cut = heads.filter((node) => !node.hidden && node.getBoundingClientRect().right > edge).length;
+    setText(this.more, `${cut} more column${cut === 1 ? "" : "s"} →`);
+    this.more.hidden = !cut;
   }
   /* Hides the columns whose text is the same in all rows, until their button is clicked. */
   foldColumns() {
@@ -149,6 +176,7 @@ class TableView {
       nodes.forEach((node, index) => { node.hidden = same[index] && !this.showsSame; });
     this.same.hidden = !count;
     this.same.setAttribute("aria-pressed", String(Boolean(this.showsSame)));
+    this.countCut();
     setText(this.same, `${this.showsSame ? "Hide" : "Show"} ${count} equal column${count === 1 ? "" : "s"}`);
   }
   matcher() {

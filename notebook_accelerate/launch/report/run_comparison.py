@@ -125,6 +125,11 @@ class _Column:
     values: Sequence[object]
 
     @property
+    def differs(self) -> bool:
+        """Whether the runs have different cells."""
+        return len(set(self.cells)) > 1
+
+    @property
     def order(self) -> Iterator[float | str | None]:
         """The sort keys. Values that are neither numbers nor strings become None, which comes last."""
         for value in self.values:
@@ -134,31 +139,39 @@ class _Column:
 
 
 def _columns(runs: Sequence[RunEntry]) -> Iterator[_Column]:
-    """Yield the columns for some runs. Arguments that differ come before those that are equal in all runs."""
-    names = [str(one.run) if one.colour < 0 else Cell(text=str(one.run), colour=one.colour) for one in runs]
-    yield _Column("run", "run", names, [one.run for one in runs])
-    yield _text("function", [one.function for one in runs])
+    """Yield the columns for some runs: what readers compare first, and what identifies a run in detail last."""
+    yield _Column("run", "run", [_run_cell(one) for one in runs], [one.run for one in runs])
     yield _states([one.state for one in runs])
-    yield _Column("started", "text", _starts(runs), [one.started for one in runs])
-    yield _number("took", [one.seconds for one in runs], duration)
-    yield _number("ranks", [one.ranks for one in runs], str, "")
-    if any(one.name for one in runs):
-        yield _text("name", [one.name for one in runs])
     if any(one.branch for one in runs):
         yield _text("branch of", [one.branch for one in runs])
+    arguments = _arguments(runs)
+    yield from (column for column in arguments if column.differs)
+    yield from _settings(runs)
     if any(one.settings.get("detach") for one in runs):
         yield _number("step", [one.step for one in runs], str, "")
+    yield from _metrics(runs)
+    yield _number("took", [one.seconds for one in runs], duration)
+    yield _Column("started", "text", _starts(runs), [one.started for one in runs])
+    if any(one.settings.get("tags") for one in runs):
+        yield _text("tags", [_joined(one.settings.get("tags", ())) for one in runs])
+    yield _number("ranks", [one.ranks for one in runs], str, "")
+    yield _text("function", [one.function for one in runs])
+    if any(one.settings.get("detach") for one in runs):
         yield _text("from", [one.origin for one in runs])
     if any(one.code for one in runs):
         yield _text("code", [one.code for one in runs])
-    if any(one.settings.get("tags") for one in runs):
-        yield _text("tags", [_joined(one.settings.get("tags", ())) for one in runs])
-    yield from _arguments(runs)
-    yield from _settings(runs)
-    metrics = sorted(
-        dict.fromkeys(name for one in runs for name in one.last), key=lambda name: name.startswith("auto/")
-    )
-    for name in metrics[:MAX_METRICS]:
+    yield from (column for column in arguments if not column.differs)
+
+
+def _run_cell(one: RunEntry) -> str | Cell:
+    text = f"{one.run} · {one.name}" if one.name else str(one.run)
+    return text if one.colour < 0 else Cell(text=text, colour=one.colour)
+
+
+def _metrics(runs: Sequence[RunEntry]) -> Iterator[_Column]:
+    """Yield the last and the best values of the metrics. Automatic metrics come last."""
+    names = dict.fromkeys(name for one in runs for name in one.last)
+    for name in sorted(names, key=lambda name: name.startswith("auto/"))[:MAX_METRICS]:
         yield _number(name, [one.last.get(name) for one in runs], number)
         if better(name) and any(one.best is not None for one in runs):
             yield _number(f"best {name}", [(one.best or {}).get(name) for one in runs], number)
@@ -202,7 +215,7 @@ def _joined(tags: object) -> str:
 def _arguments(runs: Sequence[RunEntry]) -> list[_Column]:
     names = dict.fromkeys(name for one in runs for name in one.arguments)
     columns = [_argument(name, [one.arguments.get(name, ...) for one in runs]) for name in names]
-    return sorted(columns, key=lambda column: len(set(column.cells)) == 1)[:MAX_ARGUMENTS]
+    return sorted(columns, key=lambda column: not column.differs)[:MAX_ARGUMENTS]
 
 
 def _argument(name: str, values: Sequence[object]) -> _Column:

@@ -39,6 +39,7 @@ from notebook_accelerate.launch.kept import journal_file, journal_format, run_fo
 from notebook_accelerate.telemetry import Event, LogEvent
 from notebook_accelerate.telemetry.channel import Channel
 from notebook_accelerate.telemetry.store import Record
+from notebook_accelerate.widgets.runs_table import RunsTable
 from tests.support.detached import disconnect_all
 from tests.support.runs import START, make_run
 from tests.support.waiting import until
@@ -53,7 +54,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     disconnect_all()
 
 
-def _recorded(folder: Path, name: str, created: float, **process: object) -> DirectoryEntry:
+def _recorded(folder: Path, name: str, created: float, origin: str = "", **process: object) -> DirectoryEntry:
     """Write a kept run and record it as a detached run of this process, or of a process that differs in some fields."""
     folder.mkdir(parents=True)
     identity = replace(this_process(), **process)  # type: ignore[arg-type]
@@ -63,6 +64,7 @@ def _recorded(folder: Path, name: str, created: float, **process: object) -> Dir
         b"".join([journal_format.encode_frame(header), *records])
     )
     entry = DirectoryEntry(name, str(folder), str(run_directory.new_socket()), created, asdict(identity))
+    entry = replace(entry, origin={"folder": origin} if origin else {})
     run_directory.add_entry(entry)
     return entry
 
@@ -79,6 +81,29 @@ def test_a_running_run_is_listed_however_many_have_finished_since(tmp_path: Path
     assert found[1:] == [f"ended-{number}" for number in range(5, attaching.LISTED_RUNS + 5)]
     assert attach("lives").status == "running"
     assert attach("ended-3").status == "lost"
+
+
+@pytest.mark.parametrize("repository", [True, False])
+def test_runs_lists_the_runs_of_this_project_and_others_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repository: bool
+) -> None:
+    here, work = tmp_path / "project", tmp_path / "project" / "notebooks"
+    work.mkdir(parents=True)
+    if repository:
+        (here / ".git").mkdir()
+    for name, folder in {"root": here, "below": work / "more", "other": tmp_path / "project-2"}.items():
+        _recorded(tmp_path / name, name, time.time(), origin=str(folder), pid=2**22 - 1)
+    monkeypatch.chdir(work)
+    own = {"root", "below"} if repository else {"below"}
+    table = RunsTable()
+    assert f"{3 - len(own)} detached run" in table.text
+    assert "runs(all=True)" in table.text
+    table.close()
+    assert {run.name for run in runs() if run.config.detach} == own
+    assert {run.name for run in runs(all=True) if run.config.detach} == {"root", "below", "other"}
+    assert {run.name for run in runs() if run.config.detach} == {"root", "below", "other"}, (
+        "this kernel has opened them"
+    )
 
 
 def test_an_unreadable_journal_delays_nothing(tmp_path: Path) -> None:

@@ -46,8 +46,7 @@ def test_ten_kept_runs_are_overlaid(tmp_path: Path) -> None:
     assert [run.status for run in opened] == ["succeeded"] * 10
     table = RunsTable(opened)
     try:
-        names = [row[table.rows[0].index("name")] for row in table.rows[1:]]
-        assert names == [f"rate-{number}" for number in range(9, -1, -1)]
+        assert [row[0] for row in table.rows[1:]] == [f"{run.id} · {run.name}" for run in opened[::-1]]
         assert "save" not in table.rows[0]
         assert table.plot.order == [f"run {run.id} · {run.name}" for run in opened]
         firsts = [row.cells[0] for row in table.table.rows]
@@ -80,23 +79,28 @@ def test_the_kept_runs_of_a_folder_are_shown_like_the_runs_of_a_kernel(tmp_path:
     assert kept[0].status == "broken", "a run whose launch time is unknown comes first"
     labels = ["run-17", "run-00", "run-01", *(f"rate-{number}" for number in range(2, 17))]
     assert kept.labels == labels, "runs with the same name are labelled by folder"
-    assert repr(kept).splitlines()[2].split()[:3] == ["rate-16", "train", "succeeded"]
+    assert repr(kept).splitlines()[2].split()[:2] == ["rate-16", "succeeded"]
 
     table = RunsTable(kept)
     try:
-        head = table.rows[0]
-        assert head[:6] == ["run", "function", "state", "started", "took", "ranks"]
-        assert [*head[-2:], *table.rows[1][-2:]] == ["tags", "loss", "sweep", "0.5667"]
+        assert table.rows[0] == ["run", "state", "loss", "took", "started", "tags", "ranks", "function"]
+        assert table.rows[1][2] == "0.5667"
         assert [row.key for row in table.table.rows] == labels[::-1]
         assert not table.plot.full.get("series"), "no run is open"
 
         table._show_in(cast("Output", _Output()))
         until(lambda: not table._unopened())
         until(lambda: {label for _, label, _ in table.plot.full.get("series", ())} == set(labels[2:]))
-        assert table.rows[0][-2:] == ["loss", "best loss"]
+        assert table.rows[0][2:4] == ["loss", "best loss"]
         assert [row[0] for row in table.rows[1:]] == labels[::-1]
-        assert [row[-1] for row in table.rows[-3:]] == ["0.06667", "–", "–"], "for the others, only summaries are read"
+        assert [row[3] for row in table.rows[-3:]] == ["0.06667", "–", "–"], "for the others, only summaries are read"
         assert [[action.label for action in row.actions] for row in table.table.rows[-2:]] == [["Open"], []]
+
+        table.grid.filtered = ["run-01", "rate-2"]
+        until(lambda: {label for _, label, _ in table.plot.full.get("series", ())} == {"run-01", "rate-2"})
+        assert table.plot.order == ["run-01", "rate-2"], "the filter also selects the runs whose curves are drawn"
+        table.grid.filtered = None
+        assert table.plot.order == labels[2:]
 
         table._on_action("run-00", "open")
         until(lambda: table._open is not None)

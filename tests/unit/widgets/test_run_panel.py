@@ -622,13 +622,13 @@ def test_the_table_of_runs_shows_differences_and_final_metrics(snapshot: Snapsho
     numbers = re.compile(r'(?<=[>"])\d+(?=[<"])')  # These are the numbers of the runs.
     snapshot("runs_table", numbers.sub("N", table.html))
     assert {label for _, label, _ in table.plot.full["series"]} == {f"run {run.id}" for run in runs}
-    assert table.text.split()[:2] == ["run", "function"]
+    assert table.text.split()[:3] == ["run", "state", "mixed_precision"]
     with pytest.raises(ValueError, match="no run 999999 in this kernel"):
         RunsTable([999999])
 
 
 def _states(table: Table) -> list[str]:
-    return [str(row.cells[2]) for row in table.rows]
+    return [str(row.cells[1]) for row in table.rows]
 
 
 class _Place:
