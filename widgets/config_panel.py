@@ -242,7 +242,14 @@ class ConfigPanel(Panel):
 
     def _shown_cell(self, errors: Mapping[str, str]) -> str:
         """Return the cell without secrets. Errors are shown next to their fields, not in the cell."""
-        return f"# {_to_correct(errors)}" if errors else self._cell(hidden=True)
+        return f"# {self._to_correct(errors)}" if errors else self._cell(hidden=True)
+
+    def _to_correct(self, errors: Mapping[str, str]) -> str:
+        """Return a sentence that names the fields to correct, whose errors are shown next to them."""
+        fields = {**self.launch_form.fields, **self.training_form.fields}
+        labels = dict.fromkeys(fields[path.partition(".")[0]].label for path in errors if path)
+        names = ", ".join(f'"{label}"' for label in labels) or "the launch"
+        return f"Correct {names} to see the plan and the cell."
 
     def _cell(self, *, hidden: bool) -> str:
         call = self.call_form.value
@@ -371,7 +378,7 @@ class ConfigPanel(Panel):
 
     def _plan_html(self, errors: dict[str, str]) -> Markup:
         if errors:
-            text = alert(errors[""]) if "" in errors else element("span", _to_correct(errors), role="status")
+            text = alert(errors[""]) if "" in errors else element("span", self._to_correct(errors), role="status")
             return element("div", text, class_="na-plan na-wrong")
         plan, training = self.plan, self.training
         small = details(plan, training)
@@ -509,12 +516,6 @@ def configure(
     if function is not None:
         check_function(function)
     return ConfigPanel(function, args, config=config, model=model, memory=memory)
-
-
-def _to_correct(errors: Mapping[str, str]) -> str:
-    """Return a sentence that names the fields to correct, whose errors are shown next to them."""
-    names = ", ".join(filter(None, errors)) or "the launch"
-    return f"Correct {names} to see the plan and the cell."
 
 
 def _namespace() -> dict[str, Any]:

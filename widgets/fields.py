@@ -24,7 +24,7 @@ class Field:
     name: str
     """The name of the field."""
     label: str
-    """The text before the input, usually the name."""
+    """The words next to the input."""
     kind: str
     """A key of ``TEXT_FORMATS``, or flag, choice, nested or code."""
     optional: bool
@@ -118,7 +118,7 @@ def _field(cls: type[Any], entry: dataclasses.Field[Any], choices: Sequence[Any]
     text = f"{short_help(cls, entry.name)}{known.source if known is not None else ''}"
     return Field(
         name=entry.name,
-        label=entry.metadata.get("label", entry.name),
+        label=(known.label if known is not None else entry.metadata.get("label", "")) or words_of(entry.name),
         placeholder=entry.metadata.get("placeholder", ""),
         optional=optional,
         default=entry.default_factory() if entry.default_factory is not MISSING else entry.default,
@@ -215,11 +215,12 @@ _WORDS = {
     "True or False": "yes or no",
     "is then False": "is then off",
     "If False, ": "If unchecked, ",
+    "so True only": "so it only",
     "default: True.": "default: on.",
     "default: False.": "default: off.",
 }
 """The words that a form uses for values in code."""
-_WITHOUT = {"nested": "If unchecked, ", "choice": "By default, ", "flag": "By default, "}
+_WITHOUT = {"nested": "If unchecked", "choice": "By default", "flag": "By default"}
 
 
 def form_words(text: str, kind: str) -> str:
@@ -231,10 +232,41 @@ def form_words(text: str, kind: str) -> str:
     """
     text = re.sub(r" \(True\),? or .*? \(False\)", "", text)
     text = re.sub(r"^Whether (?:to )?(.)", lambda found: found[1].upper(), text)
-    text = re.sub(r"If `*None`*, ", _WITHOUT.get(kind, "If empty, "), text)
+    without = _WITHOUT.get(kind, "If empty")
+    text = re.sub(r"If `*None`*(,| and) ", lambda found: f"{without}{found[1]} ", text)
+    text = re.sub(r"(``\w+``) is None\b", r"\1 is empty", text)
     for code, words in _WORDS.items():
         text = text.replace(code, words)
     return text
+
+
+_ACRONYMS = (
+    "cp",
+    "cpu",
+    "ddp",
+    "ds",
+    "ep",
+    "fp8",
+    "fp32",
+    "fsdp",
+    "gpu",
+    "hf",
+    "id",
+    "lm",
+    "lr",
+    "nvme",
+    "pp",
+    "sp",
+    "tp",
+)
+_LONG = {"num": "number of", "kwargs": "arguments", "args": "arguments", "dataloader": "data loader", "dir": "folder"}
+
+
+def words_of(name: str) -> str:
+    """Return the label of a field without one: its name in words, such as "Number of steps" for num_steps."""
+    words = [word.upper() if word in _ACRONYMS else _LONG.get(word, word) for word in name.split("_") if word]
+    text = " ".join(words)
+    return text[:1].upper() + text[1:]
 
 
 def summary(cls: type[Any]) -> str:

@@ -45,43 +45,45 @@ class TrainingOptions:
     """Batch size of the data loader in the training function. It is only used to show the effective batch size."""
     gradient_accumulation_steps: int = setting(1)
     """Number of batches per optimizer step."""
-    gradient_accumulation_plugin: GradientAccumulationPlugin | None = setting(group=_DATA)
+    gradient_accumulation_plugin: GradientAccumulationPlugin | None = setting(
+        group=_DATA, label="Gradient accumulation"
+    )
     """Settings of gradient accumulation. If None, ``gradient_accumulation_steps`` applies."""
-    dataloader_config: DataLoaderConfiguration | None = setting(group=_DATA)
+    dataloader_config: DataLoaderConfiguration | None = setting(group=_DATA, label="Data loaders")
     """Settings of data loaders, such as how they divide their data among ranks. If None, the defaults."""
-    project_config: ProjectConfiguration | None = setting(group=_DATA)
+    project_config: ProjectConfiguration | None = setting(group=_DATA, label="Project folders")
     """Folders for checkpoints and logs. If None, they are not set."""
-    dynamo_plugin: TorchDynamoPlugin | None = setting(group=_DATA)
+    dynamo_plugin: TorchDynamoPlugin | None = setting(group=_DATA, label="Compile models")
     """Settings of ``torch.compile``. If None, models are not compiled."""
-    log_with: list[str] | None = setting(group=_DATA)
+    log_with: list[str] | None = setting(group=_DATA, label="Experiment trackers")
     """Experiment trackers: all, aim, tensorboard, wandb, comet_ml, mlflow, trackio, clearml, dvclive, swanlab."""
-    step_scheduler_with_optimizer: bool = setting(True, group=_DATA)
+    step_scheduler_with_optimizer: bool = setting(True, group=_DATA, label="Step schedulers with the optimizer")
     """Whether a scheduler advances with the optimizer's steps (True) or when you call it (False)."""
-    ddp_kwargs: DistributedDataParallelKwargs | None = setting(group=_ARGUMENTS)
+    ddp_kwargs: DistributedDataParallelKwargs | None = setting(group=_ARGUMENTS, label="DistributedDataParallel")
     """Arguments of ``DistributedDataParallel``. If None, torch's defaults."""
-    autocast_kwargs: AutocastKwargs | None = setting(group=_ARGUMENTS)
+    autocast_kwargs: AutocastKwargs | None = setting(group=_ARGUMENTS, label="Autocast")
     """Arguments of ``torch.autocast``. If None, torch's defaults."""
-    scaler_kwargs: GradScalerKwargs | None = setting(group=_ARGUMENTS)
+    scaler_kwargs: GradScalerKwargs | None = setting(group=_ARGUMENTS, label="Gradient scaler")
     """Arguments of the gradient scaler of fp16. If None, torch's defaults."""
-    process_group_kwargs: InitProcessGroupKwargs | None = setting(group=_ARGUMENTS)
+    process_group_kwargs: InitProcessGroupKwargs | None = setting(group=_ARGUMENTS, label="Process group")
     """Backend and time limit of collectives. If None, the defaults for the device."""
-    profile_kwargs: ProfileKwargs | None = setting(group=_ARGUMENTS)
+    profile_kwargs: ProfileKwargs | None = setting(group=_ARGUMENTS, label="Profile")
     """Arguments of ``Accelerator.profile``. If None, every step is recorded."""
-    torchao_recipe: AORecipeKwargs | None = setting(group=_ARGUMENTS)
+    torchao_recipe: AORecipeKwargs | None = setting(group=_ARGUMENTS, label="torchao recipe")
     """fp8 recipe of torchao."""
-    transformer_engine_recipe: TERecipeKwargs | None = setting(group=_ARGUMENTS)
+    transformer_engine_recipe: TERecipeKwargs | None = setting(group=_ARGUMENTS, label="Transformer Engine recipe")
     """fp8 recipe of Transformer Engine."""
-    msamp_recipe: MSAMPRecipeKwargs | None = setting(group=_ARGUMENTS)
+    msamp_recipe: MSAMPRecipeKwargs | None = setting(group=_ARGUMENTS, label="MS-AMP recipe")
     """fp8 recipe of MS-AMP."""
-    fsdp_plugin: FullyShardedDataParallelPlugin | None = setting(group=_SHARDED)
+    fsdp_plugin: FullyShardedDataParallelPlugin | None = setting(group=_SHARDED, label="FSDP")
     """Settings of FSDP. If None, FSDP is not used."""
-    deepspeed_plugin: DeepSpeedPlugin | None = setting(group=_SHARDED)
+    deepspeed_plugin: DeepSpeedPlugin | None = setting(group=_SHARDED, label="DeepSpeed")
     """Settings of DeepSpeed. If None, DeepSpeed is not used."""
-    megatron_lm_plugin: MegatronLMPlugin | None = setting(group=_SHARDED)
+    megatron_lm_plugin: MegatronLMPlugin | None = setting(group=_SHARDED, label="Megatron-LM")
     """Settings of Megatron-LM. If None, Megatron-LM is not used."""
-    torch_tp_plugin: TorchTensorParallelPlugin | None = setting(group=_SHARDED)
+    torch_tp_plugin: TorchTensorParallelPlugin | None = setting(group=_SHARDED, label="Tensor parallelism of torch")
     """Tensor parallelism for models that split themselves. If None, it is not used."""
-    parallelism_config: ParallelismConfig | None = setting(group=_SHARDED)
+    parallelism_config: ParallelismConfig | None = setting(group=_SHARDED, label="Degrees of parallelism")
     """The degree of each kind of parallelism. If None, there is only data parallelism."""
 
     def __post_init__(self) -> None:

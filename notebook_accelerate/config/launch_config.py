@@ -60,19 +60,21 @@ class LaunchConfig:
     """Number of ranks that this notebook starts. If None, one per accelerator, or one if there is no accelerator."""
     mixed_precision: str = setting("no", choices=MIXED_PRECISIONS)
     """Default precision of every ``Accelerator()`` in the ranks: no, fp16, bf16 or fp8."""
-    use_port: str | int = setting("29500", group=MACHINES)
+    use_port: str | int = setting("29500", group=MACHINES, label="Port")
     """Port of the rendezvous, or 0 for any free port. On a single machine, another port is used if this one is busy."""
-    master_addr: str = setting("127.0.0.1", group=MACHINES)
+    master_addr: str = setting("127.0.0.1", group=MACHINES, label="Address of the first machine")
     """Address of the machine with rank 0."""
-    node_rank: int = setting(0, group=MACHINES)
+    node_rank: int = setting(0, group=MACHINES, label="Number of this machine")
     """Index of this notebook, from 0. With c10d, 0 means that notebooks are numbered in the order they join."""
-    num_nodes: int = setting(1, group=MACHINES)
+    num_nodes: int = setting(1, group=MACHINES, label="Number of machines")
     """Number of notebooks that run this cell together, on one machine or several. Each starts its own ranks."""
-    rdzv_backend: str = setting("static", choices=RDZV_BACKENDS, group=MACHINES)
+    rdzv_backend: str = setting("static", choices=RDZV_BACKENDS, group=MACHINES, label="Rendezvous backend")
     """How several notebooks find each other: static (by node_rank) or c10d (in the order they join)."""
-    rdzv_endpoint: str = setting("", group=MACHINES)
+    rdzv_endpoint: str = setting("", group=MACHINES, label="Rendezvous endpoint")
     """host:port of the rendezvous. If empty, master_addr:use_port."""
-    rdzv_conf: Mapping[str, Any] | None = setting(group=MACHINES, option="rdzv_conf", parse=environ.assignments)
+    rdzv_conf: Mapping[str, Any] | None = setting(
+        group=MACHINES, option="rdzv_conf", parse=environ.assignments, label="Rendezvous settings"
+    )
     """Settings of the rendezvous, such as join_timeout and keep_alive_interval (in seconds), and secret.
 
     The names and defaults are torch's: join_timeout (600), last_call_timeout (30) and keep_alive_interval (5). A
@@ -80,37 +82,37 @@ class LaunchConfig:
     share, so that the first notebook can show the ranks of all of them. The variable NOTEBOOK_ACCELERATE_SECRET has the
     same effect.
     """
-    rdzv_id: str = setting("none", group=MACHINES)
+    rdzv_id: str = setting("none", group=MACHINES, label="Rendezvous ID")
     """Name of the run in the rendezvous."""
-    max_restarts: int = setting(0, group=LIMITS, option="max_restarts")
+    max_restarts: int = setting(0, group=LIMITS, option="max_restarts", label="Maximum number of restarts")
     """Maximum number of times that all ranks are restarted after a failure."""
-    monitor_interval: float = setting(0.1, group=LIMITS, option="monitor_interval")
+    monitor_interval: float = setting(0.1, group=LIMITS, option="monitor_interval", label="Seconds between checks")
     """Seconds between checks of the ranks. Used only on systems that do not report when processes end (Linux does)."""
-    log_line_prefix_template: str | None = setting(group=OUTPUT)
+    log_line_prefix_template: str | None = setting(group=OUTPUT, label="Prefix of lines")
     """Label of every output line, with ${role_name}, ${rank} and ${local_rank}. If None, "[rank N] "."""
-    block: bool = setting(True)
+    block: bool = setting(True, label="Wait until the run ends")
     """Whether the call waits until the run ends (True) or returns as soon as it starts (False)."""
     start_method: str = setting("auto", choices=START_METHODS)
     """How ranks start: auto, inline (this process), fork (the kernel), zygote (a clean server process) or spawn."""
-    panel: bool | str = setting("auto", choices=("auto", True, False), group=OUTPUT)
+    panel: bool | str = setting("auto", choices=("auto", True, False), group=OUTPUT, label="Panel below the cell")
     """Whether to show a panel below the cell: auto (in a notebook), True or False."""
-    timeout: float | None = setting(group=LIMITS)
+    timeout: float | None = setting(group=LIMITS, label="Time limit in seconds")
     """Time limit for the whole run, in seconds. If None, there is no limit."""
-    hang_timeout: float | None = setting(group=LIMITS)
+    hang_timeout: float | None = setting(group=LIMITS, label="Seconds without progress")
     """Seconds without output, metrics or progress from any rank after which the run is ended. If None, no limit."""
-    env: Mapping[str, str] | None = setting(group=OUTPUT)
+    env: Mapping[str, str] | None = setting(group=OUTPUT, label="Environment variables")
     """Environment variables of the ranks, which override the kernel's."""
-    hold_on_error: bool = setting(False, group=OUTPUT)
+    hold_on_error: bool = setting(False, group=OUTPUT, label="Keep failed ranks for the debugger")
     """Whether the ranks of a failed run are kept, so that ``debug()`` opens at the failing line."""
-    cpu: bool = setting(False, parameter=False)
+    cpu: bool = setting(False, parameter=False, label="Use only the CPU")
     """Whether the ranks use only the CPU."""
-    min_nodes: int | None = setting(group=MACHINES)
+    min_nodes: int | None = setting(group=MACHINES, label="Minimum number of machines")
     """Smallest number of notebooks that the run continues with if others are lost. If None, ``num_nodes``.
 
     The run restarts with the remaining notebooks, and once more if another notebook joins late. This needs c10d and
     ``max_restarts``.
     """
-    on: str | RayCluster | None = setting(choices=("ray",))
+    on: str | RayCluster | None = setting(choices=("ray",), label="Run on")
     """Where the ranks run: None (this machine), ray, ray://host:port, or a RayCluster.
 
     ray means the notebook's own ``ray.init()``, or else the cluster that this machine belongs to. On a cluster,
@@ -119,25 +121,25 @@ class LaunchConfig:
     """
     accelerator: Mapping[str, Any] | None = setting(group=None, parameter=False)
     """Default arguments of every ``Accelerator()`` in the ranks: plugins, handlers, ..."""
-    as_accelerate: bool = setting(False, group=OUTPUT, parameter=False)
+    as_accelerate: bool = setting(False, group=OUTPUT, parameter=False, label="Import this package as accelerate")
     """Whether libraries that import ``accelerate`` in the ranks get this package; see ``as_accelerate``."""
-    report_from: Sequence[str] = setting(REPORT_SOURCES, group=OUTPUT, parameter=False)
+    report_from: Sequence[str] = setting(REPORT_SOURCES, group=OUTPUT, parameter=False, label="Report from libraries")
     """Libraries whose losses, steps, progress and scalars the ranks report, in addition to the Accelerator's."""
-    name: str | None = setting(group=OUTPUT)
+    name: str | None = setting(group=OUTPUT, label="Name of the run")
     """Name of the run: letters, digits and any of . _ -. If None, the function's name and the run's number."""
-    save: str | os.PathLike[str] | None = setting(group=OUTPUT)
+    save: str | os.PathLike[str] | None = setting(group=OUTPUT, label="Folder for the run")
     """Folder that keeps the run, for `open_run` and `runs`. If None, the one in the variable NOTEBOOK_ACCELERATE_RUNS.
 
     Each run has its own subfolder, which is written during the run.
     """
-    detach: bool = setting(False)
+    detach: bool = setting(False, label="Keep running without this kernel")
     """Whether a separate process supervises the run, so that it survives this kernel. ``block`` is then False.
 
     The run is saved in ``save`` or, if that is None, in a folder of the user. `attach` opens it in a later kernel.
     """
-    automatic_metrics: bool = setting(True, group=OUTPUT, parameter=False)
+    automatic_metrics: bool = setting(True, group=OUTPUT, parameter=False, label="Collect automatic metrics")
     """Whether panels show automatic curves: the loss given to ``backward``, learning rate, memory, ..."""
-    output: str = setting("cell", choices=("cell", "panel", "none"), group=OUTPUT)
+    output: str = setting("cell", choices=("cell", "panel", "none"), group=OUTPUT, label="Output")
     """Where text from the ranks is shown: cell (below the launch and in the panel), panel (only there) or none.
 
     With none, it is in ``run.logs()`` and ``run.panel()``. Figures and other rich output always appear below the
@@ -152,7 +154,7 @@ class LaunchConfig:
     GPUs, or one MIG slice. On the CPU, they are cores: 4 means any four cores that no other run holds. As text, "0,2"
     is a list, "2," a list with one entry, and "2" a number of devices.
     """
-    queue: bool = setting(False, switch=True, option="queue")
+    queue: bool = setting(False, switch=True, option="queue", label="Wait for free devices")
     """Whether the run waits until its devices are free. If False, the launch is refused while another run holds one."""
 
     def __post_init__(self) -> None:

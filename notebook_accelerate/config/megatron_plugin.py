@@ -127,7 +127,7 @@ class MegatronLMPlugin:
     scale_lr_cond: Callable[..., Any] | None = None
     """Called like ``no_wd_decay_cond``; returns whether to multiply the parameter's learning rate by ``lr_mult``."""
     lr_mult: float = 1.0
-    """Factor for the learning rate if ``scale_lr_cond`` returns True."""
+    """Factor for the learning rate of the parameters that ``scale_lr_cond`` selects."""
     megatron_dataset_flag: bool = False
     """Whether batches come from Megatron's datasets."""
     seq_length: int | None = setting(variable=None, option=None)

@@ -83,6 +83,7 @@ class Setting:
     Attributes:
         name: The field's name.
         default: The field's default.
+        label: The words next to the input in a form. If "", they are derived from the name.
         kind: The type of the values of its variable and option: bool, int, float or str.
         group: The title of its group in a form and in the help of ``launch``. Forms leave out fields with None.
         launch: The field of ``LaunchConfig`` with the same meaning, for fields of a configuration file.
@@ -110,6 +111,7 @@ class Setting:
 
     name: str = ""
     default: Any = None
+    label: str = ""
     kind: type[Any] = str
     group: str | None = ""
     launch: str = ""

@@ -173,12 +173,12 @@ def test_a_launch_can_be_configured_and_started(opened: Any, app: App) -> None:
     page = opened()
     page.shot(f"config-panel-{app}", ".na-form")
     form = page.page
-    form.get_by_label("num_processes").fill("2")
-    form.get_by_label("mixed_precision").select_option("bf16")
-    form.get_by_label("cpu", exact=True).check()
+    form.get_by_label("Number of processes").fill("2")
+    form.get_by_label("Mixed precision").select_option("bf16")
+    form.get_by_label("Use only the CPU").check()
     _tab(page, "Training")
-    form.get_by_label("batch_size").fill("8")
-    form.get_by_label("gradient_accumulation_steps").fill("4")
+    form.get_by_label("Batch size").fill("8")
+    form.get_by_label("Gradient accumulation steps").fill("4")
     _plan(page, "2 processes on cpu, fork, gloo, bf16; effective batch: 64")
     form.get_by_label("Function").fill("train")
     form.get_by_label("Arguments").fill("2.0")
@@ -214,7 +214,7 @@ def test_the_inputs_form_one_column_with_the_launch_button_on_the_right(opened: 
 
 def test_entries_are_checked_during_typing(opened: Any, app: App) -> None:
     page = opened()
-    box = page.page.get_by_label("num_processes")
+    box = page.page.get_by_label("Number of processes")
     box.click()
     page.page.keyboard.type("0")
     page.wait_for(
@@ -233,7 +233,7 @@ def test_entries_are_checked_during_typing(opened: Any, app: App) -> None:
 
 def test_the_keyboard_reaches_everything(opened: Any) -> None:
     page = opened()
-    page.page.get_by_label("num_processes").focus()
+    page.page.get_by_label("Number of processes").focus()
     page.page.keyboard.type("2")
     _plan(page, "2 processes on")
     page.idle()
@@ -241,7 +241,7 @@ def test_the_keyboard_reaches_everything(opened: Any) -> None:
     for _ in range(25):
         page.page.keyboard.press("Tab")
         seen.append(page.page.evaluate(FOCUSED).strip())
-    for name in ("mixed_precision", "start_method", "Function", "Arguments", "Launch", "The cell"):
+    for name in ("Mixed precision", "Start method", "Function", "Arguments", "Launch", "The cell"):
         assert name in seen, seen
     assert any(name.startswith("Copy this cell") for name in seen)
 
@@ -249,7 +249,7 @@ def test_the_keyboard_reaches_everything(opened: Any) -> None:
 def test_the_cell_can_be_copied_and_inserted(opened: Any, chromium: Browser) -> None:
     page = opened()
     chromium.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    page.page.get_by_label("num_processes").fill("3")
+    page.page.get_by_label("Number of processes").fill("3")
     _plan(page, "3 processes on")
     page.wait_for("() => document.querySelector('.na-form .na-code').innerText.includes('num_processes=3')")
     page.idle()
@@ -268,7 +268,7 @@ def test_the_cell_can_be_copied_and_inserted(opened: Any, chromium: Browser) -> 
 def test_files_can_be_saved_and_loaded(opened: Any, tmp_path: Path) -> None:
     page = opened()
     form = page.page
-    form.get_by_label("num_processes").fill("2")
+    form.get_by_label("Number of processes").fill("2")
     _plan(page, "2 processes on")
     _tab(page, "Configuration file")
     form.get_by_label("Path", exact=True).fill(str(tmp_path / "config.yaml"))
@@ -276,7 +276,7 @@ def test_files_can_be_saved_and_loaded(opened: Any, tmp_path: Path) -> None:
     page.wait_for("() => document.body.innerText.includes('Saved. Not stored: block.')")
     assert "num_processes: 2" in (tmp_path / "config.yaml").read_text()
     _tab(page, "Launch")
-    form.get_by_label("num_processes").fill("7")
+    form.get_by_label("Number of processes").fill("7")
     _plan(page, "7 processes on")
     _tab(page, "Configuration file")
     form.get_by_role("button", name="Load", exact=True).last.click()
@@ -293,7 +293,7 @@ def test_a_failing_launch_is_shown_in_the_panel(opened: Any) -> None:
 @DAILY_IN_LAB
 def test_the_saved_notebook_keeps_the_settings(opened: Any) -> None:
     page = opened("panel.close()")
-    page.page.get_by_label("num_processes").fill("2")
+    page.page.get_by_label("Number of processes").fill("2")
     _plan(page, "2 processes on")
     page.idle()
     left = lambda: page.save()["cells"][1]["outputs"][1]["data"]["text/html"]  # noqa: E731
@@ -309,7 +309,7 @@ def test_the_saved_notebook_keeps_the_settings(opened: Any) -> None:
 @DAILY_IN_LAB
 def test_the_dark_theme_is_legible(opened: Any, app: App) -> None:
     page = opened(theme="dark")
-    page.page.get_by_label("num_processes").fill("0")
+    page.page.get_by_label("Number of processes").fill("0")
     page.wait_for("() => document.querySelector('.na-form .na-aside [role=alert]')")
     page.shot(f"config-panel-dark-{app}", ".na-form")
     style = "getComputedStyle(document.querySelector('.na-form .na-facts li'))"

@@ -130,9 +130,10 @@ class FormView {
       if (error) aside.append(alert);
       else alert.remove();
     });
-    const words = field.label.split("_").flatMap((word, index) => (index ? ["_", make("wbr"), word] : [word]));
-    const label = make("label", { htmlFor: id }, ...words);  // long names are broken at their underscores
-    const row = make("div", { className: "na-field" }, label, input, aside);
+    // The words of a box are next to it. The name in code is a tooltip, because the cell below has it.
+    const isBox = input.type === "checkbox", words = make("label", { htmlFor: id, textContent: field.label, title: field.name });
+    const row = isBox ? make("div", { className: "na-field na-box" }, make("div", {}, input, words), aside)
+      : make("div", { className: "na-field" }, words, input, aside);
     if (input.type === "text") this.suggest(input, path, row);
     return field.kind === "nested" ? [row, this.nested(path)] : [row];
   }

@@ -321,7 +321,7 @@ def test_an_error_is_shown_once_and_disappears_when_it_is_fixed() -> None:
     shown = [panel.widget.texts["plan"], panel.widget.texts["cell"], panel.widget.code, panel.widget.texts["run"]]
     assert panel.widget.errors == {"launch.num_processes": error}
     assert not any(str(escape(error)) in text or error in text for text in shown)
-    assert "Correct num_processes to see the plan" in panel.widget.texts["plan"]
+    assert escape('Correct "Number of processes" to see the plan') in panel.widget.texts["plan"]
     assert (panel.text.count(error), panel.html.count(str(escape(error)))) == (1, 1)
     _set(panel, num_processes="2")
     assert panel.widget.errors == {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Optional
@@ -16,7 +16,7 @@ from notebook_accelerate.config.dynamo_plugin import TorchDynamoPlugin
 from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugin
 from notebook_accelerate.config.kwargs_handlers import DataLoaderConfiguration, GradientAccumulationPlugin
 from notebook_accelerate.config.launch_config import START_METHODS, LaunchConfig
-from notebook_accelerate.widgets.fields import fields_of, form_words, summary
+from notebook_accelerate.widgets.fields import drawn, fields_of, form_words, summary
 from notebook_accelerate.widgets.forms import Checked, Form, FormView, code_of
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
@@ -264,7 +264,7 @@ def test_the_first_group_is_open_and_the_others_are_folded() -> None:
 
 def test_fields_are_drawn_with_their_label_help_default_and_choices() -> None:
     drawn = {field["name"]: field for field in Form(Everything, Everything("x")).widget.tables["form"]}
-    assert all(field["label"] == name for name, field in drawn.items())
+    assert (drawn["name"]["label"], drawn["maybe"]["label"]) == ("Name", "Maybe")
     assert drawn["name"]["help"] == "What it is ``called``."
     assert drawn["count"]["placeholder"] == "3 (default)"
     assert drawn["limit"]["placeholder"] == "default (a whole number)"
@@ -387,6 +387,35 @@ def test_fields_without_a_group_come_last() -> None:
 )
 def test_help_has_the_words_of_a_form(text: str, kind: str, words: str) -> None:
     assert form_words(text, kind) == words
+
+
+def _classes(cls: type[Any]) -> Iterator[type[Any]]:
+    yield cls
+    for entry in fields_of(cls):
+        if entry.nested is not None:
+            yield from _classes(entry.nested)
+
+
+@pytest.mark.parametrize("cls", [LaunchConfig, TrainingOptions])
+def test_forms_show_words_and_no_code(cls: type[Any]) -> None:
+    for each in set(_classes(cls)):
+        for field in map(drawn, fields_of(each)):
+            shown = [field["label"], field["help"], field["placeholder"], *field["choices"]]
+            assert not re.search(r"\b(None|True|False)\b", " ".join(shown)), (each, field)
+            assert "_" not in field["label"], (each, field)
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("num_processes", "Number of processes"),
+        ("block", "Wait until the run ends"),
+        ("cpu", "Use only the CPU"),
+    ],
+)
+def test_labels_have_the_words_of_a_form(name: str, label: str) -> None:
+    (field,) = fields_of(LaunchConfig, names=[name])
+    assert field.label == label
 
 
 def test_words_are_separated_by_commas() -> None:
