@@ -5,15 +5,20 @@ from __future__ import annotations
 import argparse
 import importlib
 import io
+import json
 import re
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 
 from notebook_accelerate.commands.parsers import PROGRAM, HelpFormatter
 from notebook_accelerate.config.plain_values import did_you_mean
 from notebook_accelerate.errors import NotebookAccelerateError
 
+_RUN_COMMANDS = (
+    "runs", "show", "logs", "metrics", "diagnose", "stacks", "memory", "profile", "wait", "ask", "pause", "unpause",
+    "checkpoint", "stop",
+)  # fmt: skip
 _COMMANDS = {
     "launch": "launch:launch_command_parser",
     "config": "config.config:config_command_parser",
@@ -23,8 +28,13 @@ _COMMANDS = {
     "estimate-memory": "estimate:estimate_command_parser",
     "merge-weights": "merge:merge_command_parser",
     "to-fsdp2": "to_fsdp2:to_fsdp2_command_parser",
+    **dict.fromkeys(
+        ["runs", "show", "logs", "metrics", "diagnose", "stacks", "memory", "profile", "wait"], "live_runs:PARSERS"
+    ),
+    **dict.fromkeys(_RUN_COMMANDS, "live_runs:PARSERS"),
+    "mcp": "mcp_server:mcp_command_parser",
 }
-"""The functions that create the parsers. Only the module of the given command is imported."""
+"""The functions that create the parsers, or dicts of them. Only the module of the given command is imported."""
 
 
 def parser_for(arguments: Sequence[str]) -> argparse.ArgumentParser:
@@ -35,7 +45,7 @@ def parser_for(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """
     parser = argparse.ArgumentParser(
         PROGRAM,
-        description="Launch training runs, write their configuration, and inspect models and checkpoints.",
+        description="Launch training runs, read and control live runs, and inspect models and checkpoints.",
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
@@ -44,7 +54,8 @@ def parser_for(arguments: Sequence[str]) -> argparse.ArgumentParser:
     named = [name for name in arguments[:1] if name in _COMMANDS]
     for name in named or _COMMANDS:
         module, _, function = _COMMANDS[name].partition(":")
-        getattr(importlib.import_module(f"notebook_accelerate.commands.{module}"), function)(commands)
+        create = getattr(importlib.import_module(f"notebook_accelerate.commands.{module}"), function)
+        (create[name] if isinstance(create, dict) else create)(commands)
     return parser
 
 
@@ -68,11 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(
             f"there is no command {given[0]!r}{did_you_mean(given[0], _COMMANDS)}; known: {', '.join(_COMMANDS)}"
         )
-    options, unknown = parser.parse_known_args(given)
-    if unknown:
-        known = _options_in_help(parser, given[0])
-        hints = [f"{name}{did_you_mean(name.partition('=')[0], known)}" for name in unknown]
-        parser.error(f"unrecognized arguments: {' '.join(hints)}")
+    options = _parse(parser, given)
     if options.command is None:
         parser.print_help()
         return 0
@@ -88,6 +95,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     return 0
+
+
+def _parse(parser: argparse.ArgumentParser, given: list[str]) -> argparse.Namespace:
+    """Parse a command line. With --json, also print an error as JSON on stdout."""
+    text = io.StringIO()
+    try:
+        with redirect_stderr(text):
+            options, unknown = parser.parse_known_args(given)
+            if unknown:
+                known = _options_in_help(parser, given[0])
+                hints = [f"{name}{did_you_mean(name.partition('=')[0], known)}" for name in unknown]
+                parser.error(f"unrecognized arguments: {' '.join(hints)}")
+    except SystemExit as problem:
+        if problem.code and "--json" in given:
+            message = text.getvalue().strip().rpartition("error: ")[2]
+            print(json.dumps({"command": given[0], "schema": 1, "error": {"kind": "UsageError", "message": message}}))
+        raise
+    finally:
+        sys.stderr.write(text.getvalue())
+    return options
 
 
 def _options_in_help(parser: argparse.ArgumentParser, command: str) -> list[str]:
