@@ -76,7 +76,6 @@ def list_runs(folder: str = "") -> Answer:
             "pid": entry.process.get("pid"),
             "ranks": entry.ranks,
             "started": entry.created,
-            "accelerator": entry.accelerator,
             "folder": entry.folder,
             "launched_from": entry.origin.get("notebook") or entry.origin.get("folder") or "",
         })  # fmt: skip
