@@ -10,7 +10,7 @@ import torch
 
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.enums import DistributedType, PrecisionType
-from notebook_accelerate.state import process_group
+from notebook_accelerate.state import partial_state, process_group
 from notebook_accelerate.state.gradient_state import GradientState
 from notebook_accelerate.state.parallel_layout import arrange_ranks, offloads_gradients, plugins_from_environ
 from notebook_accelerate.state.partial_state import PartialState, SharedDict, Slots
@@ -228,7 +228,7 @@ def _find_precision() -> str:
     return AcceleratorState().mixed_precision if AcceleratorState._shared_state else precision_from_environ()
 
 
-PartialState._find_precision = staticmethod(_find_precision)
+partial_state.find_precision = _find_precision
 
 
 def _by_name(plugin: Any) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from inspect import get_annotations
 from typing import Any, ClassVar, TypeVar
 
@@ -25,6 +26,9 @@ Slots = dict[str, Any]
 
 SharedDict: Callable[[], Slots] = dict
 """The type of the dictionary that all instances of a state class share within a process."""
+
+find_precision: Callable[[], str] = partial(str, "no")
+"""Returns the precision in use. The module of `AcceleratorState`, which imports this one, sets the function."""
 
 _Inputs = TypeVar("_Inputs")
 
@@ -53,7 +57,6 @@ class PartialState(RankExecution):
     """
 
     _shared_state: ClassVar[Slots] = SharedDict()
-    _find_precision: ClassVar[Callable[[], str]]  # The module of AcceleratorState, which imports this one, sets it.
 
     device: torch.device
     distributed_type: DistributedType
@@ -122,7 +125,7 @@ class PartialState(RankExecution):
     @property
     def mixed_precision(self) -> str:
         """The precision: no, fp16, bf16 or fp8. Without an `Accelerator`, the value of ACCELERATE_MIXED_PRECISION."""
-        return self._find_precision()
+        return find_precision()
 
     @property
     def use_distributed(self) -> bool:

@@ -37,6 +37,8 @@ _OF_OTHERS = {
     "hardware.device_table": {"_xla_runtime_is_initialized"},
     "launch.processes.fork_probe": {"_signal", "_xla_runtime_is_initialized"},
     "strategies.xla_strategy": {"_average_gradients"},
+    # Optuna's frozen trials, which have no public way to become trials again.
+    "launch.sweeps": {"_trial_id"},
     # DeepSpeed and Megatron-LM, whose supported versions are pinned to one minor version.
     "strategies.deepspeed.deepspeed_engine": {"_release_process_group_references"},
     "strategies.deepspeed.deepspeed_strategy": {"_global_grad_norm", "_zero3_consolidated_16bit_state_dict"},
