@@ -46,11 +46,7 @@ def first_panel() -> Iterator[Figure]:
 
     The first launch immediately follows the cell that imports torch.
     """
-    for options, what in (
-        ("", "call to the panel's message"),
-        ("block=False", "the same, block=False"),
-        ("start_method='zygote'", "the same, zygote"),
-    ):
+    for options, what in (("", "call to the panel's message"), ("block=False", "the same, block=False")):
         found: list[list[float]] = []
 
         def measure(options: str = options, found: list[list[float]] = found) -> float:

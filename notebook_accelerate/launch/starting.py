@@ -391,8 +391,6 @@ class BlockingCell:
             raise problem
 
     def _wait_for_run(self, supervisor: Supervisor) -> None:
-        if not wait_for(supervisor.started, IMPORT_AFTER_SECONDS) and not self._forks():
-            output_of(self._run).import_panel()  # The server process is probably importing torch.
         wait_for(supervisor.started)
         if supervisor.problem is not None or self._interrupted:
             wait_for(supervisor.over)
@@ -403,10 +401,6 @@ class BlockingCell:
             self._wait_for_end(supervisor)
         if self._interrupted and not self._run.held:  # The interrupt may have arrived after the ranks had started.
             wait_for(supervisor.over)
-
-    def _forks(self) -> bool:
-        """Return whether ranks may be forked from this process, which must not import anything during the fork."""
-        return self._run.plan is None or self._run.plan.start_method == "fork"
 
     def _wait_for_end(self, supervisor: Supervisor) -> None:
         """Wait until the run ends or its ranks are held. Show prompts and the live panel in the meantime."""

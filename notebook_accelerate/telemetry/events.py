@@ -272,9 +272,11 @@ class ResultEvent(Event):
 
 @dataclass(slots=True)
 class ImportedEvent(Event):
-    """The rank has imported ``modules``, which the kernel or the server process imports for later ranks."""
+    """The rank has imported ``module``, which the kernel imports for later ranks of the same function."""
 
-    modules: list[str]
+    latest_by: ClassVar[tuple[str, ...]] = ("module",)
+
+    module: str
 
 
 @dataclass(slots=True)

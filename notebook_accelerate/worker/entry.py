@@ -23,8 +23,6 @@ from _signal import pthread_sigmask  # type: ignore[import-not-found]
 from bdb import BdbQuit
 from collections.abc import Callable, Sequence, Set as AbstractSet
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from notebook_accelerate.config import environ
@@ -65,7 +63,6 @@ Function = Callable[..., Any]
 Loader = Callable[[], tuple[Function, tuple[Any, ...]]]
 
 PR_SET_PDEATHSIG = 1
-_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _stores: list[Any] = []
 """The store that this process serves, kept here until the process ends."""
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -118,13 +115,10 @@ def main(
         gc.freeze()
         detach(descriptors, kernel_descriptors)
         agent, debugging, devices = connect(descriptors)
-        shared, inherited = OPTIMIZER_MODULE in sys.modules, len(sys.modules)
+        shared = OPTIMIZER_MODULE in sys.modules
         outcome = run_function(order, load, debugging)
-        imported = [OPTIMIZER_MODULE] if not shared and OPTIMIZER_MODULE in sys.modules else []
-        if order.rank == 0 and forked and kernel_descriptors is None:
-            imported += installed_modules(inherited)
-        if imported:
-            agent.sink.emit(ImportedEvent(imported))
+        if not shared and OPTIMIZER_MODULE in sys.modules:
+            agent.sink.emit(ImportedEvent(OPTIMIZER_MODULE))
         debugging.exit_watch.begin()
         devices.send()  # Report the last peak, which is the only report of a short run.
         step_time.end_run()
@@ -137,25 +131,6 @@ def main(
             os.write(2, text.encode())
     finally:
         os._exit(code)
-
-
-def installed_modules(inherited: int) -> list[str]:
-    """Return the names of the modules of installed packages that this process has imported, by the end of the import.
-
-    Args:
-        inherited: The number of modules that it has inherited. They come first, and are not read, because that would
-            copy memory.
-    """
-    imported = islice(reversed(sys.modules), max(0, len(sys.modules) - inherited))
-    return [name for name in reversed(list(imported)) if _is_of_installed_package(name)]
-
-
-def _is_of_installed_package(name: str) -> bool:
-    spec = getattr(sys.modules.get(name), "__dict__", {}).get("__spec__")
-    file = getattr(spec, "origin", None)
-    if not isinstance(file, str) or file.startswith(_PACKAGE) or getattr(spec, "name", "") != name:
-        return False
-    return "/site-packages/" in file or "/dist-packages/" in file
 
 
 def prepare_forks() -> None:

@@ -17,7 +17,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -45,13 +44,6 @@ _inherited_finalizers: list[Any] = []
 """The inherited finalizers, kept so that the rank does not delete any of them."""
 _inherited_resets: list[Any] = []
 """Functions that reset the kernel's multiprocessing objects, such as queues, in a new process."""
-_of_shared_imports: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = []
-"""The exit handlers of modules that the server process has imported for the ranks. They run in each rank."""
-
-
-def share(handlers: Sequence[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]]) -> None:
-    """Make the ranks that are forked from this process run these exit handlers, given with their arguments."""
-    _of_shared_imports[:] = handlers
 
 
 def note_inherited() -> None:
@@ -73,8 +65,6 @@ def forget_inherited() -> None:
     """
     atexit._clear()
     atexit.register(_shut_logging)
-    for call, arguments, options in _of_shared_imports:
-        atexit.register(call, *arguments, **options)
     for package in _PROCESS_PACKAGES:
         util = _module(f"{package}.util")
         if util is not None:  # Reset multiprocessing as it does in processes that it forks itself.

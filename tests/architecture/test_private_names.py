@@ -51,7 +51,6 @@ _OF_OTHERS = {
     "commands.parsers": {"_MutuallyExclusiveGroup"},
     "config.plain_values": {"_typeshed"},
     "integrations.import_hooks": {"_initializing"},
-    "launch.processes.learned_imports": {"_registry"},
     "telemetry.notebook_settings": {"_levelToName"},
     "worker.entry": {"_daemonic", "_signal"},
     "worker.exit_handlers": {

@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set as AbstractSet
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
@@ -59,7 +59,7 @@ class _Import(threading.Thread):
         self.variables = import_variables(os.environ)
 
     def run(self) -> None:
-        had_folder = CACHE_FOLDER in os.environ
+        had_folder = _CACHE_FOLDER in os.environ
         try:
             with gc_paused():
                 for module in self._modules:
@@ -68,7 +68,7 @@ class _Import(threading.Thread):
             self.error = error
         finally:
             if not had_folder:  # Torch sets the variable again when it needs it.
-                os.environ.pop(CACHE_FOLDER, None)
+                os.environ.pop(_CACHE_FOLDER, None)
 
 
 _import: _Import | None = None
@@ -144,7 +144,7 @@ def _wait_for(thread: threading.Thread, note: Callable[[str], None], stopping: C
 
 # ---- the environment variables that the import reads
 
-CACHE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+_CACHE_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 """A variable that the import sets to its default value, and that torch reads again whenever it needs the folder."""
 _DEBUGGING = frozenset({"TORCH_LOGS", "TORCH_LOGS_OUT", "TORCH_TRACE", "TORCH_COMPILE_CPROFILE"})
 """Variables that make the module write a summary when the process that has imported it exits."""
@@ -166,7 +166,7 @@ def launch_variables(variables: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def _is_read(name: str) -> bool:
-    return name.startswith(_READ) and name != CACHE_FOLDER
+    return name.startswith(_READ) and name != _CACHE_FOLDER
 
 
 def hazard(variables: Mapping[str, str] | None) -> str:
@@ -193,15 +193,11 @@ OPTIONAL = frozenset({
 
 def _shadowed_by_user() -> bool:
     """Return whether a folder of the user contains a module with the same name as one that the import may load."""
-    return is_shadowed((sys.stdlib_module_names | OPTIONAL) - sys.modules.keys())
+    wanted = (sys.stdlib_module_names | OPTIONAL) - sys.modules.keys()
+    return any(not wanted.isdisjoint(_modules_in(Path(entry))) for entry in sys.path if not _is_installed(entry))
 
 
-def is_shadowed(names: AbstractSet[str]) -> bool:
-    """Return whether a folder of the user contains a module with one of these names."""
-    return any(not names.isdisjoint(_modules_in(Path(entry))) for entry in sys.path if not is_installed(entry))
-
-
-def is_installed(entry: object) -> bool:
+def _is_installed(entry: object) -> bool:
     """Return whether an entry of ``sys.path`` belongs to Python or its installed packages, or is ignored by Python."""
     if not isinstance(entry, str):
         return True
@@ -214,8 +210,8 @@ _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 def _modules_in(folder: Path) -> Iterator[str]:
     """Yield the names of the modules and packages in a folder."""
-    with suppress(OSError), os.scandir(folder) as entries:  # The folder may not exist, or may be an archive.
-        for entry in entries:
+    with suppress(OSError):  # The folder may not exist, or may be an archive.
+        for entry in os.scandir(folder):
             if entry.name.endswith((".py", ".pyc", ".so")) or Path(entry, "__init__.py").exists():
                 yield entry.name.partition(".")[0]
 
@@ -227,18 +223,11 @@ _TRAINING = frozenset({"backward", "fit", "optim", "prepare"})
 MAX_FUNCTIONS = 300
 """Maximum number of the user's functions to search."""
 _learned: set[str] = set()
-learned_modules: dict[str, None] = {}
-"""The names of the installed modules that ranks of the server process have imported."""
-MAX_LEARNED = 20_000
-"""Maximum number of names in `learned_modules`."""
 
 
-def learn(name: str, modules: Sequence[str]) -> None:
-    """Record the modules that a rank has imported which ran a function with this name."""
-    if MODULE in modules:
-        _learned.add(name)
-    if len(learned_modules) < MAX_LEARNED:
-        learned_modules.update(dict.fromkeys(modules))
+def learn(name: str) -> None:
+    """Record that ranks that ran a function with this name have imported the module."""
+    _learned.add(name)
 
 
 def trains(function: Callable[..., Any], arguments: Sequence[object] = ()) -> bool:
@@ -287,7 +276,7 @@ def _codes(values: list[object]) -> Iterator[CodeType]:
                 found
                 for value in _values(function, code)
                 for found in _functions_of(value)
-                if is_of_user(found.__code__.co_filename)
+                if _is_of_user(found.__code__.co_filename)
             ]
 
 
@@ -329,6 +318,5 @@ def _functions_of(value: object) -> Iterator[FunctionType]:
 _PACKAGE = f"{Path(__file__).parents[2]}{os.sep}"
 
 
-def is_of_user(file: str) -> bool:
-    """Return whether a file belongs neither to Python, nor to an installed package or this one."""
-    return not (is_installed(file) or file.startswith(_PACKAGE))
+def _is_of_user(file: str) -> bool:
+    return not (_is_installed(file) or file.startswith(_PACKAGE))

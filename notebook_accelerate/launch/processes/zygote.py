@@ -24,29 +24,21 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import IO, TYPE_CHECKING
 
-from notebook_accelerate.config.environ import inheritable
 from notebook_accelerate.errors import LaunchError, RunStoppedError
 from notebook_accelerate.hardware.process_liveness import is_stopped
-from notebook_accelerate.integrations import accelerate_alias
 from notebook_accelerate.launch.processes import kernel_descriptors
 from notebook_accelerate.launch.processes.fork_costs import is_crowded
 from notebook_accelerate.launch.processes.fork_probe import wait_readable
 from notebook_accelerate.launch.processes.interpreters import log_tail, start_interpreter, uninterrupted
-from notebook_accelerate.launch.processes.learned_imports import ServerImports, fits, installed_state
-from notebook_accelerate.launch.processes.pickled import PickledBackend, PickledFunction
+from notebook_accelerate.launch.processes.pickled import PickledBackend
 from notebook_accelerate.launch.processes.rank_pipes import RankPipes
 from notebook_accelerate.launch.processes.rank_process import LocalRank, RankListener, RankProcess, pidfd_of
-from notebook_accelerate.launch.processes.shared_imports import (
-    import_variables,
-    launch_variables,
-    learned_modules,
-    trains,
-)
+from notebook_accelerate.launch.processes.shared_imports import import_variables, launch_variables, trains
 from notebook_accelerate.launch.state.rank_result import Exit
 
 if TYPE_CHECKING:
@@ -82,11 +74,9 @@ class Zygote:
 
     Args:
         variables: Environment variables that override the kernel's.
-        learned: Further modules for the server to import, or None.
     """
 
-    def __init__(self, variables: Mapping[str, str] | None = None, learned: ServerImports | None = None) -> None:
-        self._learned = learned
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
         self._requests = threading.Lock()
         self._owner = os.getpid()
         self._ready = self._loaded = self.retired = False
@@ -97,15 +87,9 @@ class Zygote:
         with ExitStack() as undo:
             self._control, theirs = map(undo.enter_context, socket.socketpair())
             self._log: IO[bytes] = undo.enter_context(tempfile.TemporaryFile())
-            self._shared: IO[bytes] = undo.enter_context(tempfile.TemporaryFile())
-            descriptors = [theirs.fileno()]
-            if learned is not None:
-                learned.write(self._shared.fileno())
-                descriptors.append(self._shared.fileno())
-            arguments = ", ".join(map(str, descriptors))
-            call = f"from notebook_accelerate.launch.processes.zygote_server import serve; serve({arguments})"
+            call = f"from notebook_accelerate.launch.processes.zygote_server import serve; serve({theirs.fileno()})"
             with uninterrupted():
-                self._process = start_interpreter(call, descriptors, self._log.fileno(), **changed)
+                self._process = start_interpreter(call, [theirs.fileno()], self._log.fileno(), **changed)
             undo.pop_all()
         theirs.close()
         self._control.setblocking(False)
@@ -129,24 +113,6 @@ class Zygote:
             finally:
                 self._requests.release()
         return self._ready
-
-    def has_learned(self, modules: Iterable[str]) -> bool:
-        """Return whether the server has imported, or refused to import, these modules, or will do so."""
-        return self._learned is not None and {*modules} <= {*self._learned.modules}
-
-    def fits(self, variables: Mapping[str, str] | None, *, as_accelerate: bool) -> bool:
-        """Return whether a launch can use the server, once that is ready.
-
-        Args:
-            variables: The environment variables that the launch sets.
-            as_accelerate: Whether its ranks import this package as ``accelerate``.
-        """
-        if self.variables != launch_variables(variables):
-            return False
-        if self._learned is None:
-            return True
-        self._learned = ServerImports.read_from(self._shared.fileno())
-        return fits(self._learned, {**inheritable(), **(variables or {})}, as_accelerate=as_accelerate)
 
     def fork(
         self,
@@ -248,7 +214,6 @@ class Zygote:
         except subprocess.TimeoutExpired:  # The server is still importing torch, or is suspended.
             self._end()
         self._log.close()
-        self._shared.close()
 
 
 _lock = threading.Lock()
@@ -284,77 +249,11 @@ def ensure_zygote(variables: Mapping[str, str] | None = None) -> Zygote:
 
 def close_zygote() -> None:
     """End the server if it is running."""
-    global _zygote, _spare
+    global _zygote  # noqa: PLW0603 - one server per kernel
     with _lock:
-        if _spare is not None and _spare.alive() and not _spare.ready():
-            _spare.retire()  # Don't wait for its imports.
-        # Clear the variables first, so that no launch uses these servers if close() is interrupted.
-        ended, _zygote, _spare = (_zygote, _spare), None, None
-        for server in ended:
-            if server is not None:
-                server.close()
-
-
-# ---- servers that import what ranks have imported
-
-MIN_LEARNED = 100
-"""The number of modules that are worth another server process. Fewer are imported in a fraction of a second."""
-MAX_SPARES = 10
-"""The maximum number of servers that a kernel starts to import modules for later ranks."""
-_OF_OPTIMIZER = frozenset({"mpmath", "networkx", "numpy", "sympy", "torch"})
-"""Packages that every server imports for ranks that train."""
-_spare: Zygote | None = None
-"""A server that is importing what ranks have imported, or that does not fit the latest launch, or None."""
-_spares = 0
-
-
-def choose_server(variables: Mapping[str, str] | None, *, as_accelerate: bool) -> None:
-    """Use the spare server for a launch if it is ready and fits. Otherwise, ensure that the current one fits.
-
-    Args:
-        variables: The environment variables that the launch sets.
-        as_accelerate: Whether its ranks import this package as ``accelerate``.
-    """
-    global _zygote, _spare  # noqa: PLW0603 - one server per kernel, and a spare one
-    with _lock:
-        if _spare is not None and not _spare.alive():  # It belongs to another process, or an import has ended it.
-            _spare = None
-        if _spare is not None and _spare.ready() and _spare.fits(variables, as_accelerate=as_accelerate):
-            if _zygote is not None:
-                _zygote.retire()
-            _zygote, _spare = _spare, None
-        elif _zygote is not None and _zygote.alive() and not _zygote.fits(variables, as_accelerate=as_accelerate):
-            # The launch starts a server that imports only torch.
-            if _spare is None and _zygote.has_learned(()):
-                _zygote, _spare = None, _zygote
-            else:
-                _zygote.retire()
-
-
-def learn_imports(variables: Mapping[str, str], private: Mapping[str, str], *, as_accelerate: bool) -> None:
-    """Start a server that imports what ranks have imported, if that is worthwhile.
-
-    Args:
-        variables: The environment variables that the latest launch has set, without ``private``.
-        private: The variables that it has set for the first rank, and that may differ between ranks or launches.
-        as_accelerate: Whether its ranks import this package as ``accelerate``.
-    """
-    global _spare, _spares  # noqa: PLW0603 - one spare server per kernel
-    with _lock:
-        servers = [server for server in (_zygote, _spare) if server is not None and server.alive()]
-        modules = list(learned_modules)
-        additional = sum(name.partition(".")[0] not in _OF_OPTIMIZER for name in modules)
-        if additional < MIN_LEARNED or _spares >= MAX_SPARES or any(each.has_learned(modules) for each in servers):
-            return
-        if _spare is not None and _spare.alive():
-            if not _spare.ready():
-                return
-            _spare.retire()
-        _spares += 1
-        imports = ServerImports(
-            modules, {**inheritable(), **variables, **private}, sorted(private), as_accelerate, installed_state()
-        )
-        _spare = Zygote(variables, imports)
+        if (ended := _zygote) is not None:
+            _zygote = None  # Clear the variable first, so that no launch uses this server if close() is interrupted.
+            ended.close()
 
 
 class ZygoteRank(LocalRank):
@@ -426,30 +325,18 @@ class ZygoteRank(LocalRank):
 class ZygoteBackend(PickledBackend):
     """Starts ranks by asking the server to fork them one by one."""
 
-    _crowded = _trains = _as_accelerate = False
-    _private: Mapping[str, str] | None = None
-    """The variables that the launch sets for its first rank only, or None in the process of a detached run, which has
-    no later launch."""
+    _crowded = _trains = False
 
     def configure(self, config: LaunchConfig, note: Callable[[str], None], stopping: Callable[[], bool]) -> None:
         self._note, self._stopping, self._variables = note, stopping, config.env
-        self._as_accelerate = config.as_accelerate or accelerate_alias.is_installed()
         with suppress(OSError, LaunchError):  # Starting the first rank will report the error.
-            choose_server(self._variables, as_accelerate=self._as_accelerate)
             if not ensure_zygote(self._variables).ready():
                 note("waiting for the process that ranks are forked from to import torch, once per kernel")
 
     def start_ranks(self, orders: Sequence[WorkerOrder], started: Callable[[RankProcess], None]) -> None:
         self._crowded = is_crowded(orders)
         self._trains = trains(self.function, self.arguments)
-        if not isinstance(self.function, PickledFunction):
-            self._private = {k: v for k, v in orders[0].environment.items() if k not in (self._variables or {})}
         super().start_ranks(orders, started)
-
-    def prepare_next(self) -> None:
-        if self._private is not None:
-            with suppress(OSError, LaunchError):  # Later launches use the existing server.
-                learn_imports(self._variables or {}, self._private, as_accelerate=self._as_accelerate)
 
     def start_rank(self, order: WorkerOrder) -> RankProcess:
         body = pickle.dumps(self.complete(order))

@@ -10,18 +10,16 @@ import select
 import selectors
 import signal
 import socket
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
 from notebook_accelerate._collection import gc_paused
-from notebook_accelerate.launch.processes import learned_imports
 from notebook_accelerate.launch.processes.fork_costs import BriefSpins, collapse_memory
 from notebook_accelerate.launch.processes.fork_probe import fork_quietly
 from notebook_accelerate.launch.processes.zygote import CROWDED, LENGTH, READY, STATUS, TRAINS
 from notebook_accelerate.telemetry.pickling import load_file
 from notebook_accelerate.telemetry.worker_order import OPTIMIZER_MODULE
-from notebook_accelerate.worker import entry, exit_handlers
+from notebook_accelerate.worker import entry
 
 PRELOADED = (
     "torch",
@@ -49,7 +47,7 @@ class _Server:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._children: dict[int, int] = {}  # Map each rank's process id to the pipe for its status.
-        self._preloaded, self._collapsed = OPTIMIZER_MODULE in sys.modules, False
+        self._preloaded = self._collapsed = False
         self._spins = BriefSpins()
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe()
@@ -193,15 +191,11 @@ def preload(names: Sequence[str]) -> None:
         gc.freeze()
 
 
-def serve(descriptor: int, learned: int | None = None) -> None:
+def serve(descriptor: int) -> None:
     """Run the server process.
 
     Args:
         descriptor: The server's end of the control socket.
-        learned: The file of the `ServerImports`, or None.
     """
     preload(PRELOADED)
-    if learned is not None:
-        exit_handlers.share(learned_imports.load(learned))
-        preload(())
     _Server(socket.socket(fileno=descriptor)).run()

@@ -241,8 +241,8 @@ class RankEventHandler:
             self._exit_waits.add(event.text)
             self.warn([f"rank {supervised.process.rank} does not exit: {tracebacks.name_cells(event.text)}"])
 
-    def _on_imported(self, _supervised: SupervisedRank, event: ImportedEvent) -> None:
-        shared_imports.learn(self._supervisor.function_name, event.modules)
+    def _on_imported(self, _supervised: SupervisedRank, _event: ImportedEvent) -> None:
+        shared_imports.learn(self._supervisor.function_name)
 
     # ---- progress and the lack of it
 
