@@ -59,9 +59,9 @@ def test_a_mistake_shows_the_users_line(kernel: Kernel, line: str, sentence: str
 
 def test_a_fault_keeps_its_traceback(kernel: Kernel) -> None:
     kernel.check(SETUP)
-    kernel.check("whole = starting.kernel_facts\nstarting.kernel_facts = None")
+    kernel.check("whole = starting.plan_from_here\nstarting.plan_from_here = None")
     cell = kernel.run("notebook_launcher(train, num_processes=2)")
-    kernel.check("starting.kernel_facts = whole")
+    kernel.check("starting.plan_from_here = whole")
     assert "starting.py" in said(cell)
     assert "TypeError: 'NoneType' object is not callable" in said(cell)
 
