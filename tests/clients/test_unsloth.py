@@ -57,11 +57,12 @@ def test_a_launch_in_a_notebook_gives_equal_results(there: dict[str, list[Any]])
         assert kernel.value("len(run.metrics['loss'].rank(0).values)") == here[0]["steps"]
 
 
-def test_patches_for_gpus_find_their_targets() -> None:
+def test_patches_for_gpus_find_their_targets(tmp_path: Path) -> None:
     path = os.pathsep.join(map(str, (STARTUP_FOLDER, FOLDER, peer.ROOT)))
     variables = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "UNSLOTH_ALLOW_CPU": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", PATCHES], env=variables, capture_output=True, text=True, check=False, timeout=600
-    )
+        [sys.executable, "-c", PATCHES], env=variables, cwd=tmp_path, capture_output=True, text=True, check=False,
+        timeout=600,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert "notebook_accelerate/__init__.py cuda unsloth.models._utils" in done.stdout

@@ -27,13 +27,13 @@ def unsloth_lora() -> dict[str, Any]:
     """Fine-tune a low-rank adaptation of a tiny model with unsloth and trl, which unsloth has patched."""
     from unsloth import FastLanguageModel  # isort: skip - before the libraries that it patches
 
-    import os
-
+    from accelerate import PartialState
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
     folder = shared_folder()
-    saved = _saved_model(f"{folder}/model-{os.environ.get('RANK', '0')}")
+    with PartialState().main_process_first():
+        saved = _saved_model(f"{folder}/model")  # In a group, transformers writes on rank 0 only.
     model, words = FastLanguageModel.from_pretrained(saved, 32, dtype=torch.float32, load_in_4bit=False)
     model = FastLanguageModel.get_peft_model(model, r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"])
     settings = SFTConfig(
