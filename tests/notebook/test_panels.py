@@ -332,6 +332,6 @@ def test_a_launch_reads_no_file_of_another_run(tmp_path: Path, monkeypatch: pyte
             assert kernel.value(f"sorted(set(opened) & set({others!r}))") == []
             assert kernel.value("[run1.id, run2.id]") == [1, 2], "opening other runs would have numbered them"
             assert kernel.value("[run.id for run in run2.panel()._earlier]") == [1]
-            assert kernel.value("[run.name for run in runs()]") == [None, None]
+            assert kernel.value("[run.name for run in runs()]") == ["train-1", "train-2"]
             assert kernel.value("[run.name for run in runs(all=True)][:2]") == ["first", "second"]
             kernel.check("run1.stop(); run2.stop()")
