@@ -229,7 +229,8 @@ def _selector(plan: LaunchPlan) -> str:
 
     known: tuple[str, ...] = (environ.CORES,) if plan.accelerator == "cpu" else ()
     if not known and not plan.where:
-        known = device_table.row(plan.accelerator).visible_variables
+        # The plan of a kept run may name a device type that this version does not know.
+        known = next((row.visible_variables for row in device_table.ROWS if row.type == plan.accelerator), ())
     return next((name for name in known if name in plan.variables), "")
 
 
