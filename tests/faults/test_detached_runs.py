@@ -78,7 +78,8 @@ def test_a_detached_run_outlives_its_kernel(state: Path, tmp_path: Path) -> None
         assert kernel.value("run.origin") == str(launched_in)
         kernel.check("from notebook_accelerate.widgets import RunsTable\ntable = RunsTable()")
         row = dict(zip(*kernel.value("table.rows"), strict=True))
-        assert (row["state"], row["name"], row["from"]) == ("running", "train-3", str(launched_in))
+        assert (row["state"], row["from"]) == ("running", str(launched_in))
+        assert row["run"].endswith("train-3")
         assert int(row["step"]) >= 5
         kernel.check("table.close()")
         assert re.match(r"<Run \d+ 'train-3': train, running, 2 ranks, ", kernel.value("repr(run)"))
@@ -174,7 +175,7 @@ def test_the_ranks_end_with_their_supervisor_and_the_training_can_continue(state
         _ = run.results
     goal = len(run.metrics["loss"].rank(0).steps) + 20
     again = notebook_launcher(train, (project, 0.0, goal), resume=run, **options)  # type: ignore[arg-type]
-    assert again.name == "lost"
+    assert again.name.startswith("train-"), "it has other arguments, so it is a branch of the lost run"
     assert again.wait(120)
     assert again.status == "succeeded", str(again.error)
     check_history(again, goal, missing=20)

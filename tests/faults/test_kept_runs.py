@@ -76,7 +76,7 @@ def test_the_run_of_a_killed_kernel_can_be_followed_is_lost_and_can_be_resumed(t
         until((folder / "journal.nbac").exists)
         until(lambda: open_run(folder).status == "running", seconds=120)
         followed = open_run(folder)
-        assert runs(tmp_path / "runs")[0].status == "running"
+        until(lambda: runs(tmp_path / "runs")[0].status == "running", seconds=120)
         until(lambda: followed._internals.store.last_step.get(0, -1) >= 25, seconds=120)
         kernel.kill()
         killed = time.time()
