@@ -179,7 +179,7 @@ def test_the_ranks_end_with_their_supervisor_and_the_training_can_continue(state
     assert again.wait(120)
     assert again.status == "succeeded", str(again.error)
     check_history(again, goal, missing=20)
-    assert attach("lost") is again, "attaching finds the last run with that name"
+    assert attach(again.name) is again, "attaching finds the branch by its own name"
 
 
 def test_only_the_user_of_the_run_can_attach_and_stop(

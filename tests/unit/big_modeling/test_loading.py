@@ -313,13 +313,13 @@ def test_a_map_that_overflows_the_memory_is_refused_before_anything_is_loaded(tm
     # With include_buffers=False, each parameter would be allocated before it is dropped.
     with init_empty_weights(include_buffers=True):
         model = torch.nn.Linear(size, size, bias=False)
-    with pytest.raises(ValueError, match=r"puts 2.2 TB on device cpu, which has .* free. Nothing was moved or loaded"):
+    with pytest.raises(ValueError, match=r"puts 2.20 TB on device cpu, which has .* free. Nothing was moved or loaded"):
         load_checkpoint_in_model(model, tmp_path, {"": "cpu"}, dtype="bfloat16")
     assert model.weight.is_meta
 
 
 def test_a_given_map_is_checked_against_max_memory(tmp_path: Path) -> None:
     folder = _save(Deep(), tmp_path, "safetensors")
-    with pytest.raises(ValueError, match=r"puts 5.2 KB on device cpu, which is limited to 4 KB by max_memory"):
+    with pytest.raises(ValueError, match=r"puts 5.20 kB on device cpu, which is limited to 4.00 kB by max_memory"):
         load_checkpoint_and_dispatch(_empty(), folder, {"": "cpu"}, max_memory={"cpu": "4KB"})
     load_checkpoint_and_dispatch(_empty(), folder, {"": "cpu"}, max_memory={"cpu": "6KB"})
