@@ -9,6 +9,7 @@ import os
 import resource
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -59,6 +60,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         mark = item.get_closest_marker("leaks_ok")
         if mark and not (mark.args or mark.kwargs.get("reason")):
             raise pytest.UsageError(f'{item.nodeid} must name what it leaves behind: @pytest.mark.leaks_ok("...")')
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Skip the tests that are left at the time TEST_UNTIL, which is in seconds since 1970."""
+    if time.time() > float(os.environ.get("TEST_UNTIL", "inf")):
+        pytest.skip("the time of this run is over: see TEST_UNTIL")
 
 
 def pytest_collection_finish() -> None:
