@@ -210,8 +210,8 @@ _INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 def _modules_in(folder: Path) -> Iterator[str]:
     """Yield the names of the modules and packages in a folder."""
-    with suppress(OSError):  # The folder may not exist, or may be an archive.
-        for entry in os.scandir(folder):
+    with suppress(OSError), os.scandir(folder) as entries:  # The folder may not exist, or may be an archive.
+        for entry in entries:
             if entry.name.endswith((".py", ".pyc", ".so")) or Path(entry, "__init__.py").exists():
                 yield entry.name.partition(".")[0]
 
