@@ -23,6 +23,8 @@ with contextlib.suppress(ImportError):  # Some environments lack hypothesis, and
     settings.register_profile("tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("tests")
 
+# While the tests and torch are imported, garbage collection would take a third of the time and find nothing.
+gc.disable()
 # Two ranks and a kernel share few cores, so each gets one thread, here and in all child processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # State that outlives a process goes to a temporary folder, so that tests neither read nor change the user's own.
@@ -73,6 +75,7 @@ def pytest_collection_finish() -> None:
     """Exclude torch and the tests from later garbage collections, which would each take half a second."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -127,7 +127,7 @@ def end_of_run(kernel: Kernel) -> list[str]:
 
 def test_two_commands_join(first: Kernel, join: Start, secret_file: Path) -> None:
     cell, where = launch(first, "meet", num_processes=2, num_nodes=3)
-    one = join(where)
+    one = join(where, forked=False)
     one.wait_until_it_prints("2 of 3 nodes have joined")
     other = join(where, "--secret_file", str(secret_file), "--num-processes", "1", secret="")
     first.finish(cell, LIMIT).expect_ok()
@@ -224,7 +224,7 @@ def test_the_run_keeps_waiting_for_a_command_with_its_secret(first: Kernel, join
 
 def test_one_command_too_many_is_refused(first: Kernel, join: Start) -> None:
     command, _ = begin(first, join)
-    late = join(command.process.args[len(JOIN)])  # type: ignore[index]
+    late = join(command.command[len(JOIN)])
     assert late.exit_code() == 1
     assert "join: the run already has its 2 nodes: " in late.err
     assert f"{HOST} (process {command.process.pid})" in late.err

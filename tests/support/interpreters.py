@@ -96,11 +96,13 @@ def serve(descriptor: int) -> bool:
     Returns:
         True in a forked process, which must call `main`, and False in the server when it ends.
     """
+    gc.disable()  # During the imports, garbage collection would take a third of the time and find nothing.
     import numpy as np
     import torch
 
     assert np, torch
     gc.collect()
+    gc.enable()
     gc.freeze()  # Garbage collection in a forked process, even the final one, then ignores torch's objects.
     connection = socket.socket(fileno=descriptor)
     while True:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.support import kernel_forks
 from tests.support.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,26 +45,57 @@ stat -c 'mode %a' "$1" >&2
 """The command for a shell at the other end of `ssh`. Its arguments are the path of a file, Python and ADDRESS:PORT."""
 
 
+_AS_COMMAND = """
+import runpy, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.argv[1:] = {arguments!r}
+runpy.run_module("notebook_accelerate", run_name="__main__", alter_sys=True)
+"""
+_RANKS = 2
+"""The number of ranks of a command that are forked. Further ranks are interpreters that import torch themselves."""
+
+
 class JoinCommand:
     """A process, its child processes, and their output. They are killed at the end of a ``with`` block.
+
+    A command that starts with `JOIN` is forked from a process that has imported torch, and so are its ranks. Programs
+    that start such commands start interpreters.
 
     Args:
         command: The command line.
         env: All environment variables.
         sent: The input on the stdin of the process.
+        forked: Whether the command may be forked.
     """
 
-    def __init__(self, *command: str, env: Mapping[str, str], sent: str = "") -> None:
+    def __init__(self, *command: str, env: Mapping[str, str], sent: str = "", forked: bool = True) -> None:
+        self.command = command
+        self._in, self._out, self._err = (tempfile.TemporaryFile() for _ in range(3))  # noqa: SIM115 - closed in close
+        self._in.write(sent.encode())
+        self._in.seek(0)
+        found = self._fork(env) if forked and command[: len(JOIN)] == JOIN else None
+        self.process = found or self._start(env)
+
+    def _fork(self, env: Mapping[str, str]) -> kernel_forks.ForkedKernel | None:
+        request = {
+            "code": _AS_COMMAND.format(arguments=[*self.command[len(JOIN) - 1 :]]),
+            "cwd": str(ROOT),
+            "env": dict(env),
+            "numbers": [0, 1, 2],
+            "blocked": [],
+            "spares": _RANKS,
+        }
+        return kernel_forks.fork_interpreter(request, *(file.fileno() for file in (self._in, self._out, self._err)))
+
+    def _start(self, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         # If a shell runs the tests in the background, they ignore SIGINT, which the child process would inherit.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - closed in close
-        self.process = subprocess.Popen(
-            command, cwd=ROOT, env=dict(env), stdin=subprocess.PIPE, stdout=self._out, stderr=self._err
-        )
-        signal.signal(signal.SIGINT, before)
-        assert self.process.stdin is not None
-        with self.process.stdin as stdin, suppress(BrokenPipeError):  # The process may have exited already.
-            stdin.write(sent.encode())
+        try:
+            return subprocess.Popen(
+                self.command, cwd=ROOT, env=dict(env), stdin=self._in, stdout=self._out, stderr=self._err
+            )
+        finally:
+            signal.signal(signal.SIGINT, before)
 
     @property
     def out(self) -> str:
@@ -97,8 +129,8 @@ class JoinCommand:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
             self.process.wait()
-        self._out.close()
-        self._err.close()
+        for file in (self._in, self._out, self._err):
+            file.close()
 
 
 __all__ = ["JOIN", "LIMIT", "SRUN", "SSH", "JoinCommand"]

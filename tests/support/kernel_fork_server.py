@@ -4,7 +4,8 @@
 because each kernel inherits its imports.
 
 A kernel's zygote would import torch again. Instead, each kernel begins by forking a spare process, which becomes the
-zygote. The process of a detached run that the tests launch is forked, too, and forks a spare process for its zygote.
+zygote. The process of a detached run that the tests launch is forked, too, and forks a spare process for its zygote. A
+command forks one for each rank that it will start.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 PRELOADED = ("ipykernel.ipkernel", "ipykernel.kernelapp", "torch", "torch._dynamo")
 """Modules to import before forking. Otherwise, forked ranks would import torch._dynamo with their first optimizer."""
@@ -104,7 +105,7 @@ def start_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def keep_spare() -> None:
-    """Fork the spare process, and make `subprocess.Popen` use it."""
+    """Fork a spare process, and make `subprocess.Popen` use it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent = os.getpid()
     pid = os.fork()
@@ -116,7 +117,7 @@ def keep_spare() -> None:
             wait_as_spare(theirs)
         os._exit(0)
     theirs.close()
-    SparePopen.spare = Spare(pid, ours, start_variables(os.environ))
+    SparePopen.spares.append(Spare(pid, ours, start_variables(os.environ)))
     subprocess.Popen = SparePopen  # type: ignore[misc]
 
 
@@ -132,6 +133,7 @@ def wait_as_spare(channel: socket.socket) -> None:
 def run_code(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     """Make this process look like an interpreter that has just been started to run code, and run it."""
     os.setsid()
+    SparePopen.spares.clear()
     for limit in range(_LIMITS):
         resource.setrlimit(limit, resource.prlimit(os.getppid(), limit))
     above = [fcntl.fcntl(each, fcntl.F_DUPFD, _UNUSED) for each in descriptors]
@@ -143,6 +145,8 @@ def run_code(request: dict[str, Any], descriptors: list[int]) -> NoReturn:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["env"])
+    for _ in range(request.get("spares", 0)):
+        keep_spare()
     show(["-c", request["code"]], request["env"])
     if module_name := request.get("module"):
         import_module(module_name)
@@ -188,25 +192,28 @@ def keep_spare_after_fork() -> None:
 
 
 class SparePopen(subprocess.Popen[Any]):
-    """Starts processes as usual, but the spare becomes the first interpreter that imports the package."""
+    """Starts processes as usual, but each spare becomes one of the first interpreters that import the package."""
 
-    spare: Spare | None = None
+    spares: ClassVar[list[Spare]] = []
 
     def _execute_child(self, *given: Any) -> None:
         start: Any = super()._execute_child  # type: ignore[misc]
         options = inspect.signature(start).bind(*given).arguments
-        spare, code = SparePopen.spare, str(options["args"][-1])
-        if spare is None or not options["start_new_session"] or "from notebook_accelerate" not in code:
+        code = str(options["args"][-1])
+        if not (self.spares and options["start_new_session"] and "from notebook_accelerate" in code):
             start(*given)
             return
-        SparePopen.spare = None
+        spare = self.spares.pop()
         with spare.channel:
             if start_variables(options["env"]) != spare.variables:
                 os.kill(spare.pid, signal.SIGKILL)
                 os.waitpid(spare.pid, 0)
                 start(*given)
                 return
-            standard = [options[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+            standard = [
+                number if options[name] == -1 else options[name]  # By default, the process has this one's files.
+                for number, name in enumerate(("p2cread", "c2pwrite", "errwrite"))
+            ]
             request = {
                 "code": code,
                 "cwd": options["cwd"] or str(Path.cwd()),
@@ -225,9 +232,11 @@ def main() -> NoReturn:
     del sys.path[0]  # Remove the folder of this program.
     # The launch of a detached run, which may have started this process, blocks SIGINT. Kernels would inherit this.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    gc.disable()  # During the imports, garbage collection would take a third of the time and find nothing.
     for name in PRELOADED:
         import_module(name)
     gc.freeze()  # Otherwise, garbage collection in a kernel would copy the pages of all objects.
+    gc.enable()
     channel = socket.socket(fileno=int(sys.argv[1]))
     # The kernel ends with its parent. Pass the parent's id, because ipykernel read the environment before the fork.
     arguments = [*serve(channel), f"--IPKernelApp.parent_handle={os.getppid()}"]
