@@ -9,17 +9,18 @@ from tests.support.launching import said
 
 pytestmark = pytest.mark.notebook
 METHODS = pytest.mark.parametrize("method", ["fork", "zygote"])
+"""How the ranks start, in tests whose result depends on what ranks inherit. All ranks send data in the same way."""
 HUGE = 300_000_000
 """The length of a string that exceeds every bound."""
 
 
-def _run(kernel: Kernel, body: str, method: str, options: str = "", timeout: float = 120) -> Cell:
+def _run(kernel: Kernel, body: str, method: str = "fork") -> Cell:
     lines = "\n".join("    " + line for line in body.splitlines())
     code = f"from notebook_accelerate import Accelerator\ndef train():\n{lines}\n"
-    return kernel.run(f"{code}run = launch(train, start_method={method!r}{options})\nrun.results", timeout=timeout)
+    return kernel.run(f"{code}run = launch(train, start_method={method!r})\nrun.results", timeout=120)
 
 
-def _checked(kernel: Kernel, body: str, method: str) -> Cell:
+def _checked(kernel: Kernel, body: str, method: str = "fork") -> Cell:
     cell = _run(kernel, body, method)
     assert cell.ok, said(cell)
     assert kernel.value("run.status") == "succeeded"
@@ -30,15 +31,13 @@ def _displays(cell: Cell) -> str:
     return str([output for output in cell.outputs if "display_data" in output["output_type"]])
 
 
-@METHODS
 @pytest.mark.parametrize("key", ["('train', 'loss')", "3", "None", "b'loss'"])
-def test_a_metric_key_that_is_not_a_string_is_recorded_as_one(kernel: Kernel, method: str, key: str) -> None:
-    cell = _run(kernel, f"Accelerator(cpu=True).log({{'good': 1.0, {key}: 0.5}}, step=1)", method)
+def test_a_metric_key_that_is_not_a_string_is_recorded_as_one(kernel: Kernel, key: str) -> None:
+    cell = _run(kernel, f"Accelerator(cpu=True).log({{'good': 1.0, {key}: 0.5}}, step=1)")
     assert cell.ok
     assert f"log() got the name {key}" in cell.stderr
 
 
-@METHODS
 @pytest.mark.parametrize(
     ("event", "name"),
     [
@@ -48,9 +47,7 @@ def test_a_metric_key_that_is_not_a_string_is_recorded_as_one(kernel: Kernel, me
         ("DisplayEvent({'application/json': deep})", "DisplayEvent"),
     ],
 )
-def test_an_event_that_cannot_be_encoded_is_dropped_with_one_note(
-    kernel: Kernel, method: str, event: str, name: str
-) -> None:
+def test_an_event_that_cannot_be_encoded_is_dropped_with_one_note(kernel: Kernel, event: str, name: str) -> None:
     body = f"""from notebook_accelerate.telemetry import DisplayEvent, MetricEvent, emit
 deep = []
 for _ in range(100_000):
@@ -60,13 +57,12 @@ for step in range(3):
     emit(MetricEvent({{'kept': 1.0}}, step))
     time.sleep(0.3)
 return 'lives'"""
-    cell = _checked(kernel, body, method)
+    cell = _checked(kernel, body)
     assert cell.result_text == "('lives', 'lives')"
     assert cell.stderr.count(f"a {name} cannot be sent") == 2  # Each rank prints the warning once.
     assert kernel.value("len(run.metrics['kept'].values)") == 6
 
 
-@METHODS
 @pytest.mark.parametrize(
     "shown",
     [
@@ -76,64 +72,59 @@ return 'lives'"""
         "{'application/json': {('a', 1): 2}}",
     ],
 )
-def test_a_display_that_cannot_be_encoded_ends_nothing(kernel: Kernel, method: str, shown: str) -> None:
+def test_a_display_that_cannot_be_encoded_ends_nothing(kernel: Kernel, shown: str) -> None:
     body = f"""from IPython.display import display
 display({shown}, raw=True)
 print('between')
 display({{'text/plain': 'the next one'}}, raw=True)
 return 'lives'"""
-    cell = _checked(kernel, body, method)
+    cell = _checked(kernel, body)
     assert cell.result_text == "('lives', 'lives')"
     assert _displays(cell).count("the next one") == 2
 
 
-@METHODS
-def test_strings_with_lone_surrogates_arrive_escaped(kernel: Kernel, method: str) -> None:
+def test_strings_with_lone_surrogates_arrive_escaped(kernel: Kernel) -> None:
     body = """Accelerator(cpu=True).log({'loss \\ud800': 1.0}, step=1)
 print('printed \\ud800')
 raise ValueError('raised \\ud800')"""
-    text = said(_run(kernel, body, method))
+    text = said(_run(kernel, body))
     assert "ValueError: raised \\ud800" in text
     assert kernel.value("list(notebook_accelerate.runs()[-1].metrics)") == ["loss \\ud800"]
 
 
-@METHODS
-def test_a_giant_metric_name_is_shortened(kernel: Kernel, method: str) -> None:
+def test_a_giant_metric_name_is_shortened(kernel: Kernel) -> None:
     body = f"Accelerator(cpu=True).log({{'x' * {HUGE}: 1.0, 'loss': 2.0}}, step=1)\nreturn 'lives'"
-    cell = _checked(kernel, body, method)
+    cell = _checked(kernel, body)
     assert "shortened" in cell.stderr
     names = kernel.value("list(run.metrics)")
     assert "loss" in names
     assert all(len(name) <= 1000 for name in names)
 
 
-@METHODS
-def test_a_giant_display_is_dropped(kernel: Kernel, method: str) -> None:
+def test_a_giant_display_is_dropped(kernel: Kernel) -> None:
     body = f"""from IPython.display import display
 display({{'text/plain': 'small', 'text/html': 'x' * {HUGE}}}, raw=True)
 return 'lives'"""
-    cell = _checked(kernel, body, method)
+    cell = _checked(kernel, body)
     assert "a display" in _displays(cell) + cell.stderr
     assert "300,000,0" in _displays(cell) + cell.stderr
     assert len(_displays(cell)) < 1 << 20
 
 
-@METHODS
-def test_a_giant_exception_message_is_shortened(kernel: Kernel, method: str) -> None:
+def test_a_giant_exception_message_is_shortened(kernel: Kernel) -> None:
     body = f"if rank() == 0:\n    raise ValueError('begin' + 'x' * {HUGE} + 'end')\ntime.sleep(600)"
-    text = said(_run(kernel, body, method))
+    text = said(_run(kernel, body))
     assert "rank 0 failed" in text
     assert "ValueError: beginxxx" in text
     assert "characters left out" in text
     assert len(text) < 1 << 20
 
 
-@METHODS
-def test_a_giant_progress_label_is_shortened(kernel: Kernel, method: str) -> None:
+def test_a_giant_progress_label_is_shortened(kernel: Kernel) -> None:
     body = f"""from notebook_accelerate.integrations.reporting import send_progress
 send_progress(1, 2, 'x' * {HUGE})
 return 'lives'"""
-    assert _checked(kernel, body, method).result_text == "('lives', 'lives')"
+    assert _checked(kernel, body).result_text == "('lives', 'lives')"
 
 
 @METHODS
@@ -170,8 +161,7 @@ return 'lives'"""
     assert any("and ended: metrics, prompts and debugging no longer work" in text for text in warnings)
 
 
-@METHODS
-def test_a_value_that_exits_is_dropped(kernel: Kernel, method: str) -> None:
+def test_a_value_that_exits_is_dropped(kernel: Kernel) -> None:
     body = """from notebook_accelerate.telemetry import MetricEvent, emit
 class Odd:
     @property
@@ -182,7 +172,7 @@ for step in range(3):
     emit(MetricEvent({'kept': 1.0}, step))
     time.sleep(0.3)
 return 'lives'"""
-    cell = _checked(kernel, body, method)
+    cell = _checked(kernel, body)
     assert cell.result_text == "('lives', 'lives')"
     assert kernel.value("len(run.metrics['kept'].values)") == 6
 
@@ -195,38 +185,35 @@ def _sent(cell: Cell) -> int:
     return sum(len(str(output)) for output in cell.outputs)
 
 
-@METHODS
-def test_displays_stay_within_the_output_budget(kernel: Kernel, method: str) -> None:
+def test_displays_stay_within_the_output_budget(kernel: Kernel) -> None:
     body = """from IPython.display import display
 for number in range(30):
     display({'text/plain': f'display {number} ' + 'x' * 1_000_000}, raw=True)
 print('after them')"""
-    cell = _checked(kernel, body, method)
+    cell = _checked(kernel, body)
     assert _sent(cell) < BUDGET + 2_500_000
     assert "display 0 " in _displays(cell)
     assert "displays not shown here" in cell.stderr
 
 
-@METHODS
-def test_the_last_state_of_a_display_that_changes_often_is_shown(kernel: Kernel, method: str) -> None:
+def test_the_last_state_of_a_display_that_changes_often_is_shown(kernel: Kernel) -> None:
     body = """from IPython.display import display
 if rank() == 0:
     shown = display({'text/plain': 'first'}, raw=True, display_id=True)
     for number in range(50):
         shown.update({'text/plain': f'state {number} ' + 'x' * 400_000}, raw=True)"""
-    cell = _checked(kernel, body, method)
+    cell = _checked(kernel, body)
     assert _sent(cell) < BUDGET
     assert "state 49 " in _displays(cell)
 
 
-@METHODS
-def test_progress_bars_stay_within_the_output_budget(kernel: Kernel, method: str) -> None:
+def test_progress_bars_stay_within_the_output_budget(kernel: Kernel) -> None:
     body = """for number in range(60):
     sys.stderr.write('\\r' + f'{number} ' + '=' * 1_000_000)
     sys.stderr.flush()
     time.sleep(0.03)
 print('after them')"""
-    cell = _checked(kernel, body, method)
+    cell = _checked(kernel, body)
     assert _sent(cell) < BUDGET
     tail = "".join(data.get("text/plain", "") for data in cell.displays)
     assert all(f"[rank {rank}] after them" in cell.stdout + tail for rank in (0, 1))
@@ -299,8 +286,7 @@ def test_a_process_that_a_rank_forks_is_not_the_rank(kernel: Kernel, method: str
     assert cell.stderr.count("KeyError: 'child'") == (2 if code == 1 else 0)
 
 
-@METHODS
-def test_an_integer_beyond_the_range_of_floats_is_dropped(kernel: Kernel, method: str) -> None:
+def test_an_integer_beyond_the_range_of_floats_is_dropped(kernel: Kernel) -> None:
     body = "Accelerator(cpu=True).log({'huge': 10**400, 'loss': 1.0}, step=1)\nreturn 'lives'"
-    _checked(kernel, body, method)
+    _checked(kernel, body)
     assert kernel.value("list(run.metrics)") == ["loss"]

@@ -56,8 +56,12 @@ def test_the_quickstart_learns_fails_and_stops(kernel: Kernel) -> None:
 
 @pytest.mark.timeout(400)
 def test_the_tiny_gpt_learns_and_writes(kernel: Kernel) -> None:
-    """After 60 of the 240 steps, the test loss is 0.47 times the first one. The notebook requires at most 0.6."""
-    cells = run_all(kernel, ROOT / "examples" / "02_tiny_gpt.ipynb")
+    """After 60 of the 240 steps, the test loss is 0.47 times the first one. The notebook requires at most 0.6.
+
+    A processor without instructions for bfloat16 takes eight times as long for a step in bfloat16.
+    """
+    shorter = {"batches=8": "batches=2", "train, (20,)": "train, (4,)"}
+    cells = run_all(kernel, ROOT / "examples" / "02_tiny_gpt.ipynb", shorter)
 
     launch = find(cells, "run = notebook_launcher(train, (STEPS,)")
     assert "step   60: test loss" in launch.stdout

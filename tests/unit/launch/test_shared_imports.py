@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import pytest
 from notebook_accelerate import Accelerator
 from notebook_accelerate.launch.processes import shared_imports
 from notebook_accelerate.launch.processes.shared_imports import trains
+from tests.support.interpreters import InterpreterServer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux kernels are forked")
 SETUP = """
@@ -43,26 +43,26 @@ answers = []
 """
 
 
-def _answers(script: str, tmp_path: Path, **variables: str) -> Any:
-    """Run a script in a new interpreter in ``tmp_path``, and return its list ``answers``."""
-    program = SETUP + textwrap.dedent(script) + "\nprint(json.dumps(answers))"
-    root = str(Path(__file__).resolve().parents[3])
+Answers = Callable[..., Any]
+
+
+@pytest.fixture
+def answers(interpreters: InterpreterServer, tmp_path: Path) -> Answers:
+    """Return a function that runs a script in an interpreter in ``tmp_path``, and returns its list ``answers``."""
     # A test that compiled in this process may have set torch's variables, such as the one that names inductor's folder.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCH")}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**inherited, "PYTHONPATH": root, **variables},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    environment = {**inherited, "PYTHONPATH": str(Path(__file__).resolve().parents[3])}
+
+    def answer(script: str) -> Any:
+        program = SETUP + textwrap.dedent(script) + "\nprint(json.dumps(answers))"
+        done = interpreters.run("-c", program, env=environment, cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    return answer
 
 
-def test_the_kernel_imports_once_for_the_ranks_of_functions_that_train(tmp_path: Path) -> None:
+def test_the_kernel_imports_once_for_the_ranks_of_functions_that_train(answers: Answers) -> None:
     script = """
     def step_and_state():
         state = "notebook_accelerate.accelerator" in sys.modules
@@ -74,24 +74,24 @@ def test_the_kernel_imports_once_for_the_ranks_of_functions_that_train(tmp_path:
         answers.append([run.results, here(), run.plan.start_method, run.notes])
     answers.append("TORCHINDUCTOR_CACHE_DIR" in os.environ)
     """
-    idle, first, second, left = _answers(script, tmp_path)
+    idle, first, second, left = answers(script)
     assert idle == [[False, False], False, "fork", []], "a function that does not train imports nothing"
     assert first[:3] == second[:3] == [[True, True], True, "fork"]
     assert second[3] == []
     assert not left, "a launch leaves no variable behind"
 
 
-def test_ranks_of_the_server_process_share_an_import(tmp_path: Path) -> None:
+def test_ranks_of_the_server_process_share_an_import(answers: Answers) -> None:
     script = """
     for _ in range(2):
         answers.append(launch(step, start_method="zygote").results)
     answers.append(here())
     """
-    assert _answers(script, tmp_path) == [[True, True], [True, True], False]
+    assert answers(script) == [[True, True], [True, True], False]
 
 
 @pytest.mark.parametrize("method", ["fork", "zygote"])
-def test_the_kernel_learns_from_ranks_which_functions_train(method: str, tmp_path: Path) -> None:
+def test_the_kernel_learns_from_ranks_which_functions_train(method: str, answers: Answers) -> None:
     script = f"""
     def hidden():
         before = here()
@@ -102,11 +102,11 @@ def test_the_kernel_learns_from_ranks_which_functions_train(method: str, tmp_pat
     launch(hidden, start_method={method!r})
     answers += [shared_imports.trains(hidden), launch(hidden, start_method={method!r}).results]
     """
-    unknown, learned, shared = _answers(script, tmp_path)
+    unknown, learned, shared = answers(script)
     assert (unknown, learned, shared) == (False, True, [True, True])
 
 
-def test_changed_variables_are_read_by_ranks_from_the_server_process(tmp_path: Path) -> None:
+def test_changed_variables_are_read_by_ranks_from_the_server_process(answers: Answers) -> None:
     """The first launch leaves the import to the ranks. Once the kernel has imported, it ignores changed variables."""
     script = """
     from notebook_accelerate.launch.processes.zygote import ensure_zygote
@@ -128,7 +128,7 @@ def test_changed_variables_are_read_by_ranks_from_the_server_process(tmp_path: P
     except ValueError as error:
         answers.append(str(error))
     """
-    *launches, reason, (first, second, third), refusal = _answers(script, tmp_path)
+    *launches, reason, (first, second, third), refusal = answers(script)
     assert launches == [
         [[True, True], False, "fork"],
         [[False, False], True, "fork"],
@@ -142,7 +142,7 @@ def test_changed_variables_are_read_by_ranks_from_the_server_process(tmp_path: P
 
 
 @pytest.mark.parametrize("broken", ["torch._dynamo", "torch._dynamo.symbolic_convert"])
-def test_ranks_train_even_if_the_import_fails_in_the_kernel(broken: str, tmp_path: Path) -> None:
+def test_ranks_train_even_if_the_import_fails_in_the_kernel(broken: str, answers: Answers) -> None:
     script = f"""
     kernel = os.getpid()
 
@@ -156,13 +156,13 @@ def test_ranks_train_even_if_the_import_fails_in_the_kernel(broken: str, tmp_pat
         run = launch(function)
         answers.append([len(run.results), run.notes])
     """
-    first, second, other = _answers(script, tmp_path)
+    first, second, other = answers(script)
     assert first[0] == second[0] == 2
     assert "importing torch._dynamo failed there (RuntimeError: not here)" in "".join(first[1])
     assert other == [2, []]
 
 
-def test_ranks_are_not_forked_if_the_import_is_a_hazard(tmp_path: Path) -> None:
+def test_ranks_are_not_forked_if_the_import_is_a_hazard(answers: Answers) -> None:
     """The import is followed by the checks that precede every fork."""
     script = """
     from notebook_accelerate.launch.processes import fork_probe
@@ -170,12 +170,12 @@ def test_ranks_are_not_forked_if_the_import_is_a_hazard(tmp_path: Path) -> None:
     run = launch(step)
     answers += [run.results, run.notes]
     """
-    results, notes = _answers(script, tmp_path)
+    results, notes = answers(script)
     assert len(results) == 2
     assert "the kernel is no longer safe to fork: its runtime has started; starting the ranks from" in "".join(notes)
 
 
-def test_a_run_that_is_stopped_during_the_import_ends_before_it_does(tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_during_the_import_ends_before_it_does(answers: Answers) -> None:
     script = """
     gate = threading.Event()
 
@@ -194,14 +194,16 @@ def test_a_run_that_is_stopped_during_the_import_ends_before_it_does(tmp_path: P
     gate.set()
     answers.append(launch(step).results)
     """
-    status, notes, results = _answers(script, tmp_path)
+    status, notes, results = answers(script)
     assert status == "stopped"
     assert notes == ["importing torch._dynamo for all ranks that train, once per kernel"]
     assert results == [True, True], "the next launch waits for the import"
 
 
 @pytest.mark.parametrize("name", ["sympy.py", "profile.py", "mpmath/__init__.py"])
-def test_modules_of_the_working_directory_are_not_imported_into_the_kernel(name: str, tmp_path: Path) -> None:
+def test_modules_of_the_working_directory_are_not_imported_into_the_kernel(
+    name: str, tmp_path: Path, answers: Answers
+) -> None:
     """Only ranks import such a module instead of the installed one."""
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("raise SystemExit('imported')")
@@ -211,10 +213,10 @@ def test_modules_of_the_working_directory_are_not_imported_into_the_kernel(name:
     except Exception as error:
         answers += [here(), type(error).__name__]
     """
-    assert _answers(script, tmp_path) == [False, "WorkerError"]
+    assert answers(script) == [False, "WorkerError"]
 
 
-def test_the_import_has_no_side_effects_that_a_kernel_would_notice(tmp_path: Path) -> None:
+def test_the_import_has_no_side_effects_that_a_kernel_would_notice(answers: Answers) -> None:
     """For example, the import starts no threads, initializes no device and draws no random numbers."""
     script = """
     import random, signal
@@ -239,10 +241,10 @@ def test_the_import_has_no_side_effects_that_a_kernel_would_notice(tmp_path: Pat
         time.sleep(0.01)
     answers += [here(), [pair for pair in zip(before, state()) if pair[0] != pair[1]]]
     """
-    assert _answers(script, tmp_path) == [True, []]
+    assert answers(script) == [True, []]
 
 
-def test_the_import_reads_no_other_variables_and_looks_for_no_other_modules(tmp_path: Path) -> None:
+def test_the_import_reads_no_other_variables_and_looks_for_no_other_modules(answers: Answers) -> None:
     """If a newer torch reads more variables or looks for more modules, add them to the tables in `shared_imports`."""
     script = """
     read, wanted = set(), set()
@@ -256,7 +258,7 @@ def test_the_import_reads_no_other_variables_and_looks_for_no_other_modules(tmp_
     import torch._dynamo
     answers += [sorted(read), sorted(wanted - sys.stdlib_module_names)]
     """
-    read, wanted = _answers(script, tmp_path)
+    read, wanted = answers(script)
     unknown = {name for name in read if name.startswith("TORCH")} - shared_imports.import_variables(
         dict.fromkeys(read, "")
     ).keys()
