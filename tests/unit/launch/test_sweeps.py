@@ -158,26 +158,37 @@ import os, signal, sys, time
 sys.path.insert(0, sys.argv[1])
 from notebook_accelerate import sweep
 from tests.unit.launch.test_sweeps import train
-found = sweep(train, {"lr": [1, 600, 600.0, 2], "folder": sys.argv[2]}, save=sys.argv[2] + "/runs", panel=False)
-while [run.status for run in found.runs] != ["succeeded", "running", "running"] or "loss" not in found.runs[2].metrics:
-    time.sleep(0.05)
+cores = sorted(os.sched_getaffinity(0))
+def start(folder, rates, core, **options):
+    space = {"lr": rates, "folder": sys.argv[2]}
+    return sweep(train, space, save=sys.argv[2] + "/" + folder, devices=[core], panel=False, **options)
+for found in start("detached", [600, 2], cores[-1], detach=True), start("kept", [1, 600, 2], cores[0]):
+    while found.runs[-1].arguments["lr"] != 600 or "loss" not in found.runs[-1].metrics:
+        time.sleep(0.05)
 time.sleep(1.0)  # Let the journals be written.
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_sweep_continues_after_its_kernel_was_killed(start: Start, tmp_path: Path) -> None:
+def test_sweeps_continue_after_their_kernel_was_killed(start: Start, tmp_path: Path) -> None:
     root = str(Path(__file__).resolve().parents[3])
     kernel = subprocess.run([sys.executable, "-c", KERNEL, root, str(tmp_path)], check=False, timeout=120)
     assert kernel.returncode == -9
-    before = [run.status for run in runs(tmp_path / "runs")]
-    assert before == ["succeeded", "lost", "lost"]
+    kept, detached = tmp_path / "kept", tmp_path / "detached"
+    assert [run.status for run in runs(kept)] == ["succeeded", "lost"]
+    assert [run.status for run in runs(detached)] == ["running"]
+    cores = sorted(os.sched_getaffinity(0))
+    lost = start(train, {"lr": [1, 600, 2], "folder": str(tmp_path)}, save=kept, devices=cores[:1], resume=True)
+    adopted = start(train, {"lr": [600, 2], "folder": str(tmp_path)}, save=detached, devices=cores[-1:], resume=True)
+    until(lambda: len(lost.runs) == 2)
+    assert [run.status for run in adopted.runs] == ["running"], "its core is not free"
     (tmp_path / "gate").touch()
-    space = {"lr": [1, 600, 600.0, 2], "folder": str(tmp_path)}
-    again = start(train, space, save=tmp_path / "runs", resume=True)
-    assert again.wait(120)
-    assert [run.status for run in again.runs] == ["succeeded"] * 4
-    assert len(runs(tmp_path / "runs")) == 6, "the run that had succeeded is not repeated"
+    assert lost.wait(120)
+    assert adopted.wait(120)
+    assert [run.results for run in lost.runs] == [(1,), (600,), (2,)]
+    assert [run.results for run in adopted.runs] == [(600,), (2,)]
+    assert len(runs(kept)) == 4, "the run that had succeeded is not repeated"
+    assert len(runs(detached)) == 2, "the live run is not repeated"
 
 
 def test_an_error_of_the_space_ends_the_sweep(start: Start) -> None:
