@@ -426,6 +426,45 @@ def many_runs() -> Iterator[Figure]:
     yield Figure(what="memory per finished run", unit="kB", ours=kept / 1e3)
 
 
+FITTING = """
+from torch import nn
+from notebook_accelerate import Accelerator, sweep
+
+def fit(seed):
+    accelerator = Accelerator(cpu=True)
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1))
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+    inputs = torch.randn(128, 64)
+    for step in range(2000):
+        loss = (model(inputs) - inputs[:, :1]).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 20 == 0:
+            accelerator.log({"loss": loss.item()}, step)
+
+def in_turn():
+    for seed in range(8):
+        notebook_launcher(fit, (seed,), devices=1, panel=False)
+
+def in_slots():
+    assert sweep(fit, {"seed": list(range(8))}, devices=2, panel=False).wait(300)
+"""
+
+
+@row("launch", "sweep")
+def sweeping() -> Iterator[Figure]:
+    """Measure a sweep with eight runs in two slots, each a core. The peer launches the same runs one after the other."""
+    with Launcher(HERE, {"OMP_NUM_THREADS": "1"}) as here:
+        here.kernel.check(FITTING)
+        sides = [lambda call=call: here.time_in_kernel(call) for call in ("in_slots()", "in_turn()")]
+        slots, turns = alternate(3, *sides)
+    note = "the peer launches the same runs one after the other"
+    yield compared("8 runs in two slots", slots, turns, unit="s", ratio=0.6, note=note)
+
+
 LARGE = """
 def make(gigabytes):
     value = {f"w{i}": torch.ones(gigabytes << 25) for i in range(8)}

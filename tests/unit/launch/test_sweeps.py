@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from notebook_accelerate import LaunchConfig, runs, sweep
+from notebook_accelerate import DeviceBusyError, LaunchConfig, notebook_launcher, runs, sweep
 from notebook_accelerate.launch.sweeps import Sweep, _call, _FixedTrials, _slots
 from notebook_accelerate.telemetry import MetricEvent, emit
 from tests.support.waiting import until
@@ -177,7 +178,10 @@ def test_sweeps_continue_after_their_kernel_was_killed(start: Start, tmp_path: P
     kept, detached = tmp_path / "kept", tmp_path / "detached"
     assert [run.status for run in runs(kept)] == ["succeeded", "lost"]
     assert [run.status for run in runs(detached)] == ["running"]
-    cores = sorted(os.sched_getaffinity(0))
+    cores, (live,) = sorted(os.sched_getaffinity(0)), runs(detached)
+    message = f"the detached run {live.name} holds cpu:{cores[-1]}; .* {re.escape(f'attach({live.name!r}).stop()')}"
+    with pytest.raises(DeviceBusyError, match=message):
+        notebook_launcher(train, (1,), devices=cores[-1:], panel=False)
     lost = start(train, {"lr": [1, 600, 2], "folder": str(tmp_path)}, save=kept, devices=cores[:1], resume=True)
     adopted = start(train, {"lr": [600, 2], "folder": str(tmp_path)}, save=detached, devices=cores[-1:], resume=True)
     until(lambda: len(lost.runs) == 2)
