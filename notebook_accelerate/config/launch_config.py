@@ -148,7 +148,7 @@ class LaunchConfig:
     tags: Sequence[str] = setting((), group=OUTPUT)
     """Words for finding this run in the table of runs."""
     devices: int | str | Sequence[int | str] | None = setting(option="devices", parse=lambda text: text)
-    """The run's devices, or how many free ones. If None, all visible accelerators, or cores shared with other runs.
+    """The run's devices, such as "0,1", or how many free ones. If None, all visible accelerators, or shared cores.
 
     [0, 2] means the devices that torch would call cuda:0 and cuda:2 in this kernel. The entries may also be UUIDs of
     GPUs, or one MIG slice. On the CPU, they are cores: 4 means any four cores that no other run holds. As text, "0,2"

@@ -197,10 +197,8 @@ class Sweep:
         choose = {"min": np.min, "max": np.max}[mode]
         found = [(float(choose(values)), run) for run in self.runs if len(values := _finite(run, metric))]
         if not found:
-            known = sorted({name for run in self.runs for name in run.metrics})
-            raise ValueError(
-                f"no run has logged a finite {metric!r}; the metrics are: {', '.join(known) or 'none yet'}"
-            )
+            known = ", ".join(sorted({name for run in self.runs for name in run.metrics})) or "none yet"
+            raise ValueError(f"no run has logged a finite {metric!r}; the metrics are: {known}")
         return {"min": min, "max": max}[mode](found, key=lambda pair: pair[0])[1]
 
     def to_pandas(self) -> pd.DataFrame:
@@ -250,11 +248,13 @@ class Sweep:
             name = self._name and f"{self._name}-{len(self.runs) + 1}"
             run = starting.start(self._config.changed(devices=slot, name=name), function, arguments, run)
         trial.run = run
-        self.runs.append(trial.run)
+        self.runs.append(run)
         self._live.append(trial)
-        trial.run.add_done_callback(lambda _: self._wake.set())
+        if self._stopping:  # The launch may have overlapped with `stop`, which then does not know this run.
+            run.stop(wait=False)
+        run.add_done_callback(lambda _: self._wake.set())
         if self._view is not None:
-            self._view.add_run(trial.run)
+            self._view.add_run(run)
 
     def _earlier_run(self, arguments: Mapping[str, Any]) -> Run | None:
         found = next((row for row in self._earlier if row.arguments == arguments), None)
@@ -282,12 +282,9 @@ class Sweep:
                     self._source.finish(trial)
 
     def _stop_says(self, run: Run) -> bool:
-        if self._stop_if is None:
-            return False
-        try:
-            return bool(self._stop_if(run.metrics))
-        except (KeyError, IndexError):
-            return False
+        with suppress(KeyError, IndexError):  # The run has yet to log the metric.
+            return self._stop_if is not None and bool(self._stop_if(run.metrics))
+        return False
 
     # ---- display
 
@@ -329,9 +326,7 @@ class _FixedTrials:
         """Return the next trial, or None after the last one."""
         values = next(self._values, None)
         if values is not None and not isinstance(values, Mapping):
-            raise ValueError(
-                f"{values!r} is not a dict of arguments; let the space contain dicts such as {{'lr': 0.1}}"
-            )
+            raise ValueError(f"{values!r} is not a dict of arguments; pass dicts such as {{'lr': 0.1}}")
         return None if values is None else Trial(values)
 
     def prunes(self, trial: Trial) -> bool:
@@ -424,8 +419,7 @@ def _call(function: Callable[..., Any], values: Mapping[str, Any]) -> tuple[Call
 
 def _earlier_runs(folder: str | os.PathLike[str]) -> list[KeptRun]:
     """Return the kept runs in a folder. Of runs that continue one another, return only the last one."""
-    rows = {(row.name, repr(row.arguments)): row for row in kept_runs(folder)}
-    return list(rows.values())
+    return list({(row.name, repr(row.arguments)): row for row in kept_runs(folder)}.values())
 
 
 def _slots(config: LaunchConfig, size: int) -> list[Slot]:

@@ -193,8 +193,10 @@ def _slots(config: LaunchConfig, hardware: HardwareInfo, accelerator: str, count
 
 def _slot(asked: int | str, known: Mapping[str, str], *, by_position: bool) -> tuple[str, str]:
     """Return the identity and the entry of a device that the user has named by its number or its UUID."""
-    if isinstance(asked, int):
-        found = list(known)[asked : asked + 1] if by_position else [str(asked)] if str(asked) in known else []
+    if not by_position:
+        found = [str(asked)] if str(asked) in known else []
+    elif isinstance(asked, int):
+        found = list(known)[asked : asked + 1]
     elif asked.startswith("MIG-") or not any(each.startswith("GPU-") for each in known):
         return asked, asked  # NVML lists only the first slice of a GPU. Without NVML, no UUID is known.
     else:

@@ -119,6 +119,7 @@ def test_cores_are_a_number_or_a_list() -> None:
         ("cuda", {"devices": [0], "env": {"CUDA_VISIBLE_DEVICES": "1"}}, "pass one of them"),
         ("cuda", {"devices": [0], "start_method": "inline"}, "does not support block=False|does not support devices"),
         ("cpu", {"devices": [0]}, "not one of the cores that this kernel can use; pass some of: 4, 5"),
+        ("cpu", {"devices": ["GPU-1"]}, "not one of the cores that this kernel can use; pass some of: 4, 5"),
         ("tpu", {"devices": [0]}, "not possible with devices of the type tpu"),
     ],
 )

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -90,7 +91,7 @@ def test_arguments_are_passed_by_name() -> None:
     ("options", "match"),
     [
         ({"space": "lr"}, "pass a grid such as"),
-        ({"space": [0.1]}, "let the space contain dicts"),
+        ({"space": [0.1]}, "pass dicts such as"),
         ({"space": {"rate": [1]}}, "its parameters are: lr, width, folder"),
         ({"space": {"lr": [1]}, "devices_per_run": 1000}, "devices_per_run=1000, but the sweep may use"),
         ({"space": {"lr": [1]}, "devices_per_run": 0}, "devices_per_run"),
@@ -171,7 +172,10 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_sweeps_continue_after_their_kernel_was_killed(start: Start, tmp_path: Path) -> None:
+def test_sweeps_continue_after_their_kernel_was_killed(
+    start: Start, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer((tmp_path / "gate").touch)  # Otherwise, the detached run would survive a failed test.
     root = str(Path(__file__).resolve().parents[3])
     kernel = subprocess.run([sys.executable, "-c", KERNEL, root, str(tmp_path)], check=False, timeout=120)
     assert kernel.returncode == -9
@@ -179,7 +183,7 @@ def test_sweeps_continue_after_their_kernel_was_killed(start: Start, tmp_path: P
     assert [run.status for run in runs(kept)] == ["succeeded", "lost"]
     assert [run.status for run in runs(detached)] == ["running"]
     cores, (live,) = sorted(os.sched_getaffinity(0)), runs(detached)
-    message = f"the detached run {live.name} holds cpu:{cores[-1]}; .* {re.escape(f'attach({live.name!r}).stop()')}"
+    message = f"the detached run {live.name} holds cpu:{cores[-1]}; .*{re.escape(f'attach({live.name!r}).stop()')}"
     with pytest.raises(DeviceBusyError, match=message):
         notebook_launcher(train, (1,), devices=cores[-1:], panel=False)
     lost = start(train, {"lr": [1, 600, 2], "folder": str(tmp_path)}, save=kept, devices=cores[:1], resume=True)
@@ -205,6 +209,25 @@ def test_an_error_of_the_space_ends_the_sweep(start: Start) -> None:
     with pytest.raises(RuntimeError, match="out of ideas"):
         found.wait(120)
     assert [run.wait(60) and run.status for run in found.runs] == ["succeeded", "succeeded"]
+
+
+def test_a_run_that_is_launched_during_a_stop_is_stopped(start: Start) -> None:
+    asked, given = threading.Event(), threading.Event()
+
+    def space() -> Iterator[dict[str, Any]]:
+        yield {"lr": 1}
+        asked.set()
+        assert given.wait(60)
+        yield {"lr": 600}
+
+    found = start(train, space(), devices=1)
+    assert asked.wait(60)
+    stopper = threading.Thread(target=found.stop, args=(0.5,))
+    stopper.start()
+    until(lambda: found._stopping)
+    given.set()
+    stopper.join(60)
+    assert [run.status for run in found.runs] == ["succeeded", "stopped"]
 
 
 def test_an_error_of_stop_if_ends_the_sweep(start: Start) -> None:
