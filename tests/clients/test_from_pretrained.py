@@ -54,8 +54,9 @@ def loaded(kind: str, folder: str) -> dict[str, bool]:
     for max_shard_size in ("10GB", 4000):
         target = f"{folder}/{max_shard_size}"
         accelerator.save_model(prepared, target, max_shard_size=max_shard_size)
+        if accelerator.is_main_process:
+            model.config.save_pretrained(target)
         accelerator.wait_for_everyone()
-        model.config.save_pretrained(target)
         whole, bare = with_head.from_pretrained(target), without_head.from_pretrained(target)
         weights = whole.state_dict()
         found[f"whole, {max_shard_size}"] = all(torch.equal(weights[name], w) for name, w in model.state_dict().items())
