@@ -43,7 +43,7 @@ from notebook_accelerate.widgets.config_file_form import (
     write_settings,
 )
 from notebook_accelerate.widgets.fields import groups_of
-from notebook_accelerate.widgets.forms import Form, FormView, Part
+from notebook_accelerate.widgets.forms import Form, FormView, Part, in_words
 from notebook_accelerate.widgets.live_panel import Panel
 from notebook_accelerate.widgets.memory_panel import MemoryCheck
 from notebook_accelerate.widgets.panel_elements import alert, guide_link, notice
@@ -246,10 +246,14 @@ class ConfigPanel(Panel):
 
     def _to_correct(self, errors: Mapping[str, str]) -> str:
         """Return a sentence that names the fields to correct, whose errors are shown next to them."""
-        fields = {**self.launch_form.fields, **self.training_form.fields}
-        labels = dict.fromkeys(fields[path.partition(".")[0]].label for path in errors if path)
+        labels = dict.fromkeys(self._labels[path.partition(".")[0]] for path in errors if path)
         names = ", ".join(f'"{label}"' for label in labels) or "the launch"
         return f"Correct {names} to see the plan and the cell."
+
+    @property
+    def _labels(self) -> dict[str, str]:
+        fields = {**self.launch_form.fields, **self.training_form.fields}
+        return {name: entry.label for name, entry in fields.items()}
 
     def _cell(self, *, hidden: bool) -> str:
         call = self.call_form.value
@@ -378,7 +382,11 @@ class ConfigPanel(Panel):
 
     def _plan_html(self, errors: dict[str, str]) -> Markup:
         if errors:
-            text = alert(errors[""]) if "" in errors else element("span", self._to_correct(errors), role="status")
+            text = (
+                alert(in_words(errors[""], self._labels))
+                if "" in errors
+                else element("span", self._to_correct(errors), role="status")
+            )
             return element("div", text, class_="na-plan na-wrong")
         plan, training = self.plan, self.training
         small = details(plan, training)

@@ -122,7 +122,7 @@ def _field(cls: type[Any], entry: dataclasses.Field[Any], choices: Sequence[Any]
         placeholder=entry.metadata.get("placeholder", ""),
         optional=optional,
         default=entry.default_factory() if entry.default_factory is not MISSING else entry.default,
-        help=form_words(text, str(kind["kind"])),
+        help=_with_labels(form_words(text, str(kind["kind"])), cls, entry.name),
         **kind,
     )
 
@@ -238,6 +238,19 @@ def form_words(text: str, kind: str) -> str:
     for code, words in _WORDS.items():
         text = text.replace(code, words)
     return text
+
+
+def _with_labels(text: str, cls: type[Any], own: str) -> str:
+    """Return a help text with the labels of a class's other settings in place of their names in code.
+
+    Args:
+        text: The help text of the setting.
+        cls: The dataclass.
+        own: The name of the setting, which stays as it is.
+    """
+    settings = settings_of(cls).items()
+    labels = {name: f'"{known.label or words_of(name)}"' for name, known in settings if name != own}
+    return re.sub(r"``(\w+)``|\b[a-z]+_\w+\b", lambda found: labels.get(found[1] or found[0], found[0]), text)
 
 
 _ACRONYMS = (

@@ -197,6 +197,16 @@ class Form:
         """The errors of the entries, by field."""
         return dict(self.checked.errors)
 
+    @property
+    def errors_in_words(self) -> dict[str, str]:
+        """The errors as the form shows them, with the labels of fields in place of their names in code."""
+        return {path: in_words(error, self._labels(path)) for path, error in self.errors.items()}
+
+    def _labels(self, path: str) -> dict[str, str]:
+        """Return the labels of the fields that belong to the same dataclass as the one at ``path``."""
+        outer, _, inner = path.partition(".")
+        return self.nested(outer)._labels(inner) if inner else {name: each.label for name, each in self.fields.items()}
+
     def changed(self) -> dict[str, Any]:
         """Return the values that differ from their defaults, by field, without entries that are not allowed."""
         return self._parsed()[0]
@@ -386,7 +396,7 @@ class FormView(anywidget.AnyWidget):
             for path, opened in form.opened(name):
                 tables[path] = opened.table
                 entries |= {f"{path}.{field}": shown for field, shown in opened.shown().items()}
-            errors |= {f"{name}.{field}": error for field, error in form.errors.items()}
+            errors |= {f"{name}.{field}": error for field, error in form.errors_in_words.items()}
         with self.one_message():
             self.tables, self.errors = tables, errors
             if self.entries != entries:
@@ -431,6 +441,26 @@ def _field_in(message: str, given: Mapping[str, Any]) -> str:
         if positions:
             return min(positions, key=lambda name: positions[name])
     return next(iter(given)) if len(given) == 1 else ""
+
+
+def in_words(message: str, labels: Mapping[str, str]) -> str:
+    """Return an error in the words of a form, such as '"Number of processes" = 0' for "num_processes=0".
+
+    A name that may also be an English word, such as "output", is replaced only at the start or before "=".
+
+    Args:
+        message: The error of the dataclass, or of the text of a field.
+        labels: The labels of the dataclass's fields by name.
+    """
+
+    def labelled(found: re.Match[str]) -> str:
+        name, equals = found.groups()
+        is_name = equals or "_" in name or not found.start()
+        return f'"{labels[name]}"{" = " if equals else ""}' if is_name and name in labels else found[0]
+
+    words = re.sub(r"(?<![\w.$'\"])([a-z]\w*)\b(=(?!=))?", labelled, message)
+    words = re.sub(r"= (True|False)\b", lambda found: "= yes" if found[1] == "True" else "= no", words)
+    return re.sub(r"\bpass\b", "enter", words)
 
 
 # ---- code

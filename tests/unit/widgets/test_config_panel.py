@@ -110,6 +110,7 @@ def test_a_launch_that_does_not_fit_the_machine_is_an_error() -> None:
     panel = _set(_panel(GPUS), num_processes="5")
     assert "this machine has 4 cuda devices" in panel.errors[""]
     assert 'role="alert"' in panel.widget.texts["plan"]
+    assert "num_processes" not in panel.widget.texts["plan"]
     assert panel.widget.disabled == ["launch", "cell"]
     assert panel.code.startswith("# num_processes=5")
     _set(panel, num_processes="4")
@@ -319,7 +320,8 @@ def test_an_error_is_shown_once_and_disappears_when_it_is_fixed() -> None:
     panel = _set(_panel(), num_processes="0")
     error = panel.errors["num_processes"]
     shown = [panel.widget.texts["plan"], panel.widget.texts["cell"], panel.widget.code, panel.widget.texts["run"]]
-    assert panel.widget.errors == {"launch.num_processes": error}
+    words = error.replace("num_processes=", '"Number of processes" = ').replace("pass", "enter")
+    assert panel.widget.errors == {"launch.num_processes": words}
     assert not any(str(escape(error)) in text or error in text for text in shown)
     assert escape('Correct "Number of processes" to see the plan') in panel.widget.texts["plan"]
     assert (panel.text.count(error), panel.html.count(str(escape(error)))) == (1, 1)

@@ -17,7 +17,7 @@ from notebook_accelerate.config.fsdp_plugin import FullyShardedDataParallelPlugi
 from notebook_accelerate.config.kwargs_handlers import DataLoaderConfiguration, GradientAccumulationPlugin
 from notebook_accelerate.config.launch_config import START_METHODS, LaunchConfig
 from notebook_accelerate.widgets.fields import drawn, fields_of, form_words, summary
-from notebook_accelerate.widgets.forms import Checked, Form, FormView, code_of
+from notebook_accelerate.widgets.forms import Checked, Form, FormView, code_of, in_words
 from notebook_accelerate.widgets.training_options import TrainingOptions
 
 
@@ -123,7 +123,7 @@ def test_invalid_entries_show_an_error_until_they_are_corrected(name: str, raw: 
     before = form.shown()[name]
     form.enter(name, raw)
     assert message in form.errors[name]
-    assert form.widget.errors[f"form.{name}"] == form.errors[name]
+    assert form.widget.errors == {f"form.{name}": form.errors_in_words[name]}
     with pytest.raises(ValueError, match=re.escape(message)):
         _ = form.value
     form.enter(name, before)
@@ -145,6 +145,32 @@ def test_the_dataclass_is_validated_and_every_invalid_field_has_an_error() -> No
     assert set(form.errors) == {"num_processes", "max_restarts", "timeout"}
     assert form.errors["num_processes"] == _refusal(num_processes=0)
     assert form.errors["max_restarts"] == _refusal(max_restarts=-2)
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        (
+            "num_processes='two' is not a whole number; write one",
+            "\"Number of processes\" = 'two' is not a whole number; write one",
+        ),
+        ("num_processes is required: write a number", '"Number of processes" is required: write a number'),
+        (
+            "node_rank=1 is out of range: num_nodes=1",
+            '"Number of this machine" = 1 is out of range: "Number of machines" = 1',
+        ),
+        ("detach=True is not allowed; pass one", '"Keep running without this kernel" = yes is not allowed; enter one'),
+        ("env: line 1 is not NAME=value", '"Environment variables": line 1 is not NAME=value'),
+        (
+            "name='a/b' is not allowed; no output has this name",
+            "\"Name of the run\" = 'a/b' is not allowed; no output has this name",
+        ),
+        ("other=1 and $timeout", "other=1 and $timeout"),
+    ],
+)
+def test_errors_under_fields_have_the_labels_of_the_form(message: str, shown: str) -> None:
+    labels = {name: field.label for name, field in Form(LaunchConfig).fields.items()}
+    assert in_words(message, labels) == shown
 
 
 def test_an_error_of_two_fields_is_shown_at_a_changed_one() -> None:
@@ -191,7 +217,7 @@ def test_a_nested_dataclass_opens_with_its_box_and_is_checked_too() -> None:
     assert form.widget.entries["form.inner.size"] == "1"
     form.enter("inner.size", "-1")
     assert form.errors == {"inner.size": "size=-1 is not allowed; pass 0 or more"}
-    assert form.widget.errors == {"form.inner.size": "size=-1 is not allowed; pass 0 or more"}
+    assert form.widget.errors == {"form.inner.size": '"Size" = -1 is not allowed; enter 0 or more'}
     form.enter("inner.size", "4")
     assert form.value.inner == Inner(4)
     form.enter("inner", False)
@@ -403,6 +429,12 @@ def test_forms_show_words_and_no_code(cls: type[Any]) -> None:
             shown = [field["label"], field["help"], field["placeholder"], *field["choices"]]
             assert not re.search(r"\b(None|True|False)\b", " ".join(shown)), (each, field)
             assert "_" not in field["label"], (each, field)
+
+
+def test_help_refers_to_other_settings_by_their_labels() -> None:
+    helps = {field.name: field.help for field in fields_of(LaunchConfig)}
+    assert '"Wait until the run ends" is then off' in helps["detach"]
+    assert 'static (by "Number of this machine")' in helps["rdzv_backend"]
 
 
 @pytest.mark.parametrize(
