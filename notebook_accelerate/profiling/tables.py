@@ -290,7 +290,7 @@ def what_fits(parts: Mapping[str, int], capacity: int, ranks: int) -> list[str]:
         return []
     kept = sum(parts.get(name, 0) for name in _KEPT)
     factor = (USED * capacity - kept) / activations
-    room = f"of {size_text(capacity)} per rank, {size_text(kept)} are in use between steps"
+    room = f"Of {size_text(capacity)} per rank, {size_text(kept)} are in use between steps"
     if factor >= 1.1:
         return [
             f"{room} and {size_text(activations)} more at the peak: batches {_as_many_times(factor)} as large would fit"

@@ -247,11 +247,12 @@ class Profile(DocumentView):
 
     def _head(self) -> str:
         if not self.paths:
-            return "no rank was profiled"
+            return "No rank was profiled"
+        who = rank_names(self.ranks).capitalize()
         if not self.steps:
-            return f"{rank_names(self.ranks)} profiled for {self.seconds:.2f} s, in which no step was complete"
+            return f"{who} profiled for {self.seconds:.2f} s, in which no step was complete"
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
-        return f"{rank_names(self.ranks)} profiled for {steps} of {1000 * self.seconds:.3g} ms"
+        return f"{who} profiled for {steps} of {1000 * self.seconds:.3g} ms"
 
     def _notes(self) -> list[str]:
         without_lines = {rank: each.error for rank, each in self._analysis.samples.items() if each.error}
