@@ -20,7 +20,7 @@ from tests.support.pictures import PICTURES, SETUP, STOP, THEMES
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-WIDTH, HEIGHT = 1000, 920
+WIDTH, HEIGHT = 1000, 1010
 FRAME_MS, READ_MS = 220, 2200
 """How long a frame is shown, and how long the first and the last frame of a scene are, in milliseconds."""
 PARTS = """

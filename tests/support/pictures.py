@@ -179,7 +179,7 @@ GALLERY = (
         cells=[LAUNCH, STEPS.format(40)],
         prepare=click("Memory", ".na-memory table"),
         element=".na-memory",
-        height=410,
+        height=402,
     ),
     Picture(
         name="diagnosis",
@@ -195,7 +195,13 @@ GALLERY = (
         cells=[f"run = notebook_launcher(shard, {BACKGROUND})", STEPS.format(20)],
         prepare=open_tab("Sharding"),
     ),
-    Picture(name="form", cells=["notebook_accelerate.configure(train, (3,))"], element=".na-config", after="pass"),
+    Picture(
+        name="form",
+        cells=["notebook_accelerate.configure(train, (3,))"],
+        element=".na-config",
+        after="pass",
+        height=1100,
+    ),
     Picture(
         name="kept_runs",
         cells=[GRID, 'notebook_accelerate.runs("runs")'],
