@@ -172,7 +172,7 @@ GALLERY = (
         cells=[LAUNCH, STEPS.format(40)],
         prepare=click("Profile", ".na-profile canvas"),
         element=".na-profile",
-        height=600,
+        height=580,
     ),
     Picture(
         name="memory",
