@@ -56,6 +56,7 @@ maximum_signature_line_length = 100
 html_theme = "furo"
 html_baseurl = SITE
 html_static_path = ["_static"]
+html_extra_path = ["llms.txt"]  # Language models look for it at the root of the site.
 html_css_files = ["site.css"]
 html_title = f"notebook_accelerate {release}"
 html_theme_options = {

@@ -119,6 +119,7 @@ def notebook_launcher(  # noqa: D417 - `_documented` adds the texts of the setti
     tags: Sequence[str] = (),
     devices: int | str | Sequence[int | str] | None = None,
     queue: bool = False,
+    notify: Callable[[dict[str, str]], object] | str | None = None,
 ) -> Run:
     """Run ``function(*args)`` in ``num_processes`` processes that are started from this notebook.
 

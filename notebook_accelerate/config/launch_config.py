@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import os
 import re
@@ -16,6 +17,7 @@ from notebook_accelerate._mistakes import reports_mistakes_of_methods
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.cluster import RayCluster, resolve_cluster
 from notebook_accelerate.config.plain_values import (
+    HIDDEN,
     MAX_SECONDS,
     check_seconds,
     check_whole_number,
@@ -156,6 +158,15 @@ class LaunchConfig:
     """
     queue: bool = setting(False, switch=True, option="queue", label="Wait for free devices")
     """Whether the run waits until its devices are free. If False, the launch is refused while another run holds one."""
+    notify: Callable[[dict[str, str]], object] | str | None = setting(
+        group=OUTPUT, option="notify", label="Address for messages"
+    )
+    """Receiver of messages when the run ends, fails or stalls, or a value becomes NaN: a URL, address or function.
+
+    A URL receives a POST with a JSON object: run (its name), event (ended, failed, stalled or warning) and text. A
+    function is called with the same dict, on another thread, and is not allowed with ``detach``. An address of apprise,
+    such as ntfys://topic, requires the extra notify.
+    """
 
     def __post_init__(self) -> None:
         check_choices(self, "start_method", "mixed_precision", "rdzv_backend")
@@ -184,6 +195,7 @@ class LaunchConfig:
         _check_name(self.name)
         _check_detached(self)
         _check_devices(self)
+        _check_notify(self)
         if self.save is not None and not (isinstance(self.save, (str, os.PathLike)) and os.fspath(self.save)):
             raise ValueError(f"save={self.save!r} is not a folder; pass the path of one, such as save='runs'")
         check_choices(self, "output")
@@ -347,6 +359,27 @@ def _check_detached(config: LaunchConfig) -> None:
             "pass 'auto', 'zygote' or 'spawn'"
         )
     object.__setattr__(config, "block", False)
+
+
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://[^\s/?#][^\s]*")
+
+
+def _check_notify(config: LaunchConfig) -> None:
+    """Check the receiver of messages. Never put its address into an error, because it may contain a token."""
+    given = config.notify
+    if callable(given) and config.detach:
+        raise ValueError("detach=True is not allowed with notify=<function>, which ends with this kernel; pass a URL")
+    if given is None or callable(given):
+        return
+    address = _ADDRESS.fullmatch(given) if isinstance(given, str) else None
+    if address is None:
+        shown = HIDDEN if isinstance(given, str) else short_repr(given)
+        raise ValueError(
+            f"notify={shown} is not allowed; pass a URL such as 'https://example.org/hook', an address of apprise such "
+            "as 'ntfys://topic', or a function, which is called with a dict"
+        )
+    if address[1].lower() not in ("http", "https") and importlib.util.find_spec("apprise") is None:
+        raise ValueError(f"notify='{address[1]}://...' needs apprise: pip install 'notebook-accelerate[notify]'")
 
 
 def _check_devices(config: LaunchConfig) -> None:

@@ -97,8 +97,8 @@ def format_setting(value: Any) -> str:
 # Hiding secrets in text: values of environment variables and of keys such as api_key, and credentials in URLs.
 
 HIDDEN = "***"
-VARIABLES = ("env", "env_vars", "runtime_env", "rdzv_conf")
-"""Fields that hold values by name. The values may be secrets, so only the names are shown."""
+VARIABLES = ("env", "env_vars", "notify", "runtime_env", "rdzv_conf")
+"""Fields with values that may be secrets. If the values have names, these are shown."""
 _USER = re.compile(r"(?<=://)(?:[^\s'\"/@:]*:[^\s'\"]*|[^\s'\"/@]*)@")
 """Matches user:password@ or token@. A password may contain / and @."""
 _PARAMETER = re.compile(r"([?&]([^=&\s'\"]*)=)[^&#\s'\"]*")
@@ -184,7 +184,7 @@ def shown_repr(settings: DataclassInstance) -> str:
 
 
 def redact(text: str, settings: DataclassInstance) -> str:
-    """Hide the secrets of a dataclass in another program's text, such as an error message from Ray.
+    """Hide the secrets of a dataclass in another program's text, such as an error message from Ray or a training.
 
     Args:
         text: The other program's text.
@@ -193,7 +193,8 @@ def redact(text: str, settings: DataclassInstance) -> str:
     text = hide_credentials(text)
     for entry in dataclasses.fields(settings):
         if entry.name in VARIABLES:
-            for value in _values(getattr(settings, entry.name)):
+            # The values in a runtime environment have names one level further down.
+            for value in _values(getattr(settings, entry.name), "" if entry.name == "runtime_env" else entry.name):
                 text = text.replace(value, HIDDEN) if len(value) >= _SHORT else text
     return text
 
@@ -204,7 +205,7 @@ def _values(value: object, name: str = "") -> list[str]:
         return [
             found for key, entry in value.items() for found in _values(entry, name or (key if key in VARIABLES else ""))
         ]
-    return [str(value)] if name else []
+    return [str(value)] if name and value is not None else []
 
 
 # The functions below check single fields and arguments, with messages that users see.

@@ -21,6 +21,7 @@ from notebook_accelerate.launch.detached_launch import launch_detached, origin
 from notebook_accelerate.launch.kept import run_folder
 from notebook_accelerate.launch.kept.journal_format import JOURNAL_NAME
 from notebook_accelerate.launch.kept.run_writer import RunWriter
+from notebook_accelerate.launch.notifying import Notifier
 from notebook_accelerate.launch.output.publisher import Publisher, publisher_for
 from notebook_accelerate.launch.plan.planner import LaunchPlan, number_of_slots, placed
 from notebook_accelerate.launch.processes import inline
@@ -218,6 +219,8 @@ def _new_run(
             resumption.add_history(journal)
             if resumption.checkpoint is not None:
                 plan = replace(plan, variables={**plan.variables, environ.RESUMED: resumption.checkpoint.path})
+        if config.notify is not None:
+            Notifier(run)
         if writer is not None:
             history = () if resumption is None else resumption.frames
             writer.start(run, history, (lambda: False) if commands is None else commands.stopping)

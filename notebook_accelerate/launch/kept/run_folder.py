@@ -146,7 +146,7 @@ def _plain(value: object, depth: int = 4) -> Any:
 
 def config_from(stored: Mapping[str, Any]) -> LaunchConfig:
     """Return the configuration in a header. Settings that cannot be read back get their default values."""
-    known = {each.name for each in fields(LaunchConfig)} - {"env", "rdzv_conf", "accelerator", "on"}
+    known = {each.name for each in fields(LaunchConfig)} - {"env", "rdzv_conf", "accelerator", "notify", "on"}
     values = {
         name: tuple(value) if isinstance(value, list) else value for name, value in stored.items() if name in known
     }

@@ -12,7 +12,7 @@ from types import EllipsisType
 from typing import Any
 
 from notebook_accelerate.config.launch_config import LaunchConfig
-from notebook_accelerate.config.plain_values import format_setting, hide_credentials
+from notebook_accelerate.config.plain_values import VARIABLES, format_setting, hide_credentials
 from notebook_accelerate.launch.report.document import Action, Cell, Column, Group, Row, Table
 from notebook_accelerate.launch.report.markup import duration, number
 
@@ -20,7 +20,7 @@ Value = bool | int | float | str | None
 MAX_ARGUMENTS, MAX_METRICS = 12, 8
 """The maximum numbers of arguments and of metrics that get a column."""
 _CAPTION = "Runs, latest first; metrics are the last and the best values of the lowest rank"
-_HIDDEN_SETTINGS = ("env", "num_processes", "block", "panel", "use_port", "rdzv_conf", "tags", "output", "save", "name")
+_HIDDEN_SETTINGS = (*VARIABLES, "num_processes", "block", "panel", "use_port", "tags", "output", "save", "name")
 """Settings that get no column, because they do not affect the training, have one already, or may contain a secret."""
 _DEFAULTS = {each.name: each.default for each in fields(LaunchConfig)}
 _HIGHER = re.compile(r"acc|f1|auc|bleu|rouge|reward|score|precision|recall|iou|psnr|ssim|r2", re.IGNORECASE)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.config.plain_values import format_setting, size_text
+from notebook_accelerate.config.plain_values import format_setting, shown_value, size_text
 from notebook_accelerate.hardware.versions import installed_version
 from notebook_accelerate.launch.report import mesh_diagram, rank_tables, svg_curves
 from notebook_accelerate.launch.report.curves import Source, shown_names
@@ -200,7 +200,8 @@ def config_rows(run: RunView) -> Rows:
     """Return rows with the settings of a run. Of ``env`` and ``rdzv_conf``, only names are shown, to hide secrets."""
     rows = [["setting", "value"]]
     for name, value in run.config.non_default().items():
-        rows.append([name, ", ".join(value) if name in ("env", "rdzv_conf") else format_setting(value)])
+        shown = format_setting(shown_value(name, value))
+        rows.append([name, ", ".join(value) if name in ("env", "rdzv_conf") else shown])
     return rows
 
 
