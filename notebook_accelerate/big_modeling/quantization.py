@@ -82,6 +82,11 @@ def load_and_quantize_model(
     if away and config.load_in_4bit:
         _LOG.warning("%s will not be quantized: they are offloaded.", ", ".join(away))
         kept += away
+    if not empty:
+        _LOG.warning(
+            "The weights of this model are in memory before they are quantized. To need less memory, create the model "
+            "under init_empty_weights(), and pass weights_location."
+        )
     tied = find_tied_parameters(model)
     source = None if empty or weights_location is not None else model.state_dict()
     model = replace_with_bnb_layers(model, config, modules_to_not_convert=[*kept, *float32])

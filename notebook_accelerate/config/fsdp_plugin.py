@@ -147,6 +147,8 @@ class FullyShardedDataParallelPlugin:
     def __post_init__(self) -> None:
         fill_unset(self, "fsdp_version")
         check_choices(self, "fsdp_version")
+        if self.sharding_strategy is not None:
+            _logger.warning("sharding_strategy is deprecated: write reshard_after_forward")
         if self.fsdp_version == 1:
             self.sharding_strategy = self._strategy_by_either_name()
         fill_unset(self, without=_OF_FSDP_1 if self.fsdp_version == 2 else _OF_FSDP_2)
@@ -154,8 +156,12 @@ class FullyShardedDataParallelPlugin:
         if isinstance(names, str):
             self.transformer_cls_names_to_wrap = [name.strip() for name in names.split(",")]
         self._check_choices()
-        if self.cpu_ram_efficient_loading and self.fsdp_version == 1:
-            self.sync_module_states = True  # The other ranks receive the weights that only rank 0 loads.
+        if self.cpu_ram_efficient_loading and self.fsdp_version == 1 and not self.sync_module_states:
+            warnings.warn(
+                "sync_module_states is set to True: with cpu_ram_efficient_loading=True, only rank 0 loads the weights",
+                stacklevel=3,
+            )
+            self.sync_module_states = True
         self._replace_names()
 
     def _strategy_by_either_name(self) -> Any:
@@ -190,14 +196,16 @@ class FullyShardedDataParallelPlugin:
         for name, instead in (("sharding_strategy", sharding), ("forward_prefetch", "")):
             if value := getattr(self, name):
                 raise ValueError(f"{name}={value!r} belongs to FSDP 1; with fsdp_version=2 leave it out{instead}")
-        if self.backward_prefetch is not None:
-            _logger.warning("backward_prefetch has no effect: FSDP 2 always gathers units before they are needed")
-            self.backward_prefetch = None
+        # sync_module_states=False has an effect: without it, FSDP 2 starts with the weights of rank 0.
+        obsolete = [name for name in _OBSOLETE if getattr(self, name) is not None]
+        obsolete += ["sync_module_states"] if self.sync_module_states else []
+        if obsolete:
+            _logger.warning("%s: these settings of FSDP 1 have no effect with fsdp_version=2", ", ".join(obsolete))
+        self.backward_prefetch = self.use_orig_params = None
         if self.sync_module_states:
-            self.sync_module_states = None  # FSDP 2 starts with the weights of rank 0 unless this is False.
+            self.sync_module_states = None
         if isinstance(self.reshard_after_forward, str):
             self.reshard_after_forward = environ.parse_flag(self.reshard_after_forward)
-        self.use_orig_params = None  # FSDP 2 always keeps the original parameters.
 
     # -- names replaced with torch's objects --------------------------------------------------------------------------
 
@@ -380,6 +388,7 @@ class FullyShardedDataParallelPlugin:
         return get_module_class_from_name(module, name)
 
 
+_OBSOLETE = ("backward_prefetch", "use_orig_params")  # FSDP 2 always prefetches and keeps the original parameters.
 _OF_FSDP_1 = ("sharding_strategy", "backward_prefetch", "use_orig_params", "sync_module_states", "forward_prefetch")
 _OF_FSDP_2 = ("reshard_after_forward",)
 """Fields that only one of the two versions of FSDP reads from variables."""

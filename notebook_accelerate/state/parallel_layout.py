@@ -12,6 +12,7 @@ from notebook_accelerate.config import environ
 from notebook_accelerate.config.parallelism_config import ParallelismConfig
 from notebook_accelerate.config.plain_values import check_type
 from notebook_accelerate.state.partial_state import Slots
+from notebook_accelerate.state.warn_once import warn_once
 
 
 def _deepspeed() -> dict[str, Any]:
@@ -87,6 +88,12 @@ def arrange_ranks(slots: Slots) -> Slots:
         ValueError: The sizes in the layout do not match the number of ranks, or need another plugin.
     """
     layout, tp_plugin = slots.get("parallelism_config"), slots.get("torch_tp_plugin")
+    if tp_plugin is not None:
+        warn_once(
+            "torch_tp_plugin is deprecated: write "
+            f"Accelerator(parallelism_config=ParallelismConfig(tp_size={tp_plugin.tp_size}))",
+            FutureWarning,
+        )
     if layout is None and tp_plugin is not None and tp_plugin.tp_size > 1:
         layout = ParallelismConfig(tp_size=tp_plugin.tp_size)
         layout.device_mesh = tp_plugin.torch_device_mesh

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import torch.distributed as dist
 
-from notebook_accelerate import hardware
+from notebook_accelerate import hardware, telemetry
 from notebook_accelerate.config import environ
 from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.hardware import device_table
@@ -235,8 +235,19 @@ def _start_group(world: World, row: Row, device: torch.device, kwargs: dict[str,
         return _existing_backend(str(dist.get_backend()), row, with_cpu)
     backend = choose_backend(row, settings.pop("backend", None), with_cpu)
     process_group.forget_group()
+    if row.type == "cpu":
+        _share_cores(world)
     process_group.start_group(backend, world, device, **settings)
     return backend
+
+
+def _share_cores(world: World) -> None:
+    """Divide this machine's cores among its ranks, unless a launch or OMP_NUM_THREADS has set the number of threads."""
+    if telemetry.current_sink() is not None or environ.text("OMP_NUM_THREADS"):
+        return
+    threads = max(hardware.detect().cpu_count // world.local_size, 1)
+    torch.set_num_threads(threads)
+    warn_once(f"OMP_NUM_THREADS is not set: each of the {world.local_size} ranks on this machine has {threads} threads")
 
 
 def _existing_backend(backend: str, row: Row, with_cpu: bool) -> str:

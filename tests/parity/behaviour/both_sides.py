@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,11 @@ def compare(program: Program, theirs: dict[str, Any], ours: dict[str, Any]) -> l
         if "NameError" in str(there["result"].get("raised")):
             lines.append(f"{at}: the program uses a name that it does not define")
         lines += differences(there["result"], here["result"], program.tolerance, at)
+        kinds = [Counter(kind for kind, _ in side["messages"]) for side in (there, here)]
+        lines += [
+            f"{at}: {kind} {number} times there, {kinds[1][kind]} here"
+            for kind, number in (kinds[0] - kinds[1]).items()
+        ]
     return lines
 
 

@@ -35,8 +35,17 @@ _BY_REASON: dict[str, list[str]] = {
     "Accelerate does not find the offloaded weights of a model that consists of a single module": [
         "bigmodels: utils.has_offloaded_params(cpu_offload(nn.Linear(2, 2), torch.device('cpu')))",
     ],
-    "utils.save(safe_serialization=True) fails in Accelerate if tensors share memory; here one of them is saved": [
-        "messages: _reported(lambda: utils.save(_shared(), 'x.safetensors', safe_serialization=True))",
+    "saving a model raises an error here if its folder is a file; Accelerate logs an error and saves nothing": [
+        "messages: _called(lambda: Accelerator().save_model(model(), Path(__file__)))",
+    ],
+    "a MegatronLMPlugin's numbers of samples are used together with a schedule here; Accelerate ignores them": [
+        "messages: _called(lambda: _scheduled(train_samples=8, lr_warmup_samples=8))",
+    ],
+    "a folder megatron that does not belong to a package is ignored here; Accelerate warns that it cannot parse its version": [
+        "messages: _called(lambda: with_variables({'ACCELERATE_USE_MEGATRON_LM': 'true'}, _is_megatron_available))",
+    ],
+    "with tensor parallelism, split_batches gives each rank the whole batch here; Accelerate splits it, with a warning": [
+        "messages, 2 ranks: _split_on_a_mesh()",
     ],
     "dispatched loaders support tensor parallelism together with data parallelism here": [
         "conditions, 2 ranks: _dispatched_on_a_mesh()",
@@ -67,6 +76,8 @@ _BY_REASON: dict[str, list[str]] = {
     ],
     "the functions for launchers neither check ports nor look for mpirun here: the launcher reports what is missing": [
         "conditions: _simple('--cpu --mpirun_hostfile hosts')",
+        "conditions: _several('', taken=True)",
+        "conditions: _by_deepspeed('', taken=True)",
         "conditions: _several('--num_machines 2 --machine_rank 0 --main_process_ip 127.0.0.1', taken=True)",
         "conditions: _by_deepspeed('--num_machines 2 --deepspeed_multinode_launcher standard', taken=True)",
     ],

@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ import torch
 
 from notebook_accelerate.launch.processes import ports
 from tests.parity.behaviour.description import describe
+from tests.parity.behaviour.messages import recorded_messages
 from tests.parity.behaviour.program_table import Program, programs
 
 SECONDS = 60
@@ -66,7 +66,8 @@ def run(group: Sequence[Program]) -> list[dict[str, Any]]:
     """Run programs one after the other, each in an empty folder, in new processes.
 
     Returns:
-        For each program, either "skipped" with the reason, or "ranks" with each rank's described outcome and output.
+        For each program, either "skipped" with the reason, or "ranks" with each rank's described result, the messages
+        of the package, and the output.
     """
     if group[0].missing:
         return [{"skipped": f"not installed: {', '.join(group[0].missing)}"}]
@@ -89,7 +90,7 @@ def _outcome(folder: Path, rank: int, at: int) -> dict[str, Any]:
         results = pickle.loads((folder / f"results-{rank}").read_bytes())
     except FileNotFoundError:
         results = {}
-    return {"result": results.get(at, {"died": True}), "output": output[-6000:]}
+    return {"result": {"died": True}, "messages": [], **results.get(at, {}), "output": output[-6000:]}
 
 
 def _start(group: Sequence[Program], rank: int, port: int, folder: Path) -> int:
@@ -129,12 +130,13 @@ def _result(program: Program) -> dict[str, Any]:
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002 - the generator that Accelerate saves
     torch.manual_seed(0)
-    warnings.simplefilter("ignore")
-    try:
-        return {"returned": describe(program.run())}
-    except BaseException as error:  # noqa: BLE001 - what a program raises is its result
-        traceback.print_exc()
-        return {"raised": describe(error)}
+    with recorded_messages() as messages:
+        try:
+            outcome = {"returned": describe(program.run())}
+        except BaseException as error:  # noqa: BLE001 - what a program raises is its result
+            traceback.print_exc()
+            outcome = {"raised": describe(error)}
+    return {"result": outcome, "messages": messages}
 
 
 def _reset(environment: dict[str, str]) -> None:

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("accelerate", reason="the real package is not installed: make test-parity")
 
 from tests.parity.behaviour.both_sides import compare, run_both
+from tests.parity.behaviour.condition_tables import REASONS, TABLES, Table
 from tests.parity.behaviour.coverage import names_without_programs
-from tests.parity.behaviour.error_conditions import REASONS, error_conditions, programs_by_position, read_table
 from tests.parity.behaviour.known_differences import KNOWN_DIFFERENCES
 from tests.parity.behaviour.program_table import Program, programs
 
@@ -40,20 +40,22 @@ def test_known_differences_name_existing_programs() -> None:
     assert KNOWN_DIFFERENCES.keys() <= PROGRAMS.keys()
 
 
-def test_the_table_lists_every_error_condition_of_accelerate() -> None:
-    rows = read_table()
-    assert rows.keys() == error_conditions().keys(), "run: python -m tests.parity.behaviour.error_conditions"
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_a_table_lists_every_condition_of_accelerate(table: Table) -> None:
+    rows = table.read()
+    assert rows.keys() == table.conditions().keys(), "run: python -m tests.parity.behaviour.condition_tables"
     assert {row for row in rows.values() if row not in REASONS} <= PROGRAMS.keys()
 
 
-def test_programs_provoke_the_error_conditions_of_their_rows(outcomes: Outcomes) -> None:
-    reached, rows = programs_by_position(outcomes[0]), read_table()
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.name)
+def test_programs_reach_the_conditions_of_their_rows(table: Table, outcomes: Outcomes) -> None:
+    reached, rows = table.programs_by_position(outcomes[0]), table.read()
     wrong = []
-    for key, condition in error_conditions().items():
+    for key, condition in table.conditions().items():
         row = rows[key]
         skipped = row in PROGRAMS and "skipped" in outcomes[0][row]
-        if row not in REASONS and not skipped and row not in reached[f"{condition.file}:{condition.line}"]:
-            wrong.append(f"{key}: not provoked by {row}")
+        if row not in REASONS and not skipped and not any(row in reached[position] for position in condition.positions):
+            wrong.append(f"{key}: not reached by {row}")
     assert not wrong, "\n".join(wrong)
 
 

@@ -28,7 +28,8 @@ def test_fsdp_reads_its_variables_and_writes_none(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")
     monkeypatch.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "A, B")
     before = dict(os.environ)
-    plugin = FullyShardedDataParallelPlugin()
+    with pytest.warns(UserWarning, match="sync_module_states is set to True"):
+        plugin = FullyShardedDataParallelPlugin()
     assert plugin.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
     assert plugin.state_dict_type is StateDictType.FULL_STATE_DICT
     assert plugin.sync_module_states is True

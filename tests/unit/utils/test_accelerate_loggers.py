@@ -6,12 +6,15 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from notebook_accelerate import infer_auto_device_map, load_checkpoint_in_model
+from notebook_accelerate.big_modeling.dispatching import _warn_about_peer_to_peer
+from notebook_accelerate.hardware import nvml
 from notebook_accelerate.utils import FullyShardedDataParallelPlugin, save
 
 THEIRS, OWN = logging.getLogger("accelerate"), logging.getLogger("notebook_accelerate")
@@ -72,9 +75,29 @@ def test_a_device_that_is_too_small_is_logged(caplog: pytest.LogCaptureFixture) 
     assert "too small for the next one: 0 (it needs 160 B)" in caplog.text
 
 
-def test_settings_without_effect_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    FullyShardedDataParallelPlugin(fsdp_version=2, backward_prefetch="BACKWARD_PRE")
-    assert ("accelerate.utils.dataclasses", "WARNING") in _names(caplog)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"fsdp_version": 2, "backward_prefetch": "BACKWARD_PRE"},
+        {"fsdp_version": 2, "use_orig_params": True},
+        {"fsdp_version": 2, "sync_module_states": True},
+        {"sharding_strategy": "FULL_SHARD"},
+    ],
+)
+def test_obsolete_settings_are_logged(settings: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    FullyShardedDataParallelPlugin(**settings)
+    assert _names(caplog) == [("accelerate.utils.dataclasses", "WARNING")]
+    assert list(settings)[-1] in caplog.text
+
+
+def test_drivers_with_defects_in_peer_to_peer_access_are_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvml, "check_cuda_p2p_ib_support", lambda: False)
+    _warn_about_peer_to_peer([0, "cpu"])
+    assert not caplog.records
+    _warn_about_peer_to_peer([0, 1, "cpu"])
+    assert _names(caplog) == [("accelerate.big_modeling", "WARNING")]
 
 
 @pytest.mark.parametrize("logger", [THEIRS, OWN])

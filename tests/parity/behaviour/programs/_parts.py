@@ -98,10 +98,19 @@ def with_variables(variables: dict[str, str], call: Callable[[], Any]) -> Any:
 
 def warned(call: Callable[[], Any]) -> tuple[list[str], Any]:
     """Return the categories of the warnings that a call issues, and its result."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    caught: list[str] = []
+    shown = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *place: Any) -> None:
+        caught.append(category.__name__)
+        shown(message, category, *place)
+
+    warnings.showwarning = show
+    try:
         result = call()
-    return [each.category.__name__ for each in caught], result
+    finally:
+        warnings.showwarning = shown
+    return caught, result
 
 
 class _Kept(logging.Handler):

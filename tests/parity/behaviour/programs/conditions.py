@@ -79,6 +79,8 @@ CALLS = [
     "_several('', dynamo_backend='nonsense')",
     "_several('--use_fsdp', fsdp_cpu_ram_efficient_loading=True, fsdp_sync_module_states=False)",
     "_several('--num_machines 2 --machine_rank 0 --main_process_ip 127.0.0.1', taken=True)",
+    "_several('', taken=True)",
+    "_by_deepspeed('', taken=True)",
     "_by_deepspeed('--module --no_python')",
     "_by_deepspeed('--num_machines 2 --deepspeed_multinode_launcher pdsh --module --no_python')",
     "_by_deepspeed('', mixed_precision='nonsense')",

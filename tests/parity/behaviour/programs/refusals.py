@@ -1,4 +1,4 @@
-"""Errors in Accelerate that no other program provokes; `error_conditions.py` lists all of them."""
+"""Errors in Accelerate that no other program provokes; `condition_tables.py` lists all of them."""
 
 from __future__ import annotations
 
