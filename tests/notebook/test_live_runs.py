@@ -229,3 +229,8 @@ def test_an_agent_asks_a_rank_if_allowed() -> None:
         return (await session.call_tool("ask", {"run": "nan", "expression": "secret + 1"})).structured_content
 
     assert asyncio.run(_with_agent(ask, "--allow"))["values"] == {"0": "42"}
+
+
+def test_the_command_stops_a_run_if_allowed(planted: Kernel) -> None:
+    assert _json("stop", "slow_loader", "--allow")[0] == 0
+    assert planted.value("runs[2].status") == "stopped"

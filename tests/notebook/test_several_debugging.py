@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from notebook_accelerate import attach
+from tests.support.detached import disconnect_all
 from tests.support.kernel import Cell
 from tests.support.launching import children, patient, said
 from tests.support.notebooks import LIMIT, Notebooks
@@ -179,6 +181,11 @@ def test_a_diagnosis_names_the_lines_of_another_notebooks_cells(pair: Notebooks)
     while not all(re.search(pattern, text) for pattern in named):
         assert time.monotonic() < deadline, text
         text = first.value("run.diagnose().text", LIMIT)
+    # Other processes of the user reach the ranks of all machines through the first notebook.
+    attached = attach(first.value("f'{run.name}@{os.getpid()}'", LIMIT))
+    assert [rank.state for rank in attached.ranks] == ["running", "running"]
+    assert re.search(r"rank 1: .*in skips", attached.diagnose().text)
+    disconnect_all()
     first.check("run.stop(grace=1.0)", LIMIT)
     assert pair.kernels[1].value("run.wait(100)", LIMIT)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from notebook_accelerate import attach
+from notebook_accelerate import Accelerator, attach, notebook_launcher
 from notebook_accelerate.commands import run_queries
 from notebook_accelerate.commands.accelerate_cli import main
 from notebook_accelerate.commands.run_queries import MAX_CHARS, MAX_ITEMS, MAX_TOTAL
@@ -145,3 +145,22 @@ def test_lines_are_followed_until_the_run_ends(run: Run, capsys: pytest.CaptureF
     _end(run, "stopped")
     follower.join(20)
     assert not follower.is_alive()
+
+
+def test_a_kept_run_is_read_from_its_folder_after_it_has_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"num_processes": 1, "use_port": 0, "panel": False, "save": tmp_path / "runs"}
+    kept = notebook_launcher(_logging, name="kept", **options)  # type: ignore[arg-type]
+    folder = str(kept.folder)
+    capsys.readouterr()
+    code, found = _json(capsys, "show", folder)
+    assert (code, found["status"], found["metrics"]) == (0, "succeeded", {"loss": 0.5})
+    assert _json(capsys, "logs", folder)[1]["lines"] == ["[rank 0] half"]
+    assert _json(capsys, "wait", folder)[1]["reached"]
+    assert _json(capsys, "stop", folder, "--allow")[1]["status"] == "succeeded"
+
+
+def _logging() -> None:
+    print("half")
+    Accelerator(cpu=True).log({"loss": 0.5}, step=1)
