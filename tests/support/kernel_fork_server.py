@@ -113,6 +113,8 @@ def keep_spare() -> None:
         ours.close()
         # Forked ranks have copies of the kernel's end of the socket, so its closing does not tell the kernel's end.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        # Without a process group of its own, this process also gets the interrupts of the kernel.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         if os.getppid() == parent:
             wait_as_spare(theirs)
         os._exit(0)
@@ -126,6 +128,7 @@ def wait_as_spare(channel: socket.socket) -> None:
     message, descriptors, _, _ = socket.recv_fds(channel, _LONGEST, _DESCRIPTORS)
     channel.close()
     if message:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
         run_code(json.loads(message), descriptors)
 
