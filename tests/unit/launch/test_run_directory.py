@@ -25,7 +25,7 @@ from notebook_accelerate.errors import ChannelClosedError, LaunchError
 from notebook_accelerate.files import guarded_files
 from notebook_accelerate.hardware import process_liveness
 from notebook_accelerate.hardware.process_liveness import this_process
-from notebook_accelerate.launch import attaching, detached_launch
+from notebook_accelerate.launch import attaching, detached_launch, run_registry
 from notebook_accelerate.launch.detached import (
     control_client,
     control_protocol as protocol,
@@ -104,6 +104,22 @@ def test_runs_lists_the_runs_of_this_project_and_others_on_request(
     assert {run.name for run in runs() if run.config.detach} == {"root", "below", "other"}, (
         "this kernel has opened them"
     )
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_the_table_of_runs_adds_later_ones_even_if_it_lists_a_lost_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    here = tmp_path / "project"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    _recorded(tmp_path / "lost", "lost", time.time(), origin=str(tmp_path if elsewhere else here), pid=2**22 - 1)
+    table = runs(all=elsewhere)._table()
+    late = make_run()
+    run_registry.announce_run(late)
+    assert late in table.runs
+    assert "lost" in [run.name for run in table.runs]
+    table.close()
 
 
 def test_an_unreadable_journal_delays_nothing(tmp_path: Path) -> None:
