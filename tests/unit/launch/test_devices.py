@@ -252,10 +252,10 @@ def test_runs_wait_for_their_devices_and_start_in_order(launched: list[Run], mon
 
 
 def test_the_time_in_the_queue_does_not_count_toward_the_time_limit(launched: list[Run]) -> None:
-    first = notebook_launcher(_wait, (1.5,), block=False, panel=False, devices=1)
+    first = notebook_launcher(_wait, (4.0,), block=False, panel=False, devices=1)
     assert first.plan is not None
     core = int(next(iter(first.plan.slots.values())))
-    second = notebook_launcher(_wait, (0.0,), block=False, panel=False, devices=[core], queue=True, timeout=1.2)
+    second = notebook_launcher(_wait, (0.0,), block=False, panel=False, devices=[core], queue=True, timeout=3.5)
     launched += [first, second]
     assert second.wait(60)
     assert second.status == "succeeded"
