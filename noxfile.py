@@ -225,7 +225,7 @@ def together(session: nox.Session, tag: str, lanes: int) -> None:
     words = {"failure": "failed", "passed": "passed", "skipped": "skipped", "error": "errors"}
     text = ", ".join(f"{counts[kind]} {word}" for kind, word in words.items() if counts[kind])
     print(f"\n{f' {text} in {time.monotonic() - begin:.2f}s ':=^120}", flush=True)
-    if code or not counts:
+    if code or not (counts["passed"] or "TEST_UNTIL" in VARIABLES):
         session.error(f"some sessions failed; the results are in {REPORTS.relative_to(ROOT)}")
 
 

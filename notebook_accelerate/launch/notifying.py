@@ -54,7 +54,7 @@ class Notifier:
 
     def _on_records(self, records: Sequence[Record]) -> None:
         journal = internals(self._run).journal
-        # Records of the run itself come without those of ranks, of which there may be many.
+        # A batch of records is either the run's own or from ranks. Those from ranks may be many, so skip them.
         own = records if records[0].rank == events.RUN else ()
         kinds = [kind for record in own if (kind := self._kind(record.event))]
         if journal.store.not_finite and not self._found_nan:

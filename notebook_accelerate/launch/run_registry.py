@@ -183,10 +183,10 @@ class Runs(list["Run"]):
     """A list of runs. As the value of a cell's last line, it is shown as a `widgets.RunsTable` with curves."""
 
     def _table(self) -> Any:
-        # Compare folders, because a lost run is opened again whenever it is listed. `runs` also lists what an earlier
-        # call with all=True has opened, so the table of such a call adds later runs, too.
-        known = [run.folder or run.id for run in self]
-        return load("runs")(None if known == [run.folder or run.id for run in runs()] else self)
+        # Compare folders, because a lost run is opened again whenever it is listed. After a call with all=True,
+        # `runs()` lists the runs that the call has opened, so that their table adds later runs, too.
+        mine, listed = ([run.folder or run.id for run in each] for each in (self, runs()))
+        return load("runs")(None if mine == listed else self)
 
     def _ipython_display_(self) -> None:
         if running_kernel() is None:

@@ -218,7 +218,7 @@ def test_entries_are_checked_during_typing(opened: Any, app: App) -> None:
     box.click()
     page.page.keyboard.type("0")
     alert = "document.querySelector('.na-form .na-aside [role=alert]')"
-    page.wait_for(f"() => {alert}?.innerText.includes('Number of processes')")
+    page.wait_for(f"() => {alert}?.innerText.includes('\"Number of processes\" = 0')")
     page.wait_for(f"() => document.querySelector('{LAUNCH}').disabled")
     copies = page.page.locator(".na-form .na-copies button")
     assert [copies.nth(place).is_disabled() for place in range(copies.count())] == [True, True]

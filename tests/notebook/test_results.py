@@ -103,16 +103,16 @@ def settled_pss():
 
 
 @pytest.mark.parametrize(("method", "count"), [("fork", 2), ("zygote", 2), ("inline", 1)])
-def test_the_memory_of_a_kernel_stays_constant_over_14_runs(kernel: Kernel, method: str, count: int) -> None:
+def test_the_memory_of_a_kernel_stays_constant_over_26_runs(kernel: Kernel, method: str, count: int) -> None:
     kernel.check(LARGE_RUN)
     options = f"num_processes={count}, start_method={method!r}"
     used = []
-    for _ in range(14):
+    for _ in range(26):
         kernel.check(f"run = launch(make, torch.ones(10 << 20), {options})")
         assert kernel.value("read(run)") == 3.0 * count
         used.append(kernel.value("settled_pss()"))
     # Compare medians, because a rank that is still exiting shares memory with the kernel and thus lowers its PSS.
-    assert median(used[-5:]) - median(used[3:8]) < 40, used
+    assert median(used[-5:]) - median(used[4:9]) < 40, used
     kernel.check("run.free_results()")
     assert median(used[-5:]) - kernel.value("settled_pss()") > 30
     kernel.check("run.report().html, run.logs(), run._internals.journal.records")

@@ -181,23 +181,23 @@ def _frames(text: bytes, count: int) -> list[bytes]:
 COSTLY: dict[str, Callable[[], tuple[list[Any], dict[str, Any], list[bytes]]]] = {
     "a hundred million ranks": lambda: (_planned(100_000_000), header(), []),
     "many ranks": lambda: (_planned(journal_format.MAX_RANKS), header(), []),
-    "many ranks, planned often": lambda: (_planned(16_000) + _planned(16_000)[1:] * 800, header(), []),
-    "many ranks that restart": lambda: (_restarts(16_000, 2_000), header(), []),
-    "many notes": lambda: (_planned(2) + [["NoteAdded", -1, START, {"text": "x"}]] * 20_000, header(), []),
+    "many ranks, planned often": lambda: (_planned(16_000) + _planned(16_000)[1:] * 2000, header(), []),
+    "many ranks that restart": lambda: (_restarts(16_000, 5_000), header(), []),
+    "many notes": lambda: (_planned(2) + [["NoteAdded", -1, START, {"text": "x"}]] * 60_000, header(), []),
     "many warnings": lambda: (
-        _planned(2) + [["WarningAdded", -1, START, {"text": str(n)}] for n in range(20_000)], header(), [],
+        _planned(2) + [["WarningAdded", -1, START, {"text": str(n)}] for n in range(60_000)], header(), [],
     ),
-    "lists of lists": lambda: (_planned(2), header(), _frames(b'{"kind":"x","a":[' + b"[]," * 400_000 + b"0]}", 3)),
+    "lists of lists": lambda: (_planned(2), header(), _frames(b'{"kind":"x","a":[' + b"[]," * 900_000 + b"0]}", 3)),
     "unknown sections": lambda: (
-        _planned(2), header(), [journal_format.encode_frame({"kind": f"x{n}", "a": [[]] * 20_000}) for n in range(10)],
+        _planned(2), header(), [journal_format.encode_frame({"kind": f"x{n}", "a": [[]] * 60_000}) for n in range(10)],
     ),
     "a deep header": lambda: (_planned(2), {**header(), "cells": json.loads("[" * 900 + "]" * 900)}, []),
     "ranks that log": lambda: (
-        _planned(2) + [["LogEvent", n % 2**20, START, {"stream": "stdout", "text": "x"}] for n in range(10_000)],
+        _planned(2) + [["LogEvent", n % 2**20, START, {"stream": "stdout", "text": "x"}] for n in range(30_000)],
         header(), [],
     ),
     "many metrics": lambda: (
-        _planned(2) + [["MetricEvent", n % 50, START, {"values": {str(n): 1.0}, "step": 1}] for n in range(10_000)],
+        _planned(2) + [["MetricEvent", n % 50, START, {"values": {str(n): 1.0}, "step": 1}] for n in range(30_000)],
         header(), [],
     ),
     "a mesh of all": lambda: (
