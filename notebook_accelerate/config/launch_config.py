@@ -361,7 +361,10 @@ def _check_detached(config: LaunchConfig) -> None:
     object.__setattr__(config, "block", False)
 
 
-_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://[^\s/?#][^\s]*")
+_ADDRESS = re.compile(
+    r"https?://([\w.-]+|\[[0-9a-f:.]+\])(:\d{1,5})?([/?#][!-~]*)?|(?!https?:)(?P<other>[a-z][a-z0-9+.-]*)://[^\s/?#]\S*",
+    re.IGNORECASE,
+)
 
 
 def _check_notify(config: LaunchConfig) -> None:
@@ -375,11 +378,14 @@ def _check_notify(config: LaunchConfig) -> None:
     if address is None:
         shown = HIDDEN if isinstance(given, str) else short_repr(given)
         raise ValueError(
-            f"notify={shown} is not allowed; pass a URL such as 'https://example.org/hook', an address of apprise such "
-            "as 'ntfys://topic', or a function, which is called with a dict"
+            f"notify={shown} is not allowed; pass a URL such as 'https://example.org/hook', without user and password, "
+            "an address of apprise such as 'ntfys://topic', or a function, which is called with a dict"
         )
-    if address[1].lower() not in ("http", "https") and importlib.util.find_spec("apprise") is None:
-        raise ValueError(f"notify='{address[1]}://...' needs apprise: pip install 'notebook-accelerate[notify]'")
+    if other := address["other"]:
+        if importlib.util.find_spec("apprise") is None:
+            raise ValueError(f"notify='{other}://...' needs apprise: pip install 'notebook-accelerate[notify]'")
+        if not importlib.import_module("apprise").Apprise().add(given):
+            raise ValueError(f"notify='{other}://...' is not an address of apprise; see https://appriseit.com/services")
 
 
 def _check_devices(config: LaunchConfig) -> None:

@@ -104,6 +104,8 @@ _USER = re.compile(r"(?<=://)(?:[^\s'\"/@:]*:[^\s'\"]*|[^\s'\"/@]*)@")
 _PARAMETER = re.compile(r"([?&]([^=&\s'\"]*)=)[^&#\s'\"]*")
 _SHORT = 4
 """Values shorter than this are not hidden in text, because they may also occur in ordinary words."""
+_FOLDERS = ("PWD", "OLDPWD")
+"""Environment variables with folders, whose names would otherwise denote passwords."""
 
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
@@ -184,18 +186,22 @@ def shown_repr(settings: DataclassInstance) -> str:
 
 
 def redact(text: str, settings: DataclassInstance) -> str:
-    """Hide the secrets of a dataclass in another program's text, such as an error message from Ray or a training.
+    """Hide secrets in another program's text, such as an error message from Ray or a training.
+
+    These are the secrets in a dataclass, and the values of environment variables whose names denote secrets.
 
     Args:
         text: The other program's text.
         settings: The dataclass with the secrets.
     """
-    text = hide_credentials(text)
+    secrets = [value for name, value in os.environ.items() if is_secret_name(name) and name not in _FOLDERS]
     for entry in dataclasses.fields(settings):
         if entry.name in VARIABLES:
             # The values in a runtime environment have names one level further down.
-            for value in _values(getattr(settings, entry.name), "" if entry.name == "runtime_env" else entry.name):
-                text = text.replace(value, HIDDEN) if len(value) >= _SHORT else text
+            secrets += _values(getattr(settings, entry.name), "" if entry.name == "runtime_env" else entry.name)
+    text = hide_credentials(text)
+    for value in sorted(secrets, key=len, reverse=True):  # One secret may begin with another.
+        text = text.replace(value, HIDDEN) if len(value) >= _SHORT else text
     return text
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
+import importlib
 import json
-import os
 import threading
-from collections import deque
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+import time
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from notebook_accelerate.config.plain_values import HIDDEN, is_secret_name, redact
+from notebook_accelerate.config.plain_values import redact
 from notebook_accelerate.launch.detached.control_client import warn
 from notebook_accelerate.launch.report.markup import duration
 from notebook_accelerate.launch.report.rank_rows import findings
@@ -26,51 +25,50 @@ if TYPE_CHECKING:
 
 SEND_SECONDS = 10.0
 """Seconds that a receiver may take for one message, and that an exiting process waits for the last messages."""
-MAX_WAITING = 8
-"""Maximum number of messages that wait for a receiver. The oldest ones are dropped."""
+SETTLE_SECONDS = 2.0
+"""Seconds that a warning waits for others: a NaN, for example, first appears in a metric, then in a sanity check."""
 MAX_CHARS = 4_000
 """Maximum number of characters of a message's text."""
-_SHORT = 8
-"""Values of variables that are shorter than this are not hidden, because they may also occur in ordinary words."""
+_senders: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 class Notifier:
     """Sends messages about a run until it ends. A thread sends them, which exists only while messages are waiting.
+
+    A message that waits is replaced by a newer one about the same kind of event, so only a few can wait for a receiver
+    that is slow.
 
     Args:
         run: The run, with ``config.notify``.
     """
 
     def __init__(self, run: Run) -> None:
-        receiver = run.config.notify
-        self._run, self._is_function = run, callable(receiver)
-        self._send: Callable[[dict[str, str]], object] = (
-            receiver if callable(receiver) else partial(_send_to, str(receiver))
-        )
-        self._waiting: deque[dict[str, str]] = deque(maxlen=MAX_WAITING)
-        self._lock = threading.Lock()
+        self._run, self._receiver = run, run.config.notify
+        self._waiting: dict[str, str] = {}
+        self._lock, self._ended = threading.Lock(), threading.Event()
         self._is_sending = self._has_warned = self._found_nan = False
         self._unsubscribe = internals(run).journal.subscribe(self._on_records)
 
     def _on_records(self, records: Sequence[Record]) -> None:
         journal = internals(self._run).journal
-        # A batch of records is either the run's own or from ranks. Those from ranks may be many, so skip them.
+        # A batch of records is either the run's own or from ranks. From ranks, only a NaN matters.
         own = records if records[0].rank == events.RUN else ()
         kinds = [kind for record in own if (kind := self._kind(record.event))]
         if journal.store.not_finite and not self._found_nan:
             self._found_nan = True
             kinds.append("warning")
-        if journal.state.ended is not None:
-            self._unsubscribe()  # Otherwise, the journal would keep the run alive.
         # Of several notebooks, only the first one knows all ranks.
         if kinds and (not journal.state.ranks or journal.state.ranks[0].rank == 0):
-            self._put({"run": self._run.name, "event": kinds[-1], "text": self._text()})
+            self._put(kinds[-1], self._text())
+        if journal.state.ended is not None:
+            self._ended.set()
+            self._unsubscribe()  # Otherwise, the journal would keep the run alive.
 
     def _kind(self, event: object) -> str:
         """Return what to call an event of the journal in a message, or "" if there is no message for it."""
         state = internals(self._run).journal.state
-        if isinstance(event, (events.RunEnded, events.RunLost)):
-            return "failed" if state.status in ("failed", "lost") else "ended"
+        if isinstance(event, events.RunEnded):
+            return "failed" if state.status == "failed" else "ended"
         if isinstance(event, events.AttemptEnded) and event.restarts:
             return "failed"
         if isinstance(event, events.WarningAdded):
@@ -87,64 +85,71 @@ class Notifier:
         if state.stall is not None and state.diagnoses:
             lines.append(state.diagnoses[-1].text)
         text = redact("\n".join(filter(None, lines)), run.config)
-        for name, value in os.environ.items():
-            if len(value) >= _SHORT and is_secret_name(name) and name not in ("PWD", "OLDPWD"):
-                text = text.replace(value, HIDDEN)
         return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}…"
 
-    def _put(self, message: dict[str, str]) -> None:
+    def _put(self, event: str, text: str) -> None:
         with self._lock:
-            is_full = len(self._waiting) == MAX_WAITING
-            self._waiting.append(message)
+            self._waiting[event] = text
             if not self._is_sending:
+                sender = threading.Thread(target=self._send_waiting, name="notebook-accelerate-notify", daemon=True)
+                sender.start()
                 self._is_sending = True
-                threading.Thread(target=self._send_waiting, name="notebook-accelerate-notify", daemon=True).start()
-        if is_full:
-            self._warn("the receiver is too slow, so messages were dropped")
+                _senders.add(sender)
 
     def _send_waiting(self) -> None:
-        wait = partial(threading.current_thread().join, SEND_SECONDS)
-        atexit.register(wait)
-        while True:
+        while event := self._next_event():
+            if event == "warning":
+                self._ended.wait(SETTLE_SECONDS)
             with self._lock:
-                if not self._waiting:
-                    self._is_sending = False
-                    break
-                message = self._waiting.popleft()
+                message = {"run": self._run.name, "event": event, "text": self._waiting.pop(event)}
             try:
-                self._send(message)
-            except Exception as error:  # noqa: BLE001 - a receiver that fails must not affect the run
+                _send_to(self._receiver, message)
+            except BaseException as error:  # noqa: BLE001 - a receiver that fails must not affect the run
                 # Other texts of errors may contain the address, which is a secret.
-                detail = error if self._is_function else getattr(error, "reason", "")
+                detail = error if callable(self._receiver) else getattr(error, "code", getattr(error, "reason", ""))
                 self._warn(f"a message was not sent: {type(error).__name__} {detail}".rstrip())
-        atexit.unregister(wait)
+
+    def _next_event(self) -> str:
+        """Return the event of the oldest message that waits, or "" if no message waits and the thread must end."""
+        with self._lock:
+            self._is_sending = bool(self._waiting)
+            return next(iter(self._waiting), "")
 
     def _warn(self, text: str) -> None:
         """Warn once for each run, here and in the run's notes, which attached processes show."""
-        with self._lock:
-            first, self._has_warned = not self._has_warned, True
-        if first:
+        if not self._has_warned:
+            self._has_warned = True
             if self._run.ended is None:
                 internals(self._run).journal.append(events.NoteAdded(f"notify: {text}"))
             warn(f"notify of run {self._run.name}: {text}")
 
 
-def _send_to(address: str, message: dict[str, str]) -> None:
-    """Send a message to a URL, as a POST with JSON, or to an address of apprise.
+def finish_messages() -> None:
+    """Wait until the messages about ended runs are sent, but not longer than `SEND_SECONDS`."""
+    limit = time.monotonic() + SEND_SECONDS
+    for sender in list(_senders):
+        sender.join(max(0.0, limit - time.monotonic()))
+
+
+def _send_to(receiver: Any, message: dict[str, str]) -> None:
+    """Send a message to a function, to a URL, as a POST with JSON, or to an address of apprise.
 
     Raises:
         OSError: The receiver did not accept the message.
     """
-    if not address.lower().startswith(("http://", "https://")):
-        import apprise
-
-        receiver = apprise.Apprise()
-        if not (receiver.add(address) and receiver.notify(message["text"], f"{message['run']} {message['event']}")):
-            raise OSError
+    if callable(receiver):
+        receiver(message)
         return
     # Import this here, because it takes 20 ms, and few launches send messages.
-    from urllib.request import Request, urlopen
+    from urllib import error, request
 
+    if not receiver.lower().startswith(("http://", "https://")):
+        service = importlib.import_module("apprise").Apprise()
+        if not (service.add(receiver) and service.notify(message["text"], f"{message['run']} {message['event']}")):
+            raise error.URLError("apprise could not send it")
+        return
     data = json.dumps(message).encode()
-    request = Request(address, data, {"Content-Type": "application/json"})  # noqa: S310 - the scheme was checked above
-    urlopen(request, timeout=SEND_SECONDS).close()  # noqa: S310
+    posted = request.Request(receiver, data, {"Content-Type": "application/json"})  # noqa: S310 - checked at the launch
+    # To follow a redirection, urllib would send a GET request without the message, and report no error.
+    refusing = type("_Refusing", (request.HTTPRedirectHandler,), {"redirect_request": lambda *_: None})
+    request.build_opener(refusing).open(posted, timeout=SEND_SECONDS).close()

@@ -21,6 +21,7 @@ from notebook_accelerate.hardware.process_liveness import this_process
 from notebook_accelerate.launch import attaching
 from notebook_accelerate.launch.detached.run_directory import DirectoryEntry
 from notebook_accelerate.launch.detached.served_run import finish_services
+from notebook_accelerate.launch.notifying import finish_messages
 from notebook_accelerate.launch.output.running_cell import running_kernel
 from notebook_accelerate.launch.processes.zygote import close_zygote
 from notebook_accelerate.launch.run import result_bytes, wait_for_release, without_results
@@ -286,6 +287,7 @@ def shutdown(all: bool = False) -> None:
     for run in own:
         wait_for_release(run)
     finish_services()
+    finish_messages()
     close_zygote()
 
 

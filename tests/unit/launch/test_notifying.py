@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,12 +17,14 @@ import pytest
 
 from notebook_accelerate import LaunchConfig, Run, notebook_launcher, open_run
 from notebook_accelerate.errors import WorkerError
-from notebook_accelerate.launch.notifying import MAX_WAITING, Notifier
-from notebook_accelerate.launch.state.run_events import AttemptEnded, RunEnded, WarningAdded
+from notebook_accelerate.launch import notifying
+from notebook_accelerate.launch.notifying import Notifier, finish_messages
+from notebook_accelerate.launch.state.run_events import AttemptEnded, RunEnded, RunStalled, WarningAdded
 from notebook_accelerate.telemetry import MetricEvent, current_sink
+from notebook_accelerate.telemetry.store import Record
 from tests.support.detached import user_folder
 from tests.support.ports import free_port
-from tests.support.runs import launch, make_run
+from tests.support.runs import START, launch, make_run
 from tests.support.waiting import until
 
 TOKEN = "T0KEN-hunter2"
@@ -53,8 +55,12 @@ class _Handler(BaseHTTPRequestHandler):
         assert self.headers["Content-Type"] == "application/json"
         self.server.messages.append(json.loads(data))
         self.server.replies.wait(30)
-        self.send_response(500 if "broken" in self.path else 204)
+        self.send_response(500 if "broken" in self.path else 302 if "moved" in self.path else 200)
+        self.send_header("Location", self.server.url)
         self.end_headers()
+        with suppress(OSError):  # The sender does not read the answer.
+            for _ in range(20 if "huge" in self.path else 0):
+                self.wfile.write(bytes(1 << 20))
 
     def log_message(self, *_: object) -> None:
         pass
@@ -141,18 +147,31 @@ def test_a_run_does_not_wait_for_a_slow_receiver(receiver: Receiver) -> None:
     until(lambda: receiver.events == ["warning", "ended"])
 
 
-@pytest.mark.parametrize("problem", ["down", "broken", "function"])
-def test_a_receiver_that_fails_is_reported_once(problem: str, receiver: Receiver) -> None:
-    refusing = f"http://127.0.0.1:{free_port()}/{TOKEN}"
-    receivers = {"down": refusing, "broken": f"{receiver.url}/broken", "function": _refuse}
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        ("down", "URLError .*Connection refused"),
+        ("silent", "TimeoutError"),
+        ("broken", "HTTPError 500"),
+        ("moved", "HTTPError 302"),
+        ("function", "OSError too busy"),
+        ("exit", "SystemExit now"),
+    ],
+)
+def test_a_receiver_that_fails_is_reported_once(
+    problem: str, reason: str, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receivers = {"down": f"http://127.0.0.1:{free_port()}/{TOKEN}", "function": _refuse, "exit": _exit}
+    if problem == "silent":
+        monkeypatch.setattr(notifying, "SEND_SECONDS", 0.3)
+        receiver.replies.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        _run(_lose, notify=receivers[problem])
+        _run(_lose, notify=receivers.get(problem, f"{receiver.url}/{problem}"))
         until(lambda: not _senders())
     texts = [str(each.message) for each in caught if "notify" in str(each.message)]
-    reasons = {"down": "Connection refused", "broken": "HTTPError Internal", "function": "OSError too busy"}
     assert len(texts) == 1
-    assert reasons[problem] in texts[0]
+    assert re.search(reason, texts[0])
     assert TOKEN not in texts[0]
 
 
@@ -160,18 +179,40 @@ def _refuse(message: dict[str, str]) -> None:
     raise OSError("too busy")
 
 
-def test_few_messages_wait_and_the_last_one_is_sent(receiver: Receiver) -> None:
+def _exit(message: dict[str, str]) -> None:
+    sys.exit("now")
+
+
+def test_a_huge_answer_is_not_read(receiver: Receiver) -> None:
+    _run(_succeed, notify=f"{receiver.url}/huge")
+    until(lambda: receiver.events == ["ended"])
+    finish_messages()
+    assert not _senders()
+
+
+def test_one_message_of_each_kind_waits_and_the_last_one_is_sent(receiver: Receiver) -> None:
     receiver.replies.clear()
     run = _notified(receiver)
-    events = [WarningAdded(f"mistake {number}") for number in range(3 * MAX_WAITING)]
-    with pytest.warns(UserWarning, match="too slow, so messages were dropped"):
-        deque(map(run._internals.journal.append, events))
-    for event in (AttemptEnded("stopped"), RunEnded("stopped", "", "as planned")):
+    events = [RunStalled(0.0, f"cause {number}") for number in range(20)]
+    for event in (*events, AttemptEnded("stopped"), RunEnded("stopped", "", "as planned")):
         run._internals.journal.append(event)
     receiver.replies.set()
     until(lambda: receiver.events[-1:] == ["ended"])
-    assert len(receiver.messages) == MAX_WAITING + 1
-    assert run.notes == ["notify: the receiver is too slow, so messages were dropped"]
+    assert receiver.events in (["stalled", "ended"], ["stalled", "stalled", "ended"])
+    assert "cause 19" in receiver.messages[-2]["text"]
+
+
+def test_warnings_with_one_cause_become_one_message(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notifying, "SETTLE_SECONDS", 0.2)
+    journal = _notified(receiver)._internals.journal
+    journal.add([Record(0, START, MetricEvent({"loss": float("nan")}, 13))])
+    journal.append(WarningAdded("the loss became nan at backward #13"))
+    until(lambda: bool(receiver.messages))
+    finish_messages()
+    assert receiver.events == ["warning"]
+    assert receiver.messages[0]["text"].endswith(
+        "NaN since step 13 on rank 0: loss\nthe loss became nan at backward #13"
+    )
 
 
 def _notified(receiver: Receiver) -> Run:
@@ -187,6 +228,7 @@ def test_messages_and_records_contain_no_secret(
     receiver: Receiver, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SERVICE_API_KEY", f"{TOKEN}-inherited")
+    monkeypatch.setenv("A_TOKEN", TOKEN[:9])  # The other secrets begin with this one.
 
     def fail() -> None:
         raise ValueError(f"{TOKEN}-inherited {TOKEN}-given at https://user:{TOKEN}@example.org/?token={TOKEN}")
@@ -210,6 +252,9 @@ def test_messages_and_records_contain_no_secret(
         ({"notify": f"example.org/{TOKEN}"}, r"notify=\*\*\* is not allowed"),
         ({"notify": f"https://example.org/{TOKEN} \n"}, r"notify=\*\*\* is not allowed"),
         ({"notify": f"https://?{TOKEN}"}, r"notify=\*\*\* is not allowed"),
+        ({"notify": f"https://user:{TOKEN}@example.org/"}, "is not allowed; .* without user and password"),
+        ({"notify": f"https://example.org:{TOKEN}/"}, r"notify=\*\*\* is not allowed"),
+        ({"notify": f"https://example.org/{TOKEN}ä"}, r"notify=\*\*\* is not allowed"),
         ({"notify": print, "detach": True}, "detach=True is not allowed with notify=<function>"),
     ],
 )
@@ -226,6 +271,8 @@ def test_other_addresses_need_apprise(monkeypatch: pytest.MonkeyPatch, receiver:
         with pytest.raises(ValueError, match=r"'json://...' needs .* pip install 'notebook-accelerate\[notify\]'"):
             LaunchConfig(notify=address)
     apprise = pytest.importorskip("apprise")
+    with pytest.raises(ValueError, match=r"'jsno://...' is not an address of apprise"):
+        LaunchConfig(notify=f"jsno://{TOKEN}")
     _run(_fail, notify=address)
     until(lambda: bool(receiver.messages))
     assert (receiver.messages[0]["title"], "no data" in receiver.messages[0]["message"]) == ("made failed", True)
