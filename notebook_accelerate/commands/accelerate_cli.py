@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 
-from notebook_accelerate.commands.parsers import PROGRAM, HelpFormatter
+from notebook_accelerate.commands.parsers import PROGRAM, HelpFormatter, in_options
 from notebook_accelerate.config.plain_values import did_you_mean
 from notebook_accelerate.errors import NotebookAccelerateError
 
@@ -28,9 +28,6 @@ _COMMANDS = {
     "estimate-memory": "estimate:estimate_command_parser",
     "merge-weights": "merge:merge_command_parser",
     "to-fsdp2": "to_fsdp2:to_fsdp2_command_parser",
-    **dict.fromkeys(
-        ["runs", "show", "logs", "metrics", "diagnose", "stacks", "memory", "profile", "wait"], "live_runs:PARSERS"
-    ),
     **dict.fromkeys(_RUN_COMMANDS, "live_runs:PARSERS"),
     "mcp": "mcp_server:mcp_command_parser",
 }
@@ -85,12 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         options.func(options)
-    except (ValueError, OSError) as error:
-        print(f"{PROGRAM} {options.command}: {error}", file=sys.stderr)
-        return 2
-    except (NotebookAccelerateError, ImportError) as error:
-        print(f"{PROGRAM} {options.command}: {error}", file=sys.stderr)
-        return 1
+    except (ValueError, OSError, NotebookAccelerateError, ImportError) as error:
+        print(f"{PROGRAM} {options.command}: {in_options(str(error), vars(options).get('names', {}))}", file=sys.stderr)
+        return 2 if isinstance(error, (ValueError, OSError)) else 1
     except (KeyboardInterrupt, EOFError):
         print("interrupted", file=sys.stderr)
         return 130

@@ -28,6 +28,7 @@ from notebook_accelerate.commands.launch_settings import (
     option,
 )
 from notebook_accelerate.commands.parsers import Subparsers, command_parser
+from notebook_accelerate.config.config_file import section_settings
 from notebook_accelerate.config.launch_config import LaunchConfig
 from notebook_accelerate.errors import WorkerError
 from notebook_accelerate.launch import run_registry
@@ -64,7 +65,9 @@ def launch_command_parser(subparsers: Subparsers | None = None) -> argparse.Argu
     parser.add_argument(
         "training_script_args", nargs=argparse.REMAINDER, help="Arguments of the script.", metavar="..."
     )
-    parser.set_defaults(func=launch_command)
+    names = {each.name: each.name for options in GROUPS.values() for each in options if each.supported}
+    names |= {known.launch: str(known.option) for _, known in section_settings("") if known.launch}
+    parser.set_defaults(func=launch_command, names=names)
     return parser
 
 

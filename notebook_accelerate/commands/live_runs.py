@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from notebook_accelerate.commands import run_queries as queries
-from notebook_accelerate.commands.parsers import Subparsers, command_parser
+from notebook_accelerate.commands.parsers import Subparsers, command_parser, in_options
 from notebook_accelerate.commands.run_queries import Answer
 from notebook_accelerate.launch import attaching
 from notebook_accelerate.launch.state.run_view import internals
@@ -31,7 +31,8 @@ def _parser(query: Callable[..., Answer], subparsers: Subparsers | None) -> argp
     name = "runs" if query is queries.list_runs else query.__name__
     parser = command_parser(subparsers, name, text, f"{text} {EXIT_CODES}")
     hints = typing.get_type_hints(query)
-    for each in inspect.signature(query).parameters.values():
+    parameters = inspect.signature(query).parameters
+    for each in parameters.values():
         kind, default = hints[each.name], each.default
         if each.name == "run":
             parser.add_argument("run", metavar="RUN", help="The run's name, NAME@PID, or the folder of a kept run.")
@@ -48,7 +49,8 @@ def _parser(query: Callable[..., Answer], subparsers: Subparsers | None) -> argp
         parser.add_argument("--allow", action="store_true", help="Allow this command to change the run.")
     if query is queries.logs:
         parser.add_argument("--follow", action="store_true", help="Print further lines until the run ends.")
-    parser.set_defaults(func=partial(_run, query))
+    names = {name: name for name, each in parameters.items() if each.default is not each.empty}
+    parser.set_defaults(func=partial(_run, query), names=names)
     return parser
 
 
@@ -58,7 +60,9 @@ def _run(query: Callable[..., Answer], args: argparse.Namespace) -> None:
     if getattr(args, "follow", False):
         _follow(args)
         return
-    answer = queries.answer(query, options, allowed=getattr(args, "allow", False))
+    answer = queries.answer(
+        query, options, allowed=getattr(args, "allow", False), words=partial(in_options, options=args.names)
+    )
     if args.json:
         print(json.dumps({"command": args.command, **queries.bounded(answer.data)}))
     else:

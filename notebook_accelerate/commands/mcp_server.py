@@ -51,8 +51,15 @@ def server(*, allowed: bool) -> Any:
         reads = query not in queries.CHANGING
         hints = ToolAnnotations(read_only_hint=reads, destructive_hint=not reads, open_world_hint=False)
         made.add_tool(_tool(query, allowed=allowed), annotations=hints)
-    made.resource("runs://all", mime_type="application/json")(_resource(queries.list_runs, "runs"))
-    made.resource("run://{run}", mime_type="application/json")(_resource(queries.show, "run"))
+
+    def runs() -> str:
+        return json.dumps(_data(queries.list_runs, {}, allowed=False))
+
+    def run(run: str) -> str:
+        return json.dumps(_data(queries.show, {"run": run}, allowed=False))
+
+    made.resource("runs://all", mime_type="application/json")(runs)
+    made.resource("run://{run}", mime_type="application/json")(run)
     return made
 
 
@@ -61,9 +68,7 @@ def _tool(query: Callable[..., Answer], *, allowed: bool) -> Callable[..., dict[
     from mcp.server.mcpserver.exceptions import ToolError
 
     def call(**options: Any) -> dict[str, Any]:
-        answer = queries.answer(query, options, allowed=allowed)
-        data = queries.bounded(answer.data)
-        if "error" in answer.data:
+        if "error" in (data := _data(query, options, allowed=allowed)):
             raise ToolError(json.dumps(data))
         return data
 
@@ -78,13 +83,5 @@ def _tool(query: Callable[..., Answer], *, allowed: bool) -> Callable[..., dict[
     return call
 
 
-def _resource(query: Callable[..., Answer], name: str) -> Callable[..., str]:
-    def read(run: str) -> str:
-        return json.dumps(queries.bounded(queries.answer(query, {"run": run}, allowed=False).data))
-
-    def read_all() -> str:
-        return json.dumps(queries.bounded(queries.answer(query, {}, allowed=False).data))
-
-    chosen: Callable[..., str] = read if name == "run" else read_all
-    chosen.__name__ = name
-    return chosen
+def _data(query: Callable[..., Answer], options: dict[str, Any], *, allowed: bool) -> dict[str, Any]:
+    return queries.bounded(queries.answer(query, options, allowed=allowed).data)

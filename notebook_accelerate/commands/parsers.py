@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 PROGRAM = "notebook-accelerate"
@@ -68,3 +69,18 @@ def command_parser(
 def add_config_file(parser: argparse.ArgumentParser, help: str, **options: Any) -> None:
     """Add the option ``--config_file``."""
     parser.add_argument("--config_file", "--config-file", metavar="FILE", help=help, **options)
+
+
+def in_options(message: str, options: Mapping[str, str]) -> str:
+    """Return an error with the options of a command in place of parameters, such as "--queue" for "queue=True".
+
+    Args:
+        message: The error.
+        options: The names of the options, by parameter. Other parameters are left as they are.
+    """
+
+    def option(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        return f"--{options[name]}{'' if value else ' '}" if name in options else found[0]
+
+    return re.sub(r"(?<![\w.$'\"-])([a-z]\w*)=(True\b|(?=[^=\s]))", option, message)

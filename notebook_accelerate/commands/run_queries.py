@@ -288,23 +288,29 @@ NOT_ALLOWED = "changes a run, which needs --allow: pass it only if the user has 
 # ---- runs, bounds and errors
 
 
-def answer(query: Callable[..., Answer], options: Mapping[str, Any], *, allowed: bool) -> Answer:
+def answer(
+    query: Callable[..., Answer],
+    options: Mapping[str, Any],
+    *,
+    allowed: bool,
+    words: Callable[[str], str] = str,
+) -> Answer:
     """Call a query. An error becomes an answer with an "error" and an exit code.
 
     Args:
         query: A function of this module.
         options: The function's arguments by name. "run" is the name of the run: NAME, NAME@PID or a folder.
         allowed: Whether the query may change the run.
+        words: Rewrites an error, which contains the names of the arguments.
     """
     if query in CHANGING and not allowed:
         return _error("NotAllowedError", f"{query.__name__} {NOT_ALLOWED}", 3)
     try:
         found = {**options, "run": attaching.attach(options["run"])} if "run" in options else options
         return query(**found)
-    except (ValueError, OSError) as error:
-        return _error(type(error).__name__, str(error), 2)
-    except (NotebookAccelerateError, ImportError) as error:
-        return _error(type(error).__name__, str(error), 4 if isinstance(error, WaitTimeoutError) else 1)
+    except (ValueError, OSError, NotebookAccelerateError, ImportError) as error:
+        code = 4 if isinstance(error, WaitTimeoutError) else 2 if isinstance(error, (ValueError, OSError)) else 1
+        return _error(type(error).__name__, words(str(error)), code)
 
 
 def _error(kind: str, message: str, code: int) -> Answer:

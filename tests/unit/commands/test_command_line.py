@@ -21,6 +21,7 @@ from notebook_accelerate import LaunchConfig, __version__
 from notebook_accelerate.commands.accelerate_cli import main
 from notebook_accelerate.commands.launch import launch_command_parser
 from notebook_accelerate.commands.launch_settings import GENERAL, GROUPS, launch_config
+from notebook_accelerate.commands.parsers import in_options
 from notebook_accelerate.config import config_file
 from notebook_accelerate.errors import LaunchError, RunStoppedError, WorkerError
 from notebook_accelerate.hardware import detect
@@ -447,6 +448,37 @@ def test_a_similar_command_or_option_is_suggested(
     with pytest.raises(SystemExit, match="2"):
         main(arguments)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--max_restarts -1", "--max_restarts -1 is not allowed; pass a whole number of at least 0"),
+        ("--machine_rank 3", "--machine_rank 3 is out of range: --num_machines 1, counted from 0"),
+        ("--num_machines 2 --main_process_ip a", "--num_machines 2 needs the index of this machine; pass --machine_"),
+        (
+            "--queue --num_machines 2 --main_process_ip a --machine_rank 0",
+            "--queue is for devices of this machine only",
+        ),
+        ("--notify a", "--notify *** is not allowed; pass a URL"),
+        ("--rdzv_conf a=b", "--rdzv_conf {'a': ...} is not known"),
+    ],
+)
+def test_errors_name_options(options: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "--cpu", *options.split(), str(tmp_path / script(tmp_path, ""))]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_error_of_a_launch_names_the_option_for_the_queue() -> None:
+    options = launch_command_parser().get_default("names")
+    assert in_options("devices=9, but there are 2; pass at most devices=2", options) == (
+        "--devices 9, but there are 2; pass at most --devices 2"
+    )
+    assert (
+        in_options("end it, or pass queue=True to start after it", options)
+        == "end it, or pass --queue to start after it"
+    )
+    assert in_options("kept=1, env={'queue=1'} and a.queue=2", options) == "kept=1, env={'queue=1'} and a.queue=2"
 
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
