@@ -11,7 +11,7 @@ import numpy as np
 from notebook_accelerate.errors import BrokenRunError
 from notebook_accelerate.launch.kept import kept_runs
 from notebook_accelerate.launch.report.curves import Source
-from notebook_accelerate.launch.report.run_comparison import RunEntry, Value, better
+from notebook_accelerate.launch.report.run_comparison import RunEntry, Value, better, differences
 from notebook_accelerate.launch.report.run_snapshot import status
 from notebook_accelerate.launch.run import Run, given_name
 from notebook_accelerate.launch.state.run_state import ResumePoint
@@ -85,12 +85,27 @@ def opened(run: ComparedRun | KeptRow) -> ComparedRun | None:
 
 
 def label_of(run: ComparedRun | KeptRow) -> str:
-    """Return the name of a run in the legend of a plot."""
-    if isinstance(run, KeptRow):
-        return run.id
+    """Return the name of a run, such as "run 3 · baseline"."""
+    return run.id if isinstance(run, KeptRow) else " · ".join([f"run {run.id}", *_more_names(run)])
+
+
+def _more_names(run: ComparedRun) -> list[str]:
     name, branch = given_name(run) if isinstance(run, Run) else "", branch_of(run)
     name = name or (f"branch of {branch.name}" if branch is not None else "")
-    return f"run {run.id} · {name}" if name else f"run {run.id}"
+    return [name] if name else []
+
+
+def names_of(runs: Sequence[ComparedRun | KeptRow]) -> list[str]:
+    """Return the names of runs in the legend of a plot, such as "train 3: lr 0.001, width 64".
+
+    The arguments are those that differ among the runs.
+    """
+    given = [run.entry.arguments if isinstance(run, KeptRow) else run.arguments for run in runs]
+    names = [
+        run.id if isinstance(run, KeptRow) else " · ".join([f"{run.function_name} {run.id}", *_more_names(run)])
+        for run in runs
+    ]
+    return [f"{name}: {text}" if text else name for name, text in zip(names, differences(given), strict=True)]
 
 
 def branch_of(run: ComparedRun) -> ResumePoint | None:

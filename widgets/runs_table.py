@@ -109,7 +109,7 @@ class RunsTable(Panel):
     def _draw_curves(self) -> None:
         """Draw the curves of the overlaid runs, in colours that the table also shows."""
         overlaid = self._overlaid
-        self.plot.order = [label_of(run) for run in overlaid]
+        self.plot.order = compared_run.names_of(overlaid)
         self.plot.draw(_sources(overlaid))
 
     @property
@@ -313,5 +313,6 @@ def _picked(chosen: Sequence[ComparedRun | int] | KeptRuns | None) -> list[Compa
 
 def _sources(rows: Sequence[ComparedRun | KeptRow]) -> list[Source]:
     """Return the curves of runs, except of kept runs that are not open."""
-    known = [(run, label_of(row)) for row in rows if (run := opened(row)) is not None]
-    return [compared_run.source_of(run, label) for run, label in known]
+    names = compared_run.names_of(rows)
+    known = [(run, name) for row, name in zip(rows, names, strict=True) if (run := opened(row)) is not None]
+    return [compared_run.source_of(run, name) for run, name in known]

@@ -660,8 +660,15 @@ class Panel {
       }
     }, { rootMargin: "200px" });
     const hidden = () => this.layout(), order = () => { this.chipKey = ""; this.redraw(); };
+    /* A new run may change the names of the others, because names contain the arguments that differ. */
+    const renamed = () => {
+      const before = this.order, now = this.order = this.model.get("order") ?? [];
+      this.hidden = new Set([...this.hidden].map((label) => (now.includes(label) ? label : now[before.indexOf(label)] ?? label)));
+      order();
+    };
+    this.order = this.model.get("order") ?? [];
     this.model.on("change:hidden_metrics", hidden);
-    this.model.on("change:order", order);
+    this.model.on("change:order", renamed);
     // The filter of a table in the same card hides curves; see table.js.
     const filtered = ({ target, detail }) => {
       if (!this.root.closest(".na-card")?.contains(target)) return;
@@ -675,7 +682,7 @@ class Panel {
       unwatch(); this.sizes.disconnect(); this.seen.disconnect();
       this.feed.stop();
       this.model.off("change:hidden_metrics", hidden);
-      this.model.off("change:order", order);
+      this.model.off("change:order", renamed);
       this.charts.forEach((chart) => chart.u && chart.u.destroy());
     };
   }

@@ -19,6 +19,9 @@ from notebook_accelerate.launch.report.markup import duration, number
 Value = bool | int | float | str | None
 MAX_ARGUMENTS, MAX_METRICS = 12, 8
 """The maximum numbers of arguments and of metrics that get a column."""
+MAX_NAMED, MAX_CHARS = 4, 24
+"""The maximum number of arguments in the name of a curve, and of characters of each value."""
+_MISSING = "–"
 _CAPTION = "Runs, latest first; metrics are the last and the best values of the lowest rank"
 _HIDDEN_SETTINGS = (*VARIABLES, "num_processes", "block", "panel", "use_port", "tags", "output", "save", "name")
 """Settings that get no column, because they do not affect the training, have one already, or may contain a secret."""
@@ -105,6 +108,14 @@ def better(name: str) -> int:
     return 1 if _HIGHER.search(last) else -1 if _LOWER.search(last) else 0
 
 
+def differences(given: Sequence[Mapping[str, Value]]) -> list[str]:
+    """Return the arguments of each run that differ among the runs, such as "lr 0.001, width 64", or ""."""
+    columns = [column for column in _arguments(given) if column.differs][:MAX_NAMED]
+    rows = zip(*([(column.title, str(cell)) for cell in column.cells] for column in columns), strict=True)
+    texts = [", ".join(f"{name} {text[:MAX_CHARS]}" for name, text in row if text != _MISSING) for row in rows]
+    return texts or [""] * len(given)
+
+
 # ---- columns
 
 
@@ -144,7 +155,7 @@ def _columns(runs: Sequence[RunEntry]) -> Iterator[_Column]:
     yield _states([one.state for one in runs])
     if any(one.branch for one in runs):
         yield _text("branch of", [one.branch for one in runs])
-    arguments = _arguments(runs)
+    arguments = _arguments([one.arguments for one in runs])[:MAX_ARGUMENTS]
     yield from (column for column in arguments if column.differs)
     yield from _settings(runs)
     if any(one.settings.get("detach") for one in runs):
@@ -212,16 +223,19 @@ def _joined(tags: object) -> str:
     return ", ".join(map(str, tags)) if isinstance(tags, list | tuple) else str(tags)
 
 
-def _arguments(runs: Sequence[RunEntry]) -> list[_Column]:
-    names = dict.fromkeys(name for one in runs for name in one.arguments)
-    columns = [_argument(name, [one.arguments.get(name, ...) for one in runs]) for name in names]
-    return sorted(columns, key=lambda column: not column.differs)[:MAX_ARGUMENTS]
+def _arguments(given: Sequence[Mapping[str, Value]]) -> list[_Column]:
+    """Return a column for each argument, first those that differ among the runs."""
+    names = dict.fromkeys(name for arguments in given for name in arguments)
+    columns = [_argument(name, [arguments.get(name, ...) for arguments in given]) for name in names]
+    return sorted(columns, key=lambda column: not column.differs)
 
 
 def _argument(name: str, values: Sequence[object]) -> _Column:
     kinds = set(map(type, values)) - {EllipsisType}
     is_number = all(issubclass(kind, (int, float)) and kind is not bool for kind in kinds)
-    texts = ["–" if value is ... else number(value) if isinstance(value, float) else str(value) for value in values]
+    texts = [
+        _MISSING if value is ... else number(value) if isinstance(value, float) else str(value) for value in values
+    ]
     return _Column(name, "number" if is_number else "text", texts, values)
 
 

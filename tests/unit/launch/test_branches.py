@@ -44,6 +44,9 @@ def test_a_continuation_with_other_arguments_is_a_branch(tmp_path: Path) -> None
     head, *rows = RunsTable([first, branch, same]).rows
     assert [row[head.index("branch of")] for row in rows] == ["", f"{first.name}, step 2", ""]
     assert compared_run.label_of(branch) == f"run {branch.id} · branch of {first.name}"
+    assert compared_run.names_of([first, branch]) == [
+        f"train {first.id}: lr 1, first 0", f"train {branch.id} · branch of {first.name}: lr 3, first 3"
+    ]  # fmt: skip
     assert _points(first) == [(float(step), float(step)) for step in range(5)]
     assert _points(branch) == [(2.0, 2.0), (3.0, 9.0), (4.0, 12.0)], (
         "its curve starts where it leaves that of the first"

@@ -11,7 +11,7 @@ import torch
 from notebook_accelerate import notebook_launcher
 from notebook_accelerate.launch import runs
 from notebook_accelerate.launch.report.document import Cell
-from notebook_accelerate.launch.report.run_comparison import better, runs_table
+from notebook_accelerate.launch.report.run_comparison import better, differences, runs_table
 from notebook_accelerate.launch.run import without_results
 from notebook_accelerate.launch.state.call_arguments import MAX_ARGUMENTS, call_arguments
 from notebook_accelerate.launch.state.run_commands import NoCommands
@@ -94,7 +94,7 @@ def test_a_record_of_a_run_is_enough_for_the_table() -> None:
     )
     firsts = [row.cells[0] for row in (rows[str(here.id)], rows["77"])]
     assert [cell.colour for cell in firsts if isinstance(cell, Cell)] == [0, 1]
-    assert table.plot.order == [f"run {here.id}", "run 77"]
+    assert table.plot.order == [f"train {here.id}", "train 77: lr 0.1"]
     assert "run" in table.text
     assert "data:image" in table.html
     table.close()
@@ -111,3 +111,15 @@ def test_the_best_value_is_kept_while_points_arrive() -> None:
     kinds = {column.title: column.kind for column in runs_table(entries).columns}
     assert (kinds["function"], kinds["lr"], kinds["val/loss"]) == ("text", "number", "number")
     assert [column.title for column in runs_table(entries[:1]).columns][2:4] == ["val/loss", "best val/loss"]
+
+
+def test_the_names_of_curves_contain_the_arguments_that_differ() -> None:
+    given: list[dict[str, Any]] = [
+        {"lr": 1e-3, "width": 64, "data": "a", "rank": 8},
+        {"lr": 1e-4, "width": 64, "data": "b" * 90, "rank": 8},
+        {"width": 64, "data": "a", "rank": 8},
+    ]
+    assert differences(given) == ["lr 0.001, data a", f"lr 1e-4, data {'b' * 24}", "data a"]
+    assert differences(given[:1]) == [""]
+    assert differences([]) == []
+    assert differences([{f"a{index}": run for index in range(9)} for run in range(2)])[1] == "a0 1, a1 1, a2 1, a3 1"

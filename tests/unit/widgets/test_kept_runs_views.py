@@ -48,11 +48,11 @@ def test_ten_kept_runs_are_overlaid(tmp_path: Path) -> None:
     try:
         assert [row[0] for row in table.rows[1:]] == [f"{run.id} · {run.name}" for run in opened[::-1]]
         assert "save" not in table.rows[0]
-        assert table.plot.order == [f"run {run.id} · {run.name}" for run in opened]
+        assert table.plot.order == [f"{run.function_name} {run.id} · {run.name}" for run in opened]
         firsts = [row.cells[0] for row in table.table.rows]
         assert [cell.colour for cell in firsts if isinstance(cell, Cell)] == list(range(9, -1, -1))
         (image,) = re.findall(r"<img[^>]*>", str(table.html))
-        assert all(f"run {run.id} · {run.name}: " in image for run in opened)
+        assert all(f"{run.function_name} {run.id} · {run.name}: " in image for run in opened)
         assert (str(table.html).count("● "), str(table.html).count("○ ")) == (8, 2)
     finally:
         table.close()

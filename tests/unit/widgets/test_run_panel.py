@@ -619,9 +619,9 @@ def _past(value: float, **settings: Any) -> Run:
 def test_the_table_of_runs_shows_differences_and_final_metrics(snapshot: Snapshot) -> None:
     runs = [_past(1.0, mixed_precision="bf16"), _past(3.0)]
     table = RunsTable(runs, Clock())
-    numbers = re.compile(r'(?<=[>"])\d+(?=[<"])')  # These are the numbers of the runs.
+    numbers = re.compile(r'(?<=[>"])\d+(?=[<"])|(?<=\btrain )\d+')  # These are the numbers of the runs.
     snapshot("runs_table", numbers.sub("N", table.html))
-    assert {label for _, label, _ in table.plot.full["series"]} == {f"run {run.id}" for run in runs}
+    assert {label for _, label, _ in table.plot.full["series"]} == {f"train {run.id}" for run in runs}
     assert table.text.split()[:3] == ["run", "state", "mixed_precision"]
     with pytest.raises(ValueError, match="no run 999999 in this kernel"):
         RunsTable([999999])
@@ -773,7 +773,7 @@ def test_the_table_of_runs_renders_at_most_five_times_a_second_and_adds_new_runs
     feed(late, MetricEvent({"loss": 7.0}, 1), at=clock.now)
     assert table.schedule.tick()
     assert [row[0] for row in table.rows[1:]] == [str(late.id), str(run.id)]
-    assert {label for _, label, _ in table.plot.full["series"]} == {f"run {run.id}", f"run {late.id}"}
+    assert {label for _, label, _ in table.plot.full["series"]} == {f"train {run.id}", f"train {late.id}"}
     for one in (run, late):
         end(one)
     table.close()
@@ -783,5 +783,5 @@ def test_the_table_of_runs_renders_at_most_five_times_a_second_and_adds_new_runs
 def test_the_curves_of_a_named_run_carry_its_name() -> None:
     named, other = make_run(name="baseline"), make_run()
     table = RunsTable([named, other])
-    assert table.plot.order == [f"run {named.id} · baseline", f"run {other.id}"]
+    assert table.plot.order == [f"train {named.id} · baseline", f"train {other.id}"]
     table.close()
