@@ -27,6 +27,7 @@ from notebook_accelerate.launch.run_registry import Runs
 from notebook_accelerate.launch.state.call_arguments import call_arguments
 from notebook_accelerate.launch.state.interrupts import wait_for
 from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
+from notebook_accelerate.launch.state.run_view import internals
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -270,7 +271,7 @@ class Sweep:
     def _watch_trials(self) -> None:
         for trial in list(self._live):
             ended = trial.run.done
-            version = sum(len(trial.run.metrics[name].values) for name in trial.run.metrics)
+            version = internals(trial.run).store.changes
             if version != trial.version and not trial.is_cut_short:
                 trial.version = version
                 trial.is_cut_short = self._source.prunes(trial) or self._stop_says(trial.run)
