@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import statistics
 import threading
 import time
 from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
 from benchmarks.bench import REPEATS, Figure, compared, row
 from tests.support.kernel import Kernel
@@ -18,7 +21,7 @@ SIZES = {"1 ms": (64, 256, 64), "10 ms": (256, 1024, 128)}
 
 @row("debugging", "unused")
 def unused() -> Iterator[Figure]:
-    """Measure a step with the agent and checks alternately on and off, and with and without the flight recorder."""
+    """Measure a step with the agent and checks alternately on and off, with and without the recorder, served or not."""
     for name, size in SIZES.items():
         found, without = launched(size, recorder=True), launched(size, recorder=False)
         for clock, what in enumerate(("wall clock", "CPU time")):
@@ -34,6 +37,11 @@ def unused() -> Iterator[Figure]:
             )
         on, off = ([pair[1][1] for pair in pairs] for pairs in (found, without))
         yield compared(f"a step of {name}: flight recorder on, CPU time", on, off, unit="µs", scale=1e6)
+    yes, no = zip(*((served("yes"), served("no")) for _ in range(6)), strict=True)
+    for clock, what in enumerate(("a step of 1 ms, wall clock", "CPU time of the kernel for each step")):
+        on, off = ([each[clock] for each in side] for side in (yes, no))
+        note = "the peer is NOTEBOOK_ACCELERATE_SERVE=no"
+        yield compared(f"other processes can attach: {what}", on, off, unit="µs", scale=1e6, note=note)
     alone = [checks() for _ in range(5)]
     yield compared("checks of one step: the loss and the optimizer's hooks", alone, unit="µs", scale=1e6, limit=5)
 
@@ -92,6 +100,15 @@ def launched(size: tuple[int, int, int], *, recorder: bool) -> list[list[list[fl
     )
     found: list[list[list[float]]] = run.results[0]
     return found
+
+
+def served(serve: str) -> tuple[float, float]:
+    """Launch `train`. Return the median duration of a step, and the kernel's CPU time for each step, in seconds."""
+    with mock.patch.dict(os.environ, NOTEBOOK_ACCELERATE_SERVE=serve):
+        begin = time.process_time()
+        found = launched(SIZES["1 ms"], recorder=True)
+        kernel = time.process_time() - begin
+    return statistics.median(on[0] for on, _ in found), kernel / (2 * BLOCKS * STEPS)
 
 
 def train(size: tuple[int, int, int]) -> list[list[list[float]]]:
