@@ -7,6 +7,7 @@ with the test session.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import multiprocessing
 import os
@@ -30,6 +31,7 @@ from notebook_accelerate.launch.processes import ports
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PRELOAD = [
+    "tests.support.paused_collection",  # Garbage collection would take a third of the time of the imports below.
     "pytest",
     "deepspeed",  # Packages that are not installed are left out.
     "s3fs",
@@ -263,6 +265,8 @@ def _rank_main(pipe: Connection, environment: dict[str, str], work: bytes, timeo
 
     import torch
 
+    gc.freeze()  # Otherwise, garbage collection would copy the pages of all objects of the server process.
+    gc.enable()
     os.environ.clear()
     os.environ.update(environment)
     # This prints the stacks of a stuck rank and ends it, even if the test process is gone.
