@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
+from notebook_accelerate._loggers import accelerate_logger
 from notebook_accelerate.collectives.communicator import start_watchdog
 from notebook_accelerate.config.constants import MODEL_NAME
 from notebook_accelerate.config.deepspeed_config import AUTO
@@ -20,7 +21,6 @@ from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.errors import CheckpointMismatchError
 from notebook_accelerate.scheduler import AcceleratedScheduler
 from notebook_accelerate.state import AcceleratorState
-from notebook_accelerate.state.warn_once import warn_once
 from notebook_accelerate.strategies.accelerator_arguments import Setup
 from notebook_accelerate.strategies.deepspeed import deepspeed_engine, initialize_arguments
 from notebook_accelerate.strategies.deepspeed.deepspeed_engine import (
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from notebook_accelerate.strategies.strategy import Strategy
 
 
+_LOG = accelerate_logger("accelerator")
 _STEPS = "gradient_accumulation_steps"
 
 
@@ -110,9 +111,11 @@ class DeepSpeedStrategy(EngineStrategy):
         if configured in {AUTO, state.num_steps}:
             return state.num_steps
         if state.num_steps != 1:
-            warn_once(
-                f"gradient_accumulation_steps={state.num_steps} is ignored, because the DeepSpeed configuration has "
-                f"{configured}; write 'auto' there to use the Accelerator's number"
+            _LOG.warning(
+                "gradient_accumulation_steps=%s is ignored, because the DeepSpeed configuration has %s; write 'auto' "
+                "there to use the Accelerator's number",
+                state.num_steps,
+                configured,
             )
         state.plugin_kwargs["num_steps"] = configured
         return int(configured)

@@ -17,7 +17,7 @@ from tests.parity.behaviour.known_differences import KNOWN_DIFFERENCES
 from tests.parity.behaviour.program_table import Program, programs
 
 ROOT = Path(__file__).resolve().parents[3]
-SECONDS = 900
+SECONDS = 1800
 
 
 def run_both(folder: Path, pattern: str = "") -> tuple[dict[str, Any], dict[str, Any]]:

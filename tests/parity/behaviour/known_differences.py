@@ -172,6 +172,12 @@ _BY_REASON: dict[str, list[str]] = {
     "DeepSpeed's stage 3 gathers the weights to save them, unless this is switched off": [
         "deepspeed.an_open_file_without_fields",
     ],
+    "a DeepSpeedPlugin sets the number of accumulation steps; Accelerate warns even if the Accelerator has the default": [
+        "deepspeed.stage_2_accumulates",
+    ],
+    "a model without an optimizer never becomes the one that backward trains; Accelerate warns for every second model": [
+        "deepspeed.a_student_learns_from_a_teacher",
+    ],
     "DeepSpeed engines can be prepared without a loader, and several in one call": [
         "deepspeed.a_model_without_a_loader",
         "deepspeed.two_models_at_once",

@@ -28,7 +28,7 @@ from tests.parity.behaviour.description import describe
 from tests.parity.behaviour.messages import recorded_messages
 from tests.parity.behaviour.program_table import Program, programs
 
-SECONDS = 60
+SECONDS = 180
 """The time limit in seconds for the programs of a process. After it, the process prints its stacks and exits."""
 EXPRESSIONS = 25
 """The number of expressions that run one after the other in one process, because most take less time than a fork."""
