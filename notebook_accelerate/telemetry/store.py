@@ -300,6 +300,8 @@ class Store:
         step = self.last_step.get(rank, -1) if event.step is None else to_int64(event.step)
         if step is not None:
             self.last_step[rank] = step
+            if event.step is None:
+                event.step = step  # A kept run's file has few of the events that count steps, so write the step itself.
         for name, value in event.values.items():
             number = value if type(value) is float else to_float(value)
             ranks = self._metrics.get(name)

@@ -33,7 +33,7 @@ from notebook_accelerate.launch.run import rebuild, without_results
 from notebook_accelerate.launch.state.journal import Journal
 from notebook_accelerate.launch.state.run_events import NoteAdded, RunStalled
 from notebook_accelerate.launch.state.run_state import Stall
-from notebook_accelerate.telemetry import CheckpointEvent, LogEvent, MetricEvent
+from notebook_accelerate.telemetry import CheckpointEvent, LogEvent, MetricEvent, ProgressEvent
 from notebook_accelerate.telemetry.store import Record
 from notebook_accelerate.widgets.actions import stopping
 from notebook_accelerate.widgets.live_panel import close_all
@@ -507,6 +507,24 @@ def test_a_folder_is_deleted_while_its_last_file_is_being_written(tmp_path: Path
 
 
 # ---- bounds and kills
+
+
+def test_points_without_a_step_keep_the_step_that_they_had_live(tmp_path: Path) -> None:
+    journal = Journal()
+    writer = RunWriter(tmp_path, run_folder.new_header("short", 1, train, (), LaunchConfig(), START), journal)
+    journal.replay(make_run()._internals.journal.records)
+    journal.add([Record(0, START, MetricEvent({"rate": 1.0}))])
+    for step in range(1, 20):
+        journal.add(
+            [
+                Record(0, START + step, ProgressEvent(step=step)),
+                Record(0, START + step, MetricEvent({"loss": 1 / step})),
+            ]
+        )
+    writer._write(last=False)
+    opened = open_run(tmp_path)
+    assert opened.metrics["loss"].steps.tolist() == journal.store.tail("loss", 0).steps.tolist() == [*range(1, 20)]
+    assert opened.metrics["rate"].steps.tolist() == [-1], "no step was known yet"
 
 
 def test_a_long_journal_is_thinned_and_keeps_its_extremes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
