@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from notebook_accelerate.config.plain_values import size_text
 from notebook_accelerate.launch.report.document import Action, Cell, Column, Group, Row, Table
 from notebook_accelerate.widgets.panel_elements import asset, script
 from notebook_accelerate.widgets.plot import SCRIPTS
@@ -101,6 +102,17 @@ def test_values_of_any_size_have_ticks_that_are_not_clipped(blank: Any, values: 
     numbers = {float(text) for text in _labels(blank, "loss")} - {0.0, 200.0, 400.0}
     assert len(numbers) >= 2
     assert all(min(values) <= number <= max(values) for number in numbers)
+
+
+def test_sizes_have_the_units_of_all_other_texts(blank: Any) -> None:
+    _load(blank, *SCRIPTS)
+    sizes = [0, 999, 999.4, 1536, 9_996, 64e6, 94.48e6, 999_600_000, 340e9, 2.5e15, -2e6]
+    assert blank.evaluate("(sizes) => sizes.map(sizeText)", sizes) == [size_text(size) for size in sizes]
+    blank.evaluate(_CURVES, {"system/memory_gb": [0.0934, 0.0941, 0.09448]})
+    labels = {text for text in _labels(blank, "system/memory_gb") if not text.endswith(" s")}
+    assert {"93.4 MB", "94 MB"} <= labels
+    assert blank.locator(".na-chart-name").inner_text() == "memory"
+    assert blank.locator(".na-chart-value").inner_text().strip() == "94.5 MB"
 
 
 def test_a_curve_without_positive_values_says_why_a_log_scale_is_empty(blank: Any) -> None:

@@ -66,6 +66,25 @@ function ticks(splits) {
   });
 }
 
+const SIZES = [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "B"]];
+
+/* Returns the bytes and the name of the unit in which people read a number of bytes. */
+const unitOf = (bytes) => SIZES.find(([size]) => Math.abs(bytes) >= 0.9995 * size) ?? SIZES.at(-1);
+
+/* Returns a number of bytes as text, as size_text in config/plain_values.py does. */
+function sizeText(bytes) {
+  if (bytes == null || !Number.isFinite(bytes)) return format(bytes);
+  const [size, unit] = unitOf(bytes), value = bytes / size, rest = Math.abs(value);
+  const digits = unit === "B" || rest >= 99.95 ? 0 : rest < 9.995 ? 2 : 1;
+  return `${value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits })} ${unit}`;
+}
+
+/* Returns numbers of bytes as the labels of an axis, all in the unit of the largest one. */
+function sizes(splits) {
+  const [size, unit] = unitOf(Math.max(...splits.map(Math.abs)));
+  return ticks(splits.map((bytes) => (bytes == null ? null : bytes / size))).map((text) => text && `${text} ${unit}`);
+}
+
 /* Returns durations as the labels of an axis, with enough digits to distinguish neighbours. */
 function durations(splits) {
   const step = Math.abs(splits[1] - splits[0]) || 1, digits = step < 1 ? Math.ceil(-Math.log10(step) - 1e-9) : 0;

@@ -225,9 +225,10 @@ function notFinite(x, values, label) {
 
 const AUTOMATIC = {
   "auto/loss": "loss", "auto/lr": "learning rate", "auto/grad_norm": "gradient norm", "auto/steps_per_second": "steps per second",
-  "system/cpu_percent": "CPU, % of one core", "system/memory_gb": "memory, GB", "system/gpu_percent": "GPU, %",
-  "system/gpu_memory_gb": "GPU memory, GB",
+  "system/cpu_percent": "CPU, % of one core", "system/memory_gb": "memory", "system/gpu_percent": "GPU, %",
+  "system/gpu_memory_gb": "GPU memory",
 };
+const IN_GB = new Set(["system/memory_gb", "system/gpu_memory_gb"]);
 const isAutomatic = (metric) => metric.startsWith("auto/") || metric in AUTOMATIC;
 const titleOf = (metric) => AUTOMATIC[metric] ?? metric.replace(/^auto\/lr_group_/, "learning rate of group ");
 const isRank = (label) => /(^|· )rank \d+$/.test(label);
@@ -252,6 +253,9 @@ class Chart {
   constructor(panel, metric) {
     this.panel = panel;
     this.metric = metric;
+    const inGB = IN_GB.has(metric);
+    this.format = inGB ? (value) => sizeText(value == null ? value : 1e9 * value) : format;
+    this.ticks = inGB ? (splits) => sizes(splits.map((value) => (value == null ? value : 1e9 * value))) : ticks;
     this.title = make("span", { class: "na-chart-name", onclick: () => this.enlarge(!this.large) }, titleOf(metric));
     this.title.title = metric;
     this.flag = make("span", { class: "na-chart-flag" });
@@ -369,7 +373,7 @@ class Chart {
     if (!first) return;
     const at = this.overTime ? duration(first.x) : `step ${english(first.x)}`;
     const where = this.panel.data.labels.length > 1 ? ` on ${first.label}` : "";
-    setText(this.flag, `${format(first.value)} since ${at}${where}`);
+    setText(this.flag, `${this.format(first.value)} since ${at}${where}`);
     this.flag.title = "Values that are NaN or infinite are crosses and triangles at the edges of the plot";
   }
   /* Draws marks on the edges of the plot: a cross at the bottom for NaN, a triangle at the top or bottom for an infinite
@@ -471,7 +475,7 @@ class Chart {
       axes: [
         { ...axis, grid: { show: false }, size: 26, space: 60, incrs: time ? DURATIONS : STEPS, values: (u, splits) => xLabels(splits) },
         { ...axis, size: (u, values) => Math.max(56, 14 + widest(u, values ?? [])), space: 34,
-          ...(panel.log ? {} : { incrs: INCREMENTS }), values: (u, splits) => ticks(splits) },
+          ...(panel.log ? {} : { incrs: INCREMENTS }), values: (u, splits) => this.ticks(splits) },
       ],
       series, bands: areas,
       hooks: {
@@ -511,8 +515,8 @@ class Chart {
       const column = this.joined[start], mark = this.markAt(curve, x);
       let at = index == null ? column.length - 1 : index;
       while (at > 0 && column[at] == null) at--;
-      setText(value, format(mark ? mark.value : column[at]));
-      if (range) setText(range, ` ${format(this.joined[start + 1][at])} to ${format(this.joined[start + 2][at])}`);
+      setText(value, this.format(mark ? mark.value : column[at]));
+      if (range) setText(range, ` ${this.format(this.joined[start + 1][at])} to ${this.format(this.joined[start + 2][at])}`);
     }
   }
   /* Builds the elements that `read` fills. Only their text changes with every point. */
