@@ -112,7 +112,7 @@ class Diagnosis:
             parts.append(f"{self.name_place(frame)}, in {frame.function}{source}")
         if place.waiting:
             oldest = min(place.waiting, key=lambda collective: collective.since)
-            parts.append(f"waits in {oldest.text()} since {_seconds(self.time - oldest.since)}")
+            parts.append(f"has waited {_seconds(self.time - oldest.since)} in {oldest.text()}")
         elif not place.paused and place.moved is not None and self.time - place.moved > 1:
             parts.append(f"has not moved for {_seconds(self.time - place.moved)}")
         if place.note:
@@ -222,11 +222,11 @@ class _Verdict:
         for place in here:
             collective = next(c for c in place.waiting if _same_collective(c, first))
             calls.setdefault(collective.call(), []).append(place.rank)
-            texts[collective.call()] = collective.text()
+            texts[collective.call()] = f"{collective.operation}{collective.inputs()}"
         if len(calls) < 2:
             return ""
         sides = [f"{rank_names(ranks)} called {texts[call]}" for call, ranks in calls.items()]
-        return f"the ranks disagree at collective #{first.number}: " + ", ".join(sides) + self._guard(first, here)
+        return f"the ranks disagree at {first.place}: " + ", ".join(sides) + self._guard(first, here)
 
     def _absent(self, first: Collective, here: Sequence[RankPosition]) -> str:
         present = {place.rank for place in here}
@@ -257,7 +257,7 @@ class _Verdict:
             guard = rank_condition(linecache.getlines(frame.filename), frame.lineno) if frame is not None else ""
             if guard and frame is not None:
                 fix = f"under {guard!r}: every rank must make it, so move it out of that block"
-                self.mistake = f"the call of {first.text()} at {self._name_place(frame)} is {fix}"
+                self.mistake = f"the call of {first.operation} at {self._name_place(frame)} is {fix}"
                 return f". The call is {fix}"
         return ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, ClassVar, NamedTuple
 
 from notebook_accelerate.config.plain_values import size_text
@@ -33,15 +34,37 @@ class Collective(NamedTuple):
     dtypes: tuple[str, ...]
     since: float
 
+    @property
+    def place(self) -> str:
+        """The place among the collectives of the group, such as "the 4th collective"."""
+        last, teens = self.number % 10, self.number // 10 % 10 == 1
+        return f"the {self.number}{'th' if teens else {1: 'st', 2: 'nd', 3: 'rd'}.get(last, 'th')} collective"
+
+    def inputs(self) -> str:
+        """Return the inputs in brackets, such as " (float32 [128])", or "" if they are unknown.
+
+        Pickled objects are tensors of bytes. Their size is shown instead.
+        """
+        pairs = list(zip(self.dtypes, self.shapes, strict=False))
+        if pairs and all(dtype == "u8" for dtype, _ in pairs):
+            return f" ({sum(prod(shape) for _, shape in pairs):,} bytes)"
+        named = ", ".join(f"{_dtype_name(dtype)} {list(shape)}" for dtype, shape in pairs)
+        return f" ({named})" if named else ""
+
     def text(self) -> str:
-        """Return a description, such as "all_reduce #4 (f32 [128])"."""
-        inputs = ", ".join(f"{dtype} {list(shape)}" for dtype, shape in zip(self.dtypes, self.shapes, strict=False))
-        name = f"{self.operation} #{self.number}"
-        return f"{name} ({inputs})" if inputs else name
+        """Return a description, such as "all_reduce, the 4th collective (float32 [128])"."""
+        return f"{self.operation}, {self.place}{self.inputs()}"
 
     def call(self) -> tuple[str, tuple[tuple[int, ...], ...], tuple[str, ...]]:
         """Return the values that must be equal on all ranks."""
         return self.operation, self.shapes, self.dtypes
+
+
+def _dtype_name(short: str) -> str:
+    """Return torch's name of an element type, such as "float32" for "f32"."""
+    kind = short.rstrip("0123456789")
+    names = {"f": "float", "bf": "bfloat", "i": "int", "u": "uint"}
+    return names.get(kind, kind) + short[len(kind) :]
 
 
 @dataclass(slots=True)

@@ -522,7 +522,7 @@ def _hang_and_stop(page: NotebookPage, server: Server, news: Say, gone: Say, sta
     button = lambda name: page.page.locator(".na-toolbar").get_by_role("button", name=name)  # noqa: E731
     (server.notebooks / "hang").touch()
     news("Stuck for ")
-    news(": rank 1 never reached all_reduce #")
+    news(": rank 1 never reached all_reduce, the ")
     state("Stuck")
     button("Debug").first.click()
     page.wait_for(f"() => document.querySelector('{CARD} .na-debug')?.innerText.includes('Why is it stuck?')")

@@ -203,13 +203,13 @@ def test_a_rank_that_skips_an_all_reduce_is_named_with_its_line(kernel: Kernel) 
     text = diagnosed(
         kernel,
         "skips",
-        r"rank 1 never reached all_reduce #4 \(f32 \[128\]\); "
+        r"rank 1 never reached all_reduce, the 4th collective \(float32 \[128\]\); "
         rf"it is at Cell In\[\d+\], line {line_of('def skips') + 5}: time\.sleep\(600\); rank 0 has waited [\d.]+ s",
     )
     waiting, absent = text.splitlines()[1:]
     assert re.fullmatch(
         rf"rank 0: Cell In\[\d+\], line {line_of('def skips') + 6}, in skips: dist\.all_reduce\(total\); "
-        r"waits in all_reduce #4 \(f32 \[128\]\) since [\d.]+ s",
+        r"has waited [\d.]+ s in all_reduce, the 4th collective \(float32 \[128\]\)",
         waiting,
     )
     assert absent.startswith("rank 1: Cell In[")
@@ -220,14 +220,15 @@ def test_a_collective_under_a_condition_on_the_rank_is_explained(kernel: Kernel)
     diagnosed(
         kernel,
         "guarded",
-        r"rank 1 never reached all_\w+ #1 \(.*"  # The call exchanges headers or values in this collective.
+        # The call exchanges headers or values in this collective.
+        r"rank 1 never reached all_\w+, the 1st collective \(.*"
         r"The call is under 'if accelerator\.is_main_process:': "
         r"every rank must make it, so move it out of that block",
     )
     warning, *others = kernel.value("(run.diagnose(), run.warnings)[1]")
     assert others == []
     assert re.fullmatch(
-        rf"the call of all_\w+ #1 \(.*\) at Cell In\[\d+\], line {line_of('def guarded') + 3} is under "
+        rf"the call of all_\w+ at Cell In\[\d+\], line {line_of('def guarded') + 3} is under "
         r"'if accelerator\.is_main_process:': every rank must make it, so move it out of that block",
         warning,
     ), warning
@@ -256,8 +257,8 @@ def test_a_different_order_of_collectives_is_reported(kernel: Kernel) -> None:
         kernel,
         "unlike_order",
         re.escape(
-            "the ranks disagree at collective #1: "
-            "rank 0 called all_reduce #1 (f32 [4]), rank 1 called broadcast #1 (f32 [4])"
+            "the ranks disagree at the 1st collective: "
+            "rank 0 called all_reduce (float32 [4]), rank 1 called broadcast (float32 [4])"
         ),
     )
     assert text.count("waits in") == 2
@@ -303,7 +304,7 @@ def test_a_rank_that_holds_the_interpreter_in_native_code_is_diagnosed(kernel: K
     text = diagnosed(
         kernel,
         "in_native_code",
-        r"rank 1 never reached all_reduce #1 \(f32 \[4\]\); it is at Cell In\[.*"
+        r"rank 1 never reached all_reduce, the 1st collective \(float32 \[4\]\); it is at Cell In\[.*"
         r"create_string_buffer\(1\), 1\) \(it holds the GIL in native code.*rank 0 has waited.*",
     )
     assert kernel.value("run.ask('1 + 1', ranks=[0], timeout=60)") == {"0": 2}
@@ -317,7 +318,8 @@ def test_a_rank_that_waits_for_its_data_loader_is_diagnosed(kernel: Kernel) -> N
     diagnosed(
         kernel,
         "waits_for_data",
-        rf"rank 1 never reached all_reduce #3 \(f32 \[2, 2\]\); it is at Cell In\[.*{re.escape(line)}.*",
+        r"rank 1 never reached all_reduce, the 3rd collective \(float32 \[2, 2\]\); "
+        rf"it is at Cell In\[.*{re.escape(line)}.*",
     )
 
 
@@ -330,19 +332,27 @@ def test_a_stall_is_diagnosed_automatically_once(kernel: Kernel) -> None:
     kernel.check("stall.STALL_SECONDS, before = 1000, stall.STALL_SECONDS")
     try:
         assert kernel.value("before") == 10
-        cell = kernel.check("run = go(skips); until(lambda: '#4' in run.diagnose().verdict)")
+        cell = kernel.check("run = go(skips); until(lambda: 'the 4th' in run.diagnose().verdict)")
         kernel.check("stall.STALL_SECONDS = 2.5")
         kernel.wait_for(lambda: "has stalled" in cell.stderr)
         kernel.pump(2.5)
     finally:
         kernel.check("stall.STALL_SECONDS = before")
-    assert cell.stderr.count("has stalled: rank 1 never reached all_reduce #4 (f32 [128]); it is at Cell In[") == 1
+    assert (
+        cell.stderr.count(
+            "has stalled: rank 1 never reached all_reduce, the 4th collective (float32 [128]); it is at Cell In["
+        )
+        == 1
+    )
     assert kernel.value("[len(run.diagnoses), run.status]") == [1, "running"]
 
 
 def test_a_hang_timeout_ends_the_run_with_a_diagnosis(kernel: Kernel) -> None:
     text = said(kernel.run("launch(skips, hang_timeout=8.0)"))
-    assert "no rank gave a sign of life for 8 s (hang_timeout); rank 1 never reached all_reduce #4" in text
+    assert (
+        "no rank gave a sign of life for 8 s (hang_timeout); rank 1 never reached all_reduce, the 4th collective"
+        in text
+    )
 
 
 def test_the_process_groups_timeout_ends_the_run_with_a_diagnosis(kernel: Kernel) -> None:
@@ -350,7 +360,10 @@ def test_the_process_groups_timeout_ends_the_run_with_a_diagnosis(kernel: Kernel
         "def late():\n    limited(8.0)\n    lasting()\n    if rank() == 1:\n        time.sleep(600)\n    dist.barrier()"
     )
     text = said(kernel.run("launch(late)"))
-    assert "a collective reached the process group's timeout of 8 s; rank 1 never reached barrier #1" in text
+    assert (
+        "a collective reached the process group's timeout of 8 s; rank 1 never reached barrier, the 1st collective"
+        in text
+    )
 
 
 # ---- stopping at breakpoints
@@ -512,7 +525,7 @@ def test_questions_are_answered_without_step_boundaries(kernel: Kernel) -> None:
 
 
 def test_a_rank_that_waits_in_a_collective_answers_questions(kernel: Kernel) -> None:
-    kernel.check("run = go(skips); until(lambda: '#4' in run.diagnose().verdict)")
+    kernel.check("run = go(skips); until(lambda: 'the 4th' in run.diagnose().verdict)")
     kernel.check("until(lambda: run.ask('step', timeout=60) == {0: 3, 1: 3})")
 
 

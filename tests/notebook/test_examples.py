@@ -94,7 +94,7 @@ def test_a_desync_is_named_and_a_nan_is_traced(kernel: Kernel) -> None:
     diagnosis = find(cells, "found = run.diagnose()").result
     assert diagnosis is not None
     assert "rank 0: Cell In[" in diagnosis["text/plain"]
-    assert "<strong>the ranks disagree at collective #" in diagnosis["text/html"]
+    assert "<strong>the ranks disagree at the " in diagnosis["text/html"]
     assert find(cells, "run.stacks()").result_text is not None
     assert kernel.value("found.verdict.endswith('so move it out of that block')") is True
     assert "before any other rank's" in find(cells, "for warning in run.warnings").stdout

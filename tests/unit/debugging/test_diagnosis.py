@@ -27,6 +27,9 @@ def _call(number: int, operation: str = "all_reduce", size: int = 128, waited: f
     return Collective(group, number, operation, ((size,),), ("f32",), NOW - waited)
 
 
+FOURTH = "all_reduce, the 4th collective (float32 [128])"
+
+
 def _waiting(rank: int, call: Collective, line: int = 13) -> RankPosition:
     return RankPosition(rank, "running", _at(line, "dist.all_reduce(x)"), NOW - 31, (call,), {call.group: call.number})
 
@@ -43,15 +46,14 @@ def test_a_rank_that_never_arrived_is_named_with_its_line() -> None:
     absent = RankPosition(1, "running", _at(12, "time.sleep(60)"), NOW - 31, (), {"0": 3})
     verdict = _verdict(_waiting(0, _call(4)), absent, _waiting(2, _call(4)), _waiting(3, _call(4)))
     assert verdict == (
-        "rank 1 never reached all_reduce #4 (f32 [128]); it is at cell, line 12: time.sleep(60); "
-        "ranks 0, 2, 3 have waited 31 s"
+        f"rank 1 never reached {FOURTH}; it is at cell, line 12: time.sleep(60); ranks 0, 2, 3 have waited 31 s"
     )
 
 
 def test_several_absent_ranks_are_each_named() -> None:
     absent = [RankPosition(rank, "running", _at(10 + rank), NOW, (), {"0": 3}) for rank in (1, 2)]
     assert _verdict(_waiting(0, _call(4)), *absent) == (
-        "ranks 1, 2 never reached all_reduce #4 (f32 [128]); rank 1 is at cell, line 11; rank 2 is at cell, line 12; "
+        f"ranks 1, 2 never reached {FOURTH}; rank 1 is at cell, line 11; rank 2 is at cell, line 12; "
         "rank 0 has waited 31 s"
     )
 
@@ -59,33 +61,49 @@ def test_several_absent_ranks_are_each_named() -> None:
 @pytest.mark.parametrize(
     ("other", "text"),
     [
-        (_call(4, size=64), "rank 1 called all_reduce #4 (f32 [64])"),
-        (_call(4, "broadcast"), "rank 1 called broadcast #4 (f32 [128])"),
-        (_call(4)._replace(dtypes=("bf16",)), "rank 1 called all_reduce #4 (bf16 [128])"),
+        (_call(4, size=64), "rank 1 called all_reduce (float32 [64])"),
+        (_call(4, "broadcast"), "rank 1 called broadcast (float32 [128])"),
+        (_call(4)._replace(dtypes=("bf16",)), "rank 1 called all_reduce (bfloat16 [128])"),
     ],
 )
 def test_disagreeing_ranks_are_listed_together(other: Collective, text: str) -> None:
     assert _verdict(_waiting(0, _call(4)), _waiting(1, other), _waiting(2, _call(4))) == (
-        f"the ranks disagree at collective #4: ranks 0, 2 called all_reduce #4 (f32 [128]), {text}"
+        f"the ranks disagree at the 4th collective: ranks 0, 2 called all_reduce (float32 [128]), {text}"
     )
+
+
+@pytest.mark.parametrize(
+    ("number", "dtypes", "shapes", "text"),
+    [
+        (1, ("u8",), ((1024,),), "all_gather, the 1st collective (1,024 bytes)"),
+        (2, ("f16", "i64"), ((2, 3), ()), "all_gather, the 2nd collective (float16 [2, 3], int64 [])"),
+        (3, ("bool",), ((4,),), "all_gather, the 3rd collective (bool [4])"),
+        (11, ("float8_e4m3fn",), ((8,),), "all_gather, the 11th collective (float8_e4m3fn [8])"),
+        (112, (), (), "all_gather, the 112th collective"),
+        (22, ("u8", "u8"), ((), (7,)), "all_gather, the 22nd collective (8 bytes)"),
+    ],
+)
+def test_a_collective_is_described_in_words(
+    number: int, dtypes: tuple[str, ...], shapes: tuple[tuple[int, ...], ...], text: str
+) -> None:
+    assert Collective("0", number, "all_gather", shapes, dtypes, NOW).text() == text
 
 
 def test_a_rank_that_ended_early_is_named() -> None:
     assert _verdict(_waiting(0, _call(2)), RankPosition(1, "succeeded")) == (
-        "rank 1 never reached all_reduce #2 (f32 [128]); it has already ended (succeeded); rank 0 has waited 31 s"
+        "rank 1 never reached all_reduce, the 2nd collective (float32 [128]); it has already ended (succeeded); "
+        "rank 0 has waited 31 s"
     )
 
 
 def test_a_common_collective_is_reported_for_all_ranks() -> None:
     verdict = _verdict(_waiting(0, _call(4)), _waiting(1, _call(4)))
-    assert verdict.startswith("all ranks wait in all_reduce #4 (f32 [128]), for 31 s")
+    assert verdict.startswith(f"all ranks wait in {FOURTH}, for 31 s")
 
 
 def test_a_rank_left_behind_in_a_collective_is_named() -> None:
     ahead = RankPosition(1, "running", _at(20), NOW, (), {"0": 9})
-    assert _verdict(_waiting(0, _call(4)), ahead) == (
-        "rank 0 has waited 31 s in all_reduce #4 (f32 [128]), which rank 1 already left"
-    )
+    assert _verdict(_waiting(0, _call(4)), ahead) == (f"rank 0 has waited 31 s in {FOURTH}, which rank 1 already left")
 
 
 def test_the_cause_is_the_verdict_without_its_times() -> None:
@@ -94,11 +112,9 @@ def test_the_cause_is_the_verdict_without_its_times() -> None:
         "line 12: time.sleep(60); ranks 0, 2 wait"
     )
     ahead = RankPosition(1, "running", _at(20), NOW, (), {"0": 9})
-    assert (
-        _cause(_waiting(0, _call(4)), ahead) == "rank 0 waits in all_reduce #4 (f32 [128]), which rank 1 already left"
-    )
+    assert _cause(_waiting(0, _call(4)), ahead) == f"rank 0 waits in {FOURTH}, which rank 1 already left"
     together = _cause(_waiting(0, _call(4)), _waiting(1, _call(4)))
-    assert together.startswith("all ranks wait in all_reduce #4 (f32 [128]): the network")
+    assert together.startswith(f"all ranks wait in {FOURTH}: the network")
 
 
 def test_without_waiting_ranks_the_verdict_says_so() -> None:
@@ -159,8 +175,8 @@ def test_several_groups_are_distinguished() -> None:
         RankPosition(1, "running", _at(30), NOW - 9, (_call(2, group="pair"),), {"0": 6, "pair": 2}),
     )
     assert verdict == (
-        "rank 0 never reached all_reduce #2 (f32 [128]); it is at cell, line 13: dist.all_reduce(x), in all_reduce #7 "
-        "(f32 [128]); rank 1 has waited 31 s"
+        "rank 0 never reached all_reduce, the 2nd collective (float32 [128]); it is at cell, line 13: "
+        "dist.all_reduce(x), in all_reduce, the 7th collective (float32 [128]); rank 1 has waited 31 s"
     )
 
 
@@ -170,7 +186,7 @@ def test_ranks_at_the_same_place_form_a_group_and_the_largest_is_first() -> None
     )
     assert found.groups == ((1, 2, 3), (0,))
     assert found.text.splitlines()[1:] == [
-        "ranks 1–3: cell, line 13, in train: dist.all_reduce(x); waits in all_reduce #2 (f32 [128]) since 31 s",
+        f"ranks 1–3: cell, line 13, in train: dist.all_reduce(x); has waited 31 s in {FOURTH}".replace("4th", "2nd"),
         "rank 0: cell, line 3, in train",
     ]
     assert "<strong>rank 0 never reached" in found._repr_html_()

@@ -80,7 +80,7 @@ def test_the_flight_recorder_gives_open_calls_and_the_last_one() -> None:
     open_call = _entry(3, "nccl:broadcast", retired=False, state="started")
     waiting, last = waits._parse([_entry(1), _entry(2), open_call, _entry(9, is_p2p=True, retired=False)])
     assert waiting == (Collective("default_pg/nccl", 3, "broadcast", ((2, 3),), ("f32",), 5.0),)
-    assert waiting[0].text() == "broadcast #3 (f32 [2, 3])"
+    assert waiting[0].text() == "broadcast, the 3rd collective (float32 [2, 3])"
     assert last == {"default_pg/gloo": 2, "default_pg/nccl": 3}
     assert waits._parse([]) == ((), {})
 
@@ -109,7 +109,7 @@ def test_events_are_rebuilt_from_their_json_form() -> None:
     assert reply.waiting[0].shapes == ((128,),)
     beat = HeartbeatEvent(0.0, row)  # type: ignore[arg-type]
     assert beat.waiting is not None
-    assert beat.waiting.text() == "all_reduce #4 (f32 [128])"
+    assert beat.waiting.text() == "all_reduce, the 4th collective (float32 [128])"
 
 
 SPIED = """\

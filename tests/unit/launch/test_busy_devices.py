@@ -103,7 +103,7 @@ def test_the_diagnosis_names_the_collective_of_nccl_and_the_missing_ranks(librar
     try:
         until(lambda: "never reached" in run.diagnose().verdict)
         found = run.diagnose()
-        assert "rank 1 never reached all_reduce #3" in found.verdict, found.text
+        assert "rank 1 never reached all_reduce, the 3rd" in found.verdict, found.text
         assert "wait(SECONDS)" in found.text
     finally:
         run.stop(grace=0.5)
@@ -114,7 +114,7 @@ def test_a_stall_in_nccl_is_reported_without_being_asked_for(library: Path) -> N
     try:
         until(lambda: run._internals.journal.state.stall is not None)
         assert run._internals.journal.state.stall is not None
-        assert "all_reduce #3" in run._internals.journal.state.stall.cause
+        assert "all_reduce, the 3rd" in run._internals.journal.state.stall.cause
     finally:
         run.stop(grace=0.5)
 

@@ -113,7 +113,7 @@ def test_static_forms_are_complete(made: list[DebugPanel], snapshot: Snapshot) -
     panel = _panel(made, run)
     panel._record("ask", "loss", {0: "1.0", 1: "1.0"})
     snapshot("debug_static", panel.html)
-    for piece in ("rank 1 never reached all_reduce #4", "ask> loss", "ranks 0, 1: 1.0", "dist.all_reduce(x)"):
+    for piece in ("rank 1 never reached all_reduce, the 4th", "ask> loss", "ranks 0, 1: 1.0", "dist.all_reduce(x)"):
         assert piece in panel.text
     assert panel.bundle == {"text/html": panel.html, "text/plain": panel.text}
     assert panel.bundle.items() <= panel._repr_mimebundle_().items()
