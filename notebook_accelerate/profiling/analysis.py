@@ -117,6 +117,7 @@ def apply_rules(facts: ProfileFacts) -> list[Finding]:
     # The operations between two reads are small too, but the user should change the reads.
     found = [each for each in found if each.rule != "small_operations" or not reading.issuperset(each.ranks)]
     found += slowest_rank(ranks, facts, found)
+    found += outside_torch(ranks, found)
     return sorted(found, key=lambda finding: -finding.seconds)
 
 
@@ -195,6 +196,28 @@ def slowest_rank(ranks: Sequence[RankFacts], facts: ProfileFacts, others: Sequen
         names = "all other ranks wait" if every else _waiting(waiting)
         text = f"{names} {_time(longest)} per step for rank {wait.culprit} in {wait.label}{doing}"
         found.append(Finding("slowest_rank", text, (wait.culprit,), line, longest))
+    return found
+
+
+def outside_torch(ranks: Sequence[RankFacts], others: Sequence[Finding]) -> list[Finding]:
+    """Report time outside of torch's operations, unless other rules explain at least half of it."""
+
+    def cost(each: RankFacts) -> float:
+        # A thread that lacks CPU time may be interrupted anywhere. Leave that part out.
+        return min(each.outside * each.running / each.step, each.idle)
+
+    def explained(each: RankFacts) -> bool:
+        return any(each.rank in other.ranks and other.seconds >= 0.5 * cost(each) for other in others)
+
+    found = []
+    slow = [each for each in ranks if cost(each) >= max(LEAST_WAIT * each.step, LEAST_SECONDS) and not explained(each)]
+    for group in _alike(slow, lambda each: cost(each) / each.step):
+        first = max(group, key=cost)
+        text = (
+            f"{_percent(cost(first) / first.step)} of each step of {_names(group)} ({_time(cost(first))}) passes "
+            f"outside of torch's operations, mostly{_at(first.outside_line)}; move this work out of the training loop"
+        )
+        found.append(Finding("outside_torch", text, _numbers(group), _lines([first.outside_line]), cost(first)))
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
@@ -14,11 +14,20 @@ from typing import Any
 from notebook_accelerate.errors import FrameInfo
 from notebook_accelerate.profiling.collective_waits import CollectiveWait
 from notebook_accelerate.profiling.tables import Line, SampledLines, recorded
-from notebook_accelerate.profiling.trace import CATEGORIES, RankTrace, is_logging, is_saving, is_waiting_for_batch
+from notebook_accelerate.profiling.trace import (
+    CATEGORIES,
+    RankTrace,
+    is_logging,
+    is_outside_torch,
+    is_saving,
+    is_waiting_for_batch,
+)
 
 _LOADER, _OPTIMIZER, _COLLECTIVE, _STEP, _RUNTIME, _BACKWARD = (
     CATEGORIES.index(name) for name in ("loader", "optimizer", "collective", "step", "runtime", "backward")
 )
+_CONTAINING = tuple(CATEGORIES.index(name) for name in ("step", "forward", "python"))
+"""The categories of events that also contain the user's own code."""
 SCALED = "aten::_amp_foreach_non_finite_check_and_unscale_"
 """The operation that GradScaler runs before it checks whether a gradient overflowed."""
 SMALL = 50.0
@@ -28,6 +37,8 @@ LOOP = 500.0
 LOOP_OF_READS = 100.0
 """Gaps between two reads that are shorter than this many microseconds count as their time. Longer ones contain other
 operations."""
+PAUSE = 1000.0
+"""Gaps between two operations that are longer than this many microseconds are not part of their cost."""
 LONG = 2.0
 """A step that takes more than this multiple of the median is an outlier."""
 LEAST_LATER = 2
@@ -82,6 +93,9 @@ class RankFacts:
         threads: The name, share and line of other Python threads that compute much more than the main thread while
             samples wait for the interpreter lock. The share is the thread's part of the CPU time of both threads.
         blocked: The share of samples that had to wait for the interpreter lock.
+        outside: The time outside of torch's operations, in the user's code or in other libraries. Short gaps between
+            operations do not count.
+        outside_line: The line with most of this time.
         delay: The share of time that the main thread waited for a CPU core.
         grown: Variables that hold a growing number of tensors with graphs: name, count, growth over all steps.
         retained: Variables that keep activations between steps: name, bytes.
@@ -120,6 +134,8 @@ class RankFacts:
     saving_steps: float = 0.0
     threads: list[tuple[str, float, Line]] = field(default_factory=list)
     blocked: float = 0.0
+    outside: float = 0.0
+    outside_line: Line | None = None
     delay: float = 0.0
     grown: list[tuple[str, int, int]] = field(default_factory=list)
     retained: list[tuple[str, int]] = field(default_factory=list)
@@ -180,6 +196,7 @@ class RankReader:
         self._read_device()
         self._read_barriers()
         self._read_samples()
+        self._read_outside()
         self._read_variables()
         self._read_memory()
         return facts
@@ -369,6 +386,31 @@ class RankReader:
             facts.delay = (marks[-1].get("delay", 0.0) - marks[0].get("delay", 0.0)) / max(1e-9, wall)
         if facts.loader_processes:
             facts.loader = max(facts.loader, self._later_loading())
+
+    def _read_outside(self) -> None:
+        """Add up the samples between the operations whose stacks are outside of torch, by the user's lines."""
+        lines = self._lines
+        outside = [is_outside_torch([lines.frames[each] for each in stack]) for stack in lines.stacks]
+        totals: dict[Line, float] = {}
+        for start, end in self._pauses():
+            for index, begin, until in lines.spans(start, end):
+                if outside[lines.which[index]] and (line := lines.line(index)) is not None:
+                    totals[line] = totals.get(line, 0.0) + until - begin
+        self.facts.outside = sum(totals.values()) / self._per_step
+        self.facts.outside_line = max(totals, key=lambda each: totals[each], default=None)
+
+    def _pauses(self) -> Iterator[tuple[float, float]]:
+        """Yield the gaps longer than `PAUSE` between the operations of the training's threads and the collectives."""
+        trace, until = self._trace, self._begin
+        for event in range(len(trace)):
+            ours = trace.thread[event] in self._training or trace.category[event] == _COLLECTIVE
+            if not ours or not self._inside(event) or trace.category[event] in _CONTAINING:
+                continue
+            if trace.start[event] - until > PAUSE:
+                yield until, trace.start[event]
+            until = max(until, trace.end(event))
+        if self._end - until > PAUSE:
+            yield until, self._end
 
     def _later_loading(self) -> float:
         """Return the seconds per step spent waiting for a DataLoader's processes, in the steps that were only sampled.

@@ -19,7 +19,7 @@ from notebook_accelerate.errors import FrameInfo
 from notebook_accelerate.files import guarded_files
 from notebook_accelerate.telemetry.channel import escape_surrogates
 from notebook_accelerate.telemetry.debug_protocol import AFTER_STEPS, TRACE_KEY
-from notebook_accelerate.telemetry.tracebacks import describe_error
+from notebook_accelerate.telemetry.tracebacks import describe_error, is_user_code
 
 MAX_BYTES = 2 << 30
 """Maximum size of a trace file."""
@@ -392,3 +392,15 @@ def is_saving(frames: list[FrameInfo]) -> bool:
         if "safetensors" in name and "save" in frame.function:
             return True
     return False
+
+
+def is_outside_torch(frames: list[FrameInfo]) -> bool:
+    """Return whether a stack ends in the user's code, or in a library that is neither torch nor this package.
+
+    Printing, logging and saving do not count, because other rules report them.
+    """
+    own = next((i for i in range(len(frames) - 1, -1, -1) if is_user_code(frames[i].filename)), None)
+    if own is None or is_logging(frames) or is_saving(frames):
+        return False
+    below = [frame.filename.replace("\\", "/") for frame in frames[own + 1 :]]
+    return not any("/torch/" in name or "/notebook_accelerate/" in name for name in below)

@@ -223,12 +223,20 @@ def slowest_rank() -> None:
         step(accelerator, model, optimizer, batch)
 
 
+def outside_torch() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = prepared(accelerator)
+    for batch in batches():
+        step(accelerator, model, optimizer, batch)
+        time.sleep(0.4)
+
+
 PLANTED: dict[str, Callable[[], None]] = {
     each.__name__: each
     for each in (
         slow_loader, unbalanced_batches, reads_of_values, small_operations, barriers, growing_graphs, growing_sum,
         retained_activations, full_precision, logging_storm, checkpoint_each_step, interpreter_lock, not_compiled,
-        slowest_rank,
+        slowest_rank, outside_torch,
     )
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ from notebook_accelerate.profiling.analysis import apply_rules
 from notebook_accelerate.profiling.collective_waits import CollectiveWait
 from notebook_accelerate.profiling.facts import ProfileFacts, RankFacts
 from notebook_accelerate.profiling.tables import Line
-from notebook_accelerate.profiling.trace import is_logging
+from notebook_accelerate.profiling.trace import is_logging, is_outside_torch
 
 LINE = Line("Cell In[3], line 7", "train", "loss.item()")
 HEALTHY = RankFacts(
@@ -190,6 +190,40 @@ def test_waiting_ranks_are_reported_if_nothing_else_explains_the_wait() -> None:
     assert sentences({"delay": 0.9}, {}, {}, waits=(wait,)) == []  # Rank 1 did not get a CPU.
     part = ProfileFacts([replace(HEALTHY, rank=rank) for rank in range(3)], [wait], world=8)
     assert apply_rules(part)[0].sentence.startswith("ranks 1, 2 wait 18 ms")  # Nothing is known about the other ranks.
+
+
+def test_time_outside_of_torch_is_reported_if_nothing_else_explains_it() -> None:
+    line = Line("Cell In[3], line 9", "train", "time.sleep(0.02)")
+    pausing = {"outside": 0.02, "outside_line": line}
+    (found,) = sentences(pausing, {**pausing, "outside": 0.018})
+    assert found == (
+        "40 % of each step of ranks 0, 1 (20 ms) passes outside of torch's operations, mostly at Cell In[3], line 9: "
+        "time.sleep(0.02); move this work out of the training loop"
+    )
+    assert sentences({"outside": 0.009, "outside_line": line}) == []
+    assert sentences({**pausing, **DEVICE}) == [], "the device computes meanwhile"
+    (logging,) = sentences({**pausing, "logging": 0.015, "logging_line": LINE})
+    assert "printing and logging" in logging
+    wait = CollectiveWait("all_reduce #7 (64 MB)", 1, {0: 0.018}, line, steady=1.0)
+    (slowest,) = sentences({}, pausing, waits=(wait,))
+    assert "wait" in slowest
+
+
+@pytest.mark.parametrize(
+    ("below", "outside"),
+    [
+        ([], True),
+        (["/usr/lib/python3.12/json/decoder.py"], True),
+        (["/venv/site-packages/numpy/random.py"], True),
+        (["/venv/site-packages/torch/_tensor.py"], False),
+        (["/venv/site-packages/notebook_accelerate/accelerator.py"], False),
+        (["/usr/lib/python3.12/logging/__init__.py"], False),
+    ],
+)
+def test_a_stack_is_outside_of_torch_below_the_users_line(below: list[str], outside: bool) -> None:
+    stack = [frame("/venv/site-packages/torch/nn/module.py", "__call__"), frame("<ipython-input-3>", "train")]
+    assert is_outside_torch([*stack, *(frame(name, "f") for name in below)]) is outside
+    assert not is_outside_torch([frame(name, "f") for name in below])
 
 
 def test_a_barrier_costs_what_the_last_rank_spends_in_it_and_does_not_explain_a_wait() -> None:
