@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin
 
-from notebook_accelerate.config.settings import settings_of, short_help
+from notebook_accelerate.config.settings import labels_of, settings_of, short_help
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +92,8 @@ def fields_of(
     wanted = list(known) if names is None else list(names)
     if unknown := [name for name in wanted if name not in known]:
         raise ValueError(f"{cls.__name__} has no field {unknown[0]!r}; its fields are: {', '.join(known)}")
-    return tuple(_field(cls, known[name], (choices or {}).get(name)) for name in wanted)
+    labels = labels_of(cls)
+    return tuple(_field(cls, known[name], (choices or {}).get(name), labels) for name in wanted)
 
 
 def groups_of(cls: type[Any]) -> tuple[tuple[str, tuple[str, ...]], ...]:
@@ -109,20 +110,23 @@ def groups_of(cls: type[Any]) -> tuple[tuple[str, tuple[str, ...]], ...]:
     return tuple(found.items()) if len(found) > 1 else ()
 
 
-def _field(cls: type[Any], entry: dataclasses.Field[Any], choices: Sequence[Any] | None) -> Field:
+def _field(
+    cls: type[Any], entry: dataclasses.Field[Any], choices: Sequence[Any] | None, labels: Mapping[str, str]
+) -> Field:
     members = _members(cls, entry.name)
     optional = type(None) in members or entry.default is None
     known = settings_of(cls).get(entry.name)
     allowed = choices or (known.choices if known is not None else entry.metadata.get("choices")) or ()
     kind = _kind([member for member in members if member is not type(None)], allowed)
     text = f"{short_help(cls, entry.name)}{known.source if known is not None else ''}"
+    others = {name: label for name, label in labels.items() if name != entry.name}
     return Field(
         name=entry.name,
-        label=(known.label if known is not None else entry.metadata.get("label", "")) or words_of(entry.name),
+        label=labels[entry.name],
         placeholder=entry.metadata.get("placeholder", ""),
         optional=optional,
         default=entry.default_factory() if entry.default_factory is not MISSING else entry.default,
-        help=_with_labels(form_words(text, str(kind["kind"])), cls, entry.name),
+        help=with_labels(form_words(text, str(kind["kind"])), others),
         **kind,
     )
 
@@ -240,46 +244,27 @@ def form_words(text: str, kind: str) -> str:
     return text
 
 
-def _with_labels(text: str, cls: type[Any], own: str) -> str:
-    """Return a help text with the labels of a class's other settings in place of their names in code.
+_NAME = re.compile(r"``(\w+)``|(?<![\w.$'\"])([a-z]\w*)\b(=(?!=))?")
+
+
+def with_labels(text: str, labels: Mapping[str, str]) -> str:
+    """Return a text with labels in place of the names of fields: '"Number of processes" = 0' for "num_processes=0".
+
+    A name that may also be an English word, such as "output", is replaced only at the start, before "=", or in double
+    backquotes.
 
     Args:
-        text: The help text of the setting.
-        cls: The dataclass.
-        own: The name of the setting, which stays as it is.
+        text: A help text or an error of a dataclass.
+        labels: The labels of the dataclass's fields by name.
     """
-    settings = settings_of(cls).items()
-    labels = {name: f'"{known.label or words_of(name)}"' for name, known in settings if name != own}
-    return re.sub(r"``(\w+)``|\b[a-z]+_\w+\b", lambda found: labels.get(found[1] or found[0], found[0]), text)
 
+    def labelled(found: re.Match[str]) -> str:
+        quoted, name, equals = found.groups()
+        is_name = quoted or equals or "_" in name or not found.start()
+        label = labels.get(quoted or name) if is_name else None
+        return found[0] if label is None else f'"{label}"{" = " if equals else ""}'
 
-_ACRONYMS = (
-    "cp",
-    "cpu",
-    "ddp",
-    "ds",
-    "ep",
-    "fp8",
-    "fp32",
-    "fsdp",
-    "gpu",
-    "hf",
-    "id",
-    "lm",
-    "lr",
-    "nvme",
-    "pp",
-    "sp",
-    "tp",
-)
-_LONG = {"num": "number of", "kwargs": "arguments", "args": "arguments", "dataloader": "data loader", "dir": "folder"}
-
-
-def words_of(name: str) -> str:
-    """Return the label of a field without one: its name in words, such as "Number of steps" for num_steps."""
-    words = [word.upper() if word in _ACRONYMS else _LONG.get(word, word) for word in name.split("_") if word]
-    text = " ".join(words)
-    return text[:1].upper() + text[1:]
+    return _NAME.sub(labelled, text)
 
 
 def summary(cls: type[Any]) -> str:

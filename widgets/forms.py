@@ -30,6 +30,7 @@ from notebook_accelerate.widgets.fields import (
     groups_of,
     parse,
     text_of,
+    with_labels,
 )
 from notebook_accelerate.widgets.panel_elements import asset, script, widget_bundle
 
@@ -444,21 +445,13 @@ def _field_in(message: str, given: Mapping[str, Any]) -> str:
 
 
 def in_words(message: str, labels: Mapping[str, str]) -> str:
-    """Return an error in the words of a form, such as '"Number of processes" = 0' for "num_processes=0".
-
-    A name that may also be an English word, such as "output", is replaced only at the start or before "=".
+    """Return an error in the words of a form, with labels, yes and no.
 
     Args:
         message: The error of the dataclass, or of the text of a field.
         labels: The labels of the dataclass's fields by name.
     """
-
-    def labelled(found: re.Match[str]) -> str:
-        name, equals = found.groups()
-        is_name = equals or "_" in name or not found.start()
-        return f'"{labels[name]}"{" = " if equals else ""}' if is_name and name in labels else found[0]
-
-    words = re.sub(r"(?<![\w.$'\"])([a-z]\w*)\b(=(?!=))?", labelled, message)
+    words = with_labels(message, labels)
     words = re.sub(r"= (True|False)\b", lambda found: "= yes" if found[1] == "True" else "= no", words)
     return re.sub(r"\bpass\b", "enter", words)
 

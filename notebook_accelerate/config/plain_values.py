@@ -94,6 +94,17 @@ def format_setting(value: Any) -> str:
     return f"{type(value).__name__}({format_setting(changed)})"
 
 
+def value_in_words(value: Any) -> str:
+    """Return a setting for people who do not read code: text without quotes, and yes or no.
+
+    Args:
+        value: A value of `format_setting`.
+    """
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return hide_credentials(value) if isinstance(value, str) else format_setting(value)
+
+
 # Hiding secrets in text: values of environment variables and of keys such as api_key, and credentials in URLs.
 
 HIDDEN = "***"

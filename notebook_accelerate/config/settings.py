@@ -347,3 +347,32 @@ def _source_of_fields(cls: type[Any]) -> str:
     body = itertools.dropwhile(lambda line: not head.match(line), lines)
     first = list(itertools.islice(body, 1))
     return "".join([*first, *itertools.takewhile(re.compile(r"\s(?!   (def|@))").match, body)])
+
+
+# ---- labels
+
+_ACRONYMS = (
+    "cp", "cpu", "ddp", "ds", "ep", "fp8", "fp32", "fsdp", "gpu", "hf", "id", "lm", "lr", "nvme", "pp", "sp", "tp",
+)  # fmt: skip
+_LONG = {"num": "number of", "kwargs": "arguments", "args": "arguments", "dataloader": "data loader", "dir": "folder"}
+
+
+def words_of(name: str) -> str:
+    """Return the label of a field without one: its name in words, such as "Number of steps" for num_steps."""
+    words = [word.upper() if word in _ACRONYMS else _LONG.get(word, word) for word in name.split("_") if word]
+    text = " ".join(words)
+    return text[:1].upper() + text[1:]
+
+
+def labels_of(cls: type[Any]) -> dict[str, str]:
+    """Return what people read in place of the names of a dataclass's fields, such as "Number of processes", by name.
+
+    Args:
+        cls: The dataclass. Fields that are not settings may have a "label" in their ``metadata``.
+    """
+    settings = settings_of(cls)
+    return {
+        entry.name: (known.label if (known := settings.get(entry.name)) else entry.metadata.get("label", ""))
+        or words_of(entry.name)
+        for entry in dataclasses.fields(cls)
+    }

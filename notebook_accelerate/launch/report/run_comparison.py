@@ -12,7 +12,7 @@ from types import EllipsisType
 from typing import Any
 
 from notebook_accelerate.config.launch_config import LaunchConfig
-from notebook_accelerate.config.plain_values import VARIABLES, format_setting, hide_credentials
+from notebook_accelerate.config.plain_values import VARIABLES, value_in_words
 from notebook_accelerate.launch.report.document import Action, Cell, Column, Group, Row, Table
 from notebook_accelerate.launch.report.markup import duration, number
 
@@ -244,10 +244,6 @@ def _settings(runs: Sequence[RunEntry]) -> Iterator[_Column]:
     names = dict.fromkeys(name for one in runs for name in one.settings)
     for name in names:
         if name in _DEFAULTS and name not in _HIDDEN_SETTINGS:  # The file of a run may contain any name.
-            texts = [_setting(one.settings.get(name, _DEFAULTS[name])) for one in runs]
+            texts = [value_in_words(one.settings.get(name, _DEFAULTS[name])) for one in runs]
             if len(set(texts)) > 1:
                 yield _text(name, texts)
-
-
-def _setting(value: object) -> str:
-    return hide_credentials(value) if isinstance(value, str) else format_setting(value)

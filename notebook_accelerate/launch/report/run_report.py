@@ -11,7 +11,8 @@ from dataclasses import replace
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from notebook_accelerate.config.plain_values import format_setting, shown_value, size_text
+from notebook_accelerate.config.plain_values import shown_value, size_text, value_in_words
+from notebook_accelerate.config.settings import labels_of, words_of
 from notebook_accelerate.hardware.versions import installed_version
 from notebook_accelerate.launch.report import mesh_diagram, rank_tables, svg_curves
 from notebook_accelerate.launch.report.curves import Source, shown_names
@@ -192,16 +193,21 @@ def launch_rows(run: RunView) -> Rows:
         rows.append(["device", plan.where or plan.accelerator])
         rows.append(["start method", f"{plan.start_method}: {plan.reason}" if plan.reason else plan.start_method])
         rows += [["backend", plan.backend]] if plan.backend else []
-        rows += [["threads of a rank", str(plan.threads)]] if plan.threads is not None else []
+        rows += [["CPU threads per rank", str(plan.threads)]] if plan.threads is not None else []
     return [*rows, *(["remark", note] for note in run.notes)]
 
 
 def config_rows(run: RunView) -> Rows:
-    """Return rows with the settings of a run. Of ``env`` and ``rdzv_conf``, only names are shown, to hide secrets."""
+    """Return rows with the settings of a run, under the labels of the form in lower case.
+
+    Of ``env`` and ``rdzv_conf``, only names are shown, to hide secrets.
+    """
+    labels = labels_of(type(run.config))
     rows = [["setting", "value"]]
     for name, value in run.config.non_default().items():
-        shown = format_setting(shown_value(name, value))
-        rows.append([name, ", ".join(value) if name in ("env", "rdzv_conf") else shown])
+        shown = ", ".join(value) if name in ("env", "rdzv_conf") else value_in_words(shown_value(name, value))
+        label = labels.get(name) or words_of(name)
+        rows.append([label if label[1:2].isupper() else label[:1].lower() + label[1:], shown])
     return rows
 
 

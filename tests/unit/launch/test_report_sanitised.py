@@ -31,7 +31,7 @@ WORDS = (
     "2 processes on cpu",
     "rank 1 failed: KeyError: 'lost <b>'",
     "Curve of loss: 100 points of 2 ranks; first 1, last 0.02",
-    "num_processes",
+    "number of processes",
     "torch",
     "last step",
 )
@@ -107,6 +107,6 @@ def test_the_cells_of_a_large_table_stay_in_their_rows_and_columns_without_its_s
 def test_the_plain_form_is_complete(run: Run) -> None:
     """Front ends that show no HTML show the plain-text form."""
     text = run.report().text
-    for words in ("failed", "train", "KeyError: 'lost <b>'", "num_processes", "loss", "█", "last step"):
+    for words in ("failed", "train", "KeyError: 'lost <b>'", "number of processes", "loss", "█", "last step"):
         assert words in text
     assert "<div" not in text

@@ -409,6 +409,18 @@ def test_the_setup_begins_with_the_arguments() -> None:
     assert _text(setup).strip().startswith("Arguments of train lr 0.1 Launch ranks 2")
 
 
+def test_the_setup_has_the_words_of_the_form() -> None:
+    run = make_run(2, block=False, start_method="fork", name="baseline", cpu=True)
+    rows = dict(run_report.config_rows(run)[1:])
+    assert rows == {
+        "number of processes": "2",
+        "start method": "fork",
+        "wait until the run ends": "no",
+        "use only the CPU": "yes",
+        "name of the run": "baseline",
+    }
+
+
 def test_the_sharding_page_is_rebuilt_only_for_new_reports(snapshot: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn, make = [], mesh_diagram.sharding
 
