@@ -54,7 +54,7 @@ def estimate_html(estimate: Any, available: int | None = None) -> Markup:
     bars = {"training": estimate.training, "inference": estimate.inference}
     limits = dict.fromkeys(bars, available)
     if estimate.main_memory:
-        bars["training, in main memory"] = estimate.main_memory
+        bars["training, in this machine's memory"] = estimate.main_memory
     longest = max([*(sum(parts.values()) for parts in bars.values()), available or 0, 1])
     rows = [_bar(title, parts, longest, limits.get(title)) for title, parts in bars.items()]
     notes = element("ul", *(element("li", line) for line in estimate.assumptions), style=_NOTES)
@@ -239,7 +239,7 @@ def _too_much_offloaded(needed: int, machine: HardwareInfo) -> str:
     if needed <= machine.memory_bytes:
         return ""
     return (
-        f"This will not fit: offloaded tensors need about {size_text(needed)} of main memory; available: "
+        f"This will not fit: offloaded tensors need about {size_text(needed)} of this machine's memory; available: "
         f"{size_text(machine.memory_bytes)}."
     )
 

@@ -67,7 +67,7 @@ class MemoryEstimate:
         lines.append(f"{'together':<14}{size_text(self.training_total):>12}{size_text(self.inference_total):>12}")
         if self.main_memory:
             parts = ", ".join(f"{part} {size_text(size)}" for part, size in self.main_memory.items())
-            lines.append(f"in main memory: {parts}")
+            lines.append(f"in this machine's memory: {parts}")
         return "\n".join([*lines, *self.assumptions])
 
     def _repr_html_(self) -> str:

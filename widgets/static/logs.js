@@ -135,7 +135,7 @@ class Logs {
   }
   row(line, query) {
     const row = make("div", { class: line.stream === "stderr" ? "na-line na-stderr" : "na-line" });
-    if (typeof this.rank !== "number") row.append(make("span", { class: "na-line-rank" }, String(line.rank)));
+    if (typeof this.rank !== "number") row.append(make("span", { class: "na-line-rank" }, `rank ${line.rank}`));
     row.append(this.marked(line.text, query));
     return row;
   }

@@ -311,8 +311,8 @@ def test_offloaded_parts_are_in_main_memory() -> None:
     assert found.main_memory_total == 1600
     assert found.training_total == found.training["strategy"] == 2 * 400
     assert found.inference["weights"] == 0
-    assert "in main memory: weights 400" in str(found)
-    assert "in main memory" in MemoryPanel(found).html()
+    assert "in this machine's memory: weights 400" in str(found)
+    assert "in this machine" in MemoryPanel(found).html()
     on_disk = estimate_memory(model, strategy="zero2", num_processes=2, offload={"optimizer": "disk"})
     assert on_disk.main_memory == {}
     assert on_disk.training["optimizer"] == 0
