@@ -100,6 +100,7 @@ class Notifier:
         while event := self._next_event():
             if event == "warning":
                 self._ended.wait(SETTLE_SECONDS)
+                self._waiting[event] = self._text()
             with self._lock:
                 message = {"run": self._run.name, "event": event, "text": self._waiting.pop(event)}
             try:

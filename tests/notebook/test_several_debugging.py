@@ -149,14 +149,18 @@ def test_a_rank_of_another_notebook_asks_for_input_in_the_first(pair: Notebooks)
 
 @pytest.mark.parametrize("failing", [1, 0])
 def test_a_failure_holds_the_ranks_of_all_notebooks(pair: Notebooks, failing: int) -> None:
+    notified = [f"{each}, notify=(messages := []).append" for each in ONE_EACH]
     cells = pair.finish(
-        pair.launch(f"fails, {failing}", *ONE_EACH, hold_on_error=True, hang_timeout=HANG, rdzv_conf=SECRET)
+        pair.launch(f"fails, {failing}", *notified, hold_on_error=True, hang_timeout=HANG, rdzv_conf=SECRET)
     )
     for cell in cells:
         assert f"rank {failing} failed" in said(cell)
         assert 'raise KeyError("bad batch")' in said(cell)
     assert pair.values(f"{RUN}.status") == ["failed", "failed"]
     first, second = pair.kernels
+    first.until("[each['event'] for each in messages] == ['failed']", LIMIT)
+    assert f"rank {failing}: KeyError" in first.value("messages[0]['text']")
+    assert second.value("messages") == [], "the first notebook sends the messages of all ranks"
     assert first.value(f"{RUN}.ask('value', ranks=[1], timeout=60)[1]", LIMIT) == 41
     if failing:  # Until the user quits, the first notebook shows the debugger of the other notebook's rank.
         first.types("p value", "q")

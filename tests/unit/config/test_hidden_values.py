@@ -27,6 +27,7 @@ CONFIGS = {
     "cluster": LaunchConfig(on=CLUSTER, num_processes=2),
     "address": LaunchConfig(on=ADDRESS, num_processes=2),
     "env": LaunchConfig(env={"TOKEN": SECRET}, num_processes=2),
+    "notify": LaunchConfig(notify=f"https://example.org/{SECRET}", num_processes=2),
     "rendezvous": LaunchConfig(rdzv_conf={"secret": SECRET}, num_processes=2, num_nodes=2),
 }
 
