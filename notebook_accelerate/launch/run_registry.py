@@ -13,7 +13,7 @@ import weakref
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from notebook_accelerate._mistakes import reports_mistakes
 from notebook_accelerate.errors import DeviceBusyError
@@ -44,6 +44,7 @@ KEPT_RESULTS = 3
 KEPT_RESULT_BYTES = 1_000_000_000
 """Maximum total size in bytes of the results of these `KEPT_RESULTS` runs. The last run's are never dropped."""
 
+_Method = TypeVar("_Method", bound="Callable[..., None]")
 _GROUP: Any = getattr(builtins, "BaseExceptionGroup", None)
 """The class of exception groups, or None in Python 3.10."""
 
@@ -114,6 +115,7 @@ _lock = threading.RLock()
 _entries: list[_Entry] = []
 _watching_exit = False
 _watchers: list[weakref.WeakMethod[Callable[[Run], None]]] = []
+_launchers: list[weakref.WeakMethod[Callable[[], None]]] = []
 
 
 def _renew_lock() -> None:
@@ -144,15 +146,19 @@ def register_run(run: Run) -> None:
 
 def announce_run(run: Run) -> None:
     """Pass a new run to the methods registered with `watch_launches`."""
-    with _lock:
-        watchers = [watcher for reference in _watchers if (watcher := reference()) is not None]
-        _watchers[:] = [reference for reference in _watchers if reference() is not None]
-    for watcher in watchers:
+    for watcher in _alive(_watchers):
         try:
             watcher(run)
         except Exception as error:  # noqa: BLE001 - a view must never prevent the start of a run
             with suppress(Warning):  # Warnings may be configured to raise errors.
                 warnings.warn(f"a view of launches failed: {type(error).__name__}: {error}", stacklevel=2)
+
+
+def _alive(references: list[weakref.WeakMethod[_Method]]) -> list[_Method]:
+    """Return the methods whose objects exist, and drop the others from the list."""
+    with _lock:
+        references[:] = [reference for reference in references if reference() is not None]
+        return [method for reference in references if (method := reference()) is not None]
 
 
 def _drop_old_results(_ended: Run) -> None:
@@ -178,6 +184,12 @@ def watch_launches(launched: Callable[[Run], None]) -> None:
     """Call a method with each new run, on the thread that launches it, until the method's object is deleted."""
     with _lock:
         _watchers.append(weakref.WeakMethod(launched))
+
+
+def watch_shutdown(end: Callable[[], None]) -> None:
+    """Call a method of an object that launches runs before `shutdown` stops them. It must launch no further runs."""
+    with _lock:
+        _launchers.append(weakref.WeakMethod(end))
 
 
 class Runs(list["Run"]):
@@ -274,11 +286,13 @@ def _living() -> list[Run]:
 
 
 def shutdown(all: bool = False) -> None:
-    """Stop every run of this kernel, and end the server process of the zygote start method.
+    """Stop every run and sweep of this kernel, and end the server process of the zygote start method.
 
     Args:
         all: Whether to stop the user's detached runs too. By default, they continue.
     """
+    for end in _alive(_launchers):
+        end()
     own = _living()
     for run in own:
         run.stop(grace=1.0, wait=False)

@@ -23,7 +23,7 @@ from notebook_accelerate.launch import starting
 from notebook_accelerate.launch.kept.kept_runs import KeptRun, KeptRuns, kept_run_of, kept_runs
 from notebook_accelerate.launch.run import Run
 from notebook_accelerate.launch.run_display import current_cell, load, try_to_show
-from notebook_accelerate.launch.run_registry import Runs
+from notebook_accelerate.launch.run_registry import Runs, watch_shutdown
 from notebook_accelerate.launch.state.call_arguments import call_arguments
 from notebook_accelerate.launch.state.interrupts import wait_for
 from notebook_accelerate.launch.state.run_commands import DEFAULT_GRACE
@@ -89,6 +89,8 @@ def sweep(
         raise ValueError("resume=True needs the folder of the interrupted sweep; pass save='runs'")
     if trials is not None:
         check_whole_number("trials", trials)
+    if stop_if is not None and not callable(stop_if):
+        raise ValueError(f"stop_if={stop_if!r} is not allowed; pass a function that takes the metrics of a run")
     earlier = _earlier_runs(folder) if resume and folder and Path(folder).is_dir() else []
     source = _FixedTrials(space, trials) if study is None else _StudyTrials(study, space, metric, trials, resume=resume)
     new = Sweep(function, source, used, _slots(used, devices_per_run), stop_if, earlier)
@@ -175,11 +177,14 @@ class Sweep:
             ValueError: ``grace`` is negative, or not a number.
         """
         check_seconds("grace", grace)
-        self._stopping = True
+        self._end_launches()
         for trial in list(self._live):
             trial.run.stop(grace, wait=False)
-        self._wake.set()
         wait_for(self._over)
+
+    def _end_launches(self) -> None:
+        self._stopping = True
+        self._wake.set()
 
     def best(self, metric: str, mode: str) -> Run:
         """Return the run with the best value of a metric at any step, on its lowest rank.
@@ -211,6 +216,9 @@ class Sweep:
     def _begin(self) -> None:
         """Launch the first runs, so that mistakes are raised in the cell, and show the table."""
         self._launch_trials()
+        if not self.runs and isinstance(self._source, _FixedTrials):
+            raise ValueError("space has no arguments for any run; pass at least one value for each argument")
+        watch_shutdown(self._end_launches)
         threading.Thread(target=self._main, name="notebook-accelerate-sweep", daemon=True).start()
         if self._shows in (True, "auto"):
             self._cell = current_cell()
@@ -296,7 +304,7 @@ class Sweep:
 
     def __repr__(self) -> str:
         states = Counter(run.status for run in list(self.runs))
-        counts = ", ".join(f"{count} {state}" for state, count in states.items())
+        counts = ", ".join(f"{count} {state}" for state, count in states.items()) or "none"
         return f"<Sweep of {self._function.__name__}: {len(self.runs)} runs: {counts}>"
 
     def _ipython_display_(self) -> None:
@@ -407,9 +415,9 @@ def _call(function: Callable[..., Any], values: Mapping[str, Any]) -> tuple[Call
     try:
         bound = signature.bind(**values)
     except TypeError as error:
-        names = ", ".join(signature.parameters) or "none"
+        names, given = ", ".join(signature.parameters) or "none", ", ".join(values) or "no arguments"
         raise ValueError(
-            f"{function.__name__}() cannot be called with {', '.join(values)}: {error}; its parameters are: {names}"
+            f"{function.__name__}() cannot be called with {given}: {error}; its parameters are: {names}"
         ) from None
     if not bound.kwargs:
         return function, bound.args

@@ -128,7 +128,7 @@ class KeptRuns(Sequence[KeptRun]):
                     **{f"args.{name}": value for name, value in row.arguments.items()},
                     **{f"config.{name}": value for name, value in row.config.items()},
                     **row.metrics,
-                    "path": str(row.path),
+                    "path": str(row.path) if row.path.name else "",
                 }
                 for row in self
             ]

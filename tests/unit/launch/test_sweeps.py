@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from notebook_accelerate import DeviceBusyError, LaunchConfig, notebook_launcher, runs, sweep
+from notebook_accelerate import DeviceBusyError, LaunchConfig, notebook_launcher, runs, shutdown, sweep
 from notebook_accelerate.launch.sweeps import Sweep, _call, _FixedTrials, _slots
 from notebook_accelerate.telemetry import MetricEvent, emit
 from tests.support.waiting import until
@@ -96,6 +96,10 @@ def test_arguments_are_passed_by_name() -> None:
         ({"space": {"lr": [1]}, "devices_per_run": 1000}, "devices_per_run=1000, but the sweep may use"),
         ({"space": {"lr": [1]}, "devices_per_run": 0}, "devices_per_run"),
         ({"space": {"lr": [1]}, "resume": True}, "pass save='runs'"),
+        ({"space": {"lr": []}}, "space has no arguments for any run"),
+        ({"space": []}, "space has no arguments for any run"),
+        ({"space": [{}]}, r"train\(\) cannot be called with no arguments: missing a required argument: 'lr'"),
+        ({"space": {"lr": [1]}, "stop_if": 3}, "stop_if=3 is not allowed; pass a function"),
         ({"space": {"lr": [1]}, "study": object()}, "metric='loss', trials=20"),
     ],
 )
@@ -136,6 +140,7 @@ def test_a_sweep_ends_with_a_failure_and_a_stop(
     assert list(frame["status"]) == [run.status for run in found.runs]
     assert list(frame["args.lr"]) == [1, 13, 600, 2]
     assert list(frame["loss"])[::3] == [2.0, 1.0]
+    assert set(frame["path"]) == {""}, "the runs are not kept"
     assert repr(found) == "<Sweep of train: 4 runs: 2 succeeded, 1 failed, 1 stopped>"
     assert "unlucky" not in capfd.readouterr().err, "each run shows its output in its own panel"
 
@@ -228,6 +233,13 @@ def test_a_run_that_is_launched_during_a_stop_is_stopped(start: Start) -> None:
     given.set()
     stopper.join(60)
     assert [run.status for run in found.runs] == ["succeeded", "stopped"]
+
+
+def test_shutdown_stops_a_sweep(start: Start) -> None:
+    found = start(train, {"lr": [600, 600]}, devices=1)
+    shutdown()
+    assert found.wait(60)
+    assert [run.status for run in found.runs] == ["stopped"], "no further run is launched"
 
 
 def test_an_error_of_stop_if_ends_the_sweep(start: Start) -> None:
