@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import datetime
 from itertools import repeat
@@ -26,6 +26,9 @@ _CAPTION = "Runs, latest first; metrics are the last and the best values of the 
 _HIDDEN_SETTINGS = (*VARIABLES, "num_processes", "block", "panel", "use_port", "tags", "output", "save", "name")
 """Settings that get no column, because they do not affect the training, have one already, or may contain a secret."""
 _DEFAULTS = {each.name: each.default for each in fields(LaunchConfig)}
+_PLACES = ("devices",)
+"""Settings that come last, because each run of a sweep has others."""
+_CHOICES = frozenset(_DEFAULTS) - {*_HIDDEN_SETTINGS, *_PLACES}
 _HIGHER = re.compile(r"acc|f1|auc|bleu|rouge|reward|score|precision|recall|iou|psnr|ssim|r2", re.IGNORECASE)
 _LOWER = re.compile(r"loss|err|perplexity|ppl|mae|mse|nll|fid|(?:^|[/_])(?:wer|cer)", re.IGNORECASE)
 
@@ -157,7 +160,7 @@ def _columns(runs: Sequence[RunEntry]) -> Iterator[_Column]:
         yield _text("branch of", [one.branch for one in runs])
     arguments = _arguments([one.arguments for one in runs])[:MAX_ARGUMENTS]
     yield from (column for column in arguments if column.differs)
-    yield from _settings(runs)
+    yield from _settings(runs, _CHOICES)
     if any(one.settings.get("detach") for one in runs):
         yield _number("step", [one.step for one in runs], str, "")
     yield from _metrics(runs)
@@ -166,6 +169,7 @@ def _columns(runs: Sequence[RunEntry]) -> Iterator[_Column]:
     if any(one.settings.get("tags") for one in runs):
         yield _text("tags", [_joined(one.settings.get("tags", ())) for one in runs])
     yield _number("ranks", [one.ranks for one in runs], str, "")
+    yield from _settings(runs, _PLACES)
     yield _text("function", [one.function for one in runs])
     if any(one.settings.get("detach") for one in runs):
         yield _text("from", [one.origin for one in runs])
@@ -239,11 +243,11 @@ def _argument(name: str, values: Sequence[object]) -> _Column:
     return _Column(name, "number" if is_number else "text", texts, values)
 
 
-def _settings(runs: Sequence[RunEntry]) -> Iterator[_Column]:
-    """Yield a column for each setting that differs among the runs."""
+def _settings(runs: Sequence[RunEntry], shown: Collection[str]) -> Iterator[_Column]:
+    """Yield a column for each of the shown settings that differs among the runs."""
     names = dict.fromkeys(name for one in runs for name in one.settings)
     for name in names:
-        if name in _DEFAULTS and name not in _HIDDEN_SETTINGS:  # The file of a run may contain any name.
+        if name in shown:  # The file of a run may contain any name.
             texts = [value_in_words(one.settings.get(name, _DEFAULTS[name])) for one in runs]
             if len(set(texts)) > 1:
                 yield _text(name, texts)

@@ -113,6 +113,27 @@ def test_the_best_value_is_kept_while_points_arrive() -> None:
     assert [column.title for column in runs_table(entries[:1]).columns][2:4] == ["val/loss", "best val/loss"]
 
 
+def test_the_devices_of_a_sweep_come_after_what_readers_compare() -> None:
+    settings: list[dict[str, Any]] = [{"devices": (0,)}, {"devices": (1,), "mixed_precision": "bf16"}]
+    runs = [make_run(**each) for each in settings]
+    for run in runs:
+        feed(run, MetricEvent({"loss": 1.0}, 1))
+    entries = [entry_of(run, ["loss"], BestValues()) for run in runs]
+    titles = [column.title for column in runs_table(entries).columns]
+    assert titles == [
+        "run",
+        "state",
+        "mixed_precision",
+        "loss",
+        "best loss",
+        "took",
+        "started",
+        "ranks",
+        "devices",
+        "function",
+    ]
+
+
 def test_the_names_of_curves_contain_the_arguments_that_differ() -> None:
     given: list[dict[str, Any]] = [
         {"lr": 1e-3, "width": 64, "data": "a", "rank": 8},
