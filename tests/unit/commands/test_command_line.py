@@ -316,6 +316,12 @@ def test_options_become_settings_of_a_launch() -> None:
     }  # fmt: skip
 
 
+def test_options_that_accelerate_lacks_become_settings() -> None:
+    found = settings("--devices", "0,1", "--queue", "--notify", "https://example.org/hook")
+    assert (found.devices, found.queue, found.notify) == ((0, 1), True, "https://example.org/hook")
+    assert settings("--devices", "2").devices == 2
+
+
 # The environment that Accelerate's command gives its processes, observed with version 1.15.
 OBSERVED: dict[str, dict[str, str]] = {
     "--use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP"

@@ -18,6 +18,7 @@ from notebook_accelerate.hardware import HardwareInfo
 from notebook_accelerate.launch.plan.planner import KernelFacts, LaunchPlan, make_plan, placed, rank_environment
 from notebook_accelerate.launch.processes.device_claims import DeviceClaim
 from notebook_accelerate.launch.report.run_snapshot import status
+from notebook_accelerate.widgets.forms import Form
 from tests.support.waiting import until
 
 
@@ -106,6 +107,16 @@ def test_cores_are_a_number_or_a_list() -> None:
     assert (plan.threads, plan.variables) == (1, {"NOTEBOOK_ACCELERATE_CORES": "7,9,11"})
     assert _plan("cpu", devices=8).threads == 8
     assert list(_plan("cpu", devices=[5, 19]).slots) == ["cpu:5", "cpu:19"]
+
+
+def test_devices_and_the_queue_are_fields_of_the_form() -> None:
+    form = Form(LaunchConfig)
+    form.enter("devices", "0, 1")
+    form.enter("queue", True)
+    assert form.errors == {}
+    assert (form.value.devices, form.value.queue) == ((0, 1), True)
+    form.enter("devices", "0, 0")
+    assert "pass a list of different devices" in form.errors["devices"]
 
 
 @pytest.mark.parametrize(
