@@ -13,6 +13,9 @@ if TYPE_CHECKING:
         attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
         attach_execution_device_hook as attach_execution_device_hook,
     )
+    from notebook_accelerate.big_modeling.dispatching import (
+        _accelerate_added_attributes as _accelerate_added_attributes,
+    )
     from notebook_accelerate.big_modeling.module_hooks import (
         CpuOffload as CpuOffload,
         LayerwiseCastingHook as LayerwiseCastingHook,
@@ -24,7 +27,4 @@ if TYPE_CHECKING:
         remove_hook_from_submodules as remove_hook_from_submodules,
     )
 
-reexport(__name__)
-
-_accelerate_added_attributes = ["to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"]
-"""The methods that `dispatch_model` replaces on a model. Libraries read this list."""
+reexport(__name__, without=["_accelerate_added_attributes"])

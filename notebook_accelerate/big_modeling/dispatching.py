@@ -34,8 +34,8 @@ from notebook_accelerate.big_modeling.offload_folder import (
 from notebook_accelerate.hardware import nvml
 
 _LOG = accelerate_logger("big_modeling")
-MOVES = ["to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"]
-"""The methods of a dispatched model that are guarded."""
+_accelerate_added_attributes = ["to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"]
+"""The methods that `dispatch_model` replaces on a model. Libraries read this list by Accelerate's name."""
 
 
 def cpu_offload(
@@ -273,7 +273,7 @@ def _tied_params_map(model: torch.nn.Module, tied: list[list[str]]) -> TiedParam
 
 def _guard_moves(model: Any, offloads: bool) -> None:
     """Warn about moves that the hooks would undo, and reject moves that would lose offloaded weights."""
-    for name in MOVES:
+    for name in _accelerate_added_attributes:
         if hasattr(model, name):
             setattr(model, name, _guarded(model, getattr(model, name), offloads))
 

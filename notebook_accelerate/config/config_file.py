@@ -6,7 +6,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, ClassVar
@@ -148,13 +148,16 @@ class BaseConfig:
             An instance of this class.
 
         Raises:
-            ValueError: The file has unknown keys, or a value is not allowed.
+            ValueError: The file has unknown keys, lacks keys, or a value is not allowed.
         """
         config = cls.process_config(config_dict)
         known = {entry.name: entry.type for entry in dataclasses.fields(cls)}
         if unknown := sorted(config.keys() - known.keys(), key=str):
             names = ", ".join(map(str, unknown))
             raise ValueError(f"{source} has unknown keys: {names}; known: {', '.join(sorted(known))}")
+        required = [each.name for each in dataclasses.fields(cls) if each.default is each.default_factory is MISSING]
+        if missing := [name for name in required if name not in config]:
+            raise ValueError(f"{source} has no {' and no '.join(missing)}; add a line for each: {missing[0]}: VALUE")
         checked = {name: _checked(name, value, str(known[name]), source) for name, value in config.items()}
         return cls(**checked)
 

@@ -136,13 +136,16 @@ def test_files_from_before_mixed_precision_load(tmp_path: Path) -> None:
     assert config.distributed_type is DistributedType.NO
 
 
-def test_unknown_keys_and_values_are_reported(tmp_path: Path) -> None:
+def test_unknown_and_missing_keys_and_values_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("num_proceses: 2\n")
     with pytest.raises(ValueError, match=r"config\.yaml has unknown keys: num_proceses; known: .*num_processes"):
         load_config_from_file(path)
     path.write_text("mixed_precision: fp61\n")
     with pytest.raises(ValueError, match="'fp61' is not allowed; pass one of 'no', 'fp8', 'fp16', 'bf16'"):
+        load_config_from_file(path)
+    path.write_text("compute_environment: AMAZON_SAGEMAKER\nprofile: a\n")
+    with pytest.raises(ValueError, match="has no ec2_instance_type and no iam_role_name; add a line for each: ec2_ins"):
         load_config_from_file(path)
     with pytest.raises(FileNotFoundError, match="write_basic_config"):
         load_config_from_file(tmp_path / "missing.yaml")

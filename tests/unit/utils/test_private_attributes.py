@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from notebook_accelerate import Accelerator, PartialState, hooks
-from notebook_accelerate.big_modeling.dispatching import MOVES
 from notebook_accelerate.config.enums import DistributedType
 from notebook_accelerate.state import reset_shared_state
 from notebook_accelerate.strategies.context_parallel import make_attention_causal
@@ -30,7 +29,9 @@ def new_state() -> Iterator[None]:
 
 
 def test_names_of_modules() -> None:
-    assert hooks._accelerate_added_attributes == MOVES
+    names = hooks._accelerate_added_attributes
+    assert names == ["to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa"]
+    assert "_accelerate_added_attributes" not in hooks.__all__
     assert modeling.logger is logging.getLogger("accelerate.utils.modeling")
     assert modeling._get_proper_dtype("torch.float16") is modeling._get_proper_dtype(torch.float16) is torch.float16
 
