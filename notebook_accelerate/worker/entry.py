@@ -319,6 +319,7 @@ def apply_order(order: WorkerOrder) -> None:
         # The server process may have been started while the alias was installed in the kernel.
         accelerate_alias.remove()
     install_sources(order.sources)
+    plain_process.fork_children()
     reset_inherited_state()
     given = order.accelerator
     set_launch_arguments(load_bytes(given) if isinstance(given, bytes) else given)

@@ -46,6 +46,21 @@ def leave_notebook() -> Any:
     return getattr(shell, "display_formatter", None)
 
 
+def fork_children() -> None:
+    """Make multiprocessing fork the processes that this rank starts, such as a data loader's workers.
+
+    Since Python 3.14, a server starts them on Linux. They import the classes of their arguments, but no process can
+    import the classes of cells. A start method that the function chooses takes precedence.
+    """
+    if sys.version_info >= (3, 14) and sys.platform == "linux":
+        from multiprocessing import context
+
+        chosen: Any = context._default_context
+        chosen._default_context = chosen.get_context("fork")
+        if chosen.get_start_method(allow_none=True) == "forkserver":  # The kernel has used the default.
+            chosen.set_start_method(None, force=True)
+
+
 def _disconnect_shell(shell: Any) -> None:
     """Make ``IPython.get_ipython`` return None.
 

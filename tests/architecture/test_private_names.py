@@ -23,7 +23,8 @@ _OF_OTHERS = {
     "big_modeling.module_tensors": {"_tie_weights"},
     "config.fsdp_plugin": {"_no_split_modules"},
     "inference": {"_no_split_modules"},
-    # Python's own unpickler, fsspec, numpy (names in pickled arrays), Lightning, rich, IPython and Habana.
+    # Python's own unpickler and multiprocessing, fsspec, numpy (names in pickled arrays), Lightning, rich, IPython and
+    # Habana.
     "files.untrusted_files": {"_Unpickler"},
     "files.remote_paths": {"_strip_protocol"},
     "files.weight_files": {"_core", "_reconstruct"},
@@ -32,7 +33,7 @@ _OF_OTHERS = {
     # These identify the classes that cloudpickle has pickled.
     "telemetry.cells": {"_DYNAMIC_CLASS_TRACKER_BY_ID", "_get_or_create_tracker_id"},
     "utils.imports": {"_get_device_type"},
-    "worker.plain_process": {"_IS_INTERACTIVE", "_console"},
+    "worker.plain_process": {"_IS_INTERACTIVE", "_console", "_default_context"},
     # torch_xla.
     "hardware.device_table": {"_xla_runtime_is_initialized"},
     "launch.processes.fork_probe": {"_signal", "_xla_runtime_is_initialized"},

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -181,7 +181,7 @@ def entry_of(row: KeptRun, label: str) -> RunEntry:
     )
 
 
-def kept_runs(folder: str | PathLike[str]) -> KeptRuns:
+def kept_runs(folder: str | os.PathLike[str]) -> KeptRuns:
     """Return the kept runs in a folder, oldest first.
 
     Args:
@@ -193,8 +193,8 @@ def kept_runs(folder: str | PathLike[str]) -> KeptRuns:
     base = given_folder(folder)
     if not base.is_dir():
         raise FileNotFoundError(f"{base} is not a folder. Pass the folder that was passed as save: runs('runs')")
-    found = sorted(path.parent for path in base.glob(f"*/{JOURNAL_NAME}"))
-    rows = [_row(path) for path in found]
+    # List a broken link, too: glob() finds it only since Python 3.14.
+    rows = [_row(path) for path in sorted(base.iterdir()) if os.path.lexists(path / JOURNAL_NAME)]
     return KeptRuns(sorted(rows, key=lambda row: (row.started, row.path)))
 
 

@@ -205,6 +205,10 @@ header shows the first hazard."""
 
 
 _LIBRARY = re.compile(r"/\S*\.so\S*")
+_OWN_THREADS = "notebook-accelerate"
+"""The start of the names of this package's threads."""
+_NATIVE_CHARS = 15
+"""The number of characters of a thread's name that Linux keeps."""
 _passed: set[tuple[frozenset[str], frozenset[str]]] = set()
 
 
@@ -240,16 +244,17 @@ def _call_on_new_thread(function: Callable[[], str]) -> str:
 
 def _libraries_and_threads(maps: str) -> tuple[frozenset[str], frozenset[str]]:
     """Return the mapped libraries and the names of threads, which decide whether a fork works."""
-    python = {re.sub(r"\d+", "", t.name) for t in threading.enumerate() if not t.name.startswith("notebook-accelerate")}
+    python = {re.sub(r"\d+", "", t.name) for t in threading.enumerate() if not t.name.startswith(_OWN_THREADS)}
     return frozenset(_LIBRARY.findall(maps)), frozenset(python | _native_thread_names())
 
 
 def _native_thread_names() -> set[str]:
+    """Return the names that Linux records for threads. Since Python 3.14, they include Python's names."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # The thread may have just ended.
             found.add(re.sub(r"\d+", "", (task / "comm").read_text(encoding="utf-8", errors="replace").strip()))
-    return found
+    return {name for name in found if not name.startswith(_OWN_THREADS[:_NATIVE_CHARS])}
 
 
 def probe(seconds: float = PROBE_SECONDS) -> str:

@@ -11,6 +11,7 @@ from notebook_accelerate.errors import LaunchError
 from notebook_accelerate.utils import install_tpu, install_xla, torch_xla
 
 
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="there is no torch_xla for this Python")
 def test_a_dry_run_lists_the_changes(capsys: pytest.CaptureFixture[str]) -> None:
     command = install_xla(dry_run=True)
     assert command[:4] == [sys.executable, "-m", "pip", "install"]
@@ -81,6 +82,7 @@ def test_torch_tpu_keeps_a_torch_that_it_works_with(
     ("install", "python", "platform", "said"),
     [
         (install_xla, (3, 9), "linux", r"no torch_xla for Python 3\.9 on linux"),
+        (install_xla, (3, 14), "linux", r"built for Linux and Python 3\.10 to 3\.13"),
         (install_xla, (3, 11), "darwin", r"no torch_xla for Python 3\.11 on darwin"),
         (install_tpu, (3, 11), "linux", r"no torch_tpu for Python .*install_xla"),
         (install_tpu, (3, 12), "darwin", r"no torch_tpu for Python .*install_xla"),

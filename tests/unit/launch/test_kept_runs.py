@@ -297,7 +297,7 @@ HEADER_FRAME = json.dumps(HEADER).encode()
 @pytest.mark.parametrize(
     ("frames", "why"),
     [
-        ([b"[" * 60_000], "nested too deeply"),
+        ([HEADER_FRAME, b"[" * 30_000 + b"]" * 30_000], "is damaged"),  # Python 3.14 can parse this.
         ([b"[" * 100_000], "lists and objects"),
         ([b"{}"], "header"),
         ([b'[["RankPaused", -1, 1.0, {"rank": 0}]]'], "header"),
