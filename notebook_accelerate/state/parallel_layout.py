@@ -12,7 +12,7 @@ from notebook_accelerate.config import environ
 from notebook_accelerate.config.parallelism_config import ParallelismConfig
 from notebook_accelerate.config.plain_values import check_type
 from notebook_accelerate.state.partial_state import Slots
-from notebook_accelerate.state.warn_once import warn_once
+from notebook_accelerate.state.warn_once import warn_once, warn_user
 
 
 def _deepspeed() -> dict[str, Any]:
@@ -100,12 +100,16 @@ def arrange_ranks(slots: Slots) -> Slots:
     if layout is None:
         return {}
     check_type("parallelism_config", layout, ParallelismConfig, "ParallelismConfig(...)")
+    engines = _engines(slots)
+    if layout.total_size == 1 and _arrange_data_parallel_ranks(layout, slots, engines):
+        return {"parallelism_config": layout}
     layout.check_world_size(slots["num_processes"])
+    _warn_about_unused_handlers(layout, slots)
     if layout.sp_enabled:
         return _arrange_sequence_ranks(layout, slots)
     if layout.pp_enabled:
         return _arrange_pipeline_ranks(layout, slots)
-    _check_no_engine(layout, slots)
+    _check_no_engine(layout, engines)
     fsdp = slots.get("fsdp_plugin")
     shards = layout.dp_shard_enabled or layout.cp_enabled
     if shards and fsdp is None:
@@ -126,11 +130,40 @@ def arrange_ranks(slots: Slots) -> Slots:
     return {"parallelism_config": layout, "device_mesh": mesh, "fsdp_plugin": fsdp}
 
 
-def _check_no_engine(layout: ParallelismConfig, slots: Slots) -> None:
+def _arrange_data_parallel_ranks(layout: ParallelismConfig, slots: Slots, engines: list[str]) -> bool:
+    """Set the size of data parallelism. As in Accelerate, a layout whose sizes are all 1 does not limit it.
+
+    Returns:
+        Whether another plugin arranges the ranks, without a mesh.
+    """
+    fsdp = slots.get("fsdp_plugin")
+    if fsdp is not None and fsdp.fsdp_version == 2:
+        layout.dp_shard_size = slots["num_processes"]
+        return False
+    layout.dp_replicate_size = slots["num_processes"]
+    return fsdp is not None or bool(engines)
+
+
+def _engines(slots: Slots) -> list[str]:
+    """Return the names of the plugins whose engines arrange the ranks themselves."""
+    return [name for name in ("deepspeed_plugins", "megatron_lm_plugin") if slots.get(name) is not None]
+
+
+def _warn_about_unused_handlers(layout: ParallelismConfig, slots: Slots) -> None:
+    unused = [
+        name
+        for name in ("tp", "cp", "sp")
+        if getattr(layout, f"{name}_size") == 1 and getattr(layout, f"{name}_handler") is not None
+    ]
+    if unused and slots["num_processes"] > 1 and slots["process_index"] == 0:
+        found = " and ".join(f"{name}_handler, because {name}_size is 1" for name in unused)
+        warn_user(f"ParallelismConfig ignores its {found}")
+
+
+def _check_no_engine(layout: ParallelismConfig, engines: list[str]) -> None:
     """Check that no plugin is used whose engine arranges the ranks itself, because the layout already arranges them."""
-    given = [name for name in ("deepspeed_plugins", "megatron_lm_plugin") if slots.get(name) is not None]
-    if given and layout.total_size > 1:
-        name = given[0].removesuffix("s")
+    if engines and layout.total_size > 1:
+        name = engines[0].removesuffix("s")
         instead = {
             "deepspeed_plugin": "DeepSpeedPlugin(zero_stage=3) shards over all ranks",
             "megatron_lm_plugin": "MegatronLMPlugin(tp_degree=..., pp_degree=...) has its own degrees",

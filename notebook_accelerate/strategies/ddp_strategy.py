@@ -15,7 +15,7 @@ from notebook_accelerate.collectives import leaves_of
 from notebook_accelerate.config import environ
 from notebook_accelerate.state.process_group import keep_group_for
 from notebook_accelerate.state.warn_once import warn_once, warn_user
-from notebook_accelerate.strategies.module_queries import ddp_inside, is_on_several_devices
+from notebook_accelerate.strategies.module_queries import ddp_inside, is_on_several_devices, model_has_dtensor
 from notebook_accelerate.strategies.strategy import NOTHING, Strategy, even_batches_set
 from notebook_accelerate.torch_internals import recorded_static_graph
 
@@ -37,7 +37,7 @@ class DDPStrategy(Strategy):
             The DDP module, or the model itself if no parameter requires a gradient.
 
         Raises:
-            ValueError: The model is spread across several devices by a device map.
+            ValueError: The model is spread across several devices by a device map, or has parameters that are DTensors.
         """
         bypassed = environ.text("ACCELERATE_BYPASS_DEVICE_MAP") == "true"
         if is_on_several_devices(model) and not bypassed:
@@ -48,6 +48,12 @@ class DDPStrategy(Strategy):
             )
         if ddp_inside(model) is not None or not any(p.requires_grad for p in model.parameters()):
             return model
+        if model_has_dtensor(model):
+            raise ValueError(
+                "a model whose parameters are DTensors cannot be replicated by DDP, because each rank has a part of "
+                "it; pass the layout that split it: Accelerator(parallelism_config=ParallelismConfig(tp_size=...)), "
+                "or load the model without device_map='auto' and tp_plan"
+            )
         handler = self.setup.ddp_handler
         device = self.setup.device
         # DDP rejects devices without an index: the CPU, and device types with one device per process.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -12,10 +13,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from notebook_accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from notebook_accelerate.utils import TorchTensorParallelConfig
 from tests.support.ranks import RankError, run_ranks
 
 
-def arranged(**degrees: int) -> dict[str, Any]:
+def arranged(**degrees: Any) -> dict[str, Any]:
     accelerator = Accelerator(parallelism_config=ParallelismConfig(**degrees))
     mesh = accelerator.torch_device_mesh
     return {
@@ -36,6 +38,14 @@ def two_replicas() -> dict[str, Any]:
     return arranged(dp_replicate_size=2)
 
 
+def without_degrees() -> tuple[dict[str, Any], list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = arranged(tp_handler=TorchTensorParallelConfig())
+    texts = [str(each.message) for each in caught]
+    return found, [text for text in texts if "ParallelismConfig" in text]
+
+
 def replicas_of_shards() -> dict[str, Any]:
     return arranged(dp_replicate_size=2, dp_shard_size=2)
 
@@ -46,6 +56,13 @@ def test_two_ranks_are_shards_or_replicas() -> None:
         assert (found["shard"], found["replica"], found["type"]) == (rank, 0, "FSDP")
     for rank, found in enumerate(run_ranks(two_replicas)):
         assert (found["replica"], found["shard"], found["type"]) == (rank, 0, "MULTI_CPU")
+
+
+def test_a_layout_without_degrees_means_replicas() -> None:
+    first, second = run_ranks(without_degrees)
+    assert first[0]["names"] == second[0]["names"] == ("dp_replicate",)
+    assert first[1] == ["ParallelismConfig ignores its tp_handler, because tp_size is 1"]
+    assert second[1] == []
 
 
 def test_four_ranks_are_replicas_of_shards() -> None:

@@ -44,6 +44,19 @@ _BY_REASON: dict[str, list[str]] = {
     "a folder megatron that does not belong to a package is ignored here; Accelerate warns that it cannot parse its version": [
         "messages: _called(lambda: with_variables({'ACCELERATE_USE_MEGATRON_LM': 'true'}, _is_megatron_available))",
     ],
+    "a state dict that would lack weights raises an error here; Accelerate omits them, with a warning": [
+        "messages: _called(lambda: modeling.get_state_dict_offloaded_model(_without_buffers()))",
+    ],
+    "with tensor parallelism, a model without a plan is refused here; Accelerate trains all of it on each rank, with a warning": [
+        "messages, 2 ranks: _called(lambda: on_gpus(parallelism_config=ParallelismConfig(tp_size=2)).prepare(model(), optimizer()))",
+    ],
+    "context parallelism without a plugin uses FSDP 2 here; Accelerate refuses it, unless ACCELERATE_ALLOW_CP_STANDALONE is set": [
+        "conditions, 2 ranks: _context_parallel('false')",
+    ],
+    "models can be prepared for FSDP 2 before their optimizers here; Accelerate requires both in one call": [
+        "conditions, 2 ranks: on_gpus(fsdp_plugin=_fsdp2()).prepare_model(model())",
+        "conditions, 2 ranks: on_gpus(fsdp_plugin=_fsdp2()).prepare(model())",
+    ],
     "with tensor parallelism, split_batches gives each rank the whole batch here; Accelerate splits it, with a warning": [
         "messages, 2 ranks: _split_on_a_mesh()",
     ],

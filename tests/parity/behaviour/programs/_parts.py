@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -57,6 +60,13 @@ def parts(samples: int = 10) -> tuple[Any, Any, Any, Any]:
     net = model()
     opt = optimizer(net)
     return net, opt, loader(samples), torch.optim.lr_scheduler.StepLR(opt, 1, gamma=0.5)
+
+
+def on_gpus(**settings: Any) -> Accelerator:
+    """Return an Accelerator of ranks that Accelerate treats as if each had a GPU, but whose tensors are on the CPU."""
+    AcceleratorState._reset_state()
+    PartialState().distributed_type = DistributedType.MULTI_GPU
+    return Accelerator(**settings)
 
 
 def train(accelerator: Any, net: Any, opt: Any, batches: Any, schedule: Any = None) -> list[float]:

@@ -7,6 +7,7 @@ import os
 import socket
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator, PartialState, notebook_launcher, utils
@@ -31,7 +32,16 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from tests.parity.behaviour.program_table import program
-from tests.parity.behaviour.programs._parts import loader, model, optimizer, raised, with_variables
+from tests.parity.behaviour.programs._parts import (
+    loader,
+    model,
+    on_gpus,
+    optimizer,
+    parts,
+    raised,
+    train,
+    with_variables,
+)
 
 _FIELDS = {"ACCELERATE_CONFIG_DS_FIELDS": "gradient_clipping,zero_stage"}
 
@@ -101,6 +111,19 @@ CALLS_ON_TWO_RANKS = [
     "Accelerator(parallelism_config=ParallelismConfig(tp_size=4))",
     "_tensor_parallel(None)",
     "_tensor_parallel(4)",
+    # States that Accelerate treats as those of GPUs.
+    "on_gpus(parallelism_config=ParallelismConfig(tp_size=2)).prepare_model(model())",
+    "on_gpus(parallelism_config=ParallelismConfig(tp_size=2)).prepare_model(_split_across(4))",
+    "on_gpus().prepare_model(_sharded())",
+    "on_gpus(fsdp_plugin=_fsdp2()).prepare_model(model())",
+    "on_gpus(fsdp_plugin=_fsdp2()).prepare(model())",
+    "on_gpus(fsdp_plugin=_fsdp2()).prepare(model(), model(), optimizer())",
+    "on_gpus(fsdp_plugin=_fsdp2(), parallelism_config=ParallelismConfig(tp_size=2))",
+    "_context_parallel('false')",
+    "_context_parallel('true')",
+    "_context_parallel('false', fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))",
+    "_trained_without_degrees(cpu=True)",
+    "_trained_without_degrees(fsdp_plugin=_fsdp2())",
 ]
 
 
@@ -281,6 +304,33 @@ def _dispatched_on_a_mesh() -> Any:
         loader(), num_processes=2, process_index=0, dispatch_batches=True, put_on_device=True, torch_device_mesh=mesh,
         device=torch.device("cpu"),
     )  # fmt: skip
+
+
+def _split_across(size: int) -> nn.Module:
+    net: Any = model()
+    net.tp_size = size
+    return net
+
+
+def _fsdp2() -> FullyShardedDataParallelPlugin:
+    return FullyShardedDataParallelPlugin(fsdp_version=2)
+
+
+def _context_parallel(standalone: str, **settings: Any) -> Any:
+    """Create ranks with context parallelism, as axolotl does: it replaces the check of the layout and sets a variable."""
+    os.environ["ACCELERATE_ALLOW_CP_STANDALONE"] = standalone
+    with patch.object(ParallelismConfig, "_validate_accelerator", create=True, new=lambda layout, accelerator: None):
+        accelerator = on_gpus(parallelism_config=ParallelismConfig(cp_size=2), **settings)
+    return accelerator.distributed_type, accelerator.parallelism_config.cp_size
+
+
+def _trained_without_degrees(**settings: Any) -> Any:
+    accelerator = (on_gpus if "fsdp_plugin" in settings else Accelerator)(
+        parallelism_config=ParallelismConfig(), **settings
+    )
+    net, opt, batches, schedule = accelerator.prepare(*parts())
+    losses = train(accelerator, net, opt, batches, schedule)
+    return losses, schedule.get_last_lr(), accelerator.get_state_dict(net)
 
 
 def _tensor_parallel(size: int | None) -> Any:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.parity.behaviour.program_table import program
-from tests.parity.behaviour.programs._parts import Net, loader, model, optimizer, raised, with_variables
+from tests.parity.behaviour.programs._parts import Net, loader, model, on_gpus, optimizer, raised, with_variables
 
 CALLS = [
     f"_called(lambda: {call})"
@@ -37,6 +37,7 @@ CALLS = [
         "modeling.infer_auto_device_map(_untied())",
         "modeling.check_device_map(model(), {'': 'cpu', 'absent': 'cpu'})",
         "modeling.get_state_dict_offloaded_model(nn.Sequential(nn.Linear(1, 1, device='meta')))",
+        "modeling.get_state_dict_offloaded_model(_without_buffers())",
         "modeling.infer_auto_device_map(model(), {0: 100, 'cpu': 10**6}, offload_buffers=False)",
         "big_modeling.cpu_offload(model()).to('cpu')",
         "_offloaded().to('cpu')",
@@ -74,6 +75,9 @@ CALLS = [
 
 CALLS_ON_TWO_RANKS = [
     "_split_on_a_mesh()",
+    "_called(lambda: on_gpus(parallelism_config=ParallelismConfig(tp_handler=utils.TorchTensorParallelConfig())))",
+    "_called(lambda: on_gpus(parallelism_config=ParallelismConfig(tp_size=2)).prepare(model(), optimizer()))",
+    "_called(lambda: _uneven_streams(on_gpus(dataloader_config=_DISPATCHED)))",
 ]
 
 
@@ -124,12 +128,12 @@ def _without_context_parallelism() -> None:
         pass
 
 
-def _uneven_streams() -> None:
+def _uneven_streams(accelerator: Accelerator | None = None) -> None:
     class Rows(IterableDataset[Any]):
         def __iter__(self) -> Any:
             yield from torch.arange(3)
 
-    accelerator = Accelerator()
+    accelerator = accelerator or Accelerator()
     accelerator.prepare(DataLoader(Rows()))
     with accelerator.join_uneven_inputs([model()], even_batches=False):
         pass
@@ -137,6 +141,16 @@ def _uneven_streams() -> None:
 
 def _offloaded() -> nn.Module:
     return big_modeling.dispatch_model(model(), {"first": "cpu", "norm": "cpu", "second": "disk"}, offload_dir="off")
+
+
+_DISPATCHED = utils.DataLoaderConfiguration(dispatch_batches=True)
+
+
+def _without_buffers() -> nn.Module:
+    """Return an offloaded model whose buffers no hook loads."""
+    net = big_modeling.cpu_offload(nn.Sequential(nn.BatchNorm1d(2)))
+    net[0].running_mean = net[0].running_var = torch.empty(2, device="meta")
+    return net
 
 
 def _scheduled(**settings: int) -> None:
