@@ -61,7 +61,7 @@ def kernel() -> Iterator[Kernel]:
     """Yield a kernel that has imported the libraries, as in a notebook that uses them."""
     with ready_kernel() as kernel:
         kernel.check(CODE)
-        kernel.check(IMPORTS)
+        kernel.check(IMPORTS, SECONDS)
         yield kernel
 
 
