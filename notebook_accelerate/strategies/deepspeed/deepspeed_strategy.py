@@ -205,6 +205,8 @@ class DeepSpeedStrategy(EngineStrategy):
         initialize_arguments.refresh_autos(self._filled, plugin)
         clips_by_call = plugin.get_value("gradient_clipping", AUTO) == AUTO
         self._filled = initialize_arguments.fill_config(parts, plugin)
+        # Check before the arguments of the engine are made, which may compile an optimizer for minutes.
+        deepspeed_engine.check_support(plugin)
         deepspeed_engine.convert_to_fp8(parts.model, self.setup, plugin)
         if plugin.hf_ds_config.is_zero3():
             plugin.set_moe_leaf_modules(parts.model)
@@ -215,7 +217,6 @@ class DeepSpeedStrategy(EngineStrategy):
 
     def _initialize(self, **arguments: Any) -> Any:
         deepspeed = deepspeed_engine.import_deepspeed(self.setup.device)
-        deepspeed_engine.check_support(self.plugin)
         deepspeed = deepspeed_engine.initialize_module(deepspeed, self.plugin)
         with compilation_context():
             engine, *_ = deepspeed.initialize(dist_init_required=False, **arguments)
@@ -239,6 +240,7 @@ class DeepSpeedStrategy(EngineStrategy):
         if not self.plugin.hf_ds_config.is_zero3() or evaluation_mode:
             return super().prepare_model(model, device_placement, evaluation_mode=True)
         inner = without_wrappers(model)
+        deepspeed_engine.check_support(self.plugin)
         deepspeed_engine.convert_to_fp8(inner, self.setup, self.plugin)
         self.plugin.set_moe_leaf_modules(inner)
         config = initialize_arguments.inference_config(inner, self.plugin, self.setup.state.num_processes)
