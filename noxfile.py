@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import json
 import os
 import re
 import shlex
@@ -33,6 +34,7 @@ nox.options.sessions = ["test"]
 ROOT = Path(__file__).resolve().parent
 BUILD = ROOT / ".build"
 REPORTS = BUILD / "test-reports"
+SECONDS = BUILD / "test-seconds.json"
 LOCK = ROOT / "requirements" / "constraints.txt"
 UV = str(Path(sys.executable).with_name("uv"))
 VARIABLES = os.environ
@@ -216,17 +218,27 @@ def together(session: nox.Session, tag: str, lanes: int) -> None:
     command = [sys.executable, "-m", "nox", "-f", __file__, "-j", str(lanes), "-t", tag]
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     counts: Counter[str] = Counter()
+    seconds: Counter[str] = Counter()
     for path in sorted(REPORTS.glob("*.xml")):
         for case in ET.parse(path).iter("testcase"):
+            seconds[str(case.get("classname"))] += float(case.get("time", 0))
             kinds = [kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None]
             counts[kinds[0] if kinds else "passed"] += 1
             if kinds and kinds[0] != "skipped":
                 print(f"{kinds[0].upper()} {case.get('classname')}::{case.get('name')} ({path.stem})")
+    if "TEST_UNTIL" not in VARIABLES:  # Otherwise, tests may have been skipped.
+        SECONDS.write_text(json.dumps({**measured_seconds(), **seconds}, indent=0))
     words = {"failure": "failed", "passed": "passed", "skipped": "skipped", "error": "errors"}
     text = ", ".join(f"{counts[kind]} {word}" for kind, word in words.items() if counts[kind])
     print(f"\n{f' {text} in {time.monotonic() - begin:.2f}s ':=^120}", flush=True)
     if code or not (counts["passed"] or "TEST_UNTIL" in VARIABLES):
         session.error(f"some sessions failed; the results are in {REPORTS.relative_to(ROOT)}")
+
+
+def measured_seconds() -> dict[str, float]:
+    """Return the seconds that each module of tests took when it ran last in this checkout."""
+    seconds: dict[str, float] = json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+    return seconds
 
 
 @nox.session
@@ -294,7 +306,7 @@ def lint(session: nox.Session) -> None:
 
 # Long groups are split into parts, and short groups run last: otherwise one long group would still be running after all
 # others had ended. The first parts of all groups come first.
-PARTS = {"notebook": 3, "distributed": 2, "browser": 2, "unit": 4, "faults": 3}
+PARTS = {"notebook": 3, "distributed": 1, "browser": 2, "unit": 4, "faults": 3}
 SHORT = {"rules": ("architecture", "parity/surface", "docs/static"), "devices": ("gpu", "tpu", "xla")}
 EVERYDAY = [f"{name}-{part}" for part in range(1, 5) for name, parts in PARTS.items() if part <= parts]
 
@@ -315,9 +327,17 @@ def files(group: str) -> Iterable[str]:
     if group in SHORT:
         return [f"tests/{folder}" for folder in SHORT[group]]
     name, _, part = group.rpartition("-")
-    found = sorted((ROOT / "tests" / name).rglob("test_*.py"), key=lambda path: path.stat().st_size, reverse=True)
-    # Deal out the files from the largest to the smallest, so that all parts take about the same time.
-    return sorted(str(path.relative_to(ROOT)) for path in found[int(part) - 1 :: PARTS[name]])
+    measured = measured_seconds()
+    paths = [path.relative_to(ROOT) for path in (ROOT / "tests" / name).rglob("test_*.py")]
+    # Estimate the time of a file that has not run here from its size.
+    seconds = {path: measured.get(".".join(path.with_suffix("").parts), path.stat().st_size / 500) for path in paths}
+    totals, parts = [0.0] * PARTS[name], [list[str]() for _ in range(PARTS[name])]
+    # Deal out the files from the slowest to the fastest, each to the shortest part.
+    for path in sorted(paths, key=lambda path: (-seconds[path], path)):
+        shortest = totals.index(min(totals))
+        totals[shortest] += seconds[path]
+        parts[shortest].append(str(path))
+    return sorted(parts[int(part) - 1])
 
 
 def examples(session: nox.Session, outputs: str, *, own: bool = True, ported: bool = True) -> None:
