@@ -56,8 +56,10 @@ _ROW = re.compile(r"<tr.*?</tr>", re.DOTALL)
 _CELL = re.compile(r"(<t([hd])[^>]*>)(.*?)(</t\2>)", re.DOTALL)
 _RULE = re.compile(r"^─+(?:  ─+)*$")
 _IMAGE = re.compile(r'src="data:image/[^"]*"')
-_LOGGED = re.compile(r"^(?:[IWE]\d{4} \d\d:\d\d:\d\d|Failed to load ).*\n?", re.MULTILINE)
-"""Lines that torch, torchao and bitsandbytes log on stderr on some machines when they are imported."""
+_LOGGED = re.compile(r"^(?:[IWE]\d{4} \d\d:\d\d:\d\d|Failed to load |importing torch\._dynamo ).*\n?", re.MULTILINE)
+"""Lines on stderr that appear only on some machines: logs of imported packages, and a note about a slow import."""
+_SLOW_IMPORT = re.compile(r"<tr><th[^>]*>remark</th><td[^>]*>importing torch\._dynamo [^<]*</td></tr>")
+_SLOW_IMPORT_TEXT = re.compile(r"^remark +importing torch\._dynamo .*$")
 _SPEED = re.compile(
     r"<details><summary>Step time</summary>.*?</details>|^rank +ms per step[^\n]*\n(?:[^\n]+\n)+"
     r"|<li>Rank \d+ is a straggler[^<]*</li>|^Rank \d+ is a straggler[^\n]*\n"
@@ -122,7 +124,7 @@ def _clean_output(output: dict[str, Any]) -> dict[str, Any] | None:
 
 def clean_text(text: str) -> str:
     """Return text in which measured values and this machine's folders are replaced."""
-    return _without_measured_columns(_without_measures(text))
+    return _without_measures(_without_measured_columns(_without_slow_imports(text)))
 
 
 def _without_measures(text: str) -> str:
@@ -137,6 +139,19 @@ def _prefixes() -> list[tuple[str, str]]:
     """Return the folders of this machine that outputs may name, longest first, with their replacements."""
     named = {f"{ROOT}/": "", f"{Path.home()}/": "~/"}
     return sorted(named.items(), key=lambda pair: -len(pair[0]))
+
+
+def _without_slow_imports(text: str) -> str:
+    """Remove the note about a slow import from tables, and shorten the line under the heading to the other rows."""
+    lines = text.split("\n")
+    for number in [n for n, line in enumerate(lines) if _SLOW_IMPORT_TEXT.match(line)][::-1]:
+        rule = next(n for n in range(number, -1, -1) if _RULE.match(lines[n]))
+        del lines[number]
+        end = next(n for n in range(rule, len(lines) + 1) if n == len(lines) or not lines[n].strip())
+        first = lines[rule].partition("  ")[0]
+        width = max(len(lines[n]) for n in (rule - 1, *range(rule + 1, end))) - len(first) - 2
+        lines[rule] = f"{first}  {'─' * width}"
+    return "\n".join(lines)
 
 
 def _without_measured_columns(text: str) -> str:
@@ -165,7 +180,8 @@ def _without_cells(line: str, columns: list[tuple[int, int]], headings: list[str
 def clean_html(text: str) -> str:
     """Return HTML in which measured values and this machine's folders are replaced, except in pictures."""
     parts = re.split(rf"({_IMAGE.pattern})", text)
-    text = "".join(part if place % 2 else _without_measures(part) for place, part in enumerate(parts))
+    parts = [part if place % 2 else _SLOW_IMPORT.sub("", _without_measures(part)) for place, part in enumerate(parts)]
+    text = "".join(parts)
     return _TABLE.sub(lambda table: _clean_table(table[0]), text)
 
 
