@@ -72,6 +72,8 @@ class Film:
         self._page = page
         self.frames: list[Image] = []
         self.times: list[int] = []
+        self.first = 0
+        """The frame that the picture starts with, which is all that readers without animations see."""
 
     def take(self, milliseconds: int = FRAME_MS) -> None:
         """Add a frame, or show the last one longer if nothing has changed."""
@@ -96,10 +98,11 @@ class Film:
 
     def save(self, name: str) -> None:
         """Write the frames as an animated WebP."""
-        first, *others = self.frames
+        first, *others = self.frames[self.first :] + self.frames[: self.first]
+        times = self.times[self.first :] + self.times[: self.first]
         path = PICTURES / name
         first.save(
-            path, save_all=True, append_images=others, duration=self.times, loop=0, lossless=True, quality=90, method=4
+            path, save_all=True, append_images=others, duration=times, loop=0, lossless=True, quality=90, method=4
         )
         print(f"{path}: {len(self.frames)} frames, {path.stat().st_size / 1024:.0f} KiB")
 
@@ -130,6 +133,7 @@ def film(server: Server, chromium: Browser, theme: str) -> Film:
         made.take(READ_MS)
         page.run(index)
         made.record(partial(page.page.evaluate, ended), every=0.2 if index == 1 else 1.0)
+        made.first = made.first or len(made.frames) - 1  # The panel of the first run with all of its curves.
     page.run(3)
     page.idle()
     page.close()
