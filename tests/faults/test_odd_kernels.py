@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.kernel import Kernel
-from tests.support.launching import alive, open_gate, said
+from tests.support.launching import alive, open_gate, ready_kernel, said
 
 pytestmark = pytest.mark.notebook
 
@@ -21,9 +21,17 @@ SHADOWED = (
 )
 
 
+@pytest.fixture(scope="module")
+def plain_kernel() -> Iterator[Kernel]:
+    """Yield a kernel that has not imported what a launch imports."""
+    with ready_kernel(zygote=False, forked=False) as kernel:
+        yield kernel
+
+
 @pytest.fixture
-def shadowing_kernel(kernel: Kernel, tmp_path: Path) -> Iterator[Kernel]:
-    """Yield the kernel in a folder whose modules shadow the standard library, torch and numpy."""
+def shadowing_kernel(plain_kernel: Kernel, tmp_path: Path) -> Iterator[Kernel]:
+    """Yield a kernel in a folder whose modules shadow the standard library, torch and numpy."""
+    kernel = plain_kernel
     for name in SHADOWED:
         (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('this is the {name}.py of the user')\n")
     (tmp_path / "mine.py").write_text("value = 42\n")

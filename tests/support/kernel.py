@@ -201,8 +201,8 @@ class Kernel:
         prefix: A command that replaces itself with the kernel, such as ("ip", "netns", "exec", ...).
         python: The kernel's interpreter.
         server: Whether the kernel starts its zygote early, as it does for users.
-        forked: Whether the kernel may be forked from a process that has imported torch (`kernel_forks`). Otherwise it
-            is a new interpreter without any imports.
+        forked: Whether the kernel may be forked from a process that has imported torch and this package
+            (`kernel_forks`). Otherwise it is a new interpreter without any imports.
     """
 
     def __init__(

@@ -28,8 +28,21 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
-PRELOADED = ("ipykernel.ipkernel", "ipykernel.kernelapp", "torch", "torch._dynamo")
-"""Modules to import before forking. Otherwise, forked ranks would import torch._dynamo with their first optimizer."""
+PRELOADED = (
+    "ipykernel.ipkernel",
+    "ipykernel.kernelapp",
+    "anywidget",
+    "torch",
+    "torch._dynamo",  # Otherwise, each forked rank would import this with its first optimizer.
+    "notebook_accelerate.accelerator",
+    "notebook_accelerate.launch.processes.fork",
+    "notebook_accelerate.launch.processes.zygote_server",
+    "notebook_accelerate.launch.starting",
+)
+"""Modules to import before forking. The launchers are not among them, because their import registers a hook in IPython.
+
+Tests of what is imported, or of when, start a kernel with ``forked=False``.
+"""
 NO_SPARE = "TEST_NO_SPARE"
 """A variable that is set for kernels without a spare process."""
 READ_AT_START = ("PYTHON", "OMP_", "MKL_", "KMP_", "OPENBLAS_", "LD_", "MALLOC_", "TORCH", "CUDA", "XLA", "PJRT")
@@ -238,6 +251,8 @@ def main() -> NoReturn:
     gc.disable()  # During the imports, garbage collection would take a third of the time and find nothing.
     for name in PRELOADED:
         import_module(name)
+    assert "notebook_accelerate.launchers" not in sys.modules
+    import_module("ipywidgets").register_comm_target()  # In a kernel, the import of ipywidgets does this.
     gc.freeze()  # Otherwise, garbage collection in a kernel would copy the pages of all objects.
     gc.enable()
     channel = socket.socket(fileno=int(sys.argv[1]))

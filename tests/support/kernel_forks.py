@@ -1,8 +1,9 @@
-"""Kernels forked from a process that has imported torch, instead of starting an interpreter for each.
+"""Kernels forked from a process that has imported torch and this package, instead of starting an interpreter for each.
 
-A kernel started in the usual way takes 1.8 s of CPU time to import ipykernel and torch, and each rank forked from it
-takes another second for the imports of the first optimizer: half of the time of the tests in kernels. A forked kernel
-runs ipykernel's own application, with its own process, session, folder, environment and output.
+A kernel started in the usual way takes 1.8 s of CPU time to import ipykernel and torch, half a second to import this
+package and ipywidgets, and each rank forked from it takes another second for the imports of the first optimizer: half
+of the time of the tests in kernels. A forked kernel runs ipykernel's own application, with its own process, session,
+folder, environment and output.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from tests.support.kernel import Kernel
 from tests.support.waiting import until
 
 _FACTS = """
-import faulthandler, os, signal, sys, threading
+import faulthandler, ipywidgets, os, signal, sys, threading
+from notebook_accelerate import notebook_launcher
 links = sorted(os.readlink(f"/proc/self/fd/{name}").split(":")[0] for name in os.listdir("/proc/self/fd")
                if os.path.exists(f"/proc/self/fd/{name}"))
 facts = {
@@ -26,6 +27,8 @@ facts = {
     "main": sys.modules["__main__"].__name__,
     "user": get_ipython().user_ns is sys.modules["__main__"].__dict__,
     "limit": sys.getrecursionlimit(),
+    "comms": sorted(get_ipython().kernel.comm_manager.targets),
+    "hooks": [str(each).split(" at ")[0] for each in get_ipython().events.callbacks["post_run_cell"]],
 }
 """
 
