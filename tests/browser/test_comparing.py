@@ -45,7 +45,7 @@ DRAWN = """() => {
     document.querySelector('.na-live .na-sections')?.scrollIntoView({ block: 'center' });
     return document.querySelectorAll('.na-live .na-chart canvas').length >= 2;
 }"""
-CHIPS = "() => [...document.querySelectorAll('.na-live .na-chip')].map(chip => chip.innerText).join()"
+CHIPS = "() => [...document.querySelectorAll('.na-live .na-chip')].map(chip => chip.innerText.split(':')[0]).join()"
 ROWS = "() => [...document.querySelectorAll('.na-runs-table tbody tr')].map(row => row.dataset.key).join()"
 
 
@@ -90,6 +90,7 @@ def test_runs_can_be_compared_opened_and_stopped(opened: Any, app: App) -> None:
     swatches = page.page.locator(".na-run-colour").evaluate_all(f"nodes => nodes.map({colours})")
     chips = page.page.locator(".na-chip i").evaluate_all(f"nodes => nodes.map({colours})")
     assert swatches == chips[::-1]
+    assert page.page.locator(".na-chip").last.inner_text() == "train 3: lr 0.04, seconds 600"
     page.shot(f"{app}-runs", CARD)
 
     # Test sorting and filtering.
@@ -100,10 +101,10 @@ def test_runs_can_be_compared_opened_and_stopped(opened: Any, app: App) -> None:
     page.wait_for(f"() => ({ROWS})() === '1,3,2'")
     page.page.get_by_role("searchbox", name="Filter runs").fill("sweep|nothing")
     page.wait_for(f"() => ({ROWS})() === '1,2'")
-    page.wait_for(f"() => ({CHIPS})() === 'run 1,run 2'")
+    page.wait_for(f"() => ({CHIPS})() === 'train 1,train 2'")
     page.shot(f"{app}-runs-filtered", CARD)
     page.page.get_by_role("searchbox", name="Filter runs").fill("")
-    page.wait_for(f"() => ({CHIPS})() === 'run 1,run 2,run 3'")
+    page.wait_for(f"() => ({CHIPS})() === 'train 1,train 2,train 3'")
 
     # If columns are cut off, a button counts them and scrolls to them.
     page.page.set_viewport_size({"width": 700, "height": 1000})

@@ -283,6 +283,15 @@ def test_only_the_first_points_of_a_curve_are_drawn_as_points(blank: Any) -> Non
     assert blank.evaluate("() => beads()") is False
 
 
+def test_a_hidden_curve_stays_hidden_when_its_run_is_renamed(blank: Any) -> None:
+    """The names of runs contain the arguments that differ, so a second run changes the name of the first."""
+    _load(blank, *SCRIPTS)
+    blank.evaluate(_CURVE)
+    blank.evaluate("() => { model.put('order', ['run 1']); log(1, 0, 5); panel.hidden.add('run 1'); }")
+    blank.evaluate("() => model.put('order', ['run 1: lr 3', 'run 2: lr 4'])")
+    assert blank.evaluate("() => [...panel.hidden]") == ["run 1: lr 3"]
+
+
 _CARDS = """(curves) => {
     const handlers = {}, values = { hidden_metrics: 0, chosen: "", wanted: "", order: [], empty_text: "none" };
     const model = { get: (name) => values[name], set(name, value) { values[name] = value; }, save_changes() {},
