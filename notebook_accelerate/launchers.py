@@ -71,13 +71,14 @@ def _documented(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
     names = list(inspect.signature(launcher).parameters)
     position = names.index("config") + 1
     lines = [
-        textwrap.fill(f"{name}: {texts[name]}", 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
+        textwrap.fill(f"{name}: {texts[name]}", 120, initial_indent=" " * 4, subsequent_indent=" " * 8)
         for name in names[:position]
         if name in texts
     ]
-    rare = f"        {', '.join(names[position:])}: The fields of `LaunchConfig` with these names."
-    text = (launcher.__doc__ or "").replace("        resume:", "\n".join([*lines, "        resume:"]))
-    launcher.__doc__ = text.replace("\n\n    Returns:", f"\n{rare}\n\n    Returns:")
+    rare = f"    {', '.join(names[position:])}: The fields of `LaunchConfig` with these names."
+    text = inspect.cleandoc(launcher.__doc__ or "")  # Python 3.13 and later remove the indentation anyway.
+    text = text.replace("    resume:", "\n".join([*lines, "    resume:"]))
+    launcher.__doc__ = text.replace("\n\nReturns:", f"\n{rare}\n\nReturns:")
     return launcher
 
 

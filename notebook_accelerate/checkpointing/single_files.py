@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import pickle
 import shutil
 import sys
 from collections import defaultdict
@@ -109,8 +110,8 @@ def atomic_write(path: AnyPath) -> Iterator[Path]:
 def _as_checkpoint_error(path: Path) -> Iterator[None]:
     try:
         yield
-    except (ValueError, AttributeError, TypeError):  # These errors are caused by the object, not by the disk.
-        raise
+    except (ValueError, AttributeError, TypeError, pickle.PicklingError):
+        raise  # These errors are caused by the object, not by the disk.
     except Exception as error:
         raise write_error(path, error) from error
 

@@ -319,7 +319,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.num_processes = num_processes
         self.process_index = process_index
         self.split_batches = split_batches
-        self._last_round = torch.full((), -1, dtype=torch.int64, device="cpu")
+        self._last_round: int | torch.Tensor = -1
 
     @property
     def last_round(self) -> int | None:
@@ -329,7 +329,10 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     def share_last_round(self) -> None:
         """Share `last_round` between the worker and its parent process. Only one worker is supported."""
-        self._last_round.share_memory_()  # type: ignore[no-untyped-call]
+        # Workers that are not forked would share a tensor even if this method is not called.
+        if not isinstance(self._last_round, torch.Tensor):
+            shared = torch.full((), -1, dtype=torch.int64, device="cpu")
+            self._last_round = shared.share_memory_()  # type: ignore[no-untyped-call]
 
     @property
     def window(self) -> int:
@@ -351,7 +354,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         return windows * (self.window // self.num_processes)
 
     def __iter__(self) -> Iterator[Any]:
-        self._last_round.fill_(-1)
+        self._set_last_round(-1)
         window, part = self.window, self.window // self.num_processes
         first = part * self.process_index
         samples = iter(self.dataset)
@@ -359,10 +362,16 @@ class IterableDatasetShard(IterableDataset[Any]):
         while len(current) == window:
             yield from current[first : first + part]
             current = list(itertools.islice(samples, window))
-        self._last_round.fill_(len(current))
+        self._set_last_round(len(current))
         if current and not self.drop_last:
             padded = itertools.islice(itertools.chain(current, itertools.cycle(opening)), first, first + part)
             yield from padded
+
+    def _set_last_round(self, samples: int) -> None:
+        if isinstance(self._last_round, torch.Tensor):
+            self._last_round.fill_(samples)
+        else:
+            self._last_round = samples
 
 
 def check_divisible(batch_size: int | None, num_processes: int) -> None:

@@ -162,8 +162,9 @@ class Zygote:
             self._unread += 1
             pid = self._last_reply(wait)
         except (OSError, ServerStuckError) as error:
+            tail = self.log_tail()
             self.retire()
-            raise ServerStuckError(f"the server process did not reply: {error}{self.log_tail()}") from error
+            raise ServerStuckError(f"the server process did not reply: {error}{tail}") from error
         self.ranks.add(pid)
         return pid
 
@@ -184,7 +185,9 @@ class Zygote:
 
     def log_tail(self) -> str:
         """Return the last part of the server's output, for an error message."""
-        return log_tail(self._log)
+        with suppress(ValueError):  # Another thread may have retired the server, and closed the file.
+            return log_tail(self._log)
+        return ""
 
     def release(self, rank: int) -> None:
         """Record that the process of a rank has ended. If it was the last one of a retired server, end the server."""
@@ -203,6 +206,7 @@ class Zygote:
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):  # The server may be blocked by a disk.
             self._process.wait(timeout=5)
+        self._log.close()
 
     def close(self) -> None:
         """End the server and all its ranks. Do nothing in a process that inherited this object."""

@@ -193,6 +193,7 @@ class TestSettings:
             accelerator.ao_recipe_handler = None
 
     def test_a_recipe_for_another_precision_is_refused(self) -> None:
+        pytest.importorskip("torchao")
         accelerator = Accelerator(cpu=True)
         accelerator.fp8_recipe_handler = None
         with pytest.raises(ValueError, match=r"write Accelerator\(mixed_precision='fp8', kwargs_handlers=\[AORecipe"):

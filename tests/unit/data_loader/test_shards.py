@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +209,12 @@ def test_a_shard_of_a_stream_does_not_depend_on_the_default_device() -> None:
     with torch.device("meta"):
         shard = IterableDatasetShard([1, 2, 3], 2)  # type: ignore[arg-type]
     assert shard.last_round is None
+
+
+def test_a_copy_in_a_spawned_worker_shares_its_last_round_only_if_requested() -> None:
+    shard = IterableDatasetShard(Numbers(5), 2)
+    for shared in (None, 1):
+        copied = ForkingPickler.loads(ForkingPickler.dumps(shard))
+        list(copied)
+        assert (copied.last_round, shard.last_round) == (1, shared)
+        shard.share_last_round()

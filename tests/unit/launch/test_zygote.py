@@ -127,6 +127,7 @@ def test_a_zygote_that_did_not_reply_in_time_gets_no_further_request(monkeypatch
         with _Wires() as wires, pytest.raises(LaunchError, match="did not reply"):
             server.fork(ORDER, wires.theirs)
         assert not server.alive()
+        assert server._log.closed
     finally:
         server.close()
 
