@@ -58,6 +58,7 @@ SHOWN: dict[str, Sequence[tuple[str, str, str, str]]] = {
         ("importing the package", "launch", "package import", "import in a new interpreter"),
         ("a line printed by a rank", "launch", "printing", "the same: extra time per line"),
         ("returning 1 GB", "launch", "large results", "1 GB returned by one of 2 ranks: until the kernel has it"),
+        ("eight runs in two slots (peer: one after the other)", "launch", "sweep", "8 runs in two slots"),
         ("stopping ranks that are busy in C", "launch", "stop", "2 ranks busy in C: stop(1)"),
         ("a rank's memory with a model of 1 GB", "launch", "memory of a model", "16 ranks by fork: PSS of each rank"),
     ],
