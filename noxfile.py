@@ -17,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,7 +218,7 @@ def together(session: nox.Session, tag: str, lanes: int) -> None:
     command = [sys.executable, "-m", "nox", "-f", __file__, "-j", str(lanes), "-t", tag]
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     counts: Counter[str] = Counter()
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for path in sorted(REPORTS.glob("*.xml")):
         for case in ET.parse(path).iter("testcase"):
             seconds[str(case.get("classname"))] += float(case.get("time", 0))
