@@ -43,7 +43,7 @@ ABANDON_SECONDS = 5.0
 LONGEST_WAIT = 1.0
 """The maximum number of seconds that the event loop sleeps, so that it soon notices when the machine has slept."""
 GAP_SECONDS = 1.0
-"""If the loop wakes up more than this many seconds late, the machine was asleep or the kernel was suspended."""
+"""If the loop is more than this many seconds late, the machine was asleep or the kernel was suspended."""
 PAUSED_RANKS, PAUSE_PER_RANK = 32, 40e-6
 """With at least this many ranks, the loop pauses after each turn, for this many seconds per rank (0.02 s for 512).
 
@@ -77,6 +77,7 @@ class RankGroup:
         self._ranks = SupervisedRanks()
         self.after_turn: Callable[[], None] | None = None
         self._guard_due = 0.0
+        self._seen = time.monotonic(), time.thread_time()
         self.stops = StopSequence(supervisor.journal, supervisor.commands.prompts, hold=supervisor.config.hold_on_error)
         self.events = RankEventHandler(supervisor, self.selector, self._ranks, self.stops)
         self._limits = TimeLimits(supervisor, self.events, self.stops)
@@ -137,6 +138,7 @@ class RankGroup:
     def supervise(self) -> None:
         """Handle what the ranks send and watch them until the last one is reaped."""
         living = self._ranks.living
+        self._seen = time.monotonic(), time.thread_time()
         while living:
             self._wait(self._select_timeout())
             self._check_deadlines()
@@ -148,13 +150,22 @@ class RankGroup:
         self.selector.close()
 
     def _wait(self, timeout: float) -> None:
-        begin = time.monotonic()
         ready = self.selector.select(timeout)
-        late = time.monotonic() - begin - timeout
-        if late > GAP_SECONDS:
-            self._supervisor.clock.exclude(late)
+        self._exclude_gap(timeout)
         call_ready(self.selector, ready)
         self.events.record()
+
+    def _exclude_gap(self, slept: float = 0.0) -> None:
+        """Exclude the time that this thread did not run since the last call from the time limits, if it is long.
+
+        Args:
+            slept: The number of seconds that the thread was meant to sleep.
+        """
+        now, used = time.monotonic(), time.thread_time()
+        late = now - self._seen[0] - (used - self._seen[1]) - slept
+        self._seen = now, used
+        if late > GAP_SECONDS:
+            self._supervisor.clock.exclude(late)
 
     def _select_timeout(self) -> float:
         """Return how many seconds the loop may sleep before its next deadline."""
@@ -201,6 +212,7 @@ class RankGroup:
         )
 
     def _check_limits(self) -> None:
+        self._exclude_gap()
         reason = self._limits.reached()
         if reason:
             # Set the reason before the diagnosis, whose signals may end the call that the ranks are stuck in. If the

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from selectors import EVENT_READ
 
 import pytest
@@ -150,3 +150,27 @@ def test_changes_of_the_run_are_appended_after_earlier_messages_of_ranks(
     os.write(backend.outputs[2], b"a line\n")
     group._wait(5.0)
     assert names == ["MetricEvent", "StatusEvent", "MetricEvent", "RankRunning", "LogEvent"]
+
+
+def _work(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        pass
+
+
+@pytest.mark.parametrize(("spend", "counted"), [(time.sleep, False), (_work, True)], ids=["suspended", "busy"])
+def test_time_limits_exclude_a_suspension_while_messages_are_handled(
+    started: tuple[Run, RankGroup, _Backend],
+    monkeypatch: pytest.MonkeyPatch,
+    spend: Callable[[float], None],
+    counted: bool,
+) -> None:
+    run, group, backend = started
+    monkeypatch.setattr(rank_group, "GAP_SECONDS", 0.2)
+    run._internals.journal.subscribe(lambda _: spend(0.6))
+    backend.channels[0].send(MetricEvent({"loss": 1.0}, 1))
+    clock = group._supervisor.clock
+    before = clock.now()
+    group._wait(5.0)
+    group._check_limits()
+    assert (clock.now() - before > 0.5) == counted
