@@ -261,7 +261,7 @@ def test_a_different_order_of_collectives_is_reported(kernel: Kernel) -> None:
             "rank 0 called all_reduce (float32 [4]), rank 1 called broadcast (float32 [4])"
         ),
     )
-    assert text.count("waits in") == 2
+    assert text.count("has waited") == 2
 
 
 @pytest.mark.parametrize("debug", ["0", "1"])
