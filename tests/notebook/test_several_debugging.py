@@ -179,7 +179,7 @@ def test_a_diagnosis_names_the_lines_of_another_notebooks_cells(pair: Notebooks)
     line = re.escape("ctypes.PyDLL(None).read(nothing, room, 1)  # holds the interpreter")
     named = (
         rf"rank 1: Cell In\[\d+\] of node 1, line \d+, in skips: {line}",
-        r"rank 0: Cell In\[\d+\], line \d+, in skips: dist\.barrier\(\); waits in",
+        r"rank 0: Cell In\[\d+\], line \d+, in skips: dist\.barrier\(\); has waited",
     )
     text, deadline = "", time.monotonic() + LIMIT
     while not all(re.search(pattern, text) for pattern in named):
