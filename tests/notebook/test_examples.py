@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.notebook]
 
 @pytest.fixture(scope="module")
 def kernel() -> Iterator[Kernel]:
-    with ready_kernel(env={"OMP_NUM_THREADS": "1", "QUICKSTART_EPOCHS": "8", "TINY_GPT_STEPS": "60"}) as kernel:
+    with ready_kernel(env={"OMP_NUM_THREADS": "1", "QUICKSTART_EPOCHS": "8", "TINY_GPT_STEPS": "40"}) as kernel:
         kernel.check(WARM_OPTIMIZER)
         yield kernel
 
@@ -56,18 +56,18 @@ def test_the_quickstart_learns_fails_and_stops(kernel: Kernel) -> None:
 
 @pytest.mark.timeout(400)
 def test_the_tiny_gpt_learns_and_writes(kernel: Kernel) -> None:
-    """After 60 of the 240 steps, the test loss is 0.47 times the first one. The notebook requires at most 0.6.
+    """After 40 of the 240 steps, the test loss is 0.51 times the first one. The notebook requires at most 0.6.
 
     A processor without instructions for bfloat16 takes eight times as long for a step in bfloat16.
     """
-    shorter = {"batches=8": "batches=2", "train, (20,)": "train, (4,)"}
+    shorter = {"batches=8": "batches=2", "train, (20,)": "train, (2,)"}
     cells = run_all(kernel, ROOT / "examples" / "02_tiny_gpt.ipynb", shorter)
 
     launch = find(cells, "run = notebook_launcher(train, (STEPS,)")
-    assert "step   60: test loss" in launch.stdout
+    assert "step   40: test loss" in launch.stdout
     assert kernel.value("[run.results[1][2] is None, run.results[0][1] < 0.6 * run.results[0][0]]") == [True, True]
     rates = kernel.value('run.metrics["learning rate"].rank(0).values.tolist()')
-    assert len(rates) == 60
+    assert len(rates) == 40
     assert max(rates) > 10 * rates[-1]
     assert "mixed precision: bf16" in find(cells, "short = notebook_launcher").stdout
     assert cells[-1].stdout.startswith("The tiny GPT is complete: test loss from ")
