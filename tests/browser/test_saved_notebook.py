@@ -123,9 +123,9 @@ def test_a_printed_report_is_complete(executed: Any, chromium: Browser, tmp_path
         page.route("http*://**", lambda route: route.abort())  # The page from nbconvert refers to external scripts.
         page.emulate_media(media="print")
         page.goto(f"file://{tmp_path / 'saved.html'}")
-        for words in ("num_processes", "python", "rank 1 failed: ValueError: it diverged", "peak memory"):
+        for words in ("number of processes", "python", "rank 1 failed: ValueError: it diverged", "peak memory"):
             assert page.locator(".notebook-accelerate-report", has_text=words).first.is_visible()
-        rows = page.locator(".notebook-accelerate-report th", has_text="num_processes")
+        rows = page.locator(".notebook-accelerate-report th", has_text="number of processes")
         assert rows.count() == 2
         assert rows.first.evaluate("e => e.checkVisibility({contentVisibilityAuto: true}) && e.offsetHeight > 0")
         assert page.locator(".notebook-accelerate-report img").first.evaluate("e => e.naturalWidth") > 100
